@@ -1,0 +1,134 @@
+"""Compile what a launch would run, for a GPU that is not here.
+
+`record_launches` notes kernels and arguments instead of running them; `compile_launch` builds one for a
+target and reads registers, spills and shared memory from the binary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.bool: "i1",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    args: dict[str, Any]  # by parameter name
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    asm: dict[str, Any]
+
+
+@contextlib.contextmanager
+def record_launches(target: str) -> Iterator[list[Launch]]:
+    """Inside, launches are recorded and tensors are fake, on a device that looks like the target."""
+    from torch_streamkl import launch
+
+    launches: list[Launch] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages", "maxnreg") if k in kwargs}
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        launches.append(Launch(self, tuple(grid), dict(bound.arguments), options))
+
+    patches = {"multiprocessors": MULTIPROCESSORS[target], "shared_memory_kib": SHARED_LIMIT_KIB[target]}
+    saved = {name: getattr(launch, name) for name in patches}
+    original = JITFunction.run
+    try:
+        JITFunction.run = run
+        for name, value in patches.items():
+            setattr(launch, name, lambda _device, value=value: value)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield launches
+    finally:
+        JITFunction.run = original
+        for name, value in saved.items():
+            setattr(launch, name, value)
+
+
+def compile_launch(launch: Launch, target: str) -> Resources:
+    """Compile one recorded launch for a target."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
+
+    def describe(value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            parts = [describe(v, (*path, i)) for i, v in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return "*" + _TYPES[value.dtype]
+        if value is None or (isinstance(value, int) and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, int):
+            if value % 16 == 0:
+                attributes[path] = [["tt.divisibility", 16]]
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        return "fp32"
+
+    for index, name in enumerate(launch.kernel.arg_names):
+        if name in constexprs:
+            signature[name] = "constexpr"
+            constants[(index,)] = launch.args[name]
+        else:
+            signature[name] = describe(launch.args[name], (index,))
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kernel = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
+    registers, spills = _resources(kernel.asm, target)
+    return Resources(registers, spills, kernel.metadata.shared, kernel.asm)
+
+
+def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
+    if target.startswith("gfx"):
+        text = asm["amdgcn"]
+        field: Callable[[str], int] = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])  # noqa: E731
+        return field("vgpr_count"), 4 * field("vgpr_spill_count")
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        command = [str(_tool("cuobjdump")), "--dump-resource-usage", str(cubin)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+@functools.cache
+def _tool(name: str) -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -1,0 +1,115 @@
+"""Input checks from metadata alone: they run on fake tensors, before any launch, and change nothing.
+
+Each error states the rule and the value that broke it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_attention_inputs(student_q: Tensor, student_k: Tensor, teacher_q: Tensor, teacher_k: Tensor, head_mean: bool) -> None:
+    """q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim] of both sides fit."""
+    named = {"student_q": student_q, "student_k": student_k, "teacher_q": teacher_q, "teacher_k": teacher_k}
+    for name, x in named.items():
+        check_tensor(name, x, ndim=4)
+    same("dtype", {name: x.dtype for name, x in named.items()})
+    same("device", {name: x.device for name, x in named.items()})
+    same("batch size", {name: x.shape[0] for name, x in named.items()})
+    same("seqlen_q", {"student_q": student_q.shape[2], "teacher_q": teacher_q.shape[2]})
+    same("seqlen_k", {"student_k": student_k.shape[2], "teacher_k": teacher_k.shape[2]})
+    for side, q, k in (("student", student_q, student_k), ("teacher", teacher_q, teacher_k)):
+        same("head_dim", {f"{side}_q": q.shape[3], f"{side}_k": k.shape[3]})
+        if q.shape[1] % max(k.shape[1], 1):
+            raise ValueError(
+                f"the number of heads of {side}_q must be a multiple of that of {side}_k, got {q.shape[1]} and {k.shape[1]}"
+            )
+    if head_mean:
+        if teacher_q.shape[1] % max(student_q.shape[1], 1):
+            raise ValueError(
+                "with head_reduction='mean' the number of teacher heads must be a multiple of the student's, "
+                f"got {teacher_q.shape[1]} and {student_q.shape[1]}"
+            )
+    else:
+        same("number of heads", {"student_q": student_q.shape[1], "teacher_q": teacher_q.shape[1]})
+    for name, x in named.items():
+        for dim, size in enumerate(x.shape):
+            if size == 0:
+                raise ValueError(f"{name} must have no empty dimension, got size 0 at dimension {dim} of {tuple(x.shape)}")
+
+
+def check_tensor(name: str, x: object, ndim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"the last dimension of {name} must be contiguous, got strides {x.stride()}")
+
+
+def same(what: str, values: dict[str, object]) -> None:
+    """All values are equal."""
+    first, *rest = values.values()
+    if any(value != first for value in rest):
+        names, got = _listed(values), _listed([str(v) for v in values.values()])
+        raise ValueError(f"{names} must share {what}, got {got}")
+
+
+def _listed(items: Sequence[str] | dict[str, object]) -> str:
+    items = list(items)
+    return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The tensor viewed with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
+    on_device(name, x, device)
+    if x.ndim > len(shape):
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {x.ndim} dimensions: {tuple(x.shape)}")
+    view = x[(None,) * (len(shape) - x.ndim)]
+    if any(have not in (1, want) for have, want in zip(view.shape, shape, strict=True)):
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(x.shape)}")
+    return view
+
+
+def on_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name} must be on the device of the queries, got {x.device} and {device}")
+
+
+def check_vector(name: str, x: Tensor, size: int, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    """A one-dimensional tensor of a given size and one of the dtypes."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    on_device(name, x, device)
+    if tuple(x.shape) != (size,):
+        raise ValueError(f"{name} must have shape ({size},), got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
+
+
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+
+
+def in_unit_interval(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+
+
+def no_gradient(name: str, x: Tensor | None) -> None:
+    """The operator has no gradient to this tensor: refuse rather than drop it."""
+    if x is not None and x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{name} gets no gradient from this operator; pass {name}.detach() or keep plain torch code")

@@ -1,0 +1,458 @@
+"""Divergences as expressions over one key's probabilities: parsed, differentiated, evaluated.
+
+A divergence of a row is a sum over keys, ``sum_j f(P_j, S_j, logP_j, logS_j)``, with the teacher's
+probabilities P and the student's S. Here f is a small expression. Everything that computes a
+divergence (reference, streaming, kernels) reads it from a `Functional`, so a new one is a line in
+`DIVERGENCES`, and a recognised loss with eps and clamps is just another expression.
+
+NOTE [One pass or two]
+An expression that is linear in the log-probabilities (`Bilinear`) needs one pass over the keys: its
+row sums come from running moments. Any other needs the two log-sum-exps first and the sums second.
+A lower clamp that no key of the row reaches is inactive, and then the clamped expression equals its
+`unguarded` form; `GuardedBilinear` holds that form and the floors to test the row minima against.
+
+NOTE [Row gradient]
+With h_j = df/dlogS_j and H = sum_j h_j, the gradient of the row's value to the student's score is
+h_j - S_j H, because logS_j = s_j - lse(s). The teacher's likewise with g_j = df/dlogP_j and G.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VARIABLES = ("P", "S", "logP", "logS")
+
+
+@dataclass(frozen=True)
+class Expr:
+    """One node: a variable, a constant, or an operation on expressions."""
+
+    op: str
+    args: tuple[Expr, ...] = ()
+    value: float = 0.0
+
+    def __add__(self, other: Expr) -> Expr:
+        return apply("add", self, other)
+
+    def __sub__(self, other: Expr) -> Expr:
+        return apply("sub", self, other)
+
+    def __mul__(self, other: Expr) -> Expr:
+        return apply("mul", self, other)
+
+    def __truediv__(self, other: Expr) -> Expr:
+        return apply("div", self, other)
+
+    def __neg__(self) -> Expr:
+        return apply("neg", self)
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+P, S, LOG_P, LOG_S = (Expr(name) for name in VARIABLES)
+
+
+def const(value: float) -> Expr:
+    return Expr("const", (), float(value))
+
+
+ZERO, ONE = const(0.0), const(1.0)
+FLOOR_OF_EXP = -1e30  # an exponent whose exponential is 0 in every dtype we compute in
+
+# arity of every operation; comparisons give 0 or 1
+ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "exp": 1, "log": 1, "abs": 1, "sqrt": 1,
+         "max": 2, "min": 2, "ge": 2, "gt": 2, "where": 3, "logaddexp": 2}  # fmt: skip
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_FROM_AST = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
+
+
+def apply(op: str, *args: Expr) -> Expr:
+    """An operation on expressions, with the rewrites that are exact identities of real numbers.
+
+    ``log(P)`` becomes ``logP`` and ``log(max(P, c))`` becomes ``max(logP, log c)``: both avoid the
+    underflow of P, and both are what the formula means.
+    """
+    if len(args) != ARITY[op]:
+        raise ValueError(f"{op} takes {ARITY[op]} arguments, got {len(args)}")
+    if all(a.op == "const" for a in args):
+        return const(float(_evaluate_node(op, [torch.tensor(a.value, dtype=torch.float64) for a in args])))
+    a, b = args[0], args[-1]
+    match op:
+        case "add" if a == ZERO:
+            return b
+        case "add" | "sub" if b == ZERO:
+            return a
+        case "sub" if a == b:
+            return ZERO
+        case "sub" if a == ZERO:
+            return apply("neg", b)
+        case "mul" if ZERO in args:
+            return ZERO
+        case "mul" if a == ONE:
+            return b
+        case "mul" | "div" if b == ONE:
+            return a
+        case "div" if a == ZERO:
+            return ZERO
+        case "neg" if a.op == "neg":
+            return a.args[0]
+        case "exp":
+            return {LOG_P: P, LOG_S: S}.get(a, Expr(op, args))
+        case "log":
+            return _log(a)
+        case "where" if a.op == "const":
+            return args[1] if a.value else args[2]
+        case "where" if args[1] == args[2]:
+            return b
+    return Expr(op, args)
+
+
+def _log(a: Expr) -> Expr:
+    logs = {P: LOG_P, S: LOG_S}
+    if a in logs:
+        return logs[a]
+    if a.op in ("max", "min") and any(x in logs for x in a.args):
+        x, c = a.args if a.args[0] in logs else a.args[::-1]
+        if c.op == "const":
+            return apply(a.op, logs[x], const(math.log(c.value) if c.value > 0 else -math.inf))
+    if a.op == "exp":
+        return a.args[0]
+    return Expr("log", (a,))
+
+
+def render(e: Expr) -> str:
+    """Text that `parse` reads back to the same expression."""
+    if e.op == "const":
+        return repr(e.value) if math.isfinite(e.value) else f"float('{e.value}')"
+    if e.op in VARIABLES:
+        return e.op
+    if e.op in _INFIX:
+        return f"({render(e.args[0])}{_INFIX[e.op]}{render(e.args[1])})"
+    if e.op == "neg":
+        return f"(-{render(e.args[0])})"
+    return f"{e.op}({','.join(render(a) for a in e.args)})"
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Expr:
+    """Expression of a text such as ``P*(logP-max(logS,-27.6))``."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"a divergence expression must be a formula over {VARIABLES}, got {text!r}") from error
+    return _parse_node(tree, text)
+
+
+def _parse_node(node: ast.AST, text: str) -> Expr:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return const(value)
+        case ast.Name(id=name) if name in VARIABLES:
+            return Expr(name)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _FROM_AST:
+            return apply(_FROM_AST[type(op)], _parse_node(left, text), _parse_node(right, text))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return apply("neg", _parse_node(operand, text))
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(value))]):
+            return const(float(value))
+        case ast.Call(func=ast.Name(id=name), args=args) if name in ARITY:
+            return apply(name, *(_parse_node(a, text) for a in args))
+    raise ValueError(
+        f"a divergence expression may use {', '.join(VARIABLES)}, numbers, + - * / and {', '.join(sorted(ARITY))}, "
+        f"got {ast.unparse(node)!r} in {text!r}"  # type: ignore[arg-type]
+    )
+
+
+def derivative(e: Expr, log_variable: Expr) -> Expr:
+    """Derivative to logP or logS, with P = exp(logP) and torch's conventions at kinks.
+
+    ``max(x, c)`` passes the gradient where x >= c, as ``clamp(min=c)`` does.
+    """
+    probability = {LOG_P: P, LOG_S: S}[log_variable]
+    if e == log_variable:
+        return ONE
+    if e == probability:
+        return probability
+    if e.op in ("const", *VARIABLES, "ge", "gt"):
+        return ZERO
+    d = [derivative(a, log_variable) for a in e.args]
+    a = e.args
+    match e.op:
+        case "add" | "sub":
+            return apply(e.op, d[0], d[1])
+        case "mul":
+            return d[0] * a[1] + a[0] * d[1]
+        case "div":
+            return d[0] / a[1] - a[0] * d[1] / (a[1] * a[1])
+        case "neg":
+            return -d[0]
+        case "exp":
+            return e * d[0]
+        case "log":
+            return d[0] / a[0]
+        case "abs":
+            return apply("where", apply("gt", a[0], ZERO), d[0], apply("where", apply("gt", ZERO, a[0]), -d[0], ZERO))
+        case "sqrt":
+            return const(0.5) * d[0] / e
+        case "max":
+            return apply("where", apply("ge", a[0], a[1]), d[0], d[1])
+        case "min":
+            return apply("where", apply("ge", a[1], a[0]), d[0], d[1])
+        case "where":
+            return apply("where", a[0], d[1], d[2])
+        case "logaddexp":
+            return apply("exp", a[0] - e) * d[0] + apply("exp", a[1] - e) * d[1]
+    raise AssertionError(e.op)
+
+
+def is_weight(e: Expr) -> bool:
+    """Whether a factor is 0 exactly where its distribution gives a key no probability."""
+    return e in (P, S)
+
+
+def _evaluate_node(op: str, args: list[Tensor]) -> Tensor:
+    match op:
+        case "add":
+            return args[0] + args[1]
+        case "sub":
+            return args[0] - args[1]
+        case "mul":
+            return args[0] * args[1]
+        case "div":
+            return args[0] / args[1]
+        case "neg":
+            return -args[0]
+        case "exp":
+            return args[0].exp()
+        case "log":
+            return args[0].log()
+        case "abs":
+            return args[0].abs()
+        case "sqrt":
+            return args[0].sqrt()
+        case "max":
+            # where() and not maximum(): torch.maximum halves the gradient at a tie, clamp does not
+            return torch.where(args[0] >= args[1], args[0], args[1])
+        case "min":
+            return torch.where(args[0] <= args[1], args[0], args[1])
+        case "ge":
+            return (args[0] >= args[1]).to(args[0].dtype)
+        case "gt":
+            return (args[0] > args[1]).to(args[0].dtype)
+        case "where":
+            return torch.where(args[0] != 0, args[1], args[2])
+        case "logaddexp":
+            return torch.logaddexp(args[0], args[1])
+    raise AssertionError(op)
+
+
+def evaluate(e: Expr, variables: dict[str, Tensor], memo: dict[Expr, Tensor] | None = None) -> Tensor:
+    """The expression's value on tensors of one shape; a key without probability contributes 0.
+
+    A product with P (or S) is 0 where P (or S) is 0, whatever the other factor: 0 * log 0 = 0.
+    """
+    memo = {} if memo is None else memo
+    if e in memo:
+        return memo[e]
+    like = variables["P"]
+    if e.op == "const":
+        result = torch.full((), e.value, dtype=like.dtype, device=like.device)
+    elif e.op in VARIABLES:
+        result = variables[e.op]
+    else:
+        args = [evaluate(a, variables, memo) for a in e.args]
+        if e.op == "mul":
+            for weight, other in ((0, 1), (1, 0)):
+                if is_weight(e.args[weight]) and not is_weight(e.args[other]):
+                    args[other] = torch.where(args[weight] == 0, torch.zeros_like(args[weight]), args[other])
+        result = _evaluate_node(e.op, args)
+    memo[e] = result
+    return result
+
+
+# --------------------------------------------------------------- polynomials in the four variables
+Monomial = tuple[int, int, int, int]  # powers of P, S, logP, logS
+
+
+def _polynomial(e: Expr) -> dict[Monomial, float] | None:
+    if e.op == "const":
+        return {(0, 0, 0, 0): e.value} if e.value else {}
+    if e.op in VARIABLES:
+        powers = [0, 0, 0, 0]
+        powers[VARIABLES.index(e.op)] = 1
+        return {tuple(powers): 1.0}  # type: ignore[dict-item]
+    if e.op not in ("add", "sub", "mul", "div", "neg"):
+        return None
+    terms = [_polynomial(a) for a in e.args]
+    if any(t is None for t in terms):
+        return None
+    a, b = terms[0], terms[-1]
+    assert a is not None and b is not None
+    result: dict[Monomial, float] = {}
+    if e.op == "neg":
+        result = {k: -v for k, v in a.items()}
+    elif e.op in ("add", "sub"):
+        result = dict(a)
+        for k, v in b.items():
+            result[k] = result.get(k, 0.0) + (v if e.op == "add" else -v)
+    elif e.op == "mul":
+        for k1, v1 in a.items():
+            for k2, v2 in b.items():
+                k = tuple(x + y for x, y in zip(k1, k2, strict=True))
+                result[k] = result.get(k, 0.0) + v1 * v2  # type: ignore[index, arg-type]
+    else:
+        if set(b) != {(0, 0, 0, 0)}:
+            return None
+        result = {k: v / b[(0, 0, 0, 0)] for k, v in a.items()}
+    return {k: v for k, v in result.items() if v != 0.0}
+
+
+@dataclass(frozen=True)
+class Bilinear:
+    """``sum_j P_j (tt logP_j + ts logS_j) + S_j (st logP_j + ss logS_j) + t P_j + s S_j``."""
+
+    tt: float = 0.0
+    ts: float = 0.0
+    st: float = 0.0
+    ss: float = 0.0
+    t: float = 0.0
+    s: float = 0.0
+
+    @property
+    def has_teacher_moment(self) -> bool:
+        return self.tt != 0.0 or self.ts != 0.0
+
+    @property
+    def has_student_moment(self) -> bool:
+        return self.st != 0.0 or self.ss != 0.0
+
+
+_BILINEAR_FIELDS: dict[Monomial, str] = {
+    (1, 0, 1, 0): "tt", (1, 0, 0, 1): "ts", (0, 1, 1, 0): "st", (0, 1, 0, 1): "ss", (1, 0, 0, 0): "t", (0, 1, 0, 0): "s",
+}  # fmt: skip
+
+
+def bilinear(e: Expr) -> Bilinear | None:
+    """The six coefficients when the expression is linear in the log-probabilities, else None."""
+    terms = _polynomial(e)
+    if terms is None or not set(terms) <= set(_BILINEAR_FIELDS):
+        return None
+    return Bilinear(**{_BILINEAR_FIELDS[k]: v for k, v in terms.items()})
+
+
+@dataclass(frozen=True)
+class GuardedBilinear:
+    """What a clamped expression is for a row whose log-probabilities all lie above the floors."""
+
+    form: Bilinear
+    teacher_floor: float
+    student_floor: float
+
+
+def _without_clamps(e: Expr, floors: dict[Expr, float]) -> Expr:
+    if e.op == "max" and e.args[1].op == "const" and e.args[0] in (P, S, LOG_P, LOG_S):
+        variable, c = e.args[0], e.args[1].value
+        log_variable = {P: LOG_P, S: LOG_S}.get(variable, variable)
+        floor = c if variable in (LOG_P, LOG_S) else (math.log(c) if c > 0 else -math.inf)
+        floors[log_variable] = max(floors[log_variable], floor)
+        return variable
+    if not e.args:
+        return e
+    return apply(e.op, *(_without_clamps(a, floors) for a in e.args))
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A parsed divergence with everything an implementation needs of it (see the NOTEs above)."""
+
+    text: str
+    expr: Expr
+    student_grad: Expr
+    teacher_grad: Expr
+    bilinear: Bilinear | None
+    guarded: GuardedBilinear | None
+    absent: float
+    _memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(text: str) -> Functional:
+        expr = parse(text)
+        guarded = None
+        form = bilinear(expr)
+        if form is None:
+            floors = {LOG_P: -math.inf, LOG_S: -math.inf}
+            inner = bilinear(_without_clamps(expr, floors))
+            if inner is not None:
+                guarded = GuardedBilinear(inner, floors[LOG_P], floors[LOG_S])
+        nothing = {"P": 0.0, "S": 0.0, "logP": -math.inf, "logS": -math.inf}
+        absent = evaluate(expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()})
+        return Functional(
+            render(expr), expr, derivative(expr, LOG_S), derivative(expr, LOG_P), form, guarded, float(absent)
+        )
+
+    def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""
+        memo: dict[Expr, Tensor] = {}
+        like = variables["P"]
+        exprs = (self.expr, self.student_grad, self.teacher_grad)
+        f, h, g = (evaluate(e, variables, memo).expand_as(like) for e in exprs)
+        return f, h, g
+
+
+# ------------------------------------------------------------------------------- named divergences
+def _js(beta: float) -> Expr:
+    if beta in (0.0, 1.0):  # the limits vanish; GKD and its users mean the two KLs there
+        return parse(DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"])
+    b, c = const(beta), const(1.0 - beta)
+    mixture = apply("logaddexp", LOG_P + const(math.log(beta)), LOG_S + const(math.log(1.0 - beta)))
+    return b * (P * (LOG_P - mixture)) + c * (S * (LOG_S - mixture))
+
+
+DIVERGENCES = {
+    "forward_kl": "P*(logP-logS)",
+    "reverse_kl": "S*(logS-logP)",
+    "cross_entropy": "-(P*logS)",
+    "jeffreys": "P*(logP-logS)+S*(logS-logP)",
+    "tv": "0.5*abs(P-S)",
+}
+NAMES = (*DIVERGENCES, "js")
+
+
+@functools.lru_cache(maxsize=256)
+def named(
+    divergence: str,
+    beta: float = 0.5,
+    student_eps: float = 0.0,
+    teacher_eps: float = 0.0,
+    student_clamp: float = 0.0,
+    teacher_clamp: float = 0.0,
+) -> Functional:
+    """The functional of a named divergence with guards on the probabilities before the log.
+
+    A guard replaces ``logP`` by ``log(max(P + eps, clamp))``; the weights P and S stay as they are.
+    """
+    expr = _js(beta) if divergence == "js" else parse(DIVERGENCES[divergence])
+    logs = {LOG_P: _guard(P, teacher_eps, teacher_clamp), LOG_S: _guard(S, student_eps, student_clamp)}
+    return Functional.of(render(substitute(expr, logs.__getitem__)))
+
+
+def _guard(probability: Expr, eps: float, clamp: float) -> Expr:
+    inner = probability + const(eps)
+    return apply("log", apply("max", inner, const(clamp)) if clamp > 0.0 else inner)
+
+
+def substitute(e: Expr, log_of: Callable[[Expr], Expr]) -> Expr:
+    """The expression with every logP and logS replaced."""
+    if e in (LOG_P, LOG_S):
+        return log_of(e)
+    return apply(e.op, *(substitute(a, log_of) for a in e.args)) if e.args else e

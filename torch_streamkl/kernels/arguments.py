@@ -1,0 +1,147 @@
+"""What a kernel takes, grouped: runtime arguments of a side, of the masks, and the compile-time CONFIG.
+
+NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them whole
+to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a tuple that a
+jit function returns holds no None (Triton 3.6 could not return it), but a pointer that is never read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class SideArgs(NamedTuple):
+    """Pointers, strides (in elements) and factors of the student or the teacher."""
+
+    q: Any
+    q_b: Any
+    q_h: Any
+    q_m: Any
+    q_d: Any
+    k: Any
+    k_b: Any
+    k_h: Any
+    k_n: Any
+    k_d: Any
+    bias: Any
+    bias_b: Any
+    bias_h: Any
+    bias_m: Any
+    bias_n: Any
+    slopes: Any
+    sink: Any
+    scale: Any  # of the dot product; without a softcap also 1 / temperature and log2(e)
+    softcap: Any
+    group: Any  # query heads that share one key head
+
+
+class MaskArgs(NamedTuple):
+    """Everything that decides which keys a row may see."""
+
+    mask: Any
+    mask_b: Any
+    mask_h: Any
+    mask_m: Any
+    mask_n: Any
+    key_lengths: Any
+    window_left: Any
+    window_right: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class Config(NamedTuple):
+    """Compile-time choices of one kernel; CONFIG inside the kernels."""
+
+    BLOCK_M: int  # query rows of a tile
+    BLOCK_N: int  # keys of a tile
+    S_DIM: int  # head_dim of the student, and the power of two that holds it
+    S_BLOCK_D: int
+    T_DIM: int
+    T_BLOCK_D: int
+    S_SOFTCAP: bool
+    T_SOFTCAP: bool
+    S_BIAS: bool
+    T_BIAS: bool
+    S_ALIBI: bool
+    T_ALIBI: bool
+    S_SINK: bool
+    T_SINK: bool
+    HAS_MASK: bool
+    HAS_LEFT: bool  # a window bound on that side
+    HAS_RIGHT: bool
+    DENSE: bool  # a mask tensor, key lengths or a bias: every tile is looked at element by element
+    FILLED: bool  # keys that are not allowed have a finite score and count
+    TWO_PASS: bool  # the functional is not linear in the log-probabilities
+    GUARDED: bool  # ... but is where the clamps are not reached
+    T_FLOOR: float  # log-probabilities above which they are not
+    S_FLOOR: float
+    PRECISION: str  # of float32 dot products
+
+
+class Form(NamedTuple):
+    """Coefficients of a bilinear functional (functional.Bilinear), compile-time; FORM inside the kernels."""
+
+    TT: float
+    TS: float
+    ST: float
+    SS: float
+    T: float
+    S: float
+
+
+class State(NamedTuple):
+    """Running state of a block of rows (rowstate.RowState in base 2) and what guards and fills need."""
+
+    m_t: Any
+    l_t: Any
+    m_s: Any
+    l_s: Any
+    a: Any
+    b: Any
+    low_t: Any  # lowest allowed score
+    low_s: Any
+    count: Any  # allowed keys
+
+
+class Bound(NamedTuple):
+    """One side as one program sees it: pointers moved to its batch element, head and sequence."""
+
+    q: Any
+    k: Any
+    bias_offset: Any
+    slope: Any
+    sink: Any
+
+
+class Sequence(NamedTuple):
+    """Sizes of the program's sequence, and where its mask starts."""
+
+    start_q: Any  # first row of q, and of the keys, in packed tensors
+    start_k: Any
+    num_rows: Any
+    num_keys: Any
+    num_valid: Any  # keys that key_lengths admits
+    offset: Any  # key position that query 0 is aligned with
+    mask_offset: Any
+
+
+class Rows(NamedTuple):
+    """A block of query rows: what stays while the keys stream past."""
+
+    qs: Any
+    qt: Any
+    student: Any  # Bound
+    teacher: Any
+    offs: Any
+
+
+class Sums(NamedTuple):
+    """Second-pass sums over keys of f, h and g, and the number of allowed keys."""
+
+    value: Any
+    h: Any
+    g: Any
+    count: Any

@@ -1,0 +1,260 @@
+"""The portable backward: dQ by blocks of rows and dK by blocks of keys, each recomputing the scores.
+
+Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so the
+bits are the same on every run. STUDENT chooses whose gradient a launch computes.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.kernels.arguments import Rows
+from torch_streamkl.kernels.attention_forward import finite_lse, load_rows, row_offset
+from torch_streamkl.kernels.rows import LN2
+from torch_streamkl.kernels.scores import (
+    allowed_tile,
+    bind_sequence,
+    bind_student,
+    bind_teacher,
+    key_range,
+    row_range,
+    student_scores,
+    student_tile,
+    teacher_scores,
+    teacher_tile,
+)
+
+
+@triton.jit
+def score_gradient(
+    log_t, log_s, key_sum,
+    STUDENT: tl.constexpr, POINTWISE: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr,
+):  # fmt: skip
+    """d(value)/d(score) of one side from log2-probabilities."""
+    P = tl.math.exp2(log_t)
+    S = tl.math.exp2(log_s)
+    if POINTWISE:
+        _, h, g = HELPER(P, S, log_t * LN2, log_s * LN2)
+        d = h if STUDENT else g
+    elif STUDENT:
+        d = FORM.TS * P
+        if FORM.ST != 0.0 or FORM.SS != 0.0:
+            d += S * (weighted_logs(S, log_t, log_s, FORM.ST, FORM.SS) + (FORM.SS + FORM.S))
+    else:
+        d = FORM.ST * S
+        if FORM.TT != 0.0 or FORM.TS != 0.0:
+            d += P * (weighted_logs(P, log_t, log_s, FORM.TT, FORM.TS) + (FORM.TT + FORM.T))
+    own = S if STUDENT else P
+    return d - own * key_sum
+
+
+@triton.jit
+def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
+    # CT logP + CS logS in nats, and 0 where the weight in front of it is 0
+    if CT == -CS:
+        x = (log_t - log_s) * (CT * LN2)
+    else:
+        x = log_t * (CT * LN2) + log_s * (CS * LN2)
+    return tl.where(weight == 0.0, 0.0, x)
+
+
+@triton.jit
+def gradient_tile(
+    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum, student, teacher, masks, seq, inv_temperature,
+    STUDENT: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale."""
+    i = rows.offs[:, None]
+    j = offs_n[None, :]
+    inside = (i < seq.num_rows) & (j < seq.num_keys)
+    dot_s = tl.dot(rows.qs, ks_trans, input_precision=CONFIG.PRECISION)
+    dot_t = tl.dot(rows.qt, kt_trans, input_precision=CONFIG.PRECISION)
+    s, s_slope = student_scores(dot_s, student, rows.student, seq, i, j, inside, inv_temperature, CONFIG)
+    t, t_slope = teacher_scores(dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, CONFIG)
+    d = score_gradient(
+        t - lse_t[:, None], s - lse_s[:, None], key_sum[:, None], STUDENT, CONFIG.TWO_PASS, FORM, HELPER
+    )
+    if MASKED:
+        d = tl.where(allowed_tile(masks, seq, i, j, inside, CONFIG), d, 0.0)
+    if STUDENT:
+        if CONFIG.S_SOFTCAP:
+            d *= s_slope
+    else:
+        if CONFIG.T_SOFTCAP:
+            d *= t_slope
+    return d
+
+
+@triton.jit
+def load_statistics(grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr):
+    """lse_t, lse_s, the key sum of the wanted side and the incoming gradient of a block of rows."""
+    lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
+    lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
+    sums_ptr = (s_stats_ptr if STUDENT else t_stats_ptr) + stats_stride
+    key_sum = tl.load(sums_ptr + row, mask=inside, other=0.0)
+    return lse_t, lse_s, key_sum, tl.load(grad_ptr + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def dq_over(
+    acc, start, stop, rows, lse_t, lse_s, key_sum, student, teacher, masks, seq, inv_temperature,
+    STUDENT: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Accumulate sum_j dscore_j k_j over the tiles in [start, stop)."""
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    for n0 in tl.range(start, stop, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        ks = student_tile(rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG)
+        kt = teacher_tile(rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG)
+        d = gradient_tile(
+            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, key_sum, student, teacher, masks, seq,
+            inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+        k = ks if STUDENT else kt
+        acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
+    return acc
+
+
+@triton.jit
+def dq_kernel(
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    dq_ptr, dq_b, dq_h, dq_m, dq_scale, num_blocks, num_heads, keys_per_split, split_stride, inv_temperature,
+    STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of rows over a share of the keys (all of them with one split)."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
+    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    block = pid % num_blocks
+    bh = pid // num_blocks
+    if CONFIG.HAS_RIGHT:
+        block = num_blocks - 1 - block
+    b = bh // num_heads
+    h = bh % num_heads
+    seq = bind_sequence(masks, b, h, CONFIG)
+    m0 = block * BLOCK_M
+    if m0 >= seq.num_rows:
+        return
+    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    inside = rows.offs < seq.num_rows
+    row = row_offset(bh, h, seq, masks) + rows.offs
+    lse_t, lse_s, key_sum, grad = load_statistics(
+        grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT
+    )
+    first, left, right, stop = key_range(masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG)
+    lo = split * keys_per_split
+    hi = lo + keys_per_split
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if CONFIG.HAS_LEFT:
+        acc = dq_over(
+            acc, tl.maximum(first, lo), tl.minimum(left, hi), rows, lse_t, lse_s, key_sum,
+            student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+    if not CONFIG.DENSE:
+        acc = dq_over(
+            acc, tl.maximum(left, lo), tl.minimum(right, hi), rows, lse_t, lse_s, key_sum,
+            student, teacher, masks, seq, inv_temperature, STUDENT, False, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+    acc = dq_over(
+        acc, tl.maximum(right, lo), tl.minimum(stop, hi), rows, lse_t, lse_s, key_sum,
+        student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
+    )  # fmt: skip
+    acc *= (grad * dq_scale)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)
+    if masks.cu_seqlens_q is not None:
+        b = b * 0
+    out = dq_ptr + split.to(tl.int64) * split_stride + b.to(tl.int64) * dq_b + h * dq_h
+    out += (seq.start_q + rows.offs).to(tl.int64)[:, None] * dq_m + offs_d[None, :]
+    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < DIM))
+
+
+@triton.jit
+def dk_over(
+    acc, start, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq, first_row,
+    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+    STUDENT: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Accumulate sum_i dscore_i q_i over the row tiles in [start, stop)."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    for m0 in tl.range(start, stop, BLOCK_M):
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        qs = student_tile(s_bound.q, offs_m, seq.num_rows, student.q_m, student.q_d, MASKED, CONFIG)
+        qt = teacher_tile(t_bound.q, offs_m, seq.num_rows, teacher.q_m, teacher.q_d, MASKED, CONFIG)
+        lse_t, lse_s, key_sum, grad = load_statistics(
+            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, first_row + offs_m, offs_m < seq.num_rows, STUDENT
+        )
+        d = gradient_tile(
+            Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum,
+            student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+        q = qs if STUDENT else qt
+        acc = tl.dot(tl.trans((d * grad[:, None]).to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION)
+    return acc
+
+
+@triton.jit
+def dk_kernel(
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    dk_ptr, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_heads, num_kv_heads, group, inv_temperature,
+    STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """dK of a block of keys of one key head: the sum over the query heads that share it."""
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
+    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    pid = tl.program_id(0)
+    b = (pid // num_blocks) // num_kv_heads
+    kv = (pid // num_blocks) % num_kv_heads
+    n0 = (pid % num_blocks) * BLOCK_N
+    sizes = bind_sequence(masks, b, kv * group, CONFIG)
+    if n0 >= sizes.num_keys:
+        return
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # without the option the compiler hoists address arithmetic out of this loop until registers spill
+    for member in tl.range(0, group, num_stages=1, disable_licm=True):
+        h = kv * group + member
+        seq = bind_sequence(masks, b, h, CONFIG)
+        s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
+        t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
+        # transposed out here: inside the loop over rows they would go to shared memory every time
+        ks_trans = tl.trans(student_tile(s_bound.k, offs_n, seq.num_keys, student.k_n, student.k_d, True, CONFIG))
+        kt_trans = tl.trans(teacher_tile(t_bound.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, True, CONFIG))
+        first_row = row_offset(b * num_heads + h, h, seq, masks)
+        first, left, right, stop = row_range(
+            masks, seq, n0, tl.minimum(n0 + BLOCK_N, seq.num_keys) - 1, CONFIG
+        )
+        if n0 + BLOCK_N > seq.num_valid:  # keys that key_lengths excludes: look at every element
+            left = first
+            right = first
+        if n0 >= seq.num_valid:
+            stop = first
+        if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
+            acc = dk_over(
+                acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq,
+                first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                STUDENT, True, FORM, HELPER, CONFIG,
+            )  # fmt: skip
+        if not CONFIG.DENSE:
+            acc = dk_over(
+                acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq,
+                first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                STUDENT, False, FORM, HELPER, CONFIG,
+            )  # fmt: skip
+        acc = dk_over(
+            acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq,
+            first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+            STUDENT, True, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+    acc *= dk_scale
+    offs_d = tl.arange(0, BLOCK_D)
+    if masks.cu_seqlens_q is not None:
+        b = b * 0
+    out = dk_ptr + b.to(tl.int64) * dk_b + kv * dk_h
+    out += (sizes.start_k + offs_n).to(tl.int64)[:, None] * dk_n + offs_d[None, :]
+    inside = (offs_n[:, None] < sizes.num_keys) & (offs_d[None, :] < DIM)
+    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)

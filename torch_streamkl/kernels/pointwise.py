@@ -1,0 +1,78 @@
+"""Generated jit helpers: a functional's f, h and g of one key, as Triton source.
+
+``helper(functional)`` is a ``@triton.jit`` function (P, S, logP, logS) -> (f, h, g), passed to a kernel
+as a compile-time argument. Its source enters Triton's cache key like that of any other function.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.functional import Expr, Functional, is_weight
+
+_CALLS = {
+    "exp": "tl.exp({0})",
+    "log": "tl.log({0})",
+    "abs": "tl.abs({0})",
+    "sqrt": "tl.sqrt({0})",
+    "neg": "-{0}",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "max": "tl.maximum({0}, {1})",
+    "min": "tl.minimum({0}, {1})",
+    "ge": "{0} >= {1}",
+    "gt": "{0} > {1}",
+    "where": "tl.where({0}, {1}, {2})",
+    # both -inf: the maximum is returned, and every factor in front of it is 0
+    "logaddexp": "tl.where({0} == {1}, {0} + 0.6931471805599453, "
+    "tl.maximum({0}, {1}) + tl.log(1.0 + tl.exp(-tl.abs({0} - {1}))))",
+}
+
+
+def source(functional: Functional) -> str:
+    """Source of the helper: one assignment per distinct subexpression."""
+    lines: list[str] = []
+    names: dict[Expr, str] = {}
+
+    def name_of(e: Expr) -> str:
+        if e.op == "const":
+            return f"float('{e.value}')" if e.value in (float("inf"), -float("inf")) else repr(e.value)
+        if not e.args:
+            return e.op
+        if e not in names:
+            args = [name_of(a) for a in e.args]
+            if e.op == "mul":  # a key without probability contributes 0, whatever the other factor
+                for weight, other in ((0, 1), (1, 0)):
+                    if is_weight(e.args[weight]) and not is_weight(e.args[other]):
+                        args[other] = f"tl.where({args[weight]} == 0.0, 0.0, {args[other]})"
+            if e.op == "where" and e.args[0].op not in ("ge", "gt"):
+                args[0] = f"{args[0]} != 0.0"
+            names[e] = f"x{len(names)}"
+            lines.append(f"{names[e]} = {_CALLS[e.op].format(*args)}")
+        return names[e]
+
+    results = [name_of(e) for e in (functional.expr, functional.student_grad, functional.teacher_grad)]
+    returned = ", ".join(f"{r} + 0.0 * P" if r[0] not in "xPSl" else r for r in results)
+    body = "\n    ".join([*lines, f"return {returned}"])
+    return f"@triton.jit\ndef helper(P, S, logP, logS):\n    # {functional.text}\n    {body}\n"
+
+
+@functools.lru_cache(maxsize=256)
+def helper(functional_text: str) -> Any:
+    """The jit function of a functional, created once."""
+    text = source(Functional.of(functional_text))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    filename = f"<streamkl functional {digest}>"
+    # Triton reads the source of a jit function through inspect, which asks linecache
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    scope = {"triton": triton, "tl": tl, "__name__": f"torch_streamkl.kernels.generated_{digest}"}
+    exec(compile(text, filename, "exec"), scope)
+    return scope["helper"]

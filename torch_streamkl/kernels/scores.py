@@ -1,0 +1,189 @@
+"""Score tiles for Triton: loads, dot products, the score transform, masks; shared by all kernels."""
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.kernels.arguments import Bound, Sequence
+from torch_streamkl.kernels.rows import LOG2E
+
+
+@triton.jit
+def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
+    """Sizes and masks of batch element (or packed sequence) b and student head h."""
+    start_q = 0
+    start_k = 0
+    num_rows = masks.seqlen_q
+    num_keys = masks.seqlen_k
+    if masks.cu_seqlens_q is not None:
+        start_q = tl.load(masks.cu_seqlens_q + b)
+        start_k = tl.load(masks.cu_seqlens_k + b)
+        num_rows = tl.load(masks.cu_seqlens_q + b + 1) - start_q
+        num_keys = tl.load(masks.cu_seqlens_k + b + 1) - start_k
+    num_valid = num_keys
+    if masks.key_lengths is not None:
+        num_valid = tl.minimum(num_keys, tl.load(masks.key_lengths + b).to(tl.int32))
+    mask_offset = b.to(tl.int64) * 0
+    if CONFIG.HAS_MASK:
+        mask_offset = b.to(tl.int64) * masks.mask_b + h * masks.mask_h
+    return Sequence(start_q, start_k, num_rows, num_keys, num_valid, num_keys - num_rows, mask_offset)
+
+
+@triton.jit
+def bind_side(
+    side, masks, seq, b, h, inv_temperature, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr
+):
+    """One side at query head h."""
+    b = b.to(tl.int64)
+    if masks.cu_seqlens_q is not None:
+        b = b * 0  # packed tensors have one batch element
+    q = side.q + b * side.q_b + h * side.q_h + seq.start_q.to(tl.int64) * side.q_m
+    k = side.k + b * side.k_b + (h // side.group) * side.k_h + seq.start_k.to(tl.int64) * side.k_n
+    slope = 0.0
+    sink = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(side.slopes + h).to(tl.float32) * inv_temperature
+    if HAS_SINK:
+        sink = tl.load(side.sink + h).to(tl.float32) * LOG2E
+    bias_offset = b * 0
+    if HAS_BIAS:
+        bias_offset = b * side.bias_b + h * side.bias_h
+    return Bound(q, k, bias_offset, slope, sink)
+
+
+@triton.jit
+def bind_student(student, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
+    return bind_side(student, masks, seq, b, h, inv_temperature, CONFIG.S_BIAS, CONFIG.S_ALIBI, CONFIG.S_SINK)
+
+
+@triton.jit
+def bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
+    return bind_side(teacher, masks, seq, b, h, inv_temperature, CONFIG.T_BIAS, CONFIG.T_ALIBI, CONFIG.T_SINK)
+
+
+@triton.jit
+def load_tile(ptr, offs, num, stride, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr):
+    """Rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0."""
+    offs_d = tl.arange(0, BLOCK_D)
+    ptrs = ptr + offs.to(tl.int64)[:, None] * stride + offs_d[None, :] * stride_d
+    if CHECK:
+        return tl.load(ptrs, mask=(offs[:, None] < num) & (offs_d[None, :] < DIM), other=0.0)
+    elif DIM != BLOCK_D:
+        return tl.load(ptrs, mask=offs_d[None, :] < DIM, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def student_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
+    return load_tile(ptr, offs, num, stride, stride_d, CONFIG.S_DIM, CONFIG.S_BLOCK_D, CHECK)
+
+
+@triton.jit
+def teacher_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
+    return load_tile(ptr, offs, num, stride, stride_d, CONFIG.T_DIM, CONFIG.T_BLOCK_D, CHECK)
+
+
+@triton.jit
+def tanh(x):
+    # 1 - 2 / (1 + e^2x): right at both ends, where e^2x overflows or vanishes
+    return 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def transformed(
+    dot, side, bound, seq, rows, cols, inside, inv_temperature,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) where there is a softcap.
+
+    ``inv_temperature`` is log2(e) / temperature, and ``side.scale`` includes it unless a softcap stands
+    between the two.
+    """
+    slope = dot
+    if HAS_SOFTCAP:
+        capped = tanh(dot * (side.scale / side.softcap))
+        x = capped * (side.softcap * inv_temperature)
+        slope = 1.0 - capped * capped
+    else:
+        x = dot * side.scale
+    if HAS_BIAS:
+        ptrs = side.bias + bound.bias_offset + rows.to(tl.int64) * side.bias_m + cols.to(tl.int64) * side.bias_n
+        x += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * inv_temperature
+    if HAS_ALIBI:
+        x -= tl.abs(rows + seq.offset - cols).to(tl.float32) * bound.slope
+    return x, slope
+
+
+@triton.jit
+def student_scores(dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr):
+    return transformed(
+        dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG.S_SOFTCAP, CONFIG.S_BIAS, CONFIG.S_ALIBI
+    )
+
+
+@triton.jit
+def teacher_scores(dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr):
+    return transformed(
+        dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG.T_SOFTCAP, CONFIG.T_BIAS, CONFIG.T_ALIBI
+    )
+
+
+@triton.jit
+def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
+    """Which (row, key) pairs of a tile take part; rows and cols broadcast to it."""
+    allowed = inside & (cols < seq.num_valid)
+    if CONFIG.HAS_LEFT:
+        allowed &= cols >= rows + seq.offset - masks.window_left
+    if CONFIG.HAS_RIGHT:
+        allowed &= cols <= rows + seq.offset + masks.window_right
+    if CONFIG.HAS_MASK:
+        ptrs = masks.mask + seq.mask_offset + rows.to(tl.int64) * masks.mask_m + cols.to(tl.int64) * masks.mask_n
+        allowed &= tl.load(ptrs, mask=inside, other=0) != 0
+    return allowed
+
+
+@triton.jit
+def key_range(masks, seq, first_row, last_row, CONFIG: tl.constexpr):
+    """Keys [start, stop) that some row of a block may see, and [full_start, full_stop) that all may."""
+    start = 0
+    stop = seq.num_valid
+    full_start = 0
+    full_stop = seq.num_valid
+    if CONFIG.HAS_LEFT:
+        start = tl.maximum(start, first_row + seq.offset - masks.window_left)
+        full_start = tl.maximum(full_start, last_row + seq.offset - masks.window_left)
+    if CONFIG.HAS_RIGHT:
+        stop = tl.minimum(stop, last_row + seq.offset + masks.window_right + 1)
+        full_stop = tl.minimum(full_stop, first_row + seq.offset + masks.window_right + 1)
+    return tiles(start, stop, full_start, full_stop, CONFIG.BLOCK_N, CONFIG.DENSE)
+
+
+@triton.jit
+def row_range(masks, seq, first_key, last_key, CONFIG: tl.constexpr):
+    """Rows [start, stop) that may see some key of a block, and [full_start, full_stop) that see all."""
+    start = 0
+    stop = seq.num_rows
+    full_start = 0
+    full_stop = seq.num_rows
+    if CONFIG.HAS_RIGHT:
+        start = tl.maximum(start, first_key - seq.offset - masks.window_right)
+        full_start = tl.maximum(full_start, last_key - seq.offset - masks.window_right)
+    if CONFIG.HAS_LEFT:
+        stop = tl.minimum(stop, last_key - seq.offset + masks.window_left + 1)
+        full_stop = tl.minimum(full_stop, first_key - seq.offset + masks.window_left + 1)
+    return tiles(start, stop, full_start, full_stop, CONFIG.BLOCK_M, CONFIG.DENSE)
+
+
+@triton.jit
+def tiles(start, stop, full_start, full_stop, BLOCK: tl.constexpr, DENSE: tl.constexpr):
+    """The four bounds on tile boundaries: tiles in [first, left) and [right, stop) need a mask."""
+    first = (tl.maximum(start, 0) // BLOCK) * BLOCK
+    stop = tl.maximum(stop, first)
+    left = ((full_start + BLOCK - 1) // BLOCK) * BLOCK
+    right = (tl.maximum(full_stop, 0) // BLOCK) * BLOCK
+    left = tl.minimum(tl.maximum(left, first), stop)
+    right = tl.minimum(tl.maximum(right, left), stop)
+    if DENSE:
+        left = first
+        right = first
+    return first, left, right, stop

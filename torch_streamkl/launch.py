@@ -1,0 +1,165 @@
+"""Shapes and device to launch configuration: pure functions that return frozen dataclasses."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch_streamkl.problem import AttentionProblem
+
+_log = logging.getLogger("torch_streamkl")
+
+# Scores of one side in one block. About ten temporaries of this size are alive in a block, and they
+# should stay in a core's cache.
+STREAMING_BLOCK_ELEMENTS = 2**18
+
+
+@dataclass(frozen=True)
+class StreamingBlocks:
+    """Block sizes of the plain torch implementation."""
+
+    batch: int
+    heads: int  # student heads, a multiple of every group of heads that shares keys
+    queries: int
+    keys: int
+
+
+def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
+    """Long runs of keys first, then queries, then as many heads and batch elements as fit."""
+    teacher_ratio = problem.teacher.num_heads // problem.num_heads
+    group = math.lcm(
+        problem.num_heads // problem.student.num_kv_heads,
+        _ceil_div(problem.teacher.num_heads // problem.teacher.num_kv_heads, teacher_ratio),
+    )
+    group = group if problem.num_heads % group == 0 else problem.num_heads
+    keys = min(problem.seqlen_k, 512)
+    queries = min(problem.seqlen_q, max(16, STREAMING_BLOCK_ELEMENTS // max(1, keys * group * teacher_ratio)), 256)
+    room = max(1, STREAMING_BLOCK_ELEMENTS // max(1, keys * queries * teacher_ratio))
+    heads = min(problem.num_heads, max(1, room // group) * group)
+    batch = max(1, room // heads) if heads == problem.num_heads else 1
+    return StreamingBlocks(batch, heads, max(1, queries), max(1, keys))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ------------------------------------------------------------------------------ which implementation
+IMPLEMENTATIONS = ("auto", "triton", "streaming", "reference")
+MAX_TRITON_HEAD_DIM = 256
+LSE_UNIT = {"triton": math.log(2.0), "streaming": 1.0}  # of stored log-sum-exps, in nats
+
+
+def select_implementation(problem: AttentionProblem, impl: str) -> str:
+    """"triton" or "streaming"; a choice that cannot run raises, a slow automatic one is logged."""
+    if impl == "streaming":
+        return "streaming"
+    limit = triton_limit(problem)
+    if impl == "triton":
+        if limit is not None:
+            raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
+        return "triton"
+    if limit is None:
+        return "triton"
+    if problem.student.q.device.type != "cpu":
+        _warn_once(f"attention_kl runs its plain torch implementation here, which is slower: the kernel {limit}")
+    return "streaming"
+
+
+def triton_limit(problem: AttentionProblem) -> str | None:
+    """Why the Triton kernels cannot run a problem, or None."""
+    device = problem.student.q.device.type
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
+    dtype = problem.student.q.dtype
+    if str(dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
+        return f"takes float16, bfloat16 and float32, got {dtype}"
+    widest = max(problem.student.head_dim, problem.teacher.head_dim)
+    if widest > MAX_TRITON_HEAD_DIM:
+        return f"takes head_dim up to {MAX_TRITON_HEAD_DIM}, got {widest}"
+    return None
+
+
+# ---------------------------------------------------------------------------------- Triton launches
+@dataclass(frozen=True)
+class TritonLaunch:
+    """Tile sizes and pipelining of one kernel."""
+
+    block_m: int  # query rows of a tile
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1  # programs that share the keys of one block of rows
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
+    """Configuration of the "forward", "dq" or "dk" kernel."""
+    widest = max(problem.student.head_dim, problem.teacher.head_dim)
+    wide = str(problem.student.q.dtype) == "torch.float32"
+    device = problem.student.q.device
+    if device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
+        launch = TritonLaunch(16, 16, 4, 1)
+    else:
+        launch = _default_launch(kernel, widest, wide, shared_memory_kib(device))
+    if kernel == "dk":
+        return launch
+    return replace(launch, num_splits=_num_splits(problem, launch))
+
+
+def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
+    if wide:
+        return TritonLaunch(32, 32, 4, 1) if head_dim > 64 else TritonLaunch(64, 32, 4, 2)
+    small = shared_kib < 160
+    if kernel == "forward":
+        if head_dim <= 64:
+            return TritonLaunch(64, 64, 4, 3)
+        return TritonLaunch(64, 64, 4, 2) if head_dim <= 128 else TritonLaunch(64, 32, 4, 1)
+    if head_dim <= 64:
+        return TritonLaunch(64, 64, 4, 2)
+    if head_dim <= 128 and not small:
+        return TritonLaunch(64, 64, 4, 2)
+    return TritonLaunch(64, 32, 4, 1) if kernel == "dq" else TritonLaunch(32, 64, 4, 1)
+
+
+def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
+    """Enough programs to fill the device twice, each with several tiles of keys."""
+    if problem.is_packed:
+        return 1
+    programs = _ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
+    wanted = 2 * multiprocessors(problem.student.q.device)
+    tiles = _ceil_div(problem.seqlen_k, launch.block_n)
+    return max(1, min(wanted // max(programs, 1), tiles // 4, 128))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory_kib(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products follow torch's matmul precision; full float32 by default."""
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)

@@ -1,0 +1,404 @@
+"""The blocked implementation in plain torch: the CPU's, and the bounded-memory path of any device.
+
+Forward streams blocks of keys through the row state; where the functional is not linear in the
+log-probabilities a second pass sums it (NOTE [One pass or two] in functional.py). Backward recomputes
+the probabilities block by block. Beyond inputs and gradients the memory is a few blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.functional import Bilinear
+from torch_streamkl.launch import StreamingBlocks, streaming_blocks
+from torch_streamkl.problem import AttentionProblem, RowStatistics, Side, bottom_right_offset
+from torch_streamkl.rowstate import RowState, finish, merge, masked_keys_state, state_of_scores
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One block of query rows: ranges over batch, student heads and queries."""
+
+    batch: slice
+    heads: slice
+    queries: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        return x[self.batch, self.heads, self.queries]
+
+
+@dataclass
+class ScoreBlock:
+    """Scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
+
+    scores: Tensor  # [batch, heads, queries, keys]
+    slope: Tensor | float
+
+
+def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+    """Per-row values and what the backward needs, in the compute dtype."""
+    value, stats = RowStatistics.allocate(problem)
+    if problem.is_packed:
+        for row_range, _, sequence in problem.sequences():
+            _forward_sequence(sequence, value[:, :, row_range], stats.at_rows(row_range))
+    else:
+        _forward_sequence(problem, value, stats)
+    return value, stats
+
+
+def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatistics) -> None:
+    blocks = streaming_blocks(problem)
+    for rows in _row_blocks(problem, blocks):
+        _forward_rows(problem, blocks, rows, value, stats)
+
+
+def _forward_rows(
+    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, value: Tensor, stats: RowStatistics
+) -> None:
+    functional = problem.functional
+    teacher_rows = _teacher_rows(problem, rows)
+    student_sink = _sink_of(problem.student, rows)
+    teacher_sink = _sink_of(problem.teacher, teacher_rows)
+    form = functional.bilinear
+    guard = functional.guarded
+    if problem.head_mean:
+        _head_mean_lse(problem, blocks, rows, teacher_rows, stats)
+    else:
+        first = form or (guard.form if guard is not None else Bilinear())
+        state, lowest = _first_pass(problem, blocks, rows, first, track_minima=guard is not None)
+        sums = finish(state, first, student_sink, teacher_sink)
+        rows.of(stats.student_lse).copy_(sums.student_lse)
+        rows.of(stats.teacher_lse).copy_(sums.teacher_lse)
+        inactive = guard is not None and bool(
+            ((lowest[0] - sums.teacher_lse >= guard.teacher_floor) & (lowest[1] - sums.student_lse >= guard.student_floor)).all()
+        )
+        if form is not None or inactive:
+            rows.of(value).copy_(sums.value)
+            rows.of(stats.student_sum).copy_(sums.student_sum)
+            rows.of(stats.teacher_sum).copy_(sums.teacher_sum)
+            return
+    _second_pass(problem, blocks, rows, teacher_rows, value, stats)
+
+
+def _first_pass(
+    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, form: Bilinear, track_minima: bool
+) -> tuple[RowState, tuple[Tensor, Tensor]]:
+    """Row state over all keys and, where asked, the lowest teacher and student score of each row."""
+    shape = tuple(problem.student.q[rows.batch, rows.heads, rows.queries, 0].shape)
+    like = problem.student.q.new_empty((), dtype=problem.compute_dtype)
+    state = RowState.empty(shape, like)
+    low_t = low_s = like.new_full(shape, math.inf)
+    num_allowed = like.new_zeros(shape)
+    for keys in _key_blocks(problem, blocks, rows):
+        allowed = _allowed(problem, rows, keys)
+        t = score_block(problem.teacher, problem, rows, keys, allowed).scores
+        s = score_block(problem.student, problem, rows, keys, allowed).scores
+        if track_minima:
+            low_t = torch.minimum(low_t, _lowest(t, allowed))
+            low_s = torch.minimum(low_s, _lowest(s, allowed))
+        num_allowed += _count(allowed, keys, rows)
+        finite = allowed is None and problem.student.bias is None and problem.teacher.bias is None
+        state = merge(state, state_of_scores(t, s, form, finite=finite), form)
+    if problem.mask_value != -math.inf:
+        absent = problem.seqlen_k - num_allowed
+        state = merge(state, masked_keys_state(_masked_level(problem, num_allowed), absent), form)
+        if track_minima:
+            low_t, low_s = (torch.where(absent > 0, -math.inf, x) for x in (low_t, low_s))
+    return state, (low_t, low_s)
+
+
+def _count(allowed: Tensor | None, keys: slice, rows: Rows) -> Tensor | int:
+    """Allowed keys of a block, per row."""
+    if allowed is None:
+        return keys.stop - keys.start
+    return _per_head(allowed, rows.heads.stop - rows.heads.start).sum(-1)
+
+
+def _masked_level(problem: AttentionProblem, num_allowed: Tensor) -> Tensor:
+    """Score of the keys that are not allowed; a row that has only those may as well have 0 (see reference.py)."""
+    return torch.where(num_allowed > 0, problem.mask_value, 0.0).to(num_allowed.dtype)
+
+
+def _lowest(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    return (scores if allowed is None else scores.masked_fill(~allowed, math.inf)).amin(-1)
+
+
+def _head_mean_lse(
+    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, teacher_rows: Rows, stats: RowStatistics
+) -> None:
+    """Log-sum-exps of the student's heads and of every teacher head of their groups."""
+    sides = [(problem.student, rows, stats.student_lse)]
+    if problem.teacher_lse is None:
+        sides.append((problem.teacher, teacher_rows, stats.teacher_lse))
+    else:
+        teacher_rows.of(stats.teacher_lse).copy_(teacher_rows.of(problem.teacher_lse))
+    for side, side_rows, out in sides:
+        lse = torch.full_like(side_rows.of(out), -math.inf)
+        num_allowed = torch.zeros_like(lse)
+        for keys in _key_blocks(problem, blocks, rows):
+            allowed = _allowed(problem, rows, keys)
+            block = score_block(side, problem, side_rows, keys, allowed).scores
+            lse = torch.logaddexp(lse, torch.logsumexp(block, dim=-1))
+            num_allowed += _count(allowed, keys, side_rows)
+        if problem.mask_value != -math.inf:
+            lse = torch.logaddexp(lse, torch.log(problem.seqlen_k - num_allowed) + _masked_level(problem, num_allowed))
+        sink = _sink_of(side, side_rows)
+        side_rows.of(out).copy_(lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse)))
+
+
+def _second_pass(
+    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, teacher_rows: Rows, value: Tensor, stats: RowStatistics
+) -> None:
+    """Sums f, h and g with the log-sum-exps of the first pass."""
+    lse_s = rows.of(stats.student_lse)
+    lse_t = teacher_rows.of(stats.teacher_lse)
+    total, h_total = torch.zeros_like(lse_s), torch.zeros_like(lse_s)
+    g_total = torch.zeros_like(lse_t)
+    num_allowed = torch.zeros_like(lse_s)
+    for keys in _key_blocks(problem, blocks, rows):
+        allowed = _allowed(problem, rows, keys)
+        log_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, allowed, lse_t).scores
+        log_s = _log_probabilities(problem.student, problem, rows, keys, allowed, lse_s).scores
+        f, h, g = key_sums(problem, log_t, log_s, allowed)
+        total += f.sum(-1)
+        h_total += h.sum(-1)
+        g_total += g.sum(-1)
+        num_allowed += _count(allowed, keys, rows)
+    if problem.mask_value != -math.inf:
+        # the keys that are not allowed all look like this one
+        absent = problem.seqlen_k - num_allowed
+        level = _masked_level(problem, num_allowed)
+        log_t, log_s = ((_per_head(level, x.shape[1]) - x).unsqueeze(-1) for x in (lse_t, lse_s))
+        f, h, g = (x.squeeze(-1) for x in key_sums(problem, log_t, log_s, (absent > 0).unsqueeze(-1)))
+        total += f * absent
+        h_total += h * absent
+        g_total += g * _per_head(absent, g.shape[1])
+    rows.of(value).copy_(total)
+    rows.of(stats.student_sum).copy_(h_total)
+    teacher_rows.of(stats.teacher_sum).copy_(g_total)
+
+
+def key_sums(
+    problem: AttentionProblem, log_t: Tensor, log_s: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """f, h and g of every key; with a head-averaged teacher g has a value for each of its heads."""
+    per_head = log_t
+    if problem.head_mean:
+        group = log_t.unflatten(1, (log_s.shape[1], -1))
+        peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
+        log_t = (torch.log((group - peak).exp_().mean(2)) + peak.squeeze(2)).contiguous()
+    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+    f, h, g = problem.functional.sums(variables)
+    if allowed is not None:
+        f, h, g = (torch.where(_per_head(allowed, x.shape[1]), x, torch.zeros_like(x)) for x in (f, h, g))
+    if problem.head_mean:
+        # d logP / d logP_head = P_head / (P heads): each head takes its share of g
+        share = (per_head.unflatten(1, (log_s.shape[1], -1)) - log_t.clamp_min(-1e30).unsqueeze(2)).exp()
+        g = (share * (g / share.shape[2]).unsqueeze(2)).flatten(1, 2)
+    return f, h, g
+
+
+# --------------------------------------------------------------------------------------- backward
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients a backward pass computes."""
+
+    student_q: bool
+    student_k: bool
+    teacher_q: bool
+    teacher_k: bool
+
+    @property
+    def student(self) -> bool:
+        return self.student_q or self.student_k
+
+    @property
+    def teacher(self) -> bool:
+        return self.teacher_q or self.teacher_k
+
+
+def backward(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients to student_q, student_k, teacher_q and teacher_k for per-row gradients ``grad``."""
+    inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
+    flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
+    sums = [x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None for x, w in zip(inputs, flags, strict=True)]
+    if problem.is_packed:
+        for rows, keys, sequence in problem.sequences():
+            ranges = (rows, keys, rows, keys)
+            views = [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
+            _backward_sequence(sequence, stats.at_rows(rows), grad[:, :, rows], wanted, views)
+    else:
+        _backward_sequence(problem, stats, grad, wanted, sums)
+    grads = [None if x is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)]
+    return grads[0], grads[1], grads[2], grads[3]
+
+
+def _backward_sequence(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted, sums: list[Tensor | None]
+) -> None:
+    blocks = streaming_blocks(problem)
+    for rows in _row_blocks(problem, blocks):
+        teacher_rows = _teacher_rows(problem, rows)
+        row_grad = rows.of(grad).to(problem.compute_dtype).unsqueeze(-1)
+        lse_s, lse_t = rows.of(stats.student_lse), teacher_rows.of(stats.teacher_lse)
+        h_sum = rows.of(stats.student_sum).unsqueeze(-1)
+        g_sum = teacher_rows.of(stats.teacher_sum).unsqueeze(-1)
+        for keys in _key_blocks(problem, blocks, rows):
+            allowed = _allowed(problem, rows, keys)
+            block_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, allowed, lse_t)
+            block_s = _log_probabilities(problem.student, problem, rows, keys, allowed, lse_s)
+            _, h, g = key_sums(problem, block_t.scores, block_s.scores, allowed)
+            if wanted.student:
+                ds = (h - block_s.scores.exp() * h_sum) * row_grad
+                _add_gradient(problem, problem.student, rows, keys, ds, block_s.slope, sums[0], sums[1])
+            if wanted.teacher:
+                dt = (g - block_t.scores.exp() * g_sum) * _per_head(row_grad, g.shape[1])
+                _add_gradient(problem, problem.teacher, teacher_rows, keys, dt, block_t.slope, sums[2], sums[3])
+
+
+def _add_gradient(
+    problem: AttentionProblem,
+    side: Side,
+    rows: Rows,
+    keys: slice,
+    d_score: Tensor,
+    slope: Tensor | float,
+    dq: Tensor | None,
+    dk: Tensor | None,
+) -> None:
+    d_dot = d_score * (slope * (side.scale / problem.temperature))
+    kv_heads = _kv_heads(side, rows)
+    folded = d_dot.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)  # [b, kv, g * queries, keys]
+    if dq is not None:
+        k = side.k[rows.batch, kv_heads, keys].to(d_dot.dtype)
+        rows.of(dq).add_((folded @ k).reshape(rows.of(dq).shape))
+    if dk is not None:
+        dk[rows.batch, kv_heads, keys].add_(folded.transpose(-1, -2) @ _folded_queries(side, rows, d_dot.dtype))
+
+
+# ------------------------------------------------------------------------------ blocks and scores
+def score_block(side: Side, problem: AttentionProblem, rows: Rows, keys: slice, allowed: Tensor | None) -> ScoreBlock:
+    """Scores of a block, -inf where a key is not allowed."""
+    dtype = problem.compute_dtype
+    kv_heads = _kv_heads(side, rows)
+    k = side.k[rows.batch, kv_heads, keys].to(dtype)
+    x = _folded_queries(side, rows, dtype) @ k.transpose(-1, -2)  # [b, kv, g * queries, keys]
+    shape = (x.shape[0], rows.heads.stop - rows.heads.start, rows.queries.stop - rows.queries.start, x.shape[-1])
+    x = x.view(shape).mul_(side.scale)
+    slope: Tensor | float = 1.0
+    if side.softcap:
+        x.div_(side.softcap).tanh_()
+        slope = 1.0 - x * x
+        x.mul_(side.softcap)
+    if side.bias is not None:
+        x.add_(_broadcast_block(side.bias, rows, keys).to(dtype))
+    if side.alibi_slopes is not None:
+        offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
+        i = torch.arange(rows.queries.start, rows.queries.stop, device=x.device)[:, None] + offset
+        j = torch.arange(keys.start, keys.stop, device=x.device)[None, :]
+        x.sub_(side.alibi_slopes[rows.heads].to(dtype)[:, None, None] * (i - j).abs().to(dtype))
+    if problem.temperature != 1.0:
+        x.div_(problem.temperature)
+    if allowed is not None:
+        x.masked_fill_(~_per_head(allowed, x.shape[1]), -math.inf)
+    return ScoreBlock(x, slope)
+
+
+def _log_probabilities(
+    side: Side, problem: AttentionProblem, rows: Rows, keys: slice, allowed: Tensor | None, lse: Tensor
+) -> ScoreBlock:
+    block = score_block(side, problem, rows, keys, allowed)
+    block.scores.sub_(torch.where(lse == -math.inf, torch.zeros_like(lse), lse).unsqueeze(-1))
+    return block
+
+
+def _folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """Queries [batch, kv_heads, group * queries, head_dim]: the heads that share keys as rows of one matmul."""
+    kv_heads = _kv_heads(side, rows)
+    q = rows.of(side.q).to(dtype)
+    return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)
+
+
+def _kv_heads(side: Side, rows: Rows) -> slice:
+    group = side.num_heads // side.num_kv_heads
+    return slice(rows.heads.start // group, -(-rows.heads.stop // group))
+
+
+def _teacher_rows(problem: AttentionProblem, rows: Rows) -> Rows:
+    ratio = problem.teacher.num_heads // problem.num_heads
+    return Rows(rows.batch, slice(rows.heads.start * ratio, rows.heads.stop * ratio), rows.queries)
+
+
+def _sink_of(side: Side, rows: Rows) -> Tensor | None:
+    return None if side.sink is None else side.sink[rows.heads].to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]
+
+
+def _row_blocks(problem: AttentionProblem, blocks: StreamingBlocks) -> Iterator[Rows]:
+    for b in range(0, problem.batch, blocks.batch):
+        for h in range(0, problem.num_heads, blocks.heads):
+            for i in range(0, problem.seqlen_q, blocks.queries):
+                yield Rows(
+                    slice(b, min(b + blocks.batch, problem.batch)),
+                    slice(h, min(h + blocks.heads, problem.num_heads)),
+                    slice(i, min(i + blocks.queries, problem.seqlen_q)),
+                )
+
+
+def _key_blocks(problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows) -> Iterator[slice]:
+    """Blocks of keys that the window admits for at least one of the rows."""
+    offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
+    start, stop = 0, problem.seqlen_k
+    if problem.window_left is not None:
+        start = max(start, rows.queries.start + offset - problem.window_left)
+    if problem.window_right is not None:
+        stop = min(stop, rows.queries.stop - 1 + offset + problem.window_right + 1)
+    for j in range(start, stop, blocks.keys):
+        yield slice(j, min(j + blocks.keys, stop))
+
+
+def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | None:
+    """Boolean [batch or 1, heads or 1, queries, keys], or None when every key of the block is allowed."""
+    offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
+    first, last = rows.queries.start + offset, rows.queries.stop - 1 + offset
+    left, right = problem.window_left, problem.window_right
+    crosses_left = left is not None and keys.start < last - left
+    crosses_right = right is not None and keys.stop - 1 > first + right
+    allowed = None
+    if crosses_left or crosses_right:
+        device = problem.student.q.device
+        i = torch.arange(first, last + 1, device=device)[:, None]
+        j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+        if crosses_left:
+            allowed = j >= i - left
+        if crosses_right:
+            below = j <= i + right
+            allowed = below if allowed is None else allowed & below
+        assert allowed is not None
+        allowed = allowed[None, None]
+    if problem.key_lengths is not None:
+        j = torch.arange(keys.start, keys.stop, device=problem.key_lengths.device)
+        within = j < problem.key_lengths[rows.batch, None, None, None]
+        allowed = within if allowed is None else allowed & within
+    if problem.mask is not None:
+        admitted = _broadcast_block(problem.mask, rows, keys)
+        allowed = admitted if allowed is None else allowed & admitted
+    return allowed
+
+
+def _broadcast_block(x: Tensor, rows: Rows, keys: slice) -> Tensor:
+    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k], still broadcasting."""
+    index = (rows.batch, rows.heads, rows.queries, keys)
+    return x[tuple(r if size > 1 else slice(None) for r, size in zip(index, x.shape, strict=True))]
+
+
+def _per_head(allowed: Tensor, num_heads: int) -> Tensor:
+    if allowed.shape[1] in (1, num_heads):
+        return allowed
+    return allowed.repeat_interleave(num_heads // allowed.shape[1], dim=1)
