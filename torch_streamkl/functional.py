@@ -33,7 +33,11 @@ VARIABLES = ("P", "S", "logP", "logS")
 
 @dataclass(frozen=True)
 class Expr:
-    """One node: a variable, a constant, or an operation on expressions."""
+    """One node: a variable, a constant, or an operation on expressions.
+
+    ``value`` is a constant's value. The rewrite, which meets more than two distributions, numbers its
+    variables with it: Expr("P", (), 3.0) and Expr("logP", (), 3.0) belong to its distribution 3.
+    """
 
     op: str
     args: tuple[Expr, ...] = ()
@@ -105,8 +109,8 @@ def apply(op: str, *args: Expr) -> Expr:
             return ZERO
         case "neg" if a.op == "neg":
             return a.args[0]
-        case "exp":
-            return {LOG_P: P, LOG_S: S}.get(a, Expr(op, args))
+        case "exp" if a.op in ("logP", "logS"):
+            return Expr(a.op[3:], (), a.value)
         case "log":
             return _log(a)
         case "where" if a.op == "const":
@@ -116,14 +120,20 @@ def apply(op: str, *args: Expr) -> Expr:
     return Expr(op, args)
 
 
+def log_variable(e: Expr) -> Expr | None:
+    """logP for P, logS for S, None for anything else."""
+    return Expr("log" + e.op, (), e.value) if e.op in ("P", "S") else None
+
+
 def _log(a: Expr) -> Expr:
-    logs = {P: LOG_P, S: LOG_S}
-    if a in logs:
-        return logs[a]
-    if a.op in ("max", "min") and any(x in logs for x in a.args):
-        x, c = a.args if a.args[0] in logs else a.args[::-1]
-        if c.op == "const":
-            return apply(a.op, logs[x], const(math.log(c.value) if c.value > 0 else -math.inf))
+    direct = log_variable(a)
+    if direct is not None:
+        return direct
+    if a.op in ("max", "min"):
+        for x, c in (a.args, a.args[::-1]):
+            log_x = log_variable(x)
+            if log_x is not None and c.op == "const":
+                return apply(a.op, log_x, const(math.log(c.value) if c.value > 0 else -math.inf))
     if a.op == "exp":
         return a.args[0]
     return Expr("log", (a,))
@@ -216,7 +226,7 @@ def derivative(e: Expr, log_variable: Expr) -> Expr:
 
 def is_weight(e: Expr) -> bool:
     """Whether a factor is 0 exactly where its distribution gives a key no probability."""
-    return e in (P, S)
+    return e.op in ("P", "S")
 
 
 def _evaluate_node(op: str, args: list[Tensor]) -> Tensor:
