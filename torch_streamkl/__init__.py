@@ -1,6 +1,24 @@
 """Streaming distillation losses for PyTorch: fused operators and the torch.compile backend "streamkl"."""
 
+from typing import TYPE_CHECKING, Any
+
 from torch_streamkl.attention import attention_kl, attention_kl_varlen
 from torch_streamkl.version import __version__
 
-__all__ = ["__version__", "attention_kl", "attention_kl_varlen"]
+if TYPE_CHECKING:
+    from torch_streamkl.fx_passes.backend import inductor_options
+    from torch_streamkl.fx_passes.explain import explain
+    from torch_streamkl.fx_passes.report import Report
+
+__all__ = ["Report", "__version__", "attention_kl", "attention_kl_varlen", "explain", "inductor_options"]
+
+_LAZY = {"Report": "report", "explain": "explain", "inductor_options": "backend"}
+
+
+def __getattr__(name: str) -> Any:
+    # the operators do not need the compiler: it is imported when it is asked for
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(f"torch_streamkl.fx_passes.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'torch_streamkl' has no attribute {name!r}")

@@ -1,0 +1,85 @@
+"""Insert nodes into a Dynamo graph with complete metadata.
+
+A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_streamkl.fx_passes.sizes import Size, expression, same
+from torch_streamkl.fx_passes.slicing import example
+from torch_streamkl.fx_passes.values import Blocked
+
+_COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+class Builder:
+    """Inserts before one node; sizes are looked up in the shapes of the given tensors."""
+
+    def __init__(self, before: fx.Node, mode: FakeTensorMode) -> None:
+        self.graph = before.graph
+        self.before = before
+        self.mode = mode
+        self.added: list[fx.Node] = []
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A function call."""
+        return self._insert("call_function", function, args, kwargs, lambda a, k: function(*a, **k))
+
+    def method(self, name: str, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        """A tensor method call."""
+        return self._insert("call_method", name, (x, *args), kwargs, lambda a, k: getattr(a[0], name)(*a[1:], **k))
+
+    def _insert(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Any, Any], Any],
+    ) -> fx.Node:
+        values = fx.map_arg((args, kwargs), example)
+        shapes = self.mode.shape_env
+        guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+        with self.mode, guards, torch.enable_grad():
+            result = run(*values)
+        with self.graph.inserting_before(self.before):
+            node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta["example_value"] = result
+        node.meta.update({k: self.before.meta[k] for k in _COPIED if k in self.before.meta})
+        self.added.append(node)
+        return node
+
+    def size(self, size: Size, tensors: Sequence[fx.Node]) -> int | fx.Node:
+        """A size as a constant, or as one of the tensors' sizes."""
+        known = expression(size)
+        if isinstance(known, int):
+            return known
+        for tensor in tensors:
+            value = example(tensor)
+            assert isinstance(value, Tensor)
+            for dim, candidate in enumerate(value.shape):
+                if same(candidate, size):
+                    return self.method("size", tensor, dim)
+        raise Blocked(f"the size {known} is not the size of any input of the scores")
+
+    def product(self, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> int | fx.Node:
+        """Product of sizes."""
+        result: int | fx.Node = 1
+        for size in sizes:
+            factor = self.size(size, tensors)
+            if isinstance(result, int) and isinstance(factor, int):
+                result = result * factor
+            elif result == 1:
+                result = factor
+            else:
+                result = self.call(operator.mul, result, factor)
+        return result

@@ -1,0 +1,293 @@
+"""rewrite(gm): find the KL sites of a Dynamo graph and replace each by a streaming operator.
+
+Stages, one file each: slicing -> tracing -> recognise -> fuse -> (this file) replace and clean up. The
+work is done on a copy of the graph, which takes the original's place only when everything succeeded: a
+program that compiles without the rewrite compiles with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.aliasing import Aliases
+from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
+from torch_streamkl.fx_passes.recognise import Recogniser
+from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
+from torch_streamkl.fx_passes.slicing import Region, example, find_region, is_in_place, name_of
+from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
+from torch_streamkl.fx_passes.values import Blocked, Elements, Rows, Scores, Shifted
+
+log = logging.getLogger("torch_streamkl.rewrite")
+LOGARITHMS = {"log", "log_softmax", "kl_div", "xlogy", "logsumexp", "cross_entropy_loss", "logaddexp"}
+
+
+def rewrite(gm: fx.GraphModule) -> Report:
+    """Rewrite a Dynamo graph module in place and report every KL-like site."""
+    report = Report()
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule) and _is_plain_body(gm, name):
+            report.extend(rewrite(child))
+    try:
+        graph = _copied(gm.graph)
+        found = _rewrite_graph(gm, graph)
+        if found.num_fused:
+            graph.lint()
+            gm.graph = graph
+            gm.recompile()
+        report.extend(found)
+    except Exception as error:
+        log.warning("the analysis failed and the graph is left as it was", exc_info=True)
+        report.failures.append(f"{type(error).__name__}: {error}")
+    return report
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes also have what Dynamo set on them beside their metadata."""
+    result = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, result.nodes, strict=True):
+        for name, value in vars(old).items():
+            if name not in vars(new):
+                setattr(new, name, value)
+    return result
+
+
+def _is_plain_body(gm: fx.GraphModule, name: str) -> bool:
+    """Bodies that run as they are: checkpoint regions, not autograd functions or mapped code."""
+    users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
+    return bool(users) and all("checkpoint" in str(u.target) or "wrap" in str(u.target) for u in users) and not any(
+        "autograd_function" in str(u.target) for u in users
+    )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A node whose value is a fused divergence."""
+
+    inner: fx.Node  # in the trace
+    node: fx.Node  # in the user's graph
+    plan: Plan
+
+
+def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
+    region = find_region(graph)
+    report = Report()
+    if region is None or _is_mapped(graph):
+        return report
+    trace = trace_region(gm, region)
+    recognised = Recogniser(trace)
+    aliases = Aliases(graph)
+    candidates, blocked = _candidates(trace, recognised)
+    sizes = _quadratic_nodes(trace, recognised)
+    fused: list[tuple[Candidate, Site]] = []
+    for candidate in candidates:
+        site = _fuse(candidate, region, trace, aliases)
+        if site.fused:
+            fused.append((candidate, site))
+        else:
+            report.sites.append(site)
+    added = [n for n in graph.nodes if n.meta.get("streamkl")]
+    removed = _remove_dead(graph, [*region.nodes, *added])
+    saved = sum(_bytes(n) for n in removed if n in sizes)
+    for _, site in fused:
+        share = saved // len(fused)
+        report.sites.append(Site(**{**site.__dict__, "quadratic_bytes_saved": share}))
+    report.sites += blocked
+    if fused:
+        report.remaining = _remaining(graph, sizes)
+    return report
+
+
+def _is_mapped(graph: fx.Graph) -> bool:
+    return any("_vmap_increment_nesting" in str(n.target) or "_grad_increment" in str(n.target) for n in graph.nodes)
+
+
+# ------------------------------------------------------------------------------------------- sites
+def _candidates(trace: Trace, recognised: Recogniser) -> tuple[list[Candidate], list[Site]]:
+    """Where to put operators: the earliest nodes whose value one can compute."""
+    rows = {
+        n: v
+        for n, v in recognised.values.items()
+        if isinstance(v, Rows) and v.elements.terms and n.op == "call_function"
+    }
+    plans: dict[fx.Node, Plan | str] = {}
+    for node, value in rows.items():
+        try:
+            plans[node] = plan(value)
+        except Blocked as reason:
+            plans[node] = str(reason)
+    covered: set[fx.Node] = set()
+    chosen: dict[fx.Node, Plan] = {}
+    # a sum of parts that are no divergence alone, such as cross-entropy minus entropy
+    for node in reversed(list(rows)):
+        made = plans[node]
+        inputs = [a for a in node.all_input_nodes if a in rows]
+        if node in covered or isinstance(made, str) or node not in trace.outer:
+            continue
+        if any(isinstance(plans[a], str) for a in inputs) or (inputs and not any(a in trace.outer for a in inputs)):
+            chosen[node] = made
+            _cover(node, rows, covered)
+    downstream: set[fx.Node] = set()
+    for node in rows:
+        made = plans[node]
+        if any(a in chosen or a in downstream for a in node.all_input_nodes):
+            downstream.add(node)
+        elif node not in covered and node not in chosen and not isinstance(made, str) and node in trace.outer:
+            chosen[node] = made
+    candidates = [Candidate(n, trace.outer[n], chosen[n]) for n in rows if n in chosen]
+    handled = covered | downstream | set(chosen)
+    return candidates, _blocked_sites(trace, recognised, plans, handled)
+
+
+def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> None:
+    for a in node.all_input_nodes:
+        if a in rows and a not in covered:
+            covered.add(a)
+            _cover(a, rows, covered)
+
+
+def _blocked_sites(
+    trace: Trace, recognised: Recogniser, plans: dict[fx.Node, Plan | str], handled: set[fx.Node]
+) -> list[Site]:
+    """Sites that look like a divergence and stay as they are, with the first thing that blocked them."""
+    blocked: dict[fx.Node, str] = {}
+    for node in trace.graph.nodes:
+        if node in recognised.reasons and not any(a in blocked for a in _ancestors(node, recognised)):
+            if _is_like_kl(node):
+                blocked[node] = recognised.reasons[node]
+        elif isinstance(plans.get(node), str) and node not in handled:
+            value = recognised.values[node]
+            assert isinstance(value, Rows)
+            if len(value.elements.parts) > 1 and node in trace.outer:
+                blocked[node] = str(plans[node])
+    sites: dict[tuple[str, str], Site] = {}
+    for node, reason in blocked.items():
+        origin = trace.outer.get(node) or trace.origin.get(node)
+        location, code = location_of(origin) if origin is not None else ("unknown location", "")
+        sites.setdefault((location, reason), Site(False, "", "", reason, location, code))
+    return list(sites.values())
+
+
+def _ancestors(node: fx.Node, recognised: Recogniser) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            if a not in found:
+                found.add(a)
+                stack.append(a)
+    return found
+
+
+def _is_like_kl(node: fx.Node) -> bool:
+    """Whether a logarithm of probabilities is before or behind a node."""
+    for direction in ("all_input_nodes", "users"):
+        stack, seen = [node], {node}
+        while stack:
+            current = stack.pop()
+            name = str(current.target).removeprefix("aten.").partition(".")[0]
+            if name in LOGARITHMS and current.op == "call_function":
+                return True
+            for other in getattr(current, direction):
+                if other not in seen:
+                    seen.add(other)
+                    stack.append(other)
+    return False
+
+
+# ----------------------------------------------------------------------------------------- replacing
+def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) -> Site:
+    """Insert the operators of one site and move its users over, or leave everything as it was."""
+    node = candidate.node
+    location, code = location_of(node)
+    kind, form = describe(candidate.plan)
+    build = Builder(node, fake_mode_of(region))
+    try:
+        aliases.check(candidate.plan, node, trace.outer)
+        value = example(node)
+        assert isinstance(value, Tensor)
+        replacement = emit(build, candidate.plan, value, trace.outer)
+    except Blocked as reason:
+        for added in reversed(build.added):
+            node.graph.erase_node(added)
+        return Site(False, kind, form, str(reason), location, code)
+    for added in build.added:
+        added.meta["streamkl"] = True
+    node.replace_all_uses_with(replacement)
+    return Site(True, kind, form, "", location, code)
+
+
+def _remove_dead(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """Erase what only the replaced code used; a write stays while anything else sees its target."""
+    removed: list[fx.Node] = []
+    alive = set(nodes)
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(graph.nodes):
+            if node not in alive or node.users:
+                continue
+            if is_in_place(node) and not _writes_to_dead(node, alive):
+                continue
+            graph.erase_node(node)
+            alive.discard(node)
+            removed.append(node)
+            changed = True
+    return removed
+
+
+def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
+    """Whether the tensor that a node writes to has no other use."""
+    target = node.args[0]
+    if not isinstance(target, fx.Node) or target not in alive:
+        return False
+    if any(user is not node and not (is_in_place(user) and not user.users) for user in target.users):
+        return False
+    # a write to a view is seen through the tensor it is a view of
+    return target.op == "call_function" and name_of(target) not in ("getitem",) or target.op == "call_method"
+
+
+# --------------------------------------------------------------------------------- what is left over
+def _quadratic_nodes(trace: Trace, recognised: Recogniser) -> dict[fx.Node, str]:
+    """The user's nodes that hold scores, probabilities or expressions of them, one entry per key."""
+    result = {}
+    for inner, node in trace.outer.items():
+        value = recognised.values.get(inner)
+        if isinstance(value, (Scores, Elements, Shifted)) and not _is_view(node):
+            result[node] = type(value).__name__
+    return result
+
+
+def _is_view(node: fx.Node) -> bool:
+    value = example(node)
+    if not isinstance(value, Tensor):
+        return False
+    storage = value.untyped_storage()._cdata
+    return any(
+        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage for a in node.all_input_nodes
+    )
+
+
+def _bytes(node: fx.Node) -> int:
+    value = example(node)
+    if not isinstance(value, Tensor):
+        return 0
+    count = value.numel()
+    hint = count if isinstance(count, int) else count.node.hint
+    return int(hint or 0) * value.element_size()
+
+
+def _remaining(graph: fx.Graph, sizes: dict[fx.Node, str]) -> list[Remaining]:
+    remaining = []
+    for node in graph.nodes:
+        if node in sizes:
+            value = example(node)
+            assert isinstance(value, Tensor)
+            users = ", ".join(sorted({name_of(u) for u in node.users}))
+            location, _ = location_of(node)
+            remaining.append(Remaining(node.name, tuple(value.shape), location, f"still used by {users}"))
+    return remaining

@@ -1,0 +1,49 @@
+"""Sizes that may be symbolic: comparison without adding guards, and products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+Size = int | torch.SymInt
+
+
+def expression(size: Size) -> object:
+    """A value to compare sizes by: the integer or the symbolic expression."""
+    if isinstance(size, torch.SymInt):
+        node = size.node
+        constant = node.maybe_as_int()
+        return constant if constant is not None else node.expr
+    return size
+
+
+def same(a: Size, b: Size) -> bool:
+    """Provably equal, without asking the symbolic shapes for a guard."""
+    x, y = expression(a), expression(b)
+    return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"  # type: ignore[operator]
+
+
+def is_one(size: Size) -> bool:
+    return expression(size) == 1
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    return math.prod(sizes)
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """a / b where it is provably an integer, else None."""
+    x, y = expression(a), expression(b)
+    if isinstance(x, int) and isinstance(y, int):
+        return a // b if y and x % y == 0 else None
+    result = x / y  # type: ignore[operator]
+    if getattr(result, "is_integer", False) is not True and not isinstance(result, int):
+        return None
+    return a // b
+
+
+def as_int(size: Size) -> int | None:
+    value = expression(size)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,146 @@
+"""Which nodes of a Dynamo graph a KL could be made of: the region around its softmaxes.
+
+A region starts at the seeds (softmax and its hand-written forms, kl_div, cross_entropy), reaches
+backwards to the matmuls that make the scores and through the code that makes the masks, and
+forwards to the first scalar. Only regions are analysed; the rest of the program is never looked
+at.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
+# inputs of these are operands of a score matmul: leaves of the region
+MATMULS = {"matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__"}
+# never part of a score or a mask, and the door to the rest of the network
+WALLS = {
+    "embedding", "scaled_dot_product_attention", "layer_norm", "rms_norm", "group_norm", "batch_norm",
+    "conv1d", "conv2d", "conv3d", "conv_transpose2d", "gelu", "silu", "multi_head_attention_forward",
+    "checkpoint", "all_reduce", "all_gather",
+}  # fmt: skip
+MAX_NODES = 4000
+
+
+def name_of(node: fx.Node) -> str:
+    """The function's or method's bare name."""
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def example(node: fx.Node) -> object:
+    """The fake value Dynamo recorded for a node."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(example(node), Tensor)
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a node writes to its first argument."""
+    name = name_of(node)
+    if name in ("setitem", "__setitem__", "copy_", "index_put_"):
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    return node.target in _IN_PLACE_OPERATORS or node.kwargs.get("inplace", False) is True
+
+
+_IN_PLACE_OPERATORS = {
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor", "matmul", "mod")
+} - {operator.and_, operator.or_}
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes to analyse, in graph order, and the outside nodes that they read."""
+
+    nodes: tuple[fx.Node, ...]
+    leaves: tuple[fx.Node, ...]
+
+
+def find_region(graph: fx.Graph) -> Region | None:
+    """The union of the regions of all seeds, or None when there is none."""
+    seeds = [n for n in graph.nodes if _is_operation(n) and (name_of(n) in SEEDS or _is_softmax_by_hand(n))]
+    if not seeds:
+        return None
+    inside: set[fx.Node] = set()
+    forward, seen = list(seeds), set(seeds)
+    while forward and len(inside) < MAX_NODES:
+        node = forward.pop()
+        _add_with_inputs(node, inside)
+        value = example(node)
+        if isinstance(value, Tensor) and value.dim() == 0:
+            continue  # behind the first scalar there is only arithmetic on losses
+        for user in node.users:
+            if user not in seen and _is_operation(user) and name_of(user) not in WALLS:
+                seen.add(user)
+                if name_of(user) in MATMULS:
+                    continue
+                forward.append(user)
+    _add_writes(graph, inside)
+    nodes = tuple(n for n in graph.nodes if n in inside)
+    leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
+    return Region(nodes, tuple(leaves))
+
+
+def _is_operation(node: fx.Node) -> bool:
+    """A call that produces tensors and that re-tracing may run."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    value = example(node)
+    return isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list)) and len(value) > 0 and all(isinstance(v, Tensor) for v in value)
+    )
+
+
+def _is_softmax_by_hand(node: fx.Node) -> bool:
+    """``exp(scores - max)``: an exponential of what a matmul made, up to a few element-wise steps."""
+    if name_of(node) != "exp" or not is_tensor(node):
+        return False
+    frontier = list(node.all_input_nodes)
+    for _ in range(12):
+        if not frontier:
+            return False
+        current = frontier.pop()
+        if name_of(current) in MATMULS:
+            return True
+        if _is_operation(current) and name_of(current) not in WALLS | SEEDS:
+            frontier.extend(current.all_input_nodes)
+    return False
+
+
+def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
+    stack = [node]
+    while stack and len(inside) < MAX_NODES:
+        current = stack.pop()
+        if current in inside or not _is_operation(current) or name_of(current) in WALLS:
+            continue
+        inside.add(current)
+        if name_of(current) not in MATMULS:
+            stack.extend(current.all_input_nodes)
+
+
+def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> None:
+    """In-place writes to values of the region: they have no data edge to what reads the value later."""
+    changed = True
+    while changed:
+        changed = False
+        for node in graph.nodes:
+            if node in inside or node.op not in ("call_function", "call_method") or not is_in_place(node):
+                continue
+            target = node.args[0] if node.args else None
+            if isinstance(target, fx.Node) and target in inside:
+                inside.add(node)
+                for source in node.all_input_nodes:
+                    _add_with_inputs(source, inside)
+                changed = True
