@@ -6,7 +6,7 @@ Eager code may change a tensor after its scores were computed. A fused operator 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
@@ -37,8 +37,12 @@ class Aliases:
                 key = side.distribution.scores
                 inputs = [key.lhs.node, key.rhs.node, *(x.node for x in (*key.factors, *key.biases))]
                 inputs += [literal.node for literal in call.mask.tensors]
-                for inner in inputs:
-                    self._check_input(outer_node(inner, outer))
+                self.check_nodes([outer_node(inner, outer) for inner in inputs])
+
+    def check_nodes(self, nodes: Sequence[fx.Node]) -> None:
+        """Raise when one of the user's tensors is written to after it was first used."""
+        for node in nodes:
+            self._check_input(node)
 
     def _check_input(self, node: fx.Node) -> None:
         storage = _storage(node)

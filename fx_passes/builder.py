@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_streamkl.fx_passes.sizes import Size, expression, same
+from torch_streamkl.fx_passes.sizes import Size, expression
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import Blocked
 
@@ -59,17 +59,25 @@ class Builder:
         return node
 
     def size(self, size: Size, tensors: Sequence[fx.Node]) -> int | fx.Node:
-        """A size as a constant, or as one of the tensors' sizes."""
+        """A size as a constant, or from the tensors' sizes."""
         known = expression(size)
-        if isinstance(known, int):
-            return known
+        return known if isinstance(known, int) else self._symbolic(known, tensors)
+
+    def _symbolic(self, wanted: Any, tensors: Sequence[fx.Node]) -> int | fx.Node:
+        if wanted.is_Integer:
+            return int(wanted)
         for tensor in tensors:
             value = example(tensor)
             assert isinstance(value, Tensor)
             for dim, candidate in enumerate(value.shape):
-                if same(candidate, size):
+                if str(expression(candidate)) == str(wanted):
                     return self.method("size", tensor, dim)
-        raise Blocked(f"the size {known} is not the size of any input of the scores")
+        if wanted.is_Add or wanted.is_Mul:
+            first, *rest = (self._symbolic(x, tensors) for x in wanted.args)
+            for x in rest:
+                first = self.call(operator.add if wanted.is_Add else operator.mul, first, x)
+            return first
+        raise Blocked(f"the size {wanted} is not the size of any input of the scores")
 
     def product(self, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> int | fx.Node:
         """Product of sizes."""

@@ -284,7 +284,8 @@ def _split_pairs(
 
 
 # --------------------------------------------------------------------------------------------- masks
-def _masks(shape: Geometry, functional: Functional) -> MaskPlan:
+def masks_of(shape: Geometry) -> MaskPlan:
+    """The masks of both sides in the operator's terms; they have to be the same."""
     teacher, student = shape.teacher.distribution.scores, shape.student.distribution.scores
     sides = [_mask_of(key, side, shape) for side, key in enumerate((teacher, student))]
     if sides[0].keys() != sides[1].keys():
@@ -301,12 +302,19 @@ def _masks(shape: Geometry, functional: Functional) -> MaskPlan:
                 row_tensors.append(source)
             case _:
                 tensors.append(source)
-    fill = _fill(teacher, student, functional, bool(sides[1]))
-    if row_tensors and fill is not None:
+    return MaskPlan(left, right, tuple(tensors), tuple(row_tensors), None)
+
+
+def _masks(shape: Geometry, functional: Functional) -> MaskPlan:
+    teacher, student = shape.teacher.distribution.scores, shape.student.distribution.scores
+    masks = masks_of(shape)
+    is_masked = bool(student.mask)
+    fill = _fill(teacher, student, functional, is_masked)
+    if masks.row_tensors and fill is not None:
         raise Blocked("whole rows are masked in a divergence that does not vanish for equal distributions")
-    if functional.absent != 0.0 and sides[1]:
+    if functional.absent != 0.0 and is_masked:
         raise Blocked("masked keys would contribute to the divergence")
-    return MaskPlan(left, right, tuple(tensors), tuple(row_tensors), fill)
+    return replace(masks, fill=fill)
 
 
 def _tighter(a: Size, b: Size, _: object) -> Size:
@@ -462,7 +470,7 @@ def _emit_call(build: Builder, call: Call, outer: Mapping[fx.Node, fx.Node], row
         options[f"{name}_scale"] = key.scale * key.capped if key.capped else key.scale
         if key.capped:
             options[f"{name}_softcap"] = key.capped
-        bias = _bias(build, key, side, shape, tensors, outer)
+        bias = add_up_biases(build, key, side, shape, tensors, outer)
         if bias is not None:
             options[f"{name}_bias"] = bias
     if shape.teacher.distribution.averaged:
@@ -496,7 +504,7 @@ def _compute_dtype(call: Call, outer: Mapping[fx.Node, fx.Node]) -> torch.dtype:
     return widest
 
 
-def _bias(
+def add_up_biases(
     build: Builder,
     key: ScoreKey,
     side: int,
@@ -504,6 +512,7 @@ def _bias(
     tensors: Sequence[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node | None:
+    """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
     total: fx.Node | None = None
     for bias in key.biases:
         node = outer_node(bias.node, outer)
@@ -514,6 +523,8 @@ def _bias(
         x = placed(build, node, bias.layout, side, shape, tensors)
         if bias.weight != 1.0:
             x = build.call(torch.mul, x, bias.weight)
+        for factor in bias.factors:
+            x = build.call(torch.div if factor.divides else torch.mul, x, outer_node(factor.node, outer))
         total = x if total is None else build.call(torch.add, total, x)
     return total
 
@@ -524,9 +535,9 @@ def _mask_options(
     options: dict[str, Any] = {}
     mask = call.mask
     if mask.window_left is not None:
-        options["window_left"] = _bound(build, mask.window_left, tensors)
+        options["window_left"] = window_bound(build, mask.window_left, tensors)
     if mask.window_right is not None:
-        options["window_right"] = _bound(build, mask.window_right, tensors)
+        options["window_right"] = window_bound(build, mask.window_right, tensors)
     total: fx.Node | None = None
     for literal in mask.tensors:
         node = outer_node(literal.node, outer)
@@ -541,9 +552,9 @@ def _mask_options(
     return options
 
 
-def _bound(build: Builder, bound: Size, tensors: Sequence[fx.Node]) -> int | fx.Node:
-    known = expression(bound)
-    return known if isinstance(known, int) else build.size(bound, tensors)
+def window_bound(build: Builder, bound: Size, tensors: Sequence[fx.Node]) -> int | fx.Node:
+    """A bound as a constant or a symbolic number."""
+    return build.size(bound, tensors)
 
 
 def _with_factors(build: Builder, value: fx.Node, call: Call, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:

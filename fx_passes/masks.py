@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.layout import Layout, Piece, axis_dim
+from torch_streamkl.fx_passes.layout import Layout, Piece, axis_dim, dim_size
 from torch_streamkl.fx_passes.sizes import Size, expression, same
 
 
@@ -196,11 +196,23 @@ def to_axes(mask: BoolTensor, layout: Layout, node_rank: Mapping[fx.Node, int]) 
         return None
     literals: set[AxisLiteral] = set()
     for literal in mask.raised(len(layout)).literals:
+        if isinstance(literal, Linear) and _always_holds(literal, layout):
+            continue
         converted = _to_axes(literal, layout, node_rank)
         if converted is None:
             return None
         literals.add(converted)
     return frozenset(literals)
+
+
+def _always_holds(literal: Linear, layout: Layout) -> bool:
+    """Whether the smallest value over all indices is known not to be negative."""
+    lowest = literal.constant
+    for dim, coefficient in enumerate(literal.coefficients):
+        if coefficient < 0:
+            lowest = lowest + coefficient * (dim_size(layout[dim]) - 1)
+    known = expression(lowest)
+    return isinstance(known, int) and known >= 0
 
 
 def _to_axes(literal: Literal, layout: Layout, node_rank: Mapping[fx.Node, int]) -> AxisLiteral | None:

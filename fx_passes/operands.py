@@ -258,19 +258,29 @@ def _grouped(build: Builder, x: fx.Node, groups: Sequence[tuple[int, int]]) -> f
 
 
 def rows_as_user(
-    build: Builder, value: fx.Node, geometry: Geometry, rank: int, key_dim: int, tensors: Sequence[fx.Node]
+    build: Builder,
+    value: fx.Node,
+    geometry: Geometry,
+    rank: int,
+    key_dim: int,
+    tensors: Sequence[fx.Node],
+    *,
+    trailing: bool = False,
 ) -> fx.Node:
-    """Row values [batch, heads, queries] in the user's dimensions, the key dimension of size 1."""
+    """Row values [batch, heads, queries] in the user's dimensions, the key dimension of size 1.
+
+    ``trailing``: the values have one more dimension, which takes the place of the (last) key dimension.
+    """
     order = [*geometry.batch, *geometry.heads]
-    sizes: list[Size] = [geometry.digits[i].size for i in order]
     if geometry.query is not None:
         order.append(geometry.query)
-        sizes.append(geometry.digits[geometry.query].size)
-    x = _reshaped(build, value, sizes, tensors)
-    x = _permuted(build, x, [order.index(i) for i in range(len(geometry.digits))])
+    tail = list(shape(value)[-1:]) if trailing else []
+    x = _reshaped(build, value, [*(geometry.digits[i].size for i in order), *tail], tensors)
+    x = _permuted(build, x, [*(order.index(i) for i in range(len(order))), *([len(order)] if trailing else [])])
     dims = [d for d in range(rank) if d != key_dim]
-    x = _reshaped(build, x, [product(g.size for g in geometry.digits if g.dim == d) for d in dims], tensors)
-    return build.method("unsqueeze", x, key_dim)
+    sizes = [product(g.size for g in geometry.digits if g.dim == d) for d in dims]
+    x = _reshaped(build, x, [*sizes, *tail], tensors)
+    return x if trailing else build.method("unsqueeze", x, key_dim)
 
 
 def placed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -169,6 +170,11 @@ class Recogniser(MaskRules):
     # ---------------------------------------------------------------------------- score producers
     def op_matmul(self, node: fx.Node, a: Arguments) -> object:
         lhs, rhs = (self.canonical[n] for n in node.args[:2])  # type: ignore[index, union-attr]
+        probabilities = self.value(node.args[0])
+        if isinstance(probabilities, Elements) and not isinstance(self.value(node.args[1]), Elements):
+            attention = scores.attention_of(probabilities, rhs)
+            if attention is not None:
+                return attention
         if self.rank[lhs] < 2 or self.rank[rhs] < 2:
             return None
         return scores.scores_of_matmul(lhs, rhs, scores.shape_of(node))
@@ -314,6 +320,8 @@ class Recogniser(MaskRules):
                 return elements.combined(op, self._raw(x, y, left), y)
             case Elements(), Rows() if divides:
                 return self._normalised(x, y)
+            case Rows(), None if divides and (size := symbolic_size(right)) is not None:
+                return replace(x, divisors=(*x.divisors, size))
             case Shifted(exponential=True), ExpSum(logarithm=False) if divides:
                 if (x.scores.key, x.axis) == (y.scores, y.axis):
                     return self._softmax(x.scores, x.axis, x.trained, log=False)
@@ -984,6 +992,12 @@ class Recogniser(MaskRules):
         if isinstance(x, Elements):
             return x.map(lambda _: ZERO if infinite else ONE)
         return None
+
+
+def symbolic_size(x: object) -> torch.SymInt | None:
+    """The size that a node or an argument stands for."""
+    value = x.meta.get("val") if isinstance(x, fx.Node) else x
+    return value if isinstance(value, torch.SymInt) else None
 
 
 def op_name(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -16,11 +17,13 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
+from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
-from torch_streamkl.fx_passes.slicing import Region, example, find_region, is_in_place, name_of
+from torch_streamkl.fx_passes.sizes import same
+from torch_streamkl.fx_passes.slicing import MATMULS, Region, example, find_region, is_in_place, name_of
 from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
-from torch_streamkl.fx_passes.values import Blocked, Elements, Rows, Scores, Shifted
+from torch_streamkl.fx_passes.values import Attention, Blocked, Elements, Rows, Scores, Shifted
 
 log = logging.getLogger("torch_streamkl.rewrite")
 LOGARITHMS = {"log", "log_softmax", "kl_div", "xlogy", "logsumexp", "cross_entropy_loss", "logaddexp"}
@@ -90,8 +93,10 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
             fused.append((candidate, site))
         else:
             report.sites.append(site)
-    added = [n for n in graph.nodes if n.meta.get("streamkl")]
-    removed = _remove_dead(graph, [*region.nodes, *added])
+    removed = _remove_dead(graph, region.nodes)
+    if fused:
+        _replace_attention(trace, recognised, region, aliases)
+        removed += _remove_dead(graph, region.nodes)
     saved = sum(_bytes(n) for n in removed if n in sizes)
     for _, site in fused:
         share = saved // len(fused)
@@ -215,16 +220,55 @@ def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) 
         for added in reversed(build.added):
             node.graph.erase_node(added)
         return Site(False, kind, form, str(reason), location, code)
-    for added in build.added:
-        added.meta["streamkl"] = True
     node.replace_all_uses_with(replacement)
     return Site(True, kind, form, "", location, code)
 
 
-def _remove_dead(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+def _replace_attention(trace: Trace, recognised: Recogniser, region: Region, aliases: Aliases) -> None:
+    """Attention written by hand, where its map has no other reader, by the fused one."""
+    leftovers = Leftovers(trace.outer, aliases)
+    for inner in trace.graph.nodes:
+        value, node = recognised.values.get(inner), trace.outer.get(inner)
+        if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
+            continue
+        build = Builder(node, fake_mode_of(region))
+        try:
+            replacement = leftovers.replace(node, value, build)
+            if not same_metadata(replacement, node):
+                raise Blocked("the fused attention has another shape or type")
+        except Blocked as reason:
+            log.info("attention stays as it is: %s", reason)
+            for added in reversed(build.added):
+                node.graph.erase_node(added)
+            continue
+        node.replace_all_uses_with(replacement)
+
+
+def _is_only_reader(node: fx.Node) -> bool:
+    """Whether the probabilities that a matmul reads have no other use, back to their scores."""
+    current = node.args[0]
+    while isinstance(current, fx.Node) and name_of(current) not in MATMULS:
+        if len(current.users) != 1:
+            return False
+        if name_of(current) in ("softmax", "_softmax"):
+            return True
+        current = current.args[0] if current.args else None
+    return False
+
+
+def same_metadata(a: fx.Node, b: fx.Node) -> bool:
+    x, y = example(a), example(b)
+    assert isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
+    return x.dtype == y.dtype and len(x.shape) == len(y.shape) and all(
+        same(p, q) for p, q in zip(x.shape, y.shape, strict=True)
+    )
+
+
+def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Erase what only the replaced code used; a write stays while anything else sees its target."""
     removed: list[fx.Node] = []
-    alive = set(nodes)
+    alive = {n for n in nodes if not n._erased}
     changed = True
     while changed:
         changed = False

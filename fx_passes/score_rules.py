@@ -15,8 +15,10 @@ from torch_streamkl.fx_passes.sizes import Size, is_one, quotient, same
 from torch_streamkl.fx_passes.values import (
     ABSORBING,
     CONTRACTED,
+    Attention,
     Bias,
     Blocked,
+    Elements,
     Factor,
     Operand,
     ScoreKey,
@@ -95,6 +97,19 @@ def scores_of_einsum(equation: str, operands: Sequence[fx.Node], out_shape: Sequ
 def _scores(lhs: Operand, rhs: Operand, dims: Layout) -> Scores:
     sizes = tuple((p.axis, p.size) for dim in dims for p in dim)
     return Scores(ScoreKey(peeled(lhs), peeled(rhs), sizes), dims)
+
+
+def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
+    """``probabilities @ values`` where the keys are the last dimension of plain probabilities."""
+    distribution, rank = probabilities.probability(), probabilities.rank
+    shape = shape_of(values)
+    if distribution is None or probabilities.key_dim != rank - 1 or len(shape) < 2 or len(shape) > rank:
+        return None
+    layout = probabilities.layouts[0]
+    batch = layout[rank - len(shape) : -2]
+    dims = [() if is_one(size) else dim for dim, size in zip(batch, shape[:-2], strict=True)]
+    operand = Operand(values, (*dims, layout[-1], (Piece(CONTRACTED, shape[-1]),)))
+    return Attention(probabilities, peeled(operand))
 
 
 # ----------------------------------------------------------------------------------------- operands
@@ -192,11 +207,12 @@ def scaled(scores: Scores, factor: float) -> Scores:
 
 
 def multiplied(scores: Scores, factor: Factor) -> Scores:
-    """scores * tensor (or / tensor), the tensor constant along keys or along rows."""
+    """scores * tensor (or / tensor): a scalar, or one value per row or per key."""
     key = scores.key
-    if key.biases or key.capped or (key.mask is not None and key.fill > ABSORBING):
+    if key.capped or (key.mask is not None and key.fill > ABSORBING) or (key.biases and factor.layout):
         raise Blocked("scores multiplied by a tensor after a softcap, a bias or a finite mask value")
-    return scores.with_key(factors=(*key.factors, factor))
+    biases = tuple(replace(b, factors=(*b.factors, factor)) for b in key.biases)
+    return scores.with_key(factors=(*key.factors, factor), biases=biases)
 
 
 def with_tanh(scores: Scores) -> Scores:

@@ -23,6 +23,10 @@ WALLS = {
     "conv1d", "conv2d", "conv3d", "conv_transpose2d", "gelu", "silu", "multi_head_attention_forward",
     "checkpoint", "all_reduce", "all_gather",
 }  # fmt: skip
+OPERAND_VIEWS = {
+    "transpose", "permute", "swapaxes", "swapdims", "t", "float", "to", "contiguous", "unsqueeze", "expand",
+    "reshape", "view", "repeat_interleave", "getitem", "getattr", "double", "half", "bfloat16",
+}  # fmt: skip
 MAX_NODES = 4000
 
 
@@ -83,8 +87,9 @@ def find_region(graph: fx.Graph) -> Region | None:
             if user not in seen and _is_operation(user) and name_of(user) not in WALLS:
                 seen.add(user)
                 if name_of(user) in MATMULS:
-                    continue
-                forward.append(user)
+                    _add_with_inputs(user, inside)  # probabilities @ values
+                else:
+                    forward.append(user)
     _add_writes(graph, inside)
     nodes = tuple(n for n in graph.nodes if n in inside)
     leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
@@ -126,8 +131,15 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
         if current in inside or not _is_operation(current) or name_of(current) in WALLS:
             continue
         inside.add(current)
-        if name_of(current) not in MATMULS:
-            stack.extend(current.all_input_nodes)
+        inputs = current.all_input_nodes
+        if name_of(current) in MATMULS:
+            # below an operand only what the operators do themselves: transposes, casts, repeated heads
+            for operand in inputs:
+                while name_of(operand) in OPERAND_VIEWS and _is_operation(operand):
+                    inside.add(operand)
+                    operand = operand.all_input_nodes[0]
+        else:
+            stack.extend(inputs)
 
 
 def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> None:

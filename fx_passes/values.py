@@ -66,6 +66,7 @@ class Bias:
     node: fx.Node
     layout: Layout
     weight: float = 1.0
+    factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
 
 
 ABSORBING = -1e30  # fill of masks so low that a score added to them changes nothing
@@ -274,6 +275,14 @@ class ExpSum:
     scores: ScoreKey
     axis: int
     logarithm: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """probabilities @ values: what attention does with a distribution besides its divergence."""
+
+    probabilities: Elements
+    values: Operand  # laid out in the axes of the probabilities' scores
 
 
 @dataclass(frozen=True)

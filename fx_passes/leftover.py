@@ -1,0 +1,168 @@
+"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where nothing else needs the map.
+
+Fusing a KL removes one reader of the attention maps. What is left is attention written by hand, which
+still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a fused KL are
+touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.aliasing import Aliases
+from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.fuse import MaskPlan, add_up_biases, masks_of, window_bound
+from torch_streamkl.fx_passes.geometry import Geometry, geometry
+from torch_streamkl.fx_passes.operands import canonical, outer_node, placed, rows_as_user, shape
+from torch_streamkl.fx_passes.sizes import expression, same
+from torch_streamkl.fx_passes.slicing import example
+from torch_streamkl.fx_passes.values import ABSORBING, Attention, Blocked
+
+STUDENT = 1
+
+
+@dataclass
+class Leftovers:
+    """Rewrites the attention of one graph; masks that layers share are built once."""
+
+    outer: Mapping[fx.Node, fx.Node]
+    aliases: Aliases
+    masks: dict[object, fx.Node] = field(default_factory=dict)
+
+    def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
+        """A node with the value of ``probabilities @ values``; raises Blocked when it cannot be one."""
+        elements = attention.probabilities
+        distribution, layout = elements.parts[0], elements.layouts[0]
+        key = distribution.scores
+        if key.capped or distribution.averaged:
+            raise Blocked("scaled_dot_product_attention has no softcap")
+        place = geometry(distribution, layout, distribution, layout, elements.key_dim)
+        if place.query is None:
+            raise Blocked("attention of a single query row")
+        mask = masks_of(place)
+        inputs = [place.student.rows, place.student.keys, attention.values]
+        nodes = [outer_node(o.node, self.outer) for o in inputs]
+        self.aliases.check_nodes(nodes)
+        value = example(node)
+        assert isinstance(value, Tensor)
+        q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)
+        k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
+        v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)
+        options = self._mask_options(build, place, mask, nodes, value.dtype)
+        k, v, options = _with_groups(build, q, k, v, options)
+        if key.scale != shape_scale(q):
+            options["scale"] = key.scale
+        out = build.call(F.scaled_dot_product_attention, q, k, v, **options)
+        return rows_as_user(build, out, place, elements.rank, elements.key_dim, nodes, trailing=True)
+
+    def _tensor(
+        self, build: Builder, place: Geometry, operand: Any, nodes: list[fx.Node], dtype: torch.dtype, *, is_keys: bool
+    ) -> fx.Node:
+        factors = () if is_keys else place.student.distribution.scores.factors
+        return canonical(
+            build, operand, STUDENT, place, nodes, self.outer, is_keys=is_keys, dtype=dtype, factors=factors
+        )
+
+    def _mask_options(
+        self, build: Builder, place: Geometry, mask: MaskPlan, nodes: list[fx.Node], dtype: torch.dtype
+    ) -> dict[str, Any]:
+        key = place.student.distribution.scores
+        if key.mask and ABSORBING < key.fill:
+            raise Blocked(f"attention with the finite mask value {key.fill:g}")
+        assert place.query is not None
+        square = same(place.digits[place.query].size, key.size(place.student.distribution.axis))
+        is_causal = mask.window_right is not None and expression(mask.window_right) == 0 and square
+        banded = mask.window_left is not None or mask.window_right is not None
+        dense = bool(mask.tensors or mask.row_tensors or key.biases)
+        if not banded and not dense:
+            return {}
+        if is_causal and mask.window_left is None and not dense:
+            return {"is_causal": True}
+        return {"attn_mask": self._mask(build, place, mask, nodes, dtype)}
+
+    def _mask(
+        self, build: Builder, place: Geometry, mask: MaskPlan, nodes: list[fx.Node], dtype: torch.dtype
+    ) -> fx.Node:
+        """An additive mask at the smallest shape that holds it."""
+        key = place.student.distribution.scores
+        identity = (key.mask, key.fill, key.biases, dtype, str(place.digits))
+        if identity in self.masks:
+            return self.masks[identity]
+        keep = _band(build, place, mask, nodes)
+        for literal in (*mask.tensors, *mask.row_tensors):
+            x = placed(build, outer_node(literal.node, self.outer), literal.layout, STUDENT, place, nodes)
+            x = x if literal.positive else build.call(torch.logical_not, x)
+            keep = x if keep is None else build.call(torch.logical_and, keep, x)
+        total = None
+        if keep is not None:
+            # the lowest number, not -inf: a row without any key stays uniform, as the user's code has it
+            low = -math.inf if key.fill == -math.inf else torch.finfo(dtype).min
+            zero = build.call(torch.zeros, (), dtype=dtype, device=example(nodes[0]).device)  # type: ignore[union-attr]
+            total = build.call(torch.where, keep, zero, low)
+        bias = add_up_biases(build, key, STUDENT, place, nodes, self.outer)
+        if bias is not None:
+            bias = build.method("to", bias, dtype)
+            total = bias if total is None else build.call(torch.add, total, bias)
+        assert total is not None
+        self.masks[identity] = total
+        return total
+
+
+def _band(build: Builder, place: Geometry, mask: MaskPlan, nodes: list[fx.Node]) -> fx.Node | None:
+    """The window as a boolean [queries, keys]."""
+    if mask.window_left is None and mask.window_right is None:
+        return None
+    assert place.query is not None
+    device = example(nodes[0]).device  # type: ignore[union-attr]
+    num_queries = place.digits[place.query].size
+    num_keys = place.student.distribution.scores.size(place.student.distribution.axis)
+    i = build.call(torch.arange, build.size(num_queries, nodes), device=device)
+    j = build.call(torch.arange, build.size(num_keys, nodes), device=device)
+    offset = num_keys - num_queries
+    distance = build.call(torch.sub, j, build.method("unsqueeze", i, -1))
+    keep: fx.Node | None = None
+    if mask.window_left is not None:
+        keep = build.call(torch.ge, distance, window_bound(build, offset - mask.window_left, nodes))
+    if mask.window_right is not None:
+        below = build.call(torch.le, distance, window_bound(build, offset + mask.window_right, nodes))
+        keep = below if keep is None else build.call(torch.logical_and, keep, below)
+    return keep
+
+
+def _with_groups(
+    build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, options: dict[str, Any]
+) -> tuple[fx.Node, fx.Node, dict[str, Any]]:
+    """Grouped heads: as they are where the fused kernels take them, repeated elsewhere."""
+    heads = shape(q)[1]
+    if same(shape(k)[1], heads) and same(shape(v)[1], heads):
+        return k, v, options
+    value = example(q)
+    assert isinstance(value, Tensor)
+    half = value.dtype in (torch.float16, torch.bfloat16)
+    if value.device.type == "cuda" and half and "attn_mask" not in options and same(shape(k)[1], shape(v)[1]):
+        return k, v, {**options, "enable_gqa": True}
+    return _repeated(build, k, heads), _repeated(build, v, heads), options
+
+
+def _repeated(build: Builder, x: fx.Node, heads: Any) -> fx.Node:
+    have = shape(x)[1]
+    if same(have, heads):
+        return x
+    if not isinstance(have, int) or not isinstance(heads, int):
+        raise Blocked("grouped heads of unknown number")
+    x = build.method("unsqueeze", x, 2)
+    x = build.method("expand", x, -1, -1, heads // have, -1, -1)
+    return build.method("flatten", x, 1, 2)
+
+
+def shape_scale(q: fx.Node) -> float:
+    """The scale that scaled_dot_product_attention uses by default, 0 when it is not known."""
+    head_dim = shape(q)[-1]
+    return head_dim**-0.5 if isinstance(head_dim, int) else 0.0
