@@ -1,7 +1,8 @@
 """In-place writes: they have no data edge, so they are looked for by storage.
 
-Eager code may change a tensor after its scores were computed. A fused operator reads the tensor later
-(and again in the backward), so a site whose inputs are written to after the scores were made stays.
+Eager code may change a tensor after its scores were computed. A fused operator reads the tensor
+later (and again in the backward), so a site whose inputs are written to after the scores were made
+stays.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
-
 from torch_streamkl.fx_passes.fuse import Plan
 from torch_streamkl.fx_passes.operands import outer_node
 from torch_streamkl.fx_passes.report import location_of
@@ -35,7 +35,11 @@ class Aliases:
         for call in plan.calls:
             for side in (call.geometry.teacher, call.geometry.student):
                 key = side.distribution.scores
-                inputs = [key.lhs.node, key.rhs.node, *(x.node for x in (*key.factors, *key.biases))]
+                inputs = [
+                    key.lhs.node,
+                    key.rhs.node,
+                    *(x.node for x in (*key.factors, *key.biases)),
+                ]
                 inputs += [literal.node for literal in call.mask.tensors]
                 self.check_nodes([outer_node(inner, outer) for inner in inputs])
 
@@ -52,7 +56,9 @@ class Aliases:
         for write in self.writes.get(storage, []):
             if self.position[write] > first_use:
                 where, _ = location_of(write)
-                raise Blocked(f"{node.name} is modified in place after the scores are computed, at {where}")
+                raise Blocked(
+                    f"{node.name} is modified in place after the scores are computed, at {where}"
+                )
 
 
 def _storage(node: fx.Node) -> int | None:

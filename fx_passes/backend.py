@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
-
-import torch_streamkl
 from torch_streamkl.fx_passes.report import Report
 from torch_streamkl.fx_passes.rewrite import rewrite
+
+import torch_streamkl
 from torch_streamkl.version import __version__
 
 log = logging.getLogger("torch_streamkl")
@@ -37,9 +37,9 @@ def streamkl(
 ) -> Callable[..., Any]:
     """torch.compile backend: rewrite Dynamo's graph, then compile it with Inductor.
 
-    Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused, ``streamkl.explain`` logs
-    the report, ``streamkl.inner`` names what compiles the rewritten graph ("inductor", "aot_eager" or
-    "eager"). Everything else goes to Inductor.
+    Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
+    ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
+    graph ("inductor", "aot_eager" or "eager"). Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     _rewrite_and_report(gm, ours)
@@ -61,10 +61,11 @@ def streamkl(
 
 
 def inductor_options(**options: Any) -> dict[str, Any]:
-    """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside plain Inductor.
+    """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside plain
+    Inductor.
 
-    Keyword arguments are the backend's options without their prefix (``strict=True``). A pass that is
-    already configured in ``torch._inductor.config`` runs before the rewrite.
+    Keyword arguments are the backend's options without their prefix (``strict=True``). A pass that
+    is already configured in ``torch._inductor.config`` runs before the rewrite.
     """
     ours, _ = split_options({PREFIX + name: value for name, value in options.items()})
     previous = torch._inductor.config.pre_grad_custom_pass
@@ -81,10 +82,14 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     ours = {k: v for k, v in options.items() if k.startswith(PREFIX)}
     unknown = sorted(set(ours) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"options of the streamkl backend are {', '.join(sorted(OPTIONS))}, got {', '.join(unknown)}")
+        raise ValueError(
+            f"options of the streamkl backend are {', '.join(sorted(OPTIONS))}, got {', '.join(unknown)}"
+        )
     inner = ours.get("streamkl.inner", "inductor")
     if inner not in INNER_BACKENDS:
-        raise ValueError(f"streamkl.inner must be one of {', '.join(INNER_BACKENDS)}, got {inner!r}")
+        raise ValueError(
+            f"streamkl.inner must be one of {', '.join(INNER_BACKENDS)}, got {inner!r}"
+        )
     return {**OPTIONS, **ours}, {k: v for k, v in options.items() if not k.startswith(PREFIX)}
 
 
@@ -101,13 +106,14 @@ def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     return report
 
 
-# --------------------------------------------------------------------------------------- cache keys
+# --------------------------------------------------------------------------------------- cache
+# keys
 @functools.cache
 def source_digest() -> str:
     """Digest of every source file of the package: a change of ours must never meet a cached graph.
 
-    A custom operator's backward is part of compiled graphs only by name, so without this a cached graph
-    would silently keep computing yesterday's gradient.
+    A custom operator's backward is part of compiled graphs only by name, so without this a cached
+    graph would silently keep computing yesterday's gradient.
     """
     digest = hashlib.sha256(__version__.encode())
     package = Path(torch_streamkl.__file__).parent

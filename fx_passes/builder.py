@@ -1,6 +1,7 @@
 """Insert nodes into a Dynamo graph with complete metadata.
 
-A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes guess.
+A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes
+guess.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-
 from torch_streamkl.fx_passes.sizes import Size, expression
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import Blocked
@@ -32,11 +32,15 @@ class Builder:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A function call."""
-        return self._insert("call_function", function, args, kwargs, lambda a, k: function(*a, **k))
+        return self._insert(
+            "call_function", function, args, kwargs, lambda a, k: function(*a, **k)
+        )
 
     def method(self, name: str, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         """A tensor method call."""
-        return self._insert("call_method", name, (x, *args), kwargs, lambda a, k: getattr(a[0], name)(*a[1:], **k))
+        return self._insert(
+            "call_method", name, (x, *args), kwargs, lambda a, k: getattr(a[0], name)(*a[1:], **k)
+        )
 
     def _insert(
         self,

@@ -1,7 +1,7 @@
 """Rules for values with one entry per key: expressions over probabilities, and their sums.
 
-Binary operations line up two tensors by position; two uses of one distribution are the same variable
-only when they put its axes in the same dimensions.
+Binary operations line up two tensors by position; two uses of one distribution are the same
+variable only when they put its axes in the same dimensions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
-
-from torch_streamkl.functional import ZERO, Expr, apply, const
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.layout import Layout, axis_dim
 from torch_streamkl.fx_passes.masks import BoolTensor, axes_in, to_axes
@@ -32,11 +30,15 @@ from torch_streamkl.fx_passes.values import (
     renumbered,
 )
 
+from torch_streamkl.functional import ZERO, Expr, apply, const
+
 
 def softmax(scores: Scores, dim: int, trained: bool, *, log: bool) -> Elements:
     """Probabilities (or their logarithms) along a dimension of the scores."""
     distribution = _distribution(scores, dim, trained)
-    return Elements((Term(log_prob(0) if log else prob(0)),), (distribution,), (scores.layout,), dim)
+    return Elements(
+        (Term(log_prob(0) if log else prob(0)),), (distribution,), (scores.layout,), dim
+    )
 
 
 def raw_scores(scores: Scores, dim: int, trained: bool) -> Elements:
@@ -79,7 +81,9 @@ def with_rank(a: Elements, rank: int) -> Elements:
     extra = rank - a.rank
     if extra == 0:
         return a
-    return replace(a, layouts=tuple(((),) * extra + x for x in a.layouts), key_dim=a.key_dim + extra)
+    return replace(
+        a, layouts=tuple(((),) * extra + x for x in a.layouts), key_dim=a.key_dim + extra
+    )
 
 
 def combined(op: str, a: Elements, b: Elements) -> Elements:
@@ -104,7 +108,9 @@ def _collected(terms: Sequence[Term]) -> tuple[Term, ...]:
     sums: dict[tuple[RowFactor, ...], Expr] = {}
     for term in terms:
         sums[term.factors] = sums[term.factors] + term.expr if term.factors in sums else term.expr
-    return tuple(Term(expr, factors) for factors, expr in sums.items() if expr != ZERO) or (Term(ZERO),)
+    return tuple(Term(expr, factors) for factors, expr in sums.items() if expr != ZERO) or (
+        Term(ZERO),
+    )
 
 
 def unary(op: str, a: Elements) -> Elements:
@@ -162,18 +168,24 @@ def chosen(condition: Expr, a: Elements, b: Elements, c: Elements) -> Elements:
 
 # ------------------------------------------------------------------------------------------- masks
 def masked_after(
-    a: Elements, mask: BoolTensor, node_rank: Mapping[fx.Node, int], factor: Callable[[], RowFactor]
+    a: Elements,
+    mask: BoolTensor,
+    node_rank: Mapping[fx.Node, int],
+    factor: Callable[[], RowFactor],
 ) -> Elements:
     """Entries set to 0 where the mask does not hold.
 
-    Conditions that every distribution was masked with already change nothing: those entries have no
-    probability. Conditions on rows alone keep or drop whole rows. Anything else changes the sum.
+    Conditions that every distribution was masked with already change nothing: those entries have
+    no probability. Conditions on rows alone keep or drop whole rows. Anything else changes the
+    sum.
     """
     on_rows = False
     for distribution, layout in zip(a.parts, a.layouts, strict=True):
         conditions = to_axes(mask, layout, node_rank)
         if conditions is None:
-            raise Blocked("a mask that is not a conjunction of conditions is applied after the softmax")
+            raise Blocked(
+                "a mask that is not a conjunction of conditions is applied after the softmax"
+            )
         rest = conditions - (distribution.scores.mask or frozenset())
         if any(distribution.axis in axes_in(x) for x in rest):
             raise Blocked("a mask on keys is applied after the softmax")
@@ -181,7 +193,8 @@ def masked_after(
     return with_row_factor(a, factor()) if on_rows else a
 
 
-# -------------------------------------------------------------------------------------------- views
+# --------------------------------------------------------------------------------------------
+# views
 def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) -> Elements:
     """A view operation applied to every layout; the keys stay one dimension."""
     if any(t.factors for t in a.terms):
@@ -200,9 +213,14 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
     return replace(a, layouts=tuple(layouts), key_dim=key_dim)
 
 
-# --------------------------------------------------------------------------------------- reductions
-def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool, shape: Sequence[Size]) -> Rows | Elements:
-    """sum or mean over dimensions: rows when the keys are among them, averaged probabilities if not."""
+# ---------------------------------------------------------------------------------------
+# reductions
+def reduced(
+    a: Elements, dims: Sequence[int], keepdim: bool, mean: bool, shape: Sequence[Size]
+) -> Rows | Elements:
+    """sum or mean over dimensions: rows when the keys are among them, averaged probabilities if
+    not.
+    """
     if a.key_dim not in dims:
         return averaged(a, dims, keepdim, mean)
     divisors = tuple(shape[d] for d in dims) if mean else ()
@@ -273,7 +291,9 @@ def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Ele
     distribution = a.probability()
     layout = a.layouts[0] if distribution is not None else ()
     if distribution is None or a.parts != (distribution,):
-        raise Blocked("a sum over rows of values that are not plain probabilities, before the sum over keys")
+        raise Blocked(
+            "a sum over rows of values that are not plain probabilities, before the sum over keys"
+        )
     pieces = tuple(p for d in dims for p in layout[d])
     if distribution.averaged:
         raise Blocked("probabilities are averaged twice")
@@ -287,7 +307,8 @@ def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Ele
     return Elements((Term(expr),), (mixed,), (kept,), key_dim)
 
 
-# --------------------------------------------------------------------------------------------- rows
+# ---------------------------------------------------------------------------------------------
+# rows
 def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
     """a + sign * b, both summed over the same dimensions of tensors of one layout."""
     b = b.scaled(sign)
@@ -323,4 +344,3 @@ def _added(
     for distribution, c in (*a, *b):
         sums[distribution] = sums.get(distribution, 0.0) + c
     return tuple((d, c) for d, c in sums.items() if c != 0.0)
-

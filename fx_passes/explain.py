@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.report import Report
 

@@ -1,6 +1,7 @@
 """From summed elements to operator calls: what to call, on which operands, with which options.
 
-`plan` decides without touching the graph and raises `Blocked` with the reason; `emit` inserts the calls.
+`plan` decides without touching the graph and raises `Blocked` with the reason; `emit` inserts the
+calls.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-
-from torch_streamkl import ops
-from torch_streamkl.functional import DIVERGENCES, LOG_P, LOG_S, P, S, Expr, Functional, apply, const, render
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.geometry import Geometry, geometry
 from torch_streamkl.fx_passes.layout import Layout, Piece
@@ -32,6 +30,20 @@ from torch_streamkl.fx_passes.values import (
     Rows,
     ScoreKey,
     variables,
+)
+
+from torch_streamkl import ops
+from torch_streamkl.functional import (
+    DIVERGENCES,
+    LOG_P,
+    LOG_S,
+    Expr,
+    Functional,
+    P,
+    S,
+    apply,
+    const,
+    render,
 )
 
 Monomials = dict[tuple[tuple[str, int], ...], float]
@@ -67,7 +79,8 @@ class Plan:
     calls: tuple[Call, ...]
 
 
-# ------------------------------------------------------------------------------------------ planning
+# ------------------------------------------------------------------------------------------
+# planning
 def plan(rows: Rows) -> Plan:
     """The calls that compute the rows, or Blocked."""
     if rows.offsets:
@@ -86,9 +99,13 @@ def plan(rows: Rows) -> Plan:
 def _calls(elements: Elements, expr: Expr, factors: tuple[RowFactor, ...]) -> list[Call]:
     expr, parts, layouts = _without_duplicates(elements, expr)
     used = sorted(variables(expr))
-    pairs: list[tuple[Expr, int, int, float]] = []  # expression over (teacher, student), coefficient
+    pairs: list[
+        tuple[Expr, int, int, float]
+    ] = []  # expression over (teacher, student), coefficient
     if len(used) < 2:
-        raise Blocked("the sum involves one distribution only, which is an entropy and no divergence")
+        raise Blocked(
+            "the sum involves one distribution only, which is an entropy and no divergence"
+        )
     if len(used) == 2:
         teacher, student = _roles(expr, parts, used)
         bilinear = _monomials(expr)
@@ -126,7 +143,12 @@ def _call(
 
 def _named(expr: Expr, teacher: int, student: int) -> Expr:
     """The expression over P, logP of the teacher and S, logS of the student."""
-    names = {("P", teacher): P, ("logP", teacher): LOG_P, ("P", student): S, ("logP", student): LOG_S}
+    names = {
+        ("P", teacher): P,
+        ("logP", teacher): LOG_P,
+        ("P", student): S,
+        ("logP", student): LOG_S,
+    }
     if (expr.op, int(expr.value)) in names and expr.op in ("P", "logP"):
         return names[(expr.op, int(expr.value))]
     return apply(expr.op, *(_named(a, teacher, student) for a in expr.args)) if expr.args else expr
@@ -135,19 +157,29 @@ def _named(expr: Expr, teacher: int, student: int) -> Expr:
 def _without_duplicates(
     elements: Elements, expr: Expr
 ) -> tuple[Expr, list[Distribution], list[Layout]]:
-    """One variable per distribution, where a detached and a live use of it can be told apart exactly.
+    """One variable per distribution, where a detached and a live use of it can be told apart
+    exactly.
 
-    The gradient of sum_j P_j logP_j through logP is sum_j dP_j = 0, so whether the log of an entropy term
-    is detached does not matter. Any other mixture of detached and live uses has a gradient of its own.
+    The gradient of sum_j P_j logP_j through logP is sum_j dP_j = 0, so whether the log of an
+    entropy term is detached does not matter. Any other mixture of detached and live uses has a
+    gradient of its own.
     """
     parts, layouts = list(elements.parts), list(elements.layouts)
     twins: dict[int, int] = {}
     for k, (d, layout) in enumerate(zip(parts, layouts, strict=True)):
         for other in range(k):
-            if other not in twins and parts[other].untrained() == d.untrained() and layouts[other] == layout:
+            if (
+                other not in twins
+                and parts[other].untrained() == d.untrained()
+                and layouts[other] == layout
+            ):
                 twins[k] = other
     live = variables(expr)
-    twins = {k: o for k, o in twins.items() if k in live and o in live and parts[k].trained != parts[o].trained}
+    twins = {
+        k: o
+        for k, o in twins.items()
+        if k in live and o in live and parts[k].trained != parts[o].trained
+    }
     if not twins:
         return expr, parts, layouts
     monomials = _monomials(expr)
@@ -156,7 +188,10 @@ def _without_duplicates(
             raise Blocked("a distribution is detached in one place and not in another")
         weights = {v for m in monomials for op, v in m if op == "P" and v in (k, other)}
         crossed = {
-            v for m in monomials for op, v in m if op == "logP" and v in (k, other) and not _own(m, v, (k, other))
+            v
+            for m in monomials
+            for op, v in m
+            if op == "logP" and v in (k, other) and not _own(m, v, (k, other))
         }
         flags = {parts[v].trained for v in weights | crossed}
         if len(flags) > 1:
@@ -272,18 +307,23 @@ def _split_pairs(
         others = [b for b in used if b != a and c.get((a, b), 0.0)]
         own, crossed = c.get((a, a), 0.0), sum(c[(a, b)] for b in others)
         if own and not math.isclose(own, -crossed, rel_tol=1e-9):
-            raise Blocked(f"{len(used)} distributions are combined into something that is no sum of divergences")
+            raise Blocked(
+                f"{len(used)} distributions are combined into something that is no sum of divergences"
+            )
         for b in others:
             name = "forward_kl" if own else "cross_entropy"
             pair = (Functional.of(DIVERGENCES[name]).expr, a, b, -c[(a, b)])
-            if parts[a].trained and not parts[b].trained:  # the trained side is the student: swap the roles
+            if (
+                parts[a].trained and not parts[b].trained
+            ):  # the trained side is the student: swap the roles
                 reverse = Functional.of(DIVERGENCES["reverse_kl"]).expr if own else -(S * LOG_P)
                 pair = (reverse, b, a, -c[(a, b)])
             pairs.append(pair)
     return pairs
 
 
-# --------------------------------------------------------------------------------------------- masks
+# ---------------------------------------------------------------------------------------------
+# masks
 def masks_of(shape: Geometry) -> MaskPlan:
     """The masks of both sides in the operator's terms; they have to be the same."""
     teacher, student = shape.teacher.distribution.scores, shape.student.distribution.scores
@@ -311,7 +351,9 @@ def _masks(shape: Geometry, functional: Functional) -> MaskPlan:
     is_masked = bool(student.mask)
     fill = _fill(teacher, student, functional, is_masked)
     if masks.row_tensors and fill is not None:
-        raise Blocked("whole rows are masked in a divergence that does not vanish for equal distributions")
+        raise Blocked(
+            "whole rows are masked in a divergence that does not vanish for equal distributions"
+        )
     if functional.absent != 0.0 and is_masked:
         raise Blocked("masked keys would contribute to the divergence")
     return replace(masks, fill=fill)
@@ -363,27 +405,37 @@ def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size
     ci = coefficients.pop(query.axis, 0) if query is not None else 0
     whole = query is not None and same(query.size, own.distribution.scores.size(query.axis))
     if coefficients or (ci, cj) not in ((-1, 1), (1, -1)) or not whole:
-        raise Blocked("a mask that is a condition on indices other than a band around the diagonal")
+        raise Blocked(
+            "a mask that is a condition on indices other than a band around the diagonal"
+        )
     num_keys = own.distribution.scores.size(key_axis)
     assert query is not None
     offset = num_keys - query.size
     return ("left", literal.constant + offset) if cj == 1 else ("right", literal.constant - offset)
 
 
-def _fill(teacher: ScoreKey, student: ScoreKey, functional: Functional, is_masked: bool) -> float | None:
-    """The operator's mask_value: None removes keys, which is exact unless a whole row can be masked."""
+def _fill(
+    teacher: ScoreKey, student: ScoreKey, functional: Functional, is_masked: bool
+) -> float | None:
+    """The operator's mask_value: None removes keys, which is exact unless a whole row can be
+    masked.
+    """
     if not is_masked:
         return None
     fills = (teacher.fill, student.fill)
     if fills[0] != fills[1] and (max(fills) > ABSORBING or min(fills) > ABSORBING):
-        raise Blocked(f"teacher and student are masked with different values, {fills[0]:g} and {fills[1]:g}")
+        raise Blocked(
+            f"teacher and student are masked with different values, {fills[0]:g} and {fills[1]:g}"
+        )
     fill = max(fills)
     if fill == -math.inf:
         return None
     if fill == ABSORBING and _vanishes(functional):
         return None  # a row without keys is uniform on both sides
     if not (teacher.exact_fill and student.exact_fill):
-        raise Blocked("two additive masks overlap in a divergence that does not vanish for equal distributions")
+        raise Blocked(
+            "two additive masks overlap in a divergence that does not vanish for equal distributions"
+        )
     return fill
 
 
@@ -401,7 +453,9 @@ def describe(planned: Plan) -> tuple[str, str]:
     """Kind and form of a site for the report."""
     forms = []
     for call in planned.calls:
-        names = [name for name, text in DIVERGENCES.items() if Functional.of(text) == call.functional]
+        names = [
+            name for name, text in DIVERGENCES.items() if Functional.of(text) == call.functional
+        ]
         form = names[0] if names else call.functional.text
         if call.functional.guarded is not None:
             form += " (clamps)"
@@ -415,10 +469,9 @@ def describe(planned: Plan) -> tuple[str, str]:
     return "attention_kl", "; ".join(forms)
 
 
-# ------------------------------------------------------------------------------------------ emission
-def emit(
-    build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
+# ------------------------------------------------------------------------------------------
+# emission
+def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Insert the calls; the returned node has the value, shape and dtype of ``like``."""
     rows = planned.rows
     total: fx.Node | None = None
@@ -446,15 +499,23 @@ def emit(
     if len(result.shape) != len(like.shape) or not all(
         same(a, b) for a, b in zip(result.shape, like.shape, strict=True)
     ):
-        raise Blocked(f"the fused value has shape {tuple(result.shape)}, the user's {tuple(like.shape)}")
+        raise Blocked(
+            f"the fused value has shape {tuple(result.shape)}, the user's {tuple(like.shape)}"
+        )
     return total
 
 
 def _operands(call: Call) -> list[Any]:
-    return [o for side in (call.geometry.student, call.geometry.teacher) for o in (side.rows, side.keys)]
+    return [
+        o
+        for side in (call.geometry.student, call.geometry.teacher)
+        for o in (side.rows, side.keys)
+    ]
 
 
-def _emit_call(build: Builder, call: Call, outer: Mapping[fx.Node, fx.Node], rows: Rows) -> fx.Node:
+def _emit_call(
+    build: Builder, call: Call, outer: Mapping[fx.Node, fx.Node], rows: Rows
+) -> fx.Node:
     shape = call.geometry
     tensors = [outer_node(o.node, outer) for o in _operands(call)]
     inputs: dict[str, fx.Node] = {}
@@ -464,9 +525,19 @@ def _emit_call(build: Builder, call: Call, outer: Mapping[fx.Node, fx.Node], row
         own = (shape.teacher, shape.student)[side]
         key = own.distribution.scores
         inputs[f"{name}_q"] = canonical(
-            build, own.rows, side, shape, tensors, outer, is_keys=False, dtype=dtype, factors=key.factors
+            build,
+            own.rows,
+            side,
+            shape,
+            tensors,
+            outer,
+            is_keys=False,
+            dtype=dtype,
+            factors=key.factors,
         )
-        inputs[f"{name}_k"] = canonical(build, own.keys, side, shape, tensors, outer, is_keys=True, dtype=dtype)
+        inputs[f"{name}_k"] = canonical(
+            build, own.keys, side, shape, tensors, outer, is_keys=True, dtype=dtype
+        )
         options[f"{name}_scale"] = key.scale * key.capped if key.capped else key.scale
         if key.capped:
             options[f"{name}_softcap"] = key.capped
@@ -484,7 +555,9 @@ def _emit_call(build: Builder, call: Call, outer: Mapping[fx.Node, fx.Node], row
     for literal in call.mask.row_tensors:
         keep = placed(build, outer_node(literal.node, outer), literal.layout, 1, shape, tensors)
         keep = build.method("squeeze", keep, -1)
-        value = build.call(torch.where, keep, *((value, 0.0) if literal.positive else (0.0, value)))
+        value = build.call(
+            torch.where, keep, *((value, 0.0) if literal.positive else (0.0, value))
+        )
     value = rows_as_user(build, value, shape, rows.elements.rank, rows.elements.key_dim, tensors)
     return _with_factors(build, value, call, outer)
 
@@ -524,7 +597,9 @@ def add_up_biases(
         if bias.weight != 1.0:
             x = build.call(torch.mul, x, bias.weight)
         for factor in bias.factors:
-            x = build.call(torch.div if factor.divides else torch.mul, x, outer_node(factor.node, outer))
+            x = build.call(
+                torch.div if factor.divides else torch.mul, x, outer_node(factor.node, outer)
+            )
         total = x if total is None else build.call(torch.add, total, x)
     return total
 
@@ -557,7 +632,9 @@ def window_bound(build: Builder, bound: Size, tensors: Sequence[fx.Node]) -> int
     return build.size(bound, tensors)
 
 
-def _with_factors(build: Builder, value: fx.Node, call: Call, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _with_factors(
+    build: Builder, value: fx.Node, call: Call, outer: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
     """Row weights and row masks, as the user's code applies them."""
     for factor in call.factors:
         node = outer_node(factor.node, outer)
@@ -569,4 +646,3 @@ def _with_factors(build: Builder, value: fx.Node, call: Call, outer: Mapping[fx.
         else:
             value = build.call(torch.mul, value, node)
     return value
-

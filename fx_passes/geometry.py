@@ -1,7 +1,7 @@
 """How two distributions over the same keys map onto one operator call.
 
-The row dimensions of the user's tensor are split into digits that both sides agree on, and the digits are
-assigned to the operator's batch, heads and query dimension.
+The row dimensions of the user's tensor are split into digits that both sides agree on, and the
+digits are assigned to the operator's batch, heads and query dimension.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class Geometry:
 
 
 def geometry(
-    teacher: Distribution, teacher_layout: Layout, student: Distribution, student_layout: Layout, key_dim: int
+    teacher: Distribution,
+    teacher_layout: Layout,
+    student: Distribution,
+    student_layout: Layout,
+    key_dim: int,
 ) -> Geometry:
     """Geometry of the pair, or Blocked."""
     digits: list[Digit] = []
@@ -107,7 +111,15 @@ def _side(distribution: Distribution, pieces: Sequence[Piece | None]) -> SideGeo
     for piece in pieces:
         in_rows = piece is not None and _has(rows, piece)
         in_keys = piece is not None and _has(keys, piece)
-        kinds.append(BOTH if in_rows and in_keys else ROW_ONLY if in_rows else KEY_ONLY if in_keys else ABSENT)
+        kinds.append(
+            BOTH
+            if in_rows and in_keys
+            else ROW_ONLY
+            if in_rows
+            else KEY_ONLY
+            if in_keys
+            else ABSENT
+        )
     return SideGeometry(distribution, rows, keys, tuple(kinds))
 
 
@@ -126,7 +138,11 @@ def _overlaps(held: Piece, piece: Piece) -> bool:
 def _query(sides: Sequence[SideGeometry]) -> int | None:
     """The last digit that only the query operand of both sides has."""
     teacher, student = sides
-    rows = [i for i, pair in enumerate(zip(teacher.kinds, student.kinds, strict=True)) if set(pair) == {ROW_ONLY}]
+    rows = [
+        i
+        for i, pair in enumerate(zip(teacher.kinds, student.kinds, strict=True))
+        if set(pair) == {ROW_ONLY}
+    ]
     if rows:
         return rows[-1]
     if any(ROW_ONLY in side.kinds for side in sides):
@@ -140,9 +156,8 @@ def _heads(rest: Sequence[int], sides: Sequence[SideGeometry]) -> tuple[int, ...
         return ()
     heads = [rest[-1]]
     if len(rest) > 1 and any(
-        side.kinds[rest[-1]] in (ROW_ONLY, ABSENT) and side.kinds[rest[-2]] == BOTH for side in sides
+        side.kinds[rest[-1]] in (ROW_ONLY, ABSENT) and side.kinds[rest[-2]] == BOTH
+        for side in sides
     ):
         heads.insert(0, rest[-2])
     return tuple(heads)
-
-

@@ -1,8 +1,9 @@
-"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where nothing else needs the map.
+"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where nothing else needs the
+map.
 
-Fusing a KL removes one reader of the attention maps. What is left is attention written by hand, which
-still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a fused KL are
-touched.
+Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
+which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a
+fused KL are touched.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.fuse import MaskPlan, add_up_biases, masks_of, window_bound
@@ -37,7 +37,9 @@ class Leftovers:
     masks: dict[object, fx.Node] = field(default_factory=dict)
 
     def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
-        """A node with the value of ``probabilities @ values``; raises Blocked when it cannot be one."""
+        """A node with the value of ``probabilities @ values``; raises Blocked when it cannot be
+        one.
+        """
         elements = attention.probabilities
         distribution, layout = elements.parts[0], elements.layouts[0]
         key = distribution.scores
@@ -60,21 +62,43 @@ class Leftovers:
         if key.scale != shape_scale(q):
             options["scale"] = key.scale
         out = build.call(F.scaled_dot_product_attention, q, k, v, **options)
-        return rows_as_user(build, out, place, elements.rank, elements.key_dim, nodes, trailing=True)
+        return rows_as_user(
+            build, out, place, elements.rank, elements.key_dim, nodes, trailing=True
+        )
 
     def _tensor(
-        self, build: Builder, place: Geometry, operand: Any, nodes: list[fx.Node], dtype: torch.dtype, *, is_keys: bool
+        self,
+        build: Builder,
+        place: Geometry,
+        operand: Any,
+        nodes: list[fx.Node],
+        dtype: torch.dtype,
+        *,
+        is_keys: bool,
     ) -> fx.Node:
         factors = () if is_keys else place.student.distribution.scores.factors
         return canonical(
-            build, operand, STUDENT, place, nodes, self.outer, is_keys=is_keys, dtype=dtype, factors=factors
+            build,
+            operand,
+            STUDENT,
+            place,
+            nodes,
+            self.outer,
+            is_keys=is_keys,
+            dtype=dtype,
+            factors=factors,
         )
 
     def _mask_options(
-        self, build: Builder, place: Geometry, mask: MaskPlan, nodes: list[fx.Node], dtype: torch.dtype
+        self,
+        build: Builder,
+        place: Geometry,
+        mask: MaskPlan,
+        nodes: list[fx.Node],
+        dtype: torch.dtype,
     ) -> dict[str, Any]:
         key = place.student.distribution.scores
-        if key.mask and ABSORBING < key.fill:
+        if key.mask and key.fill > ABSORBING:
             raise Blocked(f"attention with the finite mask value {key.fill:g}")
         assert place.query is not None
         square = same(place.digits[place.query].size, key.size(place.student.distribution.axis))
@@ -88,7 +112,12 @@ class Leftovers:
         return {"attn_mask": self._mask(build, place, mask, nodes, dtype)}
 
     def _mask(
-        self, build: Builder, place: Geometry, mask: MaskPlan, nodes: list[fx.Node], dtype: torch.dtype
+        self,
+        build: Builder,
+        place: Geometry,
+        mask: MaskPlan,
+        nodes: list[fx.Node],
+        dtype: torch.dtype,
     ) -> fx.Node:
         """An additive mask at the smallest shape that holds it."""
         key = place.student.distribution.scores
@@ -97,14 +126,18 @@ class Leftovers:
             return self.masks[identity]
         keep = _band(build, place, mask, nodes)
         for literal in (*mask.tensors, *mask.row_tensors):
-            x = placed(build, outer_node(literal.node, self.outer), literal.layout, STUDENT, place, nodes)
+            x = placed(
+                build, outer_node(literal.node, self.outer), literal.layout, STUDENT, place, nodes
+            )
             x = x if literal.positive else build.call(torch.logical_not, x)
             keep = x if keep is None else build.call(torch.logical_and, keep, x)
         total = None
         if keep is not None:
-            # the lowest number, not -inf: a row without any key stays uniform, as the user's code has it
+            # the lowest number, not -inf: a row without any key stays uniform, as the user's code
+            # has it
             low = -math.inf if key.fill == -math.inf else torch.finfo(dtype).min
-            zero = build.call(torch.zeros, (), dtype=dtype, device=example(nodes[0]).device)  # type: ignore[union-attr]
+            # type: ignore[union-attr]
+            zero = build.call(torch.zeros, (), dtype=dtype, device=example(nodes[0]).device)
             total = build.call(torch.where, keep, zero, low)
         bias = add_up_biases(build, key, STUDENT, place, nodes, self.outer)
         if bias is not None:
@@ -129,9 +162,13 @@ def _band(build: Builder, place: Geometry, mask: MaskPlan, nodes: list[fx.Node])
     distance = build.call(torch.sub, j, build.method("unsqueeze", i, -1))
     keep: fx.Node | None = None
     if mask.window_left is not None:
-        keep = build.call(torch.ge, distance, window_bound(build, offset - mask.window_left, nodes))
+        keep = build.call(
+            torch.ge, distance, window_bound(build, offset - mask.window_left, nodes)
+        )
     if mask.window_right is not None:
-        below = build.call(torch.le, distance, window_bound(build, offset + mask.window_right, nodes))
+        below = build.call(
+            torch.le, distance, window_bound(build, offset + mask.window_right, nodes)
+        )
         keep = below if keep is None else build.call(torch.logical_and, keep, below)
     return keep
 
@@ -146,7 +183,12 @@ def _with_groups(
     value = example(q)
     assert isinstance(value, Tensor)
     half = value.dtype in (torch.float16, torch.bfloat16)
-    if value.device.type == "cuda" and half and "attn_mask" not in options and same(shape(k)[1], shape(v)[1]):
+    if (
+        value.device.type == "cuda"
+        and half
+        and "attn_mask" not in options
+        and same(shape(k)[1], shape(v)[1])
+    ):
         return k, v, {**options, "enable_gqa": True}
     return _repeated(build, k, heads), _repeated(build, v, heads), options
 

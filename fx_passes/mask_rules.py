@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-
-from torch_streamkl.functional import ONE, ZERO
 from torch_streamkl.fx_passes.masks import (
     Affine,
     AnyKey,
@@ -23,6 +21,8 @@ from torch_streamkl.fx_passes.masks import (
 )
 from torch_streamkl.fx_passes.sizes import Size, is_one
 from torch_streamkl.fx_passes.values import Elements, Number, Scores
+
+from torch_streamkl.functional import ONE, ZERO
 
 Arguments = dict[str, Any]
 EVERYWHERE = BoolTensor(frozenset(), 0)
@@ -69,15 +69,19 @@ class MaskRules:
             shape = source.meta["val"].shape
             skipped = self.rank[node] - len(shape)
             dims = tuple(
-                None if d is None or d < skipped or is_one(shape[d - skipped]) else d - skipped for d in dims
+                None if d is None or d < skipped or is_one(shape[d - skipped]) else d - skipped
+                for d in dims
             )
             node = self.canonical[source]
         return node, dims
 
-    # ------------------------------------------------------------------------------------- creation
+    # -------------------------------------------------------------------------------------
+    # creation
     def op_arange(self, node: fx.Node, a: Arguments) -> object:
         start, step = a.get("start", 0), a.get("step", 1)
-        if not all(isinstance(x, (int, torch.SymInt)) for x in (start, step)) or not isinstance(step, int):
+        if not all(isinstance(x, (int, torch.SymInt)) for x in (start, step)) or not isinstance(
+            step, int
+        ):
             return None
         return Affine((step,), start)
 
@@ -124,7 +128,8 @@ class MaskRules:
             return x.conjunction(kept) or self.unknown(node)
         return self.unknown(node)
 
-    # ----------------------------------------------------------------------------------- arithmetic
+    # -----------------------------------------------------------------------------------
+    # arithmetic
     def mask_sum(self, node: fx.Node, left: object, right: object, sign: float) -> object:
         x, y = self._integer(left), self._integer(right)
         match x, y:
@@ -132,14 +137,16 @@ class MaskRules:
                 return x + y.scaled(int(sign))
             case Affine(), (int() | torch.SymInt()):
                 return x.shifted(y * int(sign))
-            case (int() | torch.SymInt()), Affine():
+            case ((int() | torch.SymInt()), Affine()):
                 return y.scaled(int(sign)).shifted(x)
         p, q = self.value(left), self.value(right)
         match p, q:
             case Number(), Number():
                 return Number(p.value + sign * q.value)
             case Choice(), Number():
-                return replace(p, inside=p.inside + sign * q.value, outside=p.outside + sign * q.value)
+                return replace(
+                    p, inside=p.inside + sign * q.value, outside=p.outside + sign * q.value
+                )
             case Number(), Choice():
                 return Choice(q.mask, p.value + sign * q.inside, p.value + sign * q.outside)
         return None
@@ -187,7 +194,8 @@ class MaskRules:
             return x.meta["val"]
         return None
 
-    # ---------------------------------------------------------------------------------- comparisons
+    # ----------------------------------------------------------------------------------
+    # comparisons
     def op_ge(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "ge", a["self"], a["other"])
 
@@ -213,7 +221,10 @@ class MaskRules:
         if isinstance(known, (Elements, Scores)):
             return None
         if isinstance(known, Choice) and isinstance(number, Number):
-            inside, outside = _holds(op, known.inside, number.value), _holds(op, known.outside, number.value)
+            inside, outside = (
+                _holds(op, known.inside, number.value),
+                _holds(op, known.outside, number.value),
+            )
             if inside == outside:
                 return EVERYWHERE if inside else EVERYWHERE.inverted()
             return known.mask if inside else known.mask.inverted()
@@ -233,7 +244,8 @@ class MaskRules:
     def op_isfinite(self, node: fx.Node, a: Arguments) -> object:
         return self.finite(self.value(a["self"]), infinite=False) or self.unknown(node)
 
-    # ---------------------------------------------------------------------------------------- logic
+    # ----------------------------------------------------------------------------------------
+    # logic
     def op_bitwise_not(self, node: fx.Node, a: Arguments) -> object:
         x = self.boolean(a["self"])
         if isinstance(x, Elements):
@@ -268,13 +280,20 @@ class MaskRules:
 
     def op_any(self, node: fx.Node, a: Arguments) -> object:
         x = self.boolean(a["self"])
-        if not isinstance(x, BoolTensor) or x.negative or "dim" not in a or not isinstance(a["dim"], int):
+        if (
+            not isinstance(x, BoolTensor)
+            or x.negative
+            or "dim" not in a
+            or not isinstance(a["dim"], int)
+        ):
             return self.unknown(node)
         rank = self.rank[a["self"]]
         return AnyKey(x.raised(rank), a["dim"] % rank, bool(a.get("keepdim", False)))
 
     # ----------------------------------------------------------------------------- views of masks
-    def mask_view(self, node: fx.Node, source: fx.Node, order: Sequence[int | None] | None) -> object:
+    def mask_view(
+        self, node: fx.Node, source: fx.Node, order: Sequence[int | None] | None
+    ) -> object:
         x = self.value(source)
         if isinstance(x, Number):
             return x
@@ -344,11 +363,15 @@ class MaskRules:
             return x.mask if x.inside else x.mask.inverted()
         if isinstance(x, Choice) and dtype.is_floating_point:
             low = torch.finfo(dtype).min
-            return Choice(x.mask, max(x.inside, low) if x.inside != -math.inf else x.inside,
-                          max(x.outside, low) if x.outside != -math.inf else x.outside)  # fmt: skip
+            return Choice(
+                x.mask,
+                max(x.inside, low) if x.inside != -math.inf else x.inside,
+                max(x.outside, low) if x.outside != -math.inf else x.outside,
+            )
         return x if x is not None else self.unknown(node)
 
-    # ------------------------------------------------------------------------------- two-valued tensors
+    # ------------------------------------------------------------------------------- two-valued
+    # tensors
     def mask_masked_fill(self, node: fx.Node, a: Arguments) -> object:
         x, mask, fill = self.value(a["self"]), self.boolean(a["mask"]), self.value(a["value"])
         if isinstance(x, Number) and isinstance(mask, BoolTensor) and isinstance(fill, Number):
@@ -399,7 +422,9 @@ def _conditions(op: str, d: Affine) -> BoolTensor:
 
 
 def _same_entries(source: Sequence[Size], target: Sequence[Size]) -> list[int | None] | None:
-    """Where the dimensions of a reshaped tensor come from when only sizes of 1 were added or dropped."""
+    """Where the dimensions of a reshaped tensor come from when only sizes of 1 were added or
+    dropped.
+    """
     kept = [d for d, size in enumerate(source) if not is_one(size)]
     order: list[int | None] = []
     for size in target:

@@ -1,8 +1,8 @@
 """Masks as logic: conjunctions of exact index conditions and of opaque boolean tensors.
 
-``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices, so that a
-causal mask or a window is known exactly and never has to exist as a tensor. What is not known stays an
-opaque tensor and is passed on as it is, at the size it had before it was expanded.
+``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices, so
+that a causal mask or a window is known exactly and never has to exist as a tensor. What is not
+known stays an opaque tensor and is passed on as it is, at the size it had before it was expanded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
-
 from torch_streamkl.fx_passes.layout import Layout, Piece, axis_dim, dim_size
 from torch_streamkl.fx_passes.sizes import Size, expression, same
 
@@ -26,7 +25,9 @@ class Affine:
     def __add__(self, other: Affine) -> Affine:
         rank = max(len(self.coefficients), len(other.coefficients))
         a, b = _padded(self.coefficients, rank), _padded(other.coefficients, rank)
-        return Affine(tuple(x + y for x, y in zip(a, b, strict=True)), self.constant + other.constant)
+        return Affine(
+            tuple(x + y for x, y in zip(a, b, strict=True)), self.constant + other.constant
+        )
 
     def scaled(self, factor: int) -> Affine:
         return Affine(tuple(c * factor for c in self.coefficients), self.constant * factor)
@@ -62,7 +63,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A boolean tensor whose values are not known; ``dims`` are the dimensions it is broadcast along.
+    """A boolean tensor whose values are not known; ``dims`` are the dimensions it is broadcast
+    along.
 
     ``node`` holds it before it was expanded or unsqueezed: dimension d of the mask is dimension
     ``dims[d]`` of the node's tensor, None where the mask does not vary.
@@ -105,7 +107,9 @@ class BoolTensor:
         extra = rank - self.rank
         if extra == 0:
             return self
-        return BoolTensor(frozenset(_with_leading(x, extra) for x in self.literals), rank, self.negative)
+        return BoolTensor(
+            frozenset(_with_leading(x, extra) for x in self.literals), rank, self.negative
+        )
 
 
 TRUE_TENSOR = BoolTensor(frozenset(), 0)
@@ -155,10 +159,15 @@ def rearranged(mask: BoolTensor, order: Sequence[int | None]) -> BoolTensor:
 
 def varies(literal: Literal, dim: int) -> bool:
     """Whether a literal depends on a dimension."""
-    return literal.coefficients[dim] != 0 if isinstance(literal, Linear) else literal.dims[dim] is not None
+    return (
+        literal.coefficients[dim] != 0
+        if isinstance(literal, Linear)
+        else literal.dims[dim] is not None
+    )
 
 
-# --------------------------------------------------------------------------- masks in terms of axes
+# --------------------------------------------------------------------------- masks in terms of
+# axes
 @dataclass(frozen=True)
 class AxisCondition:
     """``sum(coefficient * index of axis) + constant >= 0``."""
@@ -215,7 +224,9 @@ def _always_holds(literal: Linear, layout: Layout) -> bool:
     return isinstance(known, int) and known >= 0
 
 
-def _to_axes(literal: Literal, layout: Layout, node_rank: Mapping[fx.Node, int]) -> AxisLiteral | None:
+def _to_axes(
+    literal: Literal, layout: Layout, node_rank: Mapping[fx.Node, int]
+) -> AxisLiteral | None:
     if isinstance(literal, Linear):
         coefficients = []
         for dim, coefficient in enumerate(literal.coefficients):

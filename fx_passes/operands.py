@@ -1,7 +1,7 @@
 """From a matmul operand in the user's graph to the tensor that an operator takes.
 
-Transposes, casts and repeated heads were peeled off by the analysis, so the source tensor is used as it
-is; what is inserted here are views, except where flattened dimensions cannot be a view.
+Transposes, casts and repeated heads were peeled off by the analysis, so the source tensor is used
+as it is; what is inserted here are views, except where flattened dimensions cannot be a view.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.geometry import Geometry, SideGeometry
 from torch_streamkl.fx_passes.layout import Layout, Piece
@@ -23,7 +22,9 @@ from torch_streamkl.fx_passes.values import Blocked, Factor, Operand, Step
 
 @dataclass(frozen=True)
 class Slot:
-    """A position in the operator's tensor: ("digit", i), ("averaged", i), ("key", 0) or ("dim", i)."""
+    """A position in the operator's tensor: ("digit", i), ("averaged", i), ("key", 0) or ("dim",
+    i).
+    """
 
     kind: str
     index: int = 0
@@ -66,7 +67,9 @@ def canonical(
     x = _reshaped(build, x, [p.size for p in pieces], tensors)
     order = _order(geometry, is_keys=is_keys, pieces=pieces)
     x = _permuted(build, x, [pieces.index(p) for p in order if p is not None])
-    x = _with_factors(build, x, [p.slot for p in order if p is not None], factors, side, geometry, outer)
+    x = _with_factors(
+        build, x, [p.slot for p in order if p is not None], factors, side, geometry, outer
+    )
     x = _to_four_dimensions(build, x, order, geometry, own, tensors, is_keys=is_keys)
     value = example(x)
     assert isinstance(value, Tensor)
@@ -102,7 +105,11 @@ def _row_digits(piece: Piece, side: int, geometry: Geometry, own: SideGeometry) 
     """A piece of a row axis as the digits it covers, the leading one first."""
     candidates = [(Slot("digit", i), d.pieces[side]) for i, d in enumerate(geometry.digits)]
     candidates += [(Slot("averaged", i), p) for i, p in enumerate(own.distribution.averaged)]
-    covered = [(slot, p) for slot, p in candidates if p is not None and p.axis == piece.axis and _inside(p, piece)]
+    covered = [
+        (slot, p)
+        for slot, p in candidates
+        if p is not None and p.axis == piece.axis and _inside(p, piece)
+    ]
     if covered:
         covered.sort(key=lambda c: _rank_of_stride(c[1], [p for _, p in covered if p is not None]))
         if not same(product(p.size for _, p in covered if p is not None), piece.size):
@@ -110,7 +117,11 @@ def _row_digits(piece: Piece, side: int, geometry: Geometry, own: SideGeometry) 
         return [SubDim(slot, p.size) for slot, p in covered if p is not None]
     # fewer heads than the digit has: the leading part of it, shared by a group
     for slot, p in candidates:
-        if p is not None and p.axis == piece.axis and same(p.size * p.stride, piece.size * piece.stride):
+        if (
+            p is not None
+            and p.axis == piece.axis
+            and same(p.size * p.stride, piece.size * piece.stride)
+        ):
             return [SubDim(slot, piece.size)]
     raise Blocked("an operand is repeated along a flattened dimension")
 
@@ -133,15 +144,23 @@ def _order(geometry: Geometry, *, is_keys: bool, pieces: Sequence[SubDim]) -> li
     by_slot = {p.slot: p for p in pieces if p.slot.kind != "one"}
     wanted = [Slot("digit", i) for i in (*geometry.batch, *geometry.heads)]
     wanted += sorted((s for s in by_slot if s.kind == "averaged"), key=lambda s: s.index)
-    wanted.append(Slot("key") if is_keys else Slot("digit", geometry.query if geometry.query is not None else -1))
+    wanted.append(
+        Slot("key")
+        if is_keys
+        else Slot("digit", geometry.query if geometry.query is not None else -1)
+    )
     wanted += sorted((s for s in by_slot if s.kind == "dim"), key=lambda s: s.index)
     if set(by_slot) - set(wanted):
-        raise Blocked("an operand varies along a dimension that its place in the operator cannot have")
+        raise Blocked(
+            "an operand varies along a dimension that its place in the operator cannot have"
+        )
     ones = [p for p in pieces if p.slot.kind == "one"]
     return [by_slot.get(slot) for slot in wanted] + list(ones)
 
 
-def _with_step(build: Builder, x: fx.Node, step: Step, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _with_step(
+    build: Builder, x: fx.Node, step: Step, outer: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
     if step.kind == "rows":
         assert step.mask is not None
         index = (*(slice(None),) * step.dim, outer_node(step.mask, outer))
@@ -158,7 +177,9 @@ def _requires_grad(x: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _reshaped(build: Builder, x: fx.Node, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> fx.Node:
+def _reshaped(
+    build: Builder, x: fx.Node, sizes: Sequence[Size], tensors: Sequence[fx.Node]
+) -> fx.Node:
     have = shape(x)
     if len(have) == len(sizes) and all(same(a, b) for a, b in zip(have, sizes, strict=True)):
         return x
@@ -190,13 +211,19 @@ def _with_factors(
         if factor.layout:
             node = _placed(build, node, factor.layout, slots, side, geometry)
         x = build.call(torch.div if factor.divides else torch.mul, x, node)
-        if isinstance(example(x), Tensor) and example(x).dtype != dtype:  # type: ignore[union-attr]
+        # type: ignore[union-attr]
+        if isinstance(example(x), Tensor) and example(x).dtype != dtype:
             x = build.method("to", x, dtype)
     return x
 
 
 def _placed(
-    build: Builder, node: fx.Node, layout: Layout, slots: Sequence[Slot], side: int, geometry: Geometry
+    build: Builder,
+    node: fx.Node,
+    layout: Layout,
+    slots: Sequence[Slot],
+    side: int,
+    geometry: Geometry,
 ) -> fx.Node:
     """A tensor over row digits, viewed so that it broadcasts against dimensions ``slots``."""
     own = (geometry.teacher, geometry.student)[side]
@@ -208,7 +235,9 @@ def _placed(
     ones = [d for d, p in enumerate(pieces) if p.slot.kind == "one"]
     x = _permuted(build, x, [*(by_slot[s] for s in slots if s in by_slot), *ones])
     x = _squeezed(build, x, len(by_slot), len(ones))
-    return build.call(operator.getitem, x, tuple(slice(None) if s in by_slot else None for s in slots))
+    return build.call(
+        operator.getitem, x, tuple(slice(None) if s in by_slot else None for s in slots)
+    )
 
 
 def _to_four_dimensions(
@@ -236,9 +265,14 @@ def _to_four_dimensions(
     group_dims = [d for d in missing if is_keys and d >= num_batch]
     expanded = [d for d in missing if d not in group_dims]
     if group_dims and group_dims != list(range(num_digits - len(group_dims), num_digits)):
-        expanded, group_dims = missing, []  # heads share keys in an order the operator does not have
+        expanded, group_dims = (
+            missing,
+            [],
+        )  # heads share keys in an order the operator does not have
     if expanded:
-        sizes = [build.size(digits[d].size, tensors) if d in expanded else -1 for d in range(num_digits)]
+        sizes = [
+            build.size(digits[d].size, tensors) if d in expanded else -1 for d in range(num_digits)
+        ]
         rest = (-1,) * (len(shape(x)) - num_digits)
         x = build.method("expand", x, *sizes, *rest)
     have = shape(x)
@@ -269,14 +303,19 @@ def rows_as_user(
 ) -> fx.Node:
     """Row values [batch, heads, queries] in the user's dimensions, the key dimension of size 1.
 
-    ``trailing``: the values have one more dimension, which takes the place of the (last) key dimension.
+    ``trailing``: the values have one more dimension, which takes the place of the (last) key
+    dimension.
     """
     order = [*geometry.batch, *geometry.heads]
     if geometry.query is not None:
         order.append(geometry.query)
     tail = list(shape(value)[-1:]) if trailing else []
     x = _reshaped(build, value, [*(geometry.digits[i].size for i in order), *tail], tensors)
-    x = _permuted(build, x, [*(order.index(i) for i in range(len(order))), *([len(order)] if trailing else [])])
+    x = _permuted(
+        build,
+        x,
+        [*(order.index(i) for i in range(len(order))), *([len(order)] if trailing else [])],
+    )
     dims = [d for d in range(rank) if d != key_dim]
     sizes = [product(g.size for g in geometry.digits if g.dim == d) for d in dims]
     x = _reshaped(build, x, [*sizes, *tail], tensors)
@@ -304,13 +343,20 @@ def placed(
     ones = [d for d, p in enumerate(pieces) if p.slot.kind == "one"]
     x = _permuted(build, x, [*(by_slot[s] for s in slots if s in by_slot), *ones])
     x = _squeezed(build, x, len(by_slot), len(ones))
-    x = build.call(operator.getitem, x, tuple(slice(None) if s in by_slot else None for s in slots))
+    x = build.call(
+        operator.getitem, x, tuple(slice(None) if s in by_slot else None for s in slots)
+    )
     num_batch, num_digits = len(geometry.batch), len(geometry.batch) + len(geometry.heads)
     for start, stop in ((num_batch, num_digits), (0, num_batch)):
         sizes = [is_one(s) for s in shape(x)[start:stop]]
         if stop - start > 1 and any(sizes) and not all(sizes):
             raise Blocked("a mask varies along some of the dimensions that are flattened into one")
-    groups = [(0, num_batch), (num_batch, num_digits), (num_digits, num_digits + 1), (num_digits + 1, len(slots))]
+    groups = [
+        (0, num_batch),
+        (num_batch, num_digits),
+        (num_digits, num_digits + 1),
+        (num_digits + 1, len(slots)),
+    ]
     return _grouped(build, x, groups)
 
 

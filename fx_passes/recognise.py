@@ -1,8 +1,8 @@
 """The recogniser: an abstract interpreter over a region's ATen graph.
 
-Every node gets an abstract value, or none together with a reason why not. Rules are compositional: each
-knows one operation and the meanings of its inputs, never a whole spelling, so that spelling, reduction,
-scale, masks, casts and layout are independent of each other.
+Every node gets an abstract value, or none together with a reason why not. Rules are compositional:
+each knows one operation and the meanings of its inputs, never a whole spelling, so that spelling,
+reduction, scale, masks, casts and layout are independent of each other.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-
-from torch_streamkl.functional import ONE, ZERO, apply, const
 from torch_streamkl.fx_passes import element_rules as elements
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes import score_rules as scores
@@ -42,6 +40,8 @@ from torch_streamkl.fx_passes.values import (
     Stacked,
 )
 
+from torch_streamkl.functional import ONE, ZERO, apply, const
+
 Arguments = dict[str, Any]
 KL_DIV_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
@@ -55,7 +55,9 @@ class Recogniser(MaskRules):
         self.reasons: dict[fx.Node, str] = {}
         self.canonical: dict[fx.Node, fx.Node] = {}
         self.rank = {
-            n: n.meta["val"].dim() for n in trace.graph.nodes if isinstance(n.meta.get("val"), Tensor)
+            n: n.meta["val"].dim()
+            for n in trace.graph.nodes
+            if isinstance(n.meta.get("val"), Tensor)
         }
         self._numbering: dict[object, fx.Node] = {}
         self._by_storage: dict[int, list[fx.Node]] = {}
@@ -80,7 +82,9 @@ class Recogniser(MaskRules):
         name = op_name(node)
         try:
             if any(a in self._overwritten for a in node.all_input_nodes):
-                raise Blocked("a tensor that is modified in place through a view of it is used afterwards")
+                raise Blocked(
+                    "a tensor that is modified in place through a view of it is used afterwards"
+                )
             value = self._apply(node, name)
         except Blocked as reason:
             self.reasons[node] = str(reason)
@@ -101,12 +105,18 @@ class Recogniser(MaskRules):
             self._by_storage.setdefault(value.untyped_storage()._cdata, []).append(node)
 
     def _note_writes(self, node: fx.Node) -> None:
-        """After a write, other views of the storage no longer hold what the analysis knows of them."""
+        """After a write, other views of the storage no longer hold what the analysis knows of
+        them.
+        """
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
             return
         for argument, value in zip(target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(value, fx.Node)
+            ):
                 known = value.meta.get("val")
                 if isinstance(known, Tensor):
                     aliases = self._by_storage.get(known.untyped_storage()._cdata, [])
@@ -117,7 +127,9 @@ class Recogniser(MaskRules):
         if node.op != "call_function" or not _is_pure(node):
             return node
         try:
-            arguments = fx.map_arg((node.args, tuple(sorted(node.kwargs.items()))), lambda n: self.canonical[n])
+            arguments = fx.map_arg(
+                (node.args, tuple(sorted(node.kwargs.items()))), lambda n: self.canonical[n]
+            )
             key = (node.target, _hashable(arguments), _shape_key(node))
             return self._numbering.setdefault(key, node)
         except TypeError:
@@ -125,7 +137,11 @@ class Recogniser(MaskRules):
 
     def _apply(self, node: fx.Node, name: str) -> object:
         same_node = self.canonical[node]
-        if same_node is not node and same_node in self.values and not self._differs_in_gradient(node, same_node):
+        if (
+            same_node is not node
+            and same_node in self.values
+            and not self._differs_in_gradient(node, same_node)
+        ):
             return self.values[same_node]
         rule: Callable[[fx.Node, Arguments], object] | None = getattr(self, f"op_{name}", None)
         arguments = named_arguments(node)
@@ -171,7 +187,9 @@ class Recogniser(MaskRules):
     def op_matmul(self, node: fx.Node, a: Arguments) -> object:
         lhs, rhs = (self.canonical[n] for n in node.args[:2])  # type: ignore[index, union-attr]
         probabilities = self.value(node.args[0])
-        if isinstance(probabilities, Elements) and not isinstance(self.value(node.args[1]), Elements):
+        if isinstance(probabilities, Elements) and not isinstance(
+            self.value(node.args[1]), Elements
+        ):
             attention = scores.attention_of(probabilities, rhs)
             if attention is not None:
                 return attention
@@ -211,7 +229,9 @@ class Recogniser(MaskRules):
     op_add_ = op_add
     op_sub_ = op_sub
 
-    def _sum(self, node: fx.Node, left: object, right: object, sign: float, alpha: object) -> object:
+    def _sum(
+        self, node: fx.Node, left: object, right: object, sign: float, alpha: object
+    ) -> object:
         if alpha != 1:
             return self._no_rule(node, "add with alpha")
         x, y = self.value(left), self.value(right)
@@ -255,7 +275,9 @@ class Recogniser(MaskRules):
     def _scores_plus_number(self, x: Scores, value: float) -> Scores:
         # a constant does not change a softmax, but it changes masked scores relative to nothing
         if x.key.mask is not None and x.key.fill > scores.ABSORBING:
-            raise Blocked("a number is added to scores after they were masked with a moderate value")
+            raise Blocked(
+                "a number is added to scores after they were masked with a moderate value"
+            )
         if not math.isfinite(value):
             raise Blocked(f"{value} is added to all scores")
         return x
@@ -268,7 +290,11 @@ class Recogniser(MaskRules):
             mask = to_axes(y.mask, x.layout, self.rank)
             inside, outside = y.inside * sign, y.outside * sign
             if mask is None and outside == 0.0:
-                mask, inside, outside = to_axes(y.mask.inverted(), x.layout, self.rank), outside, inside
+                mask, inside, outside = (
+                    to_axes(y.mask.inverted(), x.layout, self.rank),
+                    outside,
+                    inside,
+                )
             if mask is not None and inside == 0.0 and outside <= scores.ABSORBING:
                 return scores.masked(x, mask, outside, added=True)
         return scores.with_bias(x, *self._dense(other, x.layout), sign)
@@ -308,7 +334,7 @@ class Recogniser(MaskRules):
                 return self._times_number(y, x.value)
             case Number(), Elements():
                 return elements.with_constant(op, y, x.value, reverse=True)
-            case (Elements() | Scores() | Rows()), Number():
+            case ((Elements() | Scores() | Rows()), Number()):
                 if y.value == 0.0 and divides:
                     raise Blocked("division by 0")
                 return self._times_number(x, 1.0 / y.value if divides else y.value)
@@ -327,7 +353,7 @@ class Recogniser(MaskRules):
                     return self._softmax(x.scores, x.axis, x.trained, log=False)
             case Elements(), (Choice() | BoolTensor()) if not divides:
                 return self._times_mask(x, y, right)
-            case (Choice() | BoolTensor()), Elements() if not divides:
+            case ((Choice() | BoolTensor()), Elements()) if not divides:
                 return self._times_mask(y, x, left)
             case Elements(), _:
                 return elements.with_row_factor(x, self._row_factor(x, right, divides=divides))
@@ -355,10 +381,18 @@ class Recogniser(MaskRules):
         return Factor(*self._dense(other, x.layout), divides)
 
     def _row_factor(
-        self, x: Elements, other: object, *, selects: bool = False, keeps: bool = True, divides: bool = False
+        self,
+        x: Elements,
+        other: object,
+        *,
+        selects: bool = False,
+        keeps: bool = True,
+        divides: bool = False,
     ) -> RowFactor:
         if not isinstance(other, fx.Node):
-            raise Blocked("a value that is neither a tensor nor a number multiplies the divergence")
+            raise Blocked(
+                "a value that is neither a tensor nor a number multiplies the divergence"
+            )
         self._stays_blocked(other)
         value = other.meta.get("val")
         if isinstance(value, Tensor):
@@ -378,7 +412,12 @@ class Recogniser(MaskRules):
 
     def _normalised(self, x: Elements, y: Rows) -> Elements:
         """Probabilities over their sum, which is known."""
-        if y.offsets or y.divisors or y.elements.terms and y.elements.terms[0].expr != ZERO or not y.keepdim:
+        if (
+            y.offsets
+            or y.divisors
+            or (y.elements.terms and y.elements.terms[0].expr != ZERO)
+            or not y.keepdim
+        ):
             raise Blocked("a value is divided by a sum over keys")
         if y.reduced != (x.key_dim,) or y.constant == 0.0:
             raise Blocked("a value is divided by a sum over other dimensions")
@@ -494,7 +533,9 @@ class Recogniser(MaskRules):
             return elements.unary("log", elements.with_constant("add", x, 1.0))
         return self._no_rule(node, "log1p")
 
-    def _unary(self, node: fx.Node, a: Arguments, op: str, on_number: Callable[[float], float]) -> object:
+    def _unary(
+        self, node: fx.Node, a: Arguments, op: str, on_number: Callable[[float], float]
+    ) -> object:
         x = self.value(a["self"])
         if isinstance(x, Elements):
             return elements.unary(op, x)
@@ -526,7 +567,11 @@ class Recogniser(MaskRules):
             raise Blocked("clamp of values that carry row weights")
         if low is not None:
             x = x.map(lambda e: apply("max", e, const(low)))
-        if high is not None and not (high >= 1.0 and e.op == "P") and not (high >= 0.0 and e.op == "logP"):
+        if (
+            high is not None
+            and not (high >= 1.0 and e.op == "P")
+            and not (high >= 0.0 and e.op == "logP")
+        ):
             x = x.map(lambda e: apply("min", e, const(high)))
         return x
 
@@ -557,7 +602,9 @@ class Recogniser(MaskRules):
         return self._no_rule(node, "logaddexp")
 
     def op_maximum(self, node: fx.Node, a: Arguments) -> object:
-        return self._no_rule(node, "maximum")  # halves the gradient at ties: not the clamp of expressions
+        return self._no_rule(
+            node, "maximum"
+        )  # halves the gradient at ties: not the clamp of expressions
 
     def op_lerp(self, node: fx.Node, a: Arguments) -> object:
         x, y, w = self.value(a["self"]), self.value(a["end"]), self.value(a["weight"])
@@ -586,9 +633,13 @@ class Recogniser(MaskRules):
             raise Blocked(f"the {which} of kl_div is not made from scores in this graph")
         t, x = elements.aligned(target, x)
         if a.get("log_target"):
-            values = elements.combined("mul", elements.unary("exp", t), elements.combined("sub", t, x))
+            values = elements.combined(
+                "mul", elements.unary("exp", t), elements.combined("sub", t, x)
+            )
         else:
-            values = elements.combined("mul", t, elements.combined("sub", elements.unary("log", t), x))
+            values = elements.combined(
+                "mul", t, elements.combined("sub", elements.unary("log", t), x)
+            )
         reduction = KL_DIV_REDUCTIONS[a.get("reduction", 1)]
         if reduction == "none":
             return values
@@ -602,14 +653,20 @@ class Recogniser(MaskRules):
         x, target = self.value(a["self"]), self.value(a["target"])
         if not isinstance(target, Elements):
             return None  # labels: not a divergence between two distributions
-        if not isinstance(x, Scores) or a.get("weight") is not None or a.get("label_smoothing", 0.0):
+        if (
+            not isinstance(x, Scores)
+            or a.get("weight") is not None
+            or a.get("label_smoothing", 0.0)
+        ):
             self._stays_blocked(a["self"])
             raise Blocked("cross_entropy with class weights, label smoothing or unknown logits")
         dim = 1 if len(x.layout) > 1 else 0
         logs = elements.softmax(x, dim, self.trained(a["self"]), log=True)
         values = elements.unary("neg", elements.combined("mul", target, logs))
         if values.key_dim != dim:
-            raise Blocked("cross_entropy takes its classes from dimension 1, the target's are elsewhere")
+            raise Blocked(
+                "cross_entropy takes its classes from dimension 1, the target's are elsewhere"
+            )
         shape = scores.shape_of(a["self"])
         reduction = KL_DIV_REDUCTIONS[a.get("reduction", 1)]
         dims = (dim,) if reduction == "none" else tuple(range(len(shape)))
@@ -632,7 +689,11 @@ class Recogniser(MaskRules):
         x = self.value(a["self"])
         rank = self.rank[a["self"]]
         given = a.get("dim")
-        dims = [d % rank for d in ([given] if isinstance(given, int) else given)] if given else list(range(rank))
+        dims = (
+            [d % rank for d in ([given] if isinstance(given, int) else given)]
+            if given
+            else list(range(rank))
+        )
         keepdim = bool(a.get("keepdim", False))
         if isinstance(x, Shifted) and x.exponential and not mean and keepdim:
             if dims == [lay.axis_dim(x.scores.layout, x.axis)]:
@@ -691,7 +752,9 @@ class Recogniser(MaskRules):
     def op_squeeze(self, node: fx.Node, a: Arguments) -> object:
         source = scores.shape_of(a["self"])
         given = a.get("dim")
-        dims = range(len(source)) if given is None else [given] if isinstance(given, int) else given
+        dims = (
+            range(len(source)) if given is None else [given] if isinstance(given, int) else given
+        )
         dropped = [d % len(source) for d in dims if is_one(source[d])]
         order = [d for d in range(len(source)) if d not in dropped]
         return self._viewed(node, a["self"], lambda x: lay.squeeze(x, dropped), "squeeze", order)
@@ -699,7 +762,8 @@ class Recogniser(MaskRules):
     def op_expand(self, node: fx.Node, a: Arguments) -> object:
         if isinstance(self.value(a["self"]), (Elements, Scores)):
             same_shape = len(scores.shape_of(node)) == self.rank[a["self"]] and all(
-                same(x, y) for x, y in zip(scores.shape_of(node), scores.shape_of(a["self"]), strict=True)
+                same(x, y)
+                for x, y in zip(scores.shape_of(node), scores.shape_of(a["self"]), strict=True)
             )
             return self.value(a["self"]) if same_shape else self._no_rule(node, "expand")
         if isinstance(self.value(a["self"]), Rows):
@@ -740,7 +804,10 @@ class Recogniser(MaskRules):
 
     def op_to(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if isinstance(x, (Elements, Scores, Rows, Shifted)) and not node.meta["val"].dtype.is_floating_point:
+        if (
+            isinstance(x, (Elements, Scores, Rows, Shifted))
+            and not node.meta["val"].dtype.is_floating_point
+        ):
             raise Blocked("probabilities or scores are cast to a type that is not floating point")
         if isinstance(x, (BoolTensor, Choice)) or x is None:
             return self.mask_cast(node, a["self"])
@@ -765,7 +832,9 @@ class Recogniser(MaskRules):
         if isinstance(x, (Scores, Elements)):
             size = scores.shape_of(a["self"])[dim]
             index = a["index"]
-            return self._part(x, dim, index if not isinstance(index, int) or index >= 0 else index + size, None)
+            return self._part(
+                x, dim, index if not isinstance(index, int) or index >= 0 else index + size, None
+            )
         return self.mask_select(node, a)
 
     def op_slice(self, node: fx.Node, a: Arguments) -> object:
@@ -805,9 +874,13 @@ class Recogniser(MaskRules):
         assert isinstance(x, Elements)
         if dim == x.key_dim:
             raise Blocked("only some of the keys are used after the softmax")
-        return self._changed_scores(x, dim, lambda key, layout: scores.part(key, layout, dim, start, length))
+        return self._changed_scores(
+            x, dim, lambda key, layout: scores.part(key, layout, dim, start, length)
+        )
 
-    def _changed_scores(self, x: Elements, dim: int, change: Callable[[Any, Layout], tuple[Any, Layout]]) -> Elements:
+    def _changed_scores(
+        self, x: Elements, dim: int, change: Callable[[Any, Layout], tuple[Any, Layout]]
+    ) -> Elements:
         """Rows taken from probabilities are the probabilities of those rows' scores."""
         if any(t.factors for t in x.terms):
             raise Blocked("part of values that carry row weights is used")
@@ -827,9 +900,13 @@ class Recogniser(MaskRules):
         if not isinstance(x, (Scores, Elements)):
             return self.mask_index(node, a)
         given = [(d, i) for d, i in enumerate(indices) if i is not None]
-        if len(given) != 1 or not isinstance(given[0][1], fx.Node) or given[0][1].meta["val"].dtype != torch.bool:
+        if (
+            len(given) != 1
+            or not isinstance(given[0][1], fx.Node)
+            or given[0][1].meta["val"].dtype != torch.bool
+        ):
             raise Blocked("scores or probabilities are gathered by index")
-        (dim, index), = given
+        ((dim, index),) = given
         rank = self.rank[index]
         count = scores.shape_of(node)[dim]
         chosen = self.canonical[index]
@@ -844,7 +921,8 @@ class Recogniser(MaskRules):
     def op_stack(self, node: fx.Node, a: Arguments) -> object:
         items = [self.value(n) for n in a["tensors"]]
         if items and all(isinstance(x, Elements) for x in items):
-            return Stacked(tuple(items), a.get("dim", 0) % self.rank[node])  # type: ignore[arg-type]
+            # type: ignore[arg-type]
+            return Stacked(tuple(items), a.get("dim", 0) % self.rank[node])
         return self._no_rule(node, "stack")
 
     def op_pad(self, node: fx.Node, a: Arguments) -> object:
@@ -853,7 +931,8 @@ class Recogniser(MaskRules):
             return self._no_rule(node, "pad")
         raise Blocked("scores are padded to another vocabulary size")
 
-    # ------------------------------------------------------------------------------ masks on values
+    # ------------------------------------------------------------------------------ masks on
+    # values
     def op_masked_fill(self, node: fx.Node, a: Arguments) -> object:
         x, mask, value = self.value(a["self"]), self.boolean(a["mask"]), self.value(a["value"])
         if not isinstance(x, (Elements, Scores, Rows)):
@@ -894,13 +973,20 @@ class Recogniser(MaskRules):
         if not isinstance(mask, BoolTensor):
             raise Blocked("values after the softmax are masked by something unknown")
         return elements.masked_after(
-            x, mask.inverted(), self.rank, lambda: self._row_factor(x, node, selects=True, keeps=False)
+            x,
+            mask.inverted(),
+            self.rank,
+            lambda: self._row_factor(x, node, selects=True, keeps=False),
         )
 
     def op_where(self, node: fx.Node, a: Arguments) -> object:
         if "self" not in a or "other" not in a:
             return self._no_rule(node, "where")
-        condition, x, y = self.boolean(a["condition"]), self.value(a["self"]), self.value(a["other"])
+        condition, x, y = (
+            self.boolean(a["condition"]),
+            self.value(a["self"]),
+            self.value(a["other"]),
+        )
         match x, y:
             case Scores(), Number():
                 keep = condition.inverted() if isinstance(condition, BoolTensor) else condition
@@ -918,14 +1004,20 @@ class Recogniser(MaskRules):
             return self._where_expression(condition, x, y)
         if not isinstance(x, Elements):
             inverted = condition.inverted() if isinstance(condition, BoolTensor) else condition
-            if isinstance(inverted, BoolTensor) and isinstance(x, Number) and isinstance(y, Elements):
+            if (
+                isinstance(inverted, BoolTensor)
+                and isinstance(x, Number)
+                and isinstance(y, Elements)
+            ):
                 return self._kept(y, inverted, x.value, a["condition"], keeps=False)
             raise Blocked("where between values after the softmax")
         if not isinstance(y, Number):
             raise Blocked("where between two values after the softmax")
         return self._kept(x, condition, y.value, a["condition"], keeps=True)
 
-    def _kept(self, x: Elements, mask: object, other: float, node: object, *, keeps: bool) -> Elements:
+    def _kept(
+        self, x: Elements, mask: object, other: float, node: object, *, keeps: bool
+    ) -> Elements:
         if other != 0.0:
             raise Blocked(f"values after the softmax are filled with {other:g}")
         if isinstance(mask, AnyKey):
@@ -942,8 +1034,14 @@ class Recogniser(MaskRules):
             full = lay.unsqueeze(layout, mask.dim) if not mask.keepdim else layout
             conditions = to_axes(mask.mask, full, self.rank) if mask.dim == x.key_dim else None
             if conditions is None or conditions != distribution.scores.mask:
-                return elements.with_row_factor(x, self._row_factor(x, node, selects=True, keeps=keeps))
-        return x if keeps else elements.with_row_factor(x, self._row_factor(x, node, selects=True, keeps=False))
+                return elements.with_row_factor(
+                    x, self._row_factor(x, node, selects=True, keeps=keeps)
+                )
+        return (
+            x
+            if keeps
+            else elements.with_row_factor(x, self._row_factor(x, node, selects=True, keeps=False))
+        )
 
     def _where_expression(self, condition: Elements, x: object, y: object) -> Elements:
         """where with a condition on probabilities, such as P > 0."""

@@ -40,7 +40,9 @@ class Report:
 
     sites: list[Site] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # exceptions in the analysis; the graph was left alone
+    failures: list[str] = field(
+        default_factory=list
+    )  # exceptions in the analysis; the graph was left alone
 
     @property
     def num_fused(self) -> int:
@@ -96,7 +98,9 @@ def _bytes(count: int) -> str:
 
 
 def location_of(node: fx.Node) -> tuple[str, str]:
-    """file:line of the innermost frame of the user's code that a node came from, and the line's text."""
+    """file:line of the innermost frame of the user's code that a node came from, and the line's
+    text.
+    """
     trace = node.meta.get("stack_trace")
     if not trace:
         return "unknown location", ""

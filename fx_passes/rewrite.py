@@ -1,8 +1,8 @@
 """rewrite(gm): find the KL sites of a Dynamo graph and replace each by a streaming operator.
 
-Stages, one file each: slicing -> tracing -> recognise -> fuse -> (this file) replace and clean up. The
-work is done on a copy of the graph, which takes the original's place only when everything succeeded: a
-program that compiles without the rewrite compiles with it.
+Stages, one file each: slicing -> tracing -> recognise -> fuse -> (this file) replace and clean up.
+The work is done on a copy of the graph, which takes the original's place only when everything
+succeeded: a program that compiles without the rewrite compiles with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
-
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
@@ -21,12 +20,27 @@ from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
 from torch_streamkl.fx_passes.sizes import same
-from torch_streamkl.fx_passes.slicing import MATMULS, Region, example, find_region, is_in_place, name_of
+from torch_streamkl.fx_passes.slicing import (
+    MATMULS,
+    Region,
+    example,
+    find_region,
+    is_in_place,
+    name_of,
+)
 from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
 from torch_streamkl.fx_passes.values import Attention, Blocked, Elements, Rows, Scores, Shifted
 
 log = logging.getLogger("torch_streamkl.rewrite")
-LOGARITHMS = {"log", "log_softmax", "kl_div", "xlogy", "logsumexp", "cross_entropy_loss", "logaddexp"}
+LOGARITHMS = {
+    "log",
+    "log_softmax",
+    "kl_div",
+    "xlogy",
+    "logsumexp",
+    "cross_entropy_loss",
+    "logaddexp",
+}
 
 
 def rewrite(gm: fx.GraphModule) -> Report:
@@ -62,8 +76,10 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 def _is_plain_body(gm: fx.GraphModule, name: str) -> bool:
     """Bodies that run as they are: checkpoint regions, not autograd functions or mapped code."""
     users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
-    return bool(users) and all("checkpoint" in str(u.target) or "wrap" in str(u.target) for u in users) and not any(
-        "autograd_function" in str(u.target) for u in users
+    return (
+        bool(users)
+        and all("checkpoint" in str(u.target) or "wrap" in str(u.target) for u in users)
+        and not any("autograd_function" in str(u.target) for u in users)
     )
 
 
@@ -108,7 +124,10 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
 
 
 def _is_mapped(graph: fx.Graph) -> bool:
-    return any("_vmap_increment_nesting" in str(n.target) or "_grad_increment" in str(n.target) for n in graph.nodes)
+    return any(
+        "_vmap_increment_nesting" in str(n.target) or "_grad_increment" in str(n.target)
+        for n in graph.nodes
+    )
 
 
 # ------------------------------------------------------------------------------------------- sites
@@ -133,7 +152,9 @@ def _candidates(trace: Trace, recognised: Recogniser) -> tuple[list[Candidate], 
         inputs = [a for a in node.all_input_nodes if a in rows]
         if node in covered or isinstance(made, str) or node not in trace.outer:
             continue
-        if any(isinstance(plans[a], str) for a in inputs) or (inputs and not any(a in trace.outer for a in inputs)):
+        if any(isinstance(plans[a], str) for a in inputs) or (
+            inputs and not any(a in trace.outer for a in inputs)
+        ):
             chosen[node] = made
             _cover(node, rows, covered)
     downstream: set[fx.Node] = set()
@@ -141,7 +162,12 @@ def _candidates(trace: Trace, recognised: Recogniser) -> tuple[list[Candidate], 
         made = plans[node]
         if any(a in chosen or a in downstream for a in node.all_input_nodes):
             downstream.add(node)
-        elif node not in covered and node not in chosen and not isinstance(made, str) and node in trace.outer:
+        elif (
+            node not in covered
+            and node not in chosen
+            and not isinstance(made, str)
+            and node in trace.outer
+        ):
             chosen[node] = made
     candidates = [Candidate(n, trace.outer[n], chosen[n]) for n in rows if n in chosen]
     handled = covered | downstream | set(chosen)
@@ -158,10 +184,14 @@ def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> N
 def _blocked_sites(
     trace: Trace, recognised: Recogniser, plans: dict[fx.Node, Plan | str], handled: set[fx.Node]
 ) -> list[Site]:
-    """Sites that look like a divergence and stay as they are, with the first thing that blocked them."""
+    """Sites that look like a divergence and stay as they are, with the first thing that blocked
+    them.
+    """
     blocked: dict[fx.Node, str] = {}
     for node in trace.graph.nodes:
-        if node in recognised.reasons and not any(a in blocked for a in _ancestors(node, recognised)):
+        if node in recognised.reasons and not any(
+            a in blocked for a in _ancestors(node, recognised)
+        ):
             if _is_like_kl(node):
                 blocked[node] = recognised.reasons[node]
         elif isinstance(plans.get(node), str) and node not in handled:
@@ -204,7 +234,8 @@ def _is_like_kl(node: fx.Node) -> bool:
     return False
 
 
-# ----------------------------------------------------------------------------------------- replacing
+# -----------------------------------------------------------------------------------------
+# replacing
 def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was."""
     node = candidate.node
@@ -224,7 +255,9 @@ def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) 
     return Site(True, kind, form, "", location, code)
 
 
-def _replace_attention(trace: Trace, recognised: Recogniser, region: Region, aliases: Aliases) -> None:
+def _replace_attention(
+    trace: Trace, recognised: Recogniser, region: Region, aliases: Aliases
+) -> None:
     """Attention written by hand, where its map has no other reader, by the fused one."""
     leftovers = Leftovers(trace.outer, aliases)
     for inner in trace.graph.nodes:
@@ -260,8 +293,10 @@ def same_metadata(a: fx.Node, b: fx.Node) -> bool:
     x, y = example(a), example(b)
     assert isinstance(x, Tensor)
     assert isinstance(y, Tensor)
-    return x.dtype == y.dtype and len(x.shape) == len(y.shape) and all(
-        same(p, q) for p, q in zip(x.shape, y.shape, strict=True)
+    return (
+        x.dtype == y.dtype
+        and len(x.shape) == len(y.shape)
+        and all(same(p, q) for p, q in zip(x.shape, y.shape, strict=True))
     )
 
 
@@ -289,13 +324,18 @@ def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
     target = node.args[0]
     if not isinstance(target, fx.Node) or target not in alive:
         return False
-    if any(user is not node and not (is_in_place(user) and not user.users) for user in target.users):
+    if any(
+        user is not node and not (is_in_place(user) and not user.users) for user in target.users
+    ):
         return False
     # a write to a view is seen through the tensor it is a view of
-    return target.op == "call_function" and name_of(target) not in ("getitem",) or target.op == "call_method"
+    return (
+        target.op == "call_function" and name_of(target) not in ("getitem",)
+    ) or target.op == "call_method"
 
 
-# --------------------------------------------------------------------------------- what is left over
+# --------------------------------------------------------------------------------- what is left
+# over
 def _quadratic_nodes(trace: Trace, recognised: Recogniser) -> dict[fx.Node, str]:
     """The user's nodes that hold scores, probabilities or expressions of them, one entry per key."""
     result = {}
@@ -312,7 +352,8 @@ def _is_view(node: fx.Node) -> bool:
         return False
     storage = value.untyped_storage()._cdata
     return any(
-        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage for a in node.all_input_nodes
+        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage
+        for a in node.all_input_nodes
     )
 
 
@@ -333,5 +374,7 @@ def _remaining(graph: fx.Graph, sizes: dict[fx.Node, str]) -> list[Remaining]:
             assert isinstance(value, Tensor)
             users = ", ".join(sorted({name_of(u) for u in node.users}))
             location, _ = location_of(node)
-            remaining.append(Remaining(node.name, tuple(value.shape), location, f"still used by {users}"))
+            remaining.append(
+                Remaining(node.name, tuple(value.shape), location, f"still used by {users}")
+            )
     return remaining

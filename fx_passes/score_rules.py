@@ -1,4 +1,6 @@
-"""Rules that make and change score matrices: matmuls, operands, scales, softcap, biases, masks, slices."""
+"""Rules that make and change score matrices: matmuls, operands, scales, softcap, biases, masks,
+slices.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.layout import Dim, Layout, Piece, axes_of, axis_dim
 from torch_streamkl.fx_passes.masks import AxisCondition, AxisLiteral, AxisTensor, Mask
@@ -26,8 +27,8 @@ from torch_streamkl.fx_passes.values import (
     Step,
 )
 
-# A finite fill this low takes part in no softmax of float32 scores that a model can produce, unless
-# every key of the row has it: adding it to a score gives the fill itself.
+# A finite fill this low takes part in no softmax of float32 scores that a model can produce,
+# unless every key of the row has it: adding it to a score gives the fill itself.
 ABSORBING_BELOW = -1e30
 
 
@@ -37,14 +38,19 @@ def shape_of(node: fx.Node) -> Sequence[Size]:
     return value.shape
 
 
-# ---------------------------------------------------------------------------------------- producers
-def scores_of_matmul(lhs: fx.Node, rhs: fx.Node, out_shape: Sequence[Size], *, transposed: bool = False) -> Scores:
+# ----------------------------------------------------------------------------------------
+# producers
+def scores_of_matmul(
+    lhs: fx.Node, rhs: fx.Node, out_shape: Sequence[Size], *, transposed: bool = False
+) -> Scores:
     """``lhs @ rhs``; with ``transposed`` rhs is [..., j, d] (a linear layer's weight)."""
     lhs_shape, rhs_shape = shape_of(lhs), shape_of(rhs)
     if len(lhs_shape) < 2 or len(rhs_shape) < 2:
         raise Blocked("a product with a vector is not a score matrix")
     rank = len(out_shape)
-    dims: list[Dim] = [() if is_one(size) else (Piece(d, size),) for d, size in enumerate(out_shape)]
+    dims: list[Dim] = [
+        () if is_one(size) else (Piece(d, size),) for d, size in enumerate(out_shape)
+    ]
     contracted: Dim = (Piece(CONTRACTED, lhs_shape[-1]),)
 
     def batch_dims(shape: Sequence[Size]) -> list[Dim]:
@@ -57,9 +63,13 @@ def scores_of_matmul(lhs: fx.Node, rhs: fx.Node, out_shape: Sequence[Size], *, t
     return _scores(Operand(lhs, lhs_layout), Operand(rhs, rhs_layout), tuple(dims))
 
 
-def scores_of_linear(x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_shape: Sequence[Size]) -> Scores:
+def scores_of_linear(
+    x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_shape: Sequence[Size]
+) -> Scores:
     """``F.linear``: every leading dimension of x is a row dimension."""
-    dims: list[Dim] = [() if is_one(size) else (Piece(d, size),) for d, size in enumerate(out_shape)]
+    dims: list[Dim] = [
+        () if is_one(size) else (Piece(d, size),) for d, size in enumerate(out_shape)
+    ]
     contracted: Dim = (Piece(CONTRACTED, shape_of(x)[-1]),)
     scores = _scores(
         Operand(x, (*dims[:-1], contracted)), Operand(weight, (dims[-1], contracted)), tuple(dims)
@@ -67,7 +77,9 @@ def scores_of_linear(x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_shap
     return scores if bias is None else scores.with_key(biases=(Bias(bias, (dims[-1],)),))
 
 
-def scores_of_einsum(equation: str, operands: Sequence[fx.Node], out_shape: Sequence[Size]) -> Scores:
+def scores_of_einsum(
+    equation: str, operands: Sequence[fx.Node], out_shape: Sequence[Size]
+) -> Scores:
     """A two-operand einsum without repeated labels whose contracted labels are in both operands."""
     left, _, out = equation.replace(" ", "").partition("->")
     labels = left.split(",")
@@ -76,21 +88,28 @@ def scores_of_einsum(equation: str, operands: Sequence[fx.Node], out_shape: Sequ
     if any(len(set(text)) != len(text) for text in (*labels, out)):
         raise Blocked(f"einsum '{equation}' repeats a label")
     summed = [c for c in labels[0] if c not in out]
-    if any(c not in labels[1] for c in summed) or any(c not in out and c not in summed for c in labels[1]):
+    if any(c not in labels[1] for c in summed) or any(
+        c not in out and c not in summed for c in labels[1]
+    ):
         raise Blocked(f"einsum '{equation}' sums a label of one operand only")
     if not summed:
         raise Blocked(f"einsum '{equation}' contracts nothing")
     dims: dict[str, Dim] = {
-        c: () if is_one(size) else (Piece(d, size),) for d, (c, size) in enumerate(zip(out, out_shape, strict=True))
+        c: () if is_one(size) else (Piece(d, size),)
+        for d, (c, size) in enumerate(zip(out, out_shape, strict=True))
     }
     for index, c in enumerate(summed):
         dims[c] = (Piece(CONTRACTED - index, shape_of(operands[0])[labels[0].index(c)]),)
     layouts = [
-        tuple(() if is_one(size) else dims[c] for c, size in zip(text, shape_of(node), strict=True))
+        tuple(
+            () if is_one(size) else dims[c] for c, size in zip(text, shape_of(node), strict=True)
+        )
         for text, node in zip(labels, operands, strict=True)
     ]
     return _scores(
-        Operand(operands[0], layouts[0]), Operand(operands[1], layouts[1]), tuple(dims[c] for c in out)
+        Operand(operands[0], layouts[0]),
+        Operand(operands[1], layouts[1]),
+        tuple(dims[c] for c in out),
     )
 
 
@@ -103,7 +122,12 @@ def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
     """``probabilities @ values`` where the keys are the last dimension of plain probabilities."""
     distribution, rank = probabilities.probability(), probabilities.rank
     shape = shape_of(values)
-    if distribution is None or probabilities.key_dim != rank - 1 or len(shape) < 2 or len(shape) > rank:
+    if (
+        distribution is None
+        or probabilities.key_dim != rank - 1
+        or len(shape) < 2
+        or len(shape) > rank
+    ):
         return None
     layout = probabilities.layouts[0]
     batch = layout[rank - len(shape) : -2]
@@ -112,7 +136,8 @@ def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
     return Attention(probabilities, peeled(operand))
 
 
-# ----------------------------------------------------------------------------------------- operands
+# -----------------------------------------------------------------------------------------
+# operands
 def peeled(operand: Operand) -> Operand:
     """The operand below transposes, casts and head repetition, which the operators do themselves."""
     while True:
@@ -124,7 +149,12 @@ def peeled(operand: Operand) -> Operand:
 
 def _below(operand: Operand) -> Operand | None:
     node, layout = operand.node, operand.layout
-    if node.op != "call_function" or operand.steps or not node.args or not isinstance(node.args[0], fx.Node):
+    if (
+        node.op != "call_function"
+        or operand.steps
+        or not node.args
+        or not isinstance(node.args[0], fx.Node)
+    ):
         return None
     source = node.args[0]
     if not isinstance(source.meta.get("val"), torch.Tensor):
@@ -142,7 +172,11 @@ def _below(operand: Operand) -> Operand | None:
             found = tuple(layout[order.index(d)] for d in range(rank))
         case "t" | "numpy_T" | "mT" | "adjoint":
             reversed_all = _op_name(node) == "numpy_T"
-            order = list(reversed(range(rank))) if reversed_all else [*range(rank - 2), rank - 1, rank - 2]
+            order = (
+                list(reversed(range(rank)))
+                if reversed_all
+                else [*range(rank - 2), rank - 1, rank - 2]
+            )
             found = lay.permute(layout, order)
         case "to" | "_to_copy" | "contiguous" | "alias" | "clone":
             found = layout if _is_upcast(source, node) else None
@@ -162,7 +196,11 @@ def _below(operand: Operand) -> Operand | None:
 
 def _op_name(node: fx.Node) -> str:
     target = node.target
-    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
+    return (
+        target._schema.name.partition("::")[2]
+        if isinstance(target, torch._ops.OpOverload)
+        else str(target)
+    )
 
 
 def _is_upcast(source: fx.Node, node: fx.Node) -> bool:
@@ -209,8 +247,14 @@ def scaled(scores: Scores, factor: float) -> Scores:
 def multiplied(scores: Scores, factor: Factor) -> Scores:
     """scores * tensor (or / tensor): a scalar, or one value per row or per key."""
     key = scores.key
-    if key.capped or (key.mask is not None and key.fill > ABSORBING) or (key.biases and factor.layout):
-        raise Blocked("scores multiplied by a tensor after a softcap, a bias or a finite mask value")
+    if (
+        key.capped
+        or (key.mask is not None and key.fill > ABSORBING)
+        or (key.biases and factor.layout)
+    ):
+        raise Blocked(
+            "scores multiplied by a tensor after a softcap, a bias or a finite mask value"
+        )
     biases = tuple(replace(b, factors=(*b.factors, factor)) for b in key.biases)
     return scores.with_key(factors=(*key.factors, factor), biases=biases)
 
@@ -232,12 +276,16 @@ def with_bias(scores: Scores, node: fx.Node, layout: Layout, weight: float = 1.0
 
 
 def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> Scores:
-    """scores where the mask holds and ``fill`` elsewhere (``added``: fill was added to the scores)."""
+    """scores where the mask holds and ``fill`` elsewhere (``added``: fill was added to the
+    scores).
+    """
     key = scores.key
     if fill != -float("inf") and fill <= ABSORBING_BELOW:
         fill = ABSORBING
     if added and fill > ABSORBING:
-        raise Blocked(f"an additive mask value of {fill:g} does not remove a key; it is kept as a bias")
+        raise Blocked(
+            f"an additive mask value of {fill:g} does not remove a key; it is kept as a bias"
+        )
     if key.mask is None:
         return scores.with_key(mask=mask, fill=fill)
     if mask <= key.mask and fill == key.fill and not added:
@@ -250,7 +298,8 @@ def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> S
     return scores.with_key(mask=key.mask | mask, fill=ABSORBING, exact_fill=False)
 
 
-# ------------------------------------------------------------------------------------------- slices
+# -------------------------------------------------------------------------------------------
+# slices
 def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]:
     """Scores summed over a batch dimension: the axis joins the contraction."""
     key, pieces = scores.key, scores.layout[dim]
@@ -260,12 +309,17 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("scores are averaged over part of a dimension")
     axis = pieces[0].axis
-    if any(axis_dim(o.layout, axis) is None for o in operands) or any(axis in axes_of(f.layout) for f in key.factors):
+    if any(axis_dim(o.layout, axis) is None for o in operands) or any(
+        axis in axes_of(f.layout) for f in key.factors
+    ):
         raise Blocked("scores are averaged over a dimension that only one operand has")
     lowest = min((p.axis for o in operands for d in o.layout for p in d), default=0)
     contracted = Piece(min(lowest, CONTRACTED) - 1, pieces[0].size)
     lhs, rhs = (
-        replace(o, layout=tuple((contracted,) if any(p.axis == axis for p in d) else d for d in o.layout))
+        replace(
+            o,
+            layout=tuple((contracted,) if any(p.axis == axis for p in d) else d for d in o.layout),
+        )
         for o in operands
     )
     size = key.size(axis)
@@ -278,7 +332,9 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
     return replace(key, lhs=lhs, rhs=rhs, sizes=sizes, scale=key.scale * weight), ()
 
 
-def part(key: ScoreKey, layout: Layout, dim: int, start: Size, length: Size | None) -> tuple[ScoreKey, Layout]:
+def part(
+    key: ScoreKey, layout: Layout, dim: int, start: Size, length: Size | None
+) -> tuple[ScoreKey, Layout]:
     """``scores.narrow(dim, start, length)``, or ``scores.select(dim, start)`` without a length."""
     pieces = layout[dim]
     if pieces == ():
@@ -291,7 +347,11 @@ def part(key: ScoreKey, layout: Layout, dim: int, start: Size, length: Size | No
     if any(axis in axes_of(x.layout) for x in (*key.factors, *key.biases)):
         raise Blocked("scores are sliced after a tensor was added or multiplied")
     lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))
-    mask = None if key.mask is None else frozenset(_part_of_literal(x, axis, start, length) for x in key.mask)
+    mask = (
+        None
+        if key.mask is None
+        else frozenset(_part_of_literal(x, axis, start, length) for x in key.mask)
+    )
     if length is None:
         sizes = tuple((a, s) for a, s in key.sizes if a != axis)
         dims: Layout = (*layout[:dim], *layout[dim + 1 :])
@@ -303,7 +363,8 @@ def part(key: ScoreKey, layout: Layout, dim: int, start: Size, length: Size | No
 
 def _resized(layout: Layout, axis: int, size: Size) -> Layout:
     return tuple(
-        (() if is_one(size) else (Piece(axis, size),)) if any(p.axis == axis for p in d) else d for d in layout
+        (() if is_one(size) else (Piece(axis, size),)) if any(p.axis == axis for p in d) else d
+        for d in layout
     )
 
 
@@ -320,7 +381,9 @@ def _part_of_operand(operand: Operand, axis: int, start: Size, length: Size | No
     return Operand(operand.node, layout, (*operand.steps, Step("narrow", dim, start, length)))
 
 
-def _part_of_literal(literal: AxisLiteral, axis: int, start: Size, length: Size | None) -> AxisLiteral:
+def _part_of_literal(
+    literal: AxisLiteral, axis: int, start: Size, length: Size | None
+) -> AxisLiteral:
     if isinstance(literal, AxisTensor):
         if axis in axes_of(literal.layout):
             raise Blocked("scores are sliced after a tensor mask was applied")
@@ -347,7 +410,9 @@ def selected_rows(
         raise Blocked("a boolean index on dimensions that the operand has in another order")
     others = [*key.factors, *key.biases, *(x for x in key.mask or () if isinstance(x, AxisTensor))]
     if any(set(axes) & axes_of(x.layout) for x in others) or any(
-        set(axes) & {a for a, _ in x.coefficients} for x in key.mask or () if isinstance(x, AxisCondition)
+        set(axes) & {a for a, _ in x.coefficients}
+        for x in key.mask or ()
+        if isinstance(x, AxisCondition)
     ):
         raise Blocked("a boolean index on scores after a mask or a tensor was applied")
     axis = max(a for a, _ in key.sizes) + 1

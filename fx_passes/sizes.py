@@ -22,7 +22,8 @@ def expression(size: Size) -> object:
 def same(a: Size, b: Size) -> bool:
     """Provably equal, without asking the symbolic shapes for a guard."""
     x, y = expression(a), expression(b)
-    return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"  # type: ignore[operator]
+    # type: ignore[operator]
+    return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"
 
 
 def is_one(size: Size) -> bool:

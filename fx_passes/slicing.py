@@ -16,7 +16,17 @@ from torch import Tensor, fx
 
 SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
 # inputs of these are operands of a score matmul: leaves of the region
-MATMULS = {"matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__"}
+MATMULS = {
+    "matmul",
+    "bmm",
+    "mm",
+    "einsum",
+    "baddbmm",
+    "addmm",
+    "linear",
+    "__matmul__",
+    "__rmatmul__",
+}
 # never part of a score or a mask, and the door to the rest of the network
 WALLS = {
     "embedding", "scaled_dot_product_attention", "layer_norm", "rms_norm", "group_norm", "batch_norm",
@@ -58,7 +68,19 @@ def is_in_place(node: fx.Node) -> bool:
 
 _IN_PLACE_OPERATORS = {
     getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor", "matmul", "mod")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "matmul",
+        "mod",
+    )
 } - {operator.and_, operator.or_}
 
 
@@ -72,7 +94,11 @@ class Region:
 
 def find_region(graph: fx.Graph) -> Region | None:
     """The union of the regions of all seeds, or None when there is none."""
-    seeds = [n for n in graph.nodes if _is_operation(n) and (name_of(n) in SEEDS or _is_softmax_by_hand(n))]
+    seeds = [
+        n
+        for n in graph.nodes
+        if _is_operation(n) and (name_of(n) in SEEDS or _is_softmax_by_hand(n))
+    ]
     if not seeds:
         return None
     inside: set[fx.Node] = set()
@@ -104,7 +130,9 @@ def _is_operation(node: fx.Node) -> bool:
         return False
     value = example(node)
     return isinstance(value, Tensor) or (
-        isinstance(value, (tuple, list)) and len(value) > 0 and all(isinstance(v, Tensor) for v in value)
+        isinstance(value, (tuple, list))
+        and len(value) > 0
+        and all(isinstance(v, Tensor) for v in value)
     )
 
 
@@ -133,7 +161,8 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
         inside.add(current)
         inputs = current.all_input_nodes
         if name_of(current) in MATMULS:
-            # below an operand only what the operators do themselves: transposes, casts, repeated heads
+            # below an operand only what the operators do themselves: transposes, casts, repeated
+            # heads
             for operand in inputs:
                 while name_of(operand) in OPERAND_VIEWS and _is_operation(operand):
                     inside.add(operand)
@@ -143,12 +172,18 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
 
 
 def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> None:
-    """In-place writes to values of the region: they have no data edge to what reads the value later."""
+    """In-place writes to values of the region: they have no data edge to what reads the value
+    later.
+    """
     changed = True
     while changed:
         changed = False
         for node in graph.nodes:
-            if node in inside or node.op not in ("call_function", "call_method") or not is_in_place(node):
+            if (
+                node in inside
+                or node.op not in ("call_function", "call_method")
+                or not is_in_place(node)
+            ):
                 continue
             target = node.args[0] if node.args else None
             if isinstance(target, fx.Node) and target in inside:

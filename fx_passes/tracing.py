@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-
 from torch_streamkl.fx_passes.slicing import Region, example
 
 
@@ -65,7 +64,11 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
 
     fakes = [example(leaf) for leaf in tensor_leaves]
     mode = fake_mode_of(region)
-    guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+    guards = (
+        mode.shape_env.suppress_guards()
+        if mode.shape_env is not None
+        else contextlib.nullcontext()
+    )
     with mode, guards, torch.enable_grad():
         traced = make_fx(
             lambda *inputs: Recorder(slice_module).run(*inputs),

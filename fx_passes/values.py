@@ -1,7 +1,8 @@
 """What the analysis knows of a tensor: the abstract values that the recogniser computes with.
 
-Scores -> Distribution (softmax over one axis) -> Elements (an expression over the probabilities of one
-or more distributions, one value per key) -> Rows (summed over the keys). Masks are in masks.py.
+Scores -> Distribution (softmax over one axis) -> Elements (an expression over the probabilities of
+one or more distributions, one value per key) -> Rows (summed over the keys). Masks are in
+masks.py.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import fx
-
-from torch_streamkl.functional import Expr, apply
 from torch_streamkl.fx_passes.layout import Layout, Piece
 from torch_streamkl.fx_passes.masks import Mask
 from torch_streamkl.fx_passes.sizes import Size
+
+from torch_streamkl.functional import Expr, apply
 
 
 class Blocked(Exception):
@@ -41,8 +42,8 @@ class Step:
 class Operand:
     """One operand of a score matmul: a tensor, steps to the part that is used, and its layout.
 
-    The layout places axes of the scores (and contracted axes, numbered from CONTRACTED down) in the
-    dimensions left after the steps. An axis of the scores that it lacks is broadcast.
+    The layout places axes of the scores (and contracted axes, numbered from CONTRACTED down) in
+    the dimensions left after the steps. An axis of the scores that it lacks is broadcast.
     """
 
     node: fx.Node
@@ -52,7 +53,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor that multiplies (or divides) the dot products: a scalar, or one value per row or key."""
+    """A tensor that multiplies (or divides) the dot products: a scalar, or one value per row or
+    key.
+    """
 
     node: fx.Node
     layout: Layout
@@ -76,9 +79,9 @@ ABSORBING = -1e30  # fill of masks so low that a score added to them changes not
 class ScoreKey:
     """The identity of a score matrix: two with equal keys hold the same numbers.
 
-    ``capped * tanh(scale * factors * lhs.rhs) + biases`` (without the tanh where ``capped`` is 0), and
-    ``fill`` where the mask does not hold. ``exact_fill`` says whether a row without any allowed key is
-    really constant (two additive masks may add up to -inf on some of its keys).
+    ``capped * tanh(scale * factors * lhs.rhs) + biases`` (without the tanh where ``capped`` is 0),
+    and ``fill`` where the mask does not hold. ``exact_fill`` says whether a row without any
+    allowed key is really constant (two additive masks may add up to -inf on some of its keys).
     """
 
     lhs: Operand
@@ -107,7 +110,8 @@ class Scores:
         return replace(self, key=replace(self.key, **changes))  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------ distributions
+# ------------------------------------------------------------------------------------
+# distributions
 @dataclass(frozen=True)
 class Distribution:
     """Probabilities along one axis of a score matrix, or their mean over other axes of it.
@@ -150,8 +154,9 @@ class Term:
 class Elements:
     """One value per key: a sum of terms over the variables P_k, logP_k, lse_k of ``parts[k]``.
 
-    ``layouts[k]`` places the axes of distribution k in the tensor's dimensions; all of them have their
-    key axis in ``key_dim``. ``row_index`` is a boolean index that selected rows of the tensor.
+    ``layouts[k]`` places the axes of distribution k in the tensor's dimensions; all of them have
+    their key axis in ``key_dim``. ``row_index`` is a boolean index that selected rows of the
+    tensor.
     """
 
     terms: tuple[Term, ...]
@@ -228,7 +233,9 @@ class Rows:
     keepdim: bool
     weight: float = 1.0
     divisors: tuple[Size, ...] = ()
-    offsets: tuple[tuple[Distribution, float], ...] = ()  # + coefficient * log-sum-exp of its scores
+    offsets: tuple[
+        tuple[Distribution, float], ...
+    ] = ()  # + coefficient * log-sum-exp of its scores
     constant: float = 0.0
 
     def scaled(self, factor: float) -> Rows:

@@ -1,4 +1,6 @@
-"""Streaming distillation losses for PyTorch: fused operators and the torch.compile backend "streamkl"."""
+"""Streaming distillation losses for PyTorch: fused operators and the torch.compile backend
+"streamkl".
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,14 @@ if TYPE_CHECKING:
     from torch_streamkl.fx_passes.explain import explain
     from torch_streamkl.fx_passes.report import Report
 
-__all__ = ["Report", "__version__", "attention_kl", "attention_kl_varlen", "explain", "inductor_options"]
+__all__ = [
+    "Report",
+    "__version__",
+    "attention_kl",
+    "attention_kl_varlen",
+    "explain",
+    "inductor_options",
+]
 
 _LAZY = {"Report": "report", "explain": "explain", "inductor_options": "backend"}
 

@@ -1,4 +1,5 @@
-"""Input checks from metadata alone: they run on fake tensors, before any launch, and change nothing.
+"""Input checks from metadata alone: they run on fake tensors, before any launch, and change
+nothing.
 
 Each error states the rule and the value that broke it.
 """
@@ -13,9 +14,18 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_attention_inputs(student_q: Tensor, student_k: Tensor, teacher_q: Tensor, teacher_k: Tensor, head_mean: bool) -> None:
-    """q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim] of both sides fit."""
-    named = {"student_q": student_q, "student_k": student_k, "teacher_q": teacher_q, "teacher_k": teacher_k}
+def check_attention_inputs(
+    student_q: Tensor, student_k: Tensor, teacher_q: Tensor, teacher_k: Tensor, head_mean: bool
+) -> None:
+    """q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim] of both
+    sides fit.
+    """
+    named = {
+        "student_q": student_q,
+        "student_k": student_k,
+        "teacher_q": teacher_q,
+        "teacher_k": teacher_k,
+    }
     for name, x in named.items():
         check_tensor(name, x, ndim=4)
     same("dtype", {name: x.dtype for name, x in named.items()})
@@ -40,7 +50,9 @@ def check_attention_inputs(student_q: Tensor, student_k: Tensor, teacher_q: Tens
     for name, x in named.items():
         for dim, size in enumerate(x.shape):
             if size == 0:
-                raise ValueError(f"{name} must have no empty dimension, got size 0 at dimension {dim} of {tuple(x.shape)}")
+                raise ValueError(
+                    f"{name} must have no empty dimension, got size 0 at dimension {dim} of {tuple(x.shape)}"
+                )
 
 
 def check_tensor(name: str, x: object, ndim: int) -> None:
@@ -51,7 +63,9 @@ def check_tensor(name: str, x: object, ndim: int) -> None:
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
     if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"the last dimension of {name} must be contiguous, got strides {x.stride()}")
+        raise ValueError(
+            f"the last dimension of {name} must be contiguous, got strides {x.stride()}"
+        )
 
 
 def same(what: str, values: dict[str, object]) -> None:
@@ -71,7 +85,9 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
     """The tensor viewed with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
     on_device(name, x, device)
     if x.ndim > len(shape):
-        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {x.ndim} dimensions: {tuple(x.shape)}")
+        raise ValueError(
+            f"{name} must broadcast to {tuple(shape)}, got {x.ndim} dimensions: {tuple(x.shape)}"
+        )
     view = x[(None,) * (len(shape) - x.ndim)]
     if any(have not in (1, want) for have, want in zip(view.shape, shape, strict=True)):
         raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(x.shape)}")
@@ -80,10 +96,14 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(f"{name} must be on the device of the queries, got {x.device} and {device}")
+        raise ValueError(
+            f"{name} must be on the device of the queries, got {x.device} and {device}"
+        )
 
 
-def check_vector(name: str, x: Tensor, size: int, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_vector(
+    name: str, x: Tensor, size: int, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
     """A one-dimensional tensor of a given size and one of the dtypes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -112,4 +132,6 @@ def in_unit_interval(name: str, value: float) -> None:
 def no_gradient(name: str, x: Tensor | None) -> None:
     """The operator has no gradient to this tensor: refuse rather than drop it."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{name} gets no gradient from this operator; pass {name}.detach() or keep plain torch code")
+        raise NotImplementedError(
+            f"{name} gets no gradient from this operator; pass {name}.detach() or keep plain torch code"
+        )

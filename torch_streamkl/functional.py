@@ -6,10 +6,11 @@ divergence (reference, streaming, kernels) reads it from a `Functional`, so a ne
 `DIVERGENCES`, and a recognised loss with eps and clamps is just another expression.
 
 NOTE [One pass or two]
-An expression that is linear in the log-probabilities (`Bilinear`) needs one pass over the keys: its
-row sums come from running moments. Any other needs the two log-sum-exps first and the sums second.
-A lower clamp that no key of the row reaches is inactive, and then the clamped expression equals its
-`unguarded` form; `GuardedBilinear` holds that form and the floors to test the row minima against.
+An expression that is linear in the log-probabilities (`Bilinear`) needs one pass over the keys:
+its row sums come from running moments. Any other needs the two log-sum-exps first and the sums
+second. A lower clamp that no key of the row reaches is inactive, and then the clamped expression
+equals its `unguarded` form; `GuardedBilinear` holds that form and the floors to test the row
+minima against.
 
 NOTE [Row gradient]
 With h_j = df/dlogS_j and H = sum_j h_j, the gradient of the row's value to the student's score is
@@ -35,8 +36,9 @@ VARIABLES = ("P", "S", "logP", "logS")
 class Expr:
     """One node: a variable, a constant, or an operation on expressions.
 
-    ``value`` is a constant's value. The rewrite, which meets more than two distributions, numbers its
-    variables with it: Expr("P", (), 3.0) and Expr("logP", (), 3.0) belong to its distribution 3.
+    ``value`` is a constant's value. The rewrite, which meets more than two distributions, numbers
+    its variables with it: Expr("P", (), 3.0) and Expr("logP", (), 3.0) belong to its distribution
+    3.
     """
 
     op: str
@@ -88,7 +90,9 @@ def apply(op: str, *args: Expr) -> Expr:
     if len(args) != ARITY[op]:
         raise ValueError(f"{op} takes {ARITY[op]} arguments, got {len(args)}")
     if all(a.op == "const" for a in args):
-        return const(float(_evaluate_node(op, [torch.tensor(a.value, dtype=torch.float64) for a in args])))
+        return const(
+            float(_evaluate_node(op, [torch.tensor(a.value, dtype=torch.float64) for a in args]))
+        )
     a, b = args[0], args[-1]
     match op:
         case "add" if a == ZERO:
@@ -158,7 +162,9 @@ def parse(text: str) -> Expr:
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"a divergence expression must be a formula over {VARIABLES}, got {text!r}") from error
+        raise ValueError(
+            f"a divergence expression must be a formula over {VARIABLES}, got {text!r}"
+        ) from error
     return _parse_node(tree, text)
 
 
@@ -210,7 +216,12 @@ def derivative(e: Expr, log_variable: Expr) -> Expr:
         case "log":
             return d[0] / a[0]
         case "abs":
-            return apply("where", apply("gt", a[0], ZERO), d[0], apply("where", apply("gt", ZERO, a[0]), -d[0], ZERO))
+            return apply(
+                "where",
+                apply("gt", a[0], ZERO),
+                d[0],
+                apply("where", apply("gt", ZERO, a[0]), -d[0], ZERO),
+            )
         case "sqrt":
             return const(0.5) * d[0] / e
         case "max":
@@ -265,7 +276,9 @@ def _evaluate_node(op: str, args: list[Tensor]) -> Tensor:
     raise AssertionError(op)
 
 
-def evaluate(e: Expr, variables: dict[str, Tensor], memo: dict[Expr, Tensor] | None = None) -> Tensor:
+def evaluate(
+    e: Expr, variables: dict[str, Tensor], memo: dict[Expr, Tensor] | None = None
+) -> Tensor:
     """The expression's value on tensors of one shape; a key without probability contributes 0.
 
     A product with P (or S) is 0 where P (or S) is 0, whatever the other factor: 0 * log 0 = 0.
@@ -283,7 +296,9 @@ def evaluate(e: Expr, variables: dict[str, Tensor], memo: dict[Expr, Tensor] | N
         if e.op == "mul":
             for weight, other in ((0, 1), (1, 0)):
                 if is_weight(e.args[weight]) and not is_weight(e.args[other]):
-                    args[other] = torch.where(args[weight] == 0, torch.zeros_like(args[weight]), args[other])
+                    args[other] = torch.where(
+                        args[weight] == 0, torch.zeros_like(args[weight]), args[other]
+                    )
         result = _evaluate_node(e.op, args)
     memo[e] = result
     return result
@@ -405,9 +420,17 @@ class Functional:
             if inner is not None:
                 guarded = GuardedBilinear(inner, floors[LOG_P], floors[LOG_S])
         nothing = {"P": 0.0, "S": 0.0, "logP": -math.inf, "logS": -math.inf}
-        absent = evaluate(expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()})
+        absent = evaluate(
+            expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()}
+        )
         return Functional(
-            render(expr), expr, derivative(expr, LOG_S), derivative(expr, LOG_P), form, guarded, float(absent)
+            render(expr),
+            expr,
+            derivative(expr, LOG_S),
+            derivative(expr, LOG_P),
+            form,
+            guarded,
+            float(absent),
         )
 
     def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -424,7 +447,9 @@ def _js(beta: float) -> Expr:
     if beta in (0.0, 1.0):  # the limits vanish; GKD and its users mean the two KLs there
         return parse(DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"])
     b, c = const(beta), const(1.0 - beta)
-    mixture = apply("logaddexp", LOG_P + const(math.log(beta)), LOG_S + const(math.log(1.0 - beta)))
+    mixture = apply(
+        "logaddexp", LOG_P + const(math.log(beta)), LOG_S + const(math.log(1.0 - beta))
+    )
     return b * (P * (LOG_P - mixture)) + c * (S * (LOG_S - mixture))
 
 
@@ -449,10 +474,14 @@ def named(
 ) -> Functional:
     """The functional of a named divergence with guards on the probabilities before the log.
 
-    A guard replaces ``logP`` by ``log(max(P + eps, clamp))``; the weights P and S stay as they are.
+    A guard replaces ``logP`` by ``log(max(P + eps, clamp))``; the weights P and S stay as they
+    are.
     """
     expr = _js(beta) if divergence == "js" else parse(DIVERGENCES[divergence])
-    logs = {LOG_P: _guard(P, teacher_eps, teacher_clamp), LOG_S: _guard(S, student_eps, student_clamp)}
+    logs = {
+        LOG_P: _guard(P, teacher_eps, teacher_clamp),
+        LOG_S: _guard(S, student_eps, student_clamp),
+    }
     return Functional.of(render(substitute(expr, logs.__getitem__)))
 
 

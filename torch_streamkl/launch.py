@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("torch_streamkl")
 
-# Scores of one side in one block. About ten temporaries of this size are alive in a block, and they
-# should stay in a core's cache.
+# Scores of one side in one block. About ten temporaries of this size are alive in a block, and
+# they should stay in a core's cache.
 STREAMING_BLOCK_ELEMENTS = 2**18
 
 
@@ -40,7 +40,11 @@ def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
     )
     group = group if problem.num_heads % group == 0 else problem.num_heads
     keys = min(problem.seqlen_k, 512)
-    queries = min(problem.seqlen_q, max(16, STREAMING_BLOCK_ELEMENTS // max(1, keys * group * teacher_ratio)), 256)
+    queries = min(
+        problem.seqlen_q,
+        max(16, STREAMING_BLOCK_ELEMENTS // max(1, keys * group * teacher_ratio)),
+        256,
+    )
     room = max(1, STREAMING_BLOCK_ELEMENTS // max(1, keys * queries * teacher_ratio))
     heads = min(problem.num_heads, max(1, room // group) * group)
     batch = max(1, room // heads) if heads == problem.num_heads else 1
@@ -51,14 +55,15 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# ------------------------------------------------------------------------------ which implementation
+# ------------------------------------------------------------------------------ which
+# implementation
 IMPLEMENTATIONS = ("auto", "triton", "streaming", "reference")
 MAX_TRITON_HEAD_DIM = 256
 LSE_UNIT = {"triton": math.log(2.0), "streaming": 1.0}  # of stored log-sum-exps, in nats
 
 
 def select_implementation(problem: AttentionProblem, impl: str) -> str:
-    """"triton" or "streaming"; a choice that cannot run raises, a slow automatic one is logged."""
+    """ "triton" or "streaming"; a choice that cannot run raises, a slow automatic one is logged."""
     if impl == "streaming":
         return "streaming"
     limit = triton_limit(problem)
@@ -69,7 +74,9 @@ def select_implementation(problem: AttentionProblem, impl: str) -> str:
     if limit is None:
         return "triton"
     if problem.student.q.device.type != "cpu":
-        _warn_once(f"attention_kl runs its plain torch implementation here, which is slower: the kernel {limit}")
+        _warn_once(
+            f"attention_kl runs its plain torch implementation here, which is slower: the kernel {limit}"
+        )
     return "streaming"
 
 
@@ -87,7 +94,8 @@ def triton_limit(problem: AttentionProblem) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------- Triton launches
+# ---------------------------------------------------------------------------------- Triton
+# launches
 @dataclass(frozen=True)
 class TritonLaunch:
     """Tile sizes and pipelining of one kernel."""
@@ -117,7 +125,8 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
 
 
 def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
-    # Measured on an H200 (bf16, seqlen 8192). Larger tiles lose to more programs per multiprocessor.
+    # Measured on an H200 (bf16, seqlen 8192). Larger tiles lose to more programs per
+    # multiprocessor.
     if wide:
         return TritonLaunch(32, 32, 4, 1) if head_dim > 64 else TritonLaunch(64, 32, 4, 2)
     small = shared_kib < 160

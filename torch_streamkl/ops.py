@@ -1,8 +1,9 @@
 """The torch.library operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
 
-An operator is functional and per-row: the primitive is one value per query row, and every reduction,
-row weight or row mask is ordinary torch code around it. The backward is an operator of its own and
-reads only what the forward took and returned. Kernels are imported inside the dispatch.
+An operator is functional and per-row: the primitive is one value per query row, and every
+reduction, row weight or row mask is ordinary torch code around it. The backward is an operator of
+its own and reads only what the forward took and returned. Kernels are imported inside the
+dispatch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ _ARGUMENTS = (
 )
 _NUM_TENSORS = 15
 _STUDENT_SINK, _TEACHER_SINK = 9, 10
-_NOT_DIFFERENTIABLE = {5: "student_bias", 6: "teacher_bias", 7: "student_alibi_slopes", 8: "teacher_alibi_slopes"}
+_NOT_DIFFERENTIABLE = {
+    5: "student_bias",
+    6: "teacher_bias",
+    7: "student_alibi_slopes",
+    8: "teacher_alibi_slopes",
+}
 
 _lib.define(
     f"attention_kl({_ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
@@ -87,10 +93,22 @@ def problem_of(
 ) -> tuple[AttentionProblem, str]:
     problem = AttentionProblem(
         student=Side(
-            student_q, student_k, student_scale, student_softcap, student_bias, student_alibi_slopes, student_sink
+            student_q,
+            student_k,
+            student_scale,
+            student_softcap,
+            student_bias,
+            student_alibi_slopes,
+            student_sink,
         ),
         teacher=Side(
-            teacher_q, teacher_k, teacher_scale, teacher_softcap, teacher_bias, teacher_alibi_slopes, teacher_sink
+            teacher_q,
+            teacher_k,
+            teacher_scale,
+            teacher_softcap,
+            teacher_bias,
+            teacher_alibi_slopes,
+            teacher_sink,
         ),
         functional=Functional.of(functional),
         temperature=temperature,
@@ -109,7 +127,8 @@ def problem_of(
     return problem, impl
 
 
-# ---------------------------------------------------------------------------------- implementations
+# ----------------------------------------------------------------------------------
+# implementations
 def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, impl = problem_of(*args, **kwargs)
     value, stats = _forward_of(select_implementation(problem, impl), problem)
@@ -125,7 +144,12 @@ def _forward_of(implementation: str, problem: AttentionProblem) -> tuple[Tensor,
 
 
 def _backward(
-    grad: Tensor, student_stats: Tensor, teacher_stats: Tensor, wanted: list[bool], *args: Any, **kwargs: Any
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
@@ -149,11 +173,18 @@ def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward_fake(
-    grad: Tensor, student_stats: Tensor, teacher_stats: Tensor, wanted: list[bool], *args: Any, **kwargs: Any
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem, _ = problem_of(*args, **kwargs)
     inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
-    a, b, c, d = (x.new_empty(x.shape if need else (0,)) for x, need in zip(inputs, wanted, strict=True))
+    a, b, c, d = (
+        x.new_empty(x.shape if need else (0,)) for x, need in zip(inputs, wanted, strict=True)
+    )
     return a, b, c, d
 
 
@@ -175,11 +206,18 @@ for _name, _implementation, _fake in (
     _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
     for _device in ("CPU", "CUDA"):
-        _lib.impl(_name, _without_autocast(getattr(torch.ops.torch_streamkl, _name).default, _device), f"Autocast{_device}")
+        _lib.impl(
+            _name,
+            _without_autocast(getattr(torch.ops.torch_streamkl, _name).default, _device),
+            f"Autocast{_device}",
+        )
 
 
-# ----------------------------------------------------------------------------------------- autograd
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+# -----------------------------------------------------------------------------------------
+# autograd
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     _, student_stats, teacher_stats = output
     ctx.mark_non_differentiable(student_stats, teacher_stats)
     ctx.save_for_backward(student_stats, teacher_stats, *inputs[:_NUM_TENSORS])
@@ -192,7 +230,9 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs = (*ctx.needs_input_grad, *(False,) * _NUM_TENSORS)
     for index, name in _NOT_DIFFERENTIABLE.items():
         if needs[index]:
-            raise NotImplementedError(f"{name} gets no gradient: detach it, or keep the scores in plain torch code")
+            raise NotImplementedError(
+                f"{name} gets no gradient: detach it, or keep the scores in plain torch code"
+            )
     num_inputs = _NUM_TENSORS + len(ctx.options)
     if grad is None:
         return (None,) * num_inputs
@@ -200,7 +240,9 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     wanted = list(needs[:4])
     grads: list[Tensor | None] = [None] * num_inputs
     if any(wanted):
-        out = attention_kl_backward(grad, student_stats, teacher_stats, wanted, *tensors, *ctx.options)
+        out = attention_kl_backward(
+            grad, student_stats, teacher_stats, wanted, *tensors, *ctx.options
+        )
         grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
     for index, stats in ((_STUDENT_SINK, student_stats), (_TEACHER_SINK, teacher_stats)):
         if needs[index]:
@@ -210,7 +252,8 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -> Tensor:
-    # dlogP_j / dsink = -exp(sink - lse) for every key j, and the sum over keys of df/dlogP_j is stored
+    # dlogP_j / dsink = -exp(sink - lse) for every key j, and the sum over keys of df/dlogP_j is
+    # stored
     lse, key_sum = stats.unbind(0)
     grad = grad.repeat_interleave(lse.shape[1] // grad.shape[1], dim=1)
     mass = torch.exp(sink.to(lse.dtype)[:, None] - lse * lse_unit)
@@ -218,26 +261,41 @@ def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -
 
 
 def _no_double_backward(*_: Any) -> None:
-    raise NotImplementedError("attention_kl can be differentiated once; use impl='reference' for higher derivatives")
+    raise NotImplementedError(
+        "attention_kl can be differentiated once; use impl='reference' for higher derivatives"
+    )
 
 
-torch.library.register_autograd(f"{NAMESPACE}::attention_kl", _autograd, setup_context=_setup_context, lib=_lib)
-torch.library.register_autograd(f"{NAMESPACE}::attention_kl_backward", _no_double_backward, lib=_lib)
+torch.library.register_autograd(
+    f"{NAMESPACE}::attention_kl", _autograd, setup_context=_setup_context, lib=_lib
+)
+torch.library.register_autograd(
+    f"{NAMESPACE}::attention_kl_backward", _no_double_backward, lib=_lib
+)
 
 
-# --------------------------------------------------------------------------------------------- vmap
+# ---------------------------------------------------------------------------------------------
+# vmap
 _BATCHED = (0, 1, 2, 3, 4, 5, 6, 11, 14)  # tensors with a leading batch dimension
 _UNBATCHED_NAMES = {7: "student_alibi_slopes", 8: "teacher_alibi_slopes", 9: "student_sink", 10: "teacher_sink",
                     12: "cu_seqlens_q", 13: "cu_seqlens_k"}  # fmt: skip
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def _vmap(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the batch."""
     tensors = list(args)
     for index, name in _UNBATCHED_NAMES.items():
         if index < len(args) and in_dims[index] is not None:
-            raise NotImplementedError(f"vmap over {name} is not supported; map over q, k, masks or biases")
-    batch = next(a.shape[1:] if d == 0 else a.movedim(d, 0).shape[1:] for a, d in zip(args[:4], in_dims, strict=False) if d is not None)[0]
+            raise NotImplementedError(
+                f"vmap over {name} is not supported; map over q, k, masks or biases"
+            )
+    batch = next(
+        a.shape[1:] if d == 0 else a.movedim(d, 0).shape[1:]
+        for a, d in zip(args[:4], in_dims, strict=False)
+        if d is not None
+    )[0]
     for index in _BATCHED:
         if index >= len(args) or args[index] is None:
             continue
@@ -246,31 +304,49 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor
         if dim is None and x.shape[1] == 1 and index >= 4:
             tensors[index] = x[0]
             continue
-        x = x.expand(info.batch_size, batch, *x.shape[2:]) if index != 11 else x.expand(info.batch_size, batch)
+        x = (
+            x.expand(info.batch_size, batch, *x.shape[2:])
+            if index != 11
+            else x.expand(info.batch_size, batch)
+        )
         tensors[index] = x.flatten(0, 1)
     value, student_stats, teacher_stats = attention_kl(*tensors)
     size = (info.batch_size, batch)
-    outputs = (value.unflatten(0, size), student_stats.unflatten(1, size), teacher_stats.unflatten(1, size))
+    outputs = (
+        value.unflatten(0, size),
+        student_stats.unflatten(1, size),
+        teacher_stats.unflatten(1, size),
+    )
     return outputs, (0, 1, 1)
 
 
 torch.library.register_vmap(f"{NAMESPACE}::attention_kl", _vmap, lib=_lib)
 
 
-# -------------------------------------------------------------------------------------------- FLOPs
+# --------------------------------------------------------------------------------------------
+# FLOPs
 def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
     batch, heads, seqlen_q, head_dim = q_shape
     return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim
 
 
 @register_flop_formula(torch.ops.torch_streamkl.attention_kl)
-def _forward_flops(student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any) -> int:
+def _forward_flops(
+    student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
+) -> int:
     """Two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
     return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
 
 
 @register_flop_formula(torch.ops.torch_streamkl.attention_kl_backward)
-def _backward_flops(_g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(
+    _g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
+) -> int:
     """The recomputed scores and one matmul for each gradient."""
-    sides = (_matmul_flops(sq, sk), _matmul_flops(sq, sk), _matmul_flops(tq, tk), _matmul_flops(tq, tk))
+    sides = (
+        _matmul_flops(sq, sk),
+        _matmul_flops(sq, sk),
+        _matmul_flops(tq, tk),
+        _matmul_flops(tq, tk),
+    )
     return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)

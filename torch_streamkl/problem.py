@@ -1,7 +1,8 @@
 """One KL problem as a value: the tensors and the options that every implementation reads.
 
-`ops.py` builds an `AttentionProblem` once from an operator's flat arguments; reference, streaming and
-kernel launchers take that and nothing else, so an option is added here and where it is computed.
+`ops.py` builds an `AttentionProblem` once from an operator's flat arguments; reference, streaming
+and kernel launchers take that and nothing else, so an option is added here and where it is
+computed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch_streamkl.functional import Functional
 class Side:
     """Queries and keys of one model and how their dot products become scores.
 
-    ``score = softcap * tanh(scale * q.k / softcap) + bias - slope * |i - j|``, divided by the problem's
-    temperature; i counts from the position where the last query meets the last key.
+    ``score = softcap * tanh(scale * q.k / softcap) + bias - slope * |i - j|``, divided by the
+    problem's temperature; i counts from the position where the last query meets the last key.
     """
 
     q: Tensor  # [batch, num_heads, seqlen_q, head_dim]
@@ -51,16 +52,19 @@ class AttentionProblem:
     """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two attention distributions.
 
     A key j is allowed for a query i when the mask admits it, j < key_lengths[b], and, with
-    o = j - (i + seqlen_k - seqlen_q), -window_left <= o <= window_right (None is no bound). A key that is
-    not allowed gets the score ``mask_value`` on both sides: -inf removes it, and a finite value is what
-    ``masked_fill(mask, value)`` writes, which matters where a row has no allowed key at all.
+    o = j - (i + seqlen_k - seqlen_q), -window_left <= o <= window_right (None is no bound). A key
+    that is not allowed gets the score ``mask_value`` on both sides: -inf removes it, and a finite
+    value is what ``masked_fill(mask, value)`` writes, which matters where a row has no allowed key
+    at all.
     """
 
     student: Side
     teacher: Side
     functional: Functional
     temperature: float = 1.0
-    mask: Tensor | None = None  # bool, True admits, broadcasts to [batch, num_heads, seqlen_q, seqlen_k]
+    mask: Tensor | None = (
+        None  # bool, True admits, broadcasts to [batch, num_heads, seqlen_q, seqlen_k]
+    )
     mask_value: float = -math.inf
     key_lengths: Tensor | None = None  # [batch], int32
     window_left: int | None = None
@@ -96,14 +100,21 @@ class AttentionProblem:
 
     @property
     def has_masked_keys(self) -> bool:
-        return not (self.mask is None and self.key_lengths is None and self.window_left is None and self.window_right is None)
+        return not (
+            self.mask is None
+            and self.key_lengths is None
+            and self.window_left is None
+            and self.window_right is None
+        )
 
     @property
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None
 
     def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
-        """Row range, key range and problem (views) of each packed sequence; reads the offsets on the host."""
+        """Row range, key range and problem (views) of each packed sequence; reads the offsets on
+        the host.
+        """
         assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         offsets = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)
         for (i0, j0), (i1, j1) in pairwise(offsets):
@@ -113,13 +124,17 @@ class AttentionProblem:
                 return replace(s, q=s.q[:, :, rows], k=s.k[:, :, keys])
 
             lse = None if self.teacher_lse is None else self.teacher_lse[:, :, rows]
-            yield rows, keys, replace(
-                self,
-                student=side(self.student),
-                teacher=side(self.teacher),
-                teacher_lse=lse,
-                cu_seqlens_q=None,
-                cu_seqlens_k=None,
+            yield (
+                rows,
+                keys,
+                replace(
+                    self,
+                    student=side(self.student),
+                    teacher=side(self.teacher),
+                    teacher_lse=lse,
+                    cu_seqlens_q=None,
+                    cu_seqlens_k=None,
+                ),
             )
 
 
@@ -127,9 +142,9 @@ class AttentionProblem:
 class RowStatistics:
     """What the backward pass needs of a row: a log-sum-exp and a sum for each side.
 
-    The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their unit is
-    the implementation's (LSE_UNIT in launch.py): converting would cost large scores their last digits.
-    The sums are over keys (NOTE [Row gradient] in functional.py).
+    The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
+    unit is the implementation's (LSE_UNIT in launch.py): converting would cost large scores their
+    last digits. The sums are over keys (NOTE [Row gradient] in functional.py).
     """
 
     student: Tensor  # [2, batch, num_heads, seqlen_q]: lse, then H

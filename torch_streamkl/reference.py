@@ -1,6 +1,7 @@
 """The specification: every operator's meaning in a few naive lines, for any floating dtype.
 
-Everything else is tested against this in float64, values and gradients. It materialises the scores.
+Everything else is tested against this in float64, values and gradients. It materialises the
+scores.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch_streamkl.problem import AttentionProblem, Side, bottom_right_offset
 def attention_kl_rows(problem: AttentionProblem) -> Tensor:
     """Per-row values [batch, num_heads, seqlen_q], differentiable by autograd."""
     if problem.is_packed:
-        return torch.cat([rows_and_lse(sequence)[0] for _, _, sequence in problem.sequences()], dim=2)
+        return torch.cat(
+            [rows_and_lse(sequence)[0] for _, _, sequence in problem.sequences()], dim=2
+        )
     return rows_and_lse(problem)[0]
 
 
@@ -28,8 +31,8 @@ def rows_and_lse(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
     log_t, lse_t = log_probabilities(problem.teacher, problem, allowed)
     if problem.head_mean:
         log_t = _mean_over_groups(log_t, problem.num_heads)
-    # A key that is not allowed adds nothing. Its logs are replaced before the expression, so that no
-    # infinity meets autograd.
+    # A key that is not allowed adds nothing. Its logs are replaced before the expression, so that
+    # no infinity meets autograd.
     counted = allowed if problem.mask_value == -math.inf else torch.ones_like(allowed)
     safe_t, safe_s = (torch.where(counted, x, torch.zeros_like(x)) for x in (log_t, log_s))
     variables = {"P": safe_t.exp(), "S": safe_s.exp(), "logP": safe_t, "logS": safe_s}
@@ -71,14 +74,21 @@ def scores(side: Side, problem: AttentionProblem) -> Tensor:
     return x / problem.temperature
 
 
-def log_probabilities(side: Side, problem: AttentionProblem, allowed: Tensor) -> tuple[Tensor, Tensor]:
+def log_probabilities(
+    side: Side, problem: AttentionProblem, allowed: Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities (-inf where a key has none) and the log-sum-exp of every row."""
     x = scores(side, problem)
-    if allowed.shape[1] not in (1, side.num_heads):  # one mask per student head, several teacher heads each
+    if allowed.shape[1] not in (
+        1,
+        side.num_heads,
+    ):  # one mask per student head, several teacher heads each
         allowed = allowed.repeat_interleave(side.num_heads // allowed.shape[1], dim=1)
     # A softmax ignores a constant: the level of a row without any allowed key is 0 instead of a
     # mask_value that could be too large to carry the log of the number of keys.
-    fill = torch.where(allowed.any(-1, keepdim=True) | (problem.mask_value == -math.inf), problem.mask_value, 0.0)
+    fill = torch.where(
+        allowed.any(-1, keepdim=True) | (problem.mask_value == -math.inf), problem.mask_value, 0.0
+    )
     x = torch.where(allowed, x, fill.to(x.dtype))
     with_sink = x
     if side.sink is not None:
@@ -91,8 +101,12 @@ def log_probabilities(side: Side, problem: AttentionProblem, allowed: Tensor) ->
 
 
 def _mean_over_groups(log_p: Tensor, num_groups: int) -> Tensor:
-    """Log of the mean probability over each group of heads: [batch, num_groups, seqlen_q, seqlen_k]."""
+    """Log of the mean probability over each group of heads: [batch, num_groups, seqlen_q,
+    seqlen_k].
+    """
     grouped = log_p.unflatten(1, (num_groups, -1))
     absent = (grouped == -math.inf).all(2)
-    mean = torch.logsumexp(grouped.masked_fill(absent.unsqueeze(2), 0.0), dim=2) - math.log(grouped.shape[2])
+    mean = torch.logsumexp(grouped.masked_fill(absent.unsqueeze(2), 0.0), dim=2) - math.log(
+        grouped.shape[2]
+    )
     return mean.masked_fill(absent, -math.inf)

@@ -2,11 +2,12 @@
 
 Per side a maximum m and a sum of exponentials l; per direction a moment relative to the maxima,
 
-    a = sum_j exp(t_j - m_t) (tt (t_j - m_t) + ts (s_j - m_s)),    b likewise weighted by the student.
+    a = sum_j exp(t_j - m_t) (tt (t_j - m_t) + ts (s_j - m_s)),    b likewise weighted by the
+    student.
 
 Keeping moments relative to the maxima costs nothing (both differences are computed for the
-exponentials anyway) and avoids the cancellation of two large numbers. Two states over disjoint keys
-merge exactly, so a row may be split over blocks, programs, GPUs or shards of a vocabulary.
+exponentials anyway) and avoids the cancellation of two large numbers. Two states over disjoint
+keys merge exactly, so a row may be split over blocks, programs, GPUs or shards of a vocabulary.
 `kernels/rows.py` holds the same functions for Triton.
 """
 
@@ -87,7 +88,15 @@ def merge(x: RowState, y: RowState, form: Bilinear) -> RowState:
     return RowState(m_t, l_t, m_s, l_s, a, b)
 
 
-def _rebased(moment: Tensor, mass: Tensor, weight: Tensor, ct: float, shift_t: Tensor, cs: float, shift_s: Tensor) -> Tensor:
+def _rebased(
+    moment: Tensor,
+    mass: Tensor,
+    weight: Tensor,
+    ct: float,
+    shift_t: Tensor,
+    cs: float,
+    shift_s: Tensor,
+) -> Tensor:
     shift = torch.zeros_like(mass)
     if ct:
         shift = shift + ct * shift_t
@@ -115,7 +124,10 @@ class RowSums:
 
 
 def finish(
-    state: RowState, form: Bilinear, student_sink: Tensor | None = None, teacher_sink: Tensor | None = None
+    state: RowState,
+    form: Bilinear,
+    student_sink: Tensor | None = None,
+    teacher_sink: Tensor | None = None,
 ) -> RowSums:
     """Closed form of a bilinear functional's row sums; a sink is one more logit in a denominator.
 
@@ -124,7 +136,9 @@ def finish(
     if student_sink is not None or teacher_sink is not None:
         # a sink above every key becomes the maximum: exp(sink - m) must not overflow
         low, zero = torch.full_like(state.m_t, -math.inf), torch.zeros_like(state.m_t)
-        levels = [low if sink is None else sink.expand_as(low) for sink in (teacher_sink, student_sink)]
+        levels = [
+            low if sink is None else sink.expand_as(low) for sink in (teacher_sink, student_sink)
+        ]
         state = merge(state, RowState(levels[0], zero, levels[1], zero, zero, zero), form)
     base_t, depth_t = _depth(state.m_t, state.l_t, teacher_sink)
     base_s, depth_s = _depth(state.m_s, state.l_s, student_sink)
@@ -156,7 +170,9 @@ def _depth(m: Tensor, mass: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor
 
 def _lse(base: Tensor, depth: Tensor, mass: Tensor, sink: Tensor | None) -> Tensor:
     lse = base + depth
-    return lse if sink is not None else torch.where(mass == 0, torch.full_like(lse, -math.inf), lse)
+    return (
+        lse if sink is not None else torch.where(mass == 0, torch.full_like(lse, -math.inf), lse)
+    )
 
 
 def _combine(x: float, depth_t: Tensor, y: float, depth_s: Tensor) -> Tensor:

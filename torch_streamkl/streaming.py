@@ -1,8 +1,9 @@
 """The blocked implementation in plain torch: the CPU's, and the bounded-memory path of any device.
 
 Forward streams blocks of keys through the row state; where the functional is not linear in the
-log-probabilities a second pass sums it (NOTE [One pass or two] in functional.py). Backward recomputes
-the probabilities block by block. Beyond inputs and gradients the memory is a few blocks.
+log-probabilities a second pass sums it (NOTE [One pass or two] in functional.py). Backward
+recomputes the probabilities block by block. Beyond inputs and gradients the memory is a few
+blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch_streamkl.functional import Bilinear
 from torch_streamkl.launch import StreamingBlocks, streaming_blocks
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side, bottom_right_offset
-from torch_streamkl.rowstate import RowState, finish, merge, masked_keys_state, state_of_scores
+from torch_streamkl.rowstate import RowState, finish, masked_keys_state, merge, state_of_scores
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,11 @@ def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatis
 
 
 def _forward_rows(
-    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, value: Tensor, stats: RowStatistics
+    problem: AttentionProblem,
+    blocks: StreamingBlocks,
+    rows: Rows,
+    value: Tensor,
+    stats: RowStatistics,
 ) -> None:
     functional = problem.functional
     teacher_rows = _teacher_rows(problem, rows)
@@ -75,7 +80,10 @@ def _forward_rows(
         rows.of(stats.student_lse).copy_(sums.student_lse)
         rows.of(stats.teacher_lse).copy_(sums.teacher_lse)
         inactive = guard is not None and bool(
-            ((lowest[0] - sums.teacher_lse >= guard.teacher_floor) & (lowest[1] - sums.student_lse >= guard.student_floor)).all()
+            (
+                (lowest[0] - sums.teacher_lse >= guard.teacher_floor)
+                & (lowest[1] - sums.student_lse >= guard.student_floor)
+            ).all()
         )
         if form is not None or inactive:
             rows.of(value).copy_(sums.value)
@@ -86,7 +94,11 @@ def _forward_rows(
 
 
 def _first_pass(
-    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, form: Bilinear, track_minima: bool
+    problem: AttentionProblem,
+    blocks: StreamingBlocks,
+    rows: Rows,
+    form: Bilinear,
+    track_minima: bool,
 ) -> tuple[RowState, tuple[Tensor, Tensor]]:
     """Row state over all keys and, where asked, the lowest teacher and student score of each row."""
     shape = tuple(problem.student.q[rows.batch, rows.heads, rows.queries, 0].shape)
@@ -120,7 +132,9 @@ def _count(allowed: Tensor | None, keys: slice, rows: Rows) -> Tensor | int:
 
 
 def _masked_level(problem: AttentionProblem, num_allowed: Tensor) -> Tensor:
-    """Score of the keys that are not allowed; a row that has only those may as well have 0 (see reference.py)."""
+    """Score of the keys that are not allowed; a row that has only those may as well have 0 (see
+    reference.py).
+    """
     return torch.where(num_allowed > 0, problem.mask_value, 0.0).to(num_allowed.dtype)
 
 
@@ -129,7 +143,11 @@ def _lowest(scores: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def _head_mean_lse(
-    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, teacher_rows: Rows, stats: RowStatistics
+    problem: AttentionProblem,
+    blocks: StreamingBlocks,
+    rows: Rows,
+    teacher_rows: Rows,
+    stats: RowStatistics,
 ) -> None:
     """Log-sum-exps of the student's heads and of every teacher head of their groups."""
     sides = [(problem.student, rows, stats.student_lse)]
@@ -146,13 +164,21 @@ def _head_mean_lse(
             lse = torch.logaddexp(lse, torch.logsumexp(block, dim=-1))
             num_allowed += _count(allowed, keys, side_rows)
         if problem.mask_value != -math.inf:
-            lse = torch.logaddexp(lse, torch.log(problem.seqlen_k - num_allowed) + _masked_level(problem, num_allowed))
+            lse = torch.logaddexp(
+                lse,
+                torch.log(problem.seqlen_k - num_allowed) + _masked_level(problem, num_allowed),
+            )
         sink = _sink_of(side, side_rows)
         side_rows.of(out).copy_(lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse)))
 
 
 def _second_pass(
-    problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows, teacher_rows: Rows, value: Tensor, stats: RowStatistics
+    problem: AttentionProblem,
+    blocks: StreamingBlocks,
+    rows: Rows,
+    teacher_rows: Rows,
+    value: Tensor,
+    stats: RowStatistics,
 ) -> None:
     """Sums f, h and g with the log-sum-exps of the first pass."""
     lse_s = rows.of(stats.student_lse)
@@ -162,7 +188,9 @@ def _second_pass(
     num_allowed = torch.zeros_like(lse_s)
     for keys in _key_blocks(problem, blocks, rows):
         allowed = _allowed(problem, rows, keys)
-        log_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, allowed, lse_t).scores
+        log_t = _log_probabilities(
+            problem.teacher, problem, teacher_rows, keys, allowed, lse_t
+        ).scores
         log_s = _log_probabilities(problem.student, problem, rows, keys, allowed, lse_s).scores
         f, h, g = key_sums(problem, log_t, log_s, allowed)
         total += f.sum(-1)
@@ -174,7 +202,9 @@ def _second_pass(
         absent = problem.seqlen_k - num_allowed
         level = _masked_level(problem, num_allowed)
         log_t, log_s = ((_per_head(level, x.shape[1]) - x).unsqueeze(-1) for x in (lse_t, lse_s))
-        f, h, g = (x.squeeze(-1) for x in key_sums(problem, log_t, log_s, (absent > 0).unsqueeze(-1)))
+        f, h, g = (
+            x.squeeze(-1) for x in key_sums(problem, log_t, log_s, (absent > 0).unsqueeze(-1))
+        )
         total += f * absent
         h_total += h * absent
         g_total += g * _per_head(absent, g.shape[1])
@@ -195,10 +225,14 @@ def key_sums(
     variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
     f, h, g = problem.functional.sums(variables)
     if allowed is not None:
-        f, h, g = (torch.where(_per_head(allowed, x.shape[1]), x, torch.zeros_like(x)) for x in (f, h, g))
+        f, h, g = (
+            torch.where(_per_head(allowed, x.shape[1]), x, torch.zeros_like(x)) for x in (f, h, g)
+        )
     if problem.head_mean:
         # d logP / d logP_head = P_head / (P heads): each head takes its share of g
-        share = (per_head.unflatten(1, (log_s.shape[1], -1)) - log_t.clamp_min(-1e30).unsqueeze(2)).exp()
+        share = (
+            per_head.unflatten(1, (log_s.shape[1], -1)) - log_t.clamp_min(-1e30).unsqueeze(2)
+        ).exp()
         g = (share * (g / share.shape[2]).unsqueeze(2)).flatten(1, 2)
     return f, h, g
 
@@ -228,7 +262,10 @@ def backward(
     """Gradients to student_q, student_k, teacher_q and teacher_k for per-row gradients ``grad``."""
     inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
     flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
-    sums = [x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None for x, w in zip(inputs, flags, strict=True)]
+    sums = [
+        x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None
+        for x, w in zip(inputs, flags, strict=True)
+    ]
     if problem.is_packed:
         for rows, keys, sequence in problem.sequences():
             ranges = (rows, keys, rows, keys)
@@ -241,7 +278,11 @@ def backward(
 
 
 def _backward_sequence(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted, sums: list[Tensor | None]
+    problem: AttentionProblem,
+    stats: RowStatistics,
+    grad: Tensor,
+    wanted: Wanted,
+    sums: list[Tensor | None],
 ) -> None:
     blocks = streaming_blocks(problem)
     for rows in _row_blocks(problem, blocks):
@@ -252,15 +293,28 @@ def _backward_sequence(
         g_sum = teacher_rows.of(stats.teacher_sum).unsqueeze(-1)
         for keys in _key_blocks(problem, blocks, rows):
             allowed = _allowed(problem, rows, keys)
-            block_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, allowed, lse_t)
+            block_t = _log_probabilities(
+                problem.teacher, problem, teacher_rows, keys, allowed, lse_t
+            )
             block_s = _log_probabilities(problem.student, problem, rows, keys, allowed, lse_s)
             _, h, g = key_sums(problem, block_t.scores, block_s.scores, allowed)
             if wanted.student:
                 ds = (h - block_s.scores.exp() * h_sum) * row_grad
-                _add_gradient(problem, problem.student, rows, keys, ds, block_s.slope, sums[0], sums[1])
+                _add_gradient(
+                    problem, problem.student, rows, keys, ds, block_s.slope, sums[0], sums[1]
+                )
             if wanted.teacher:
                 dt = (g - block_t.scores.exp() * g_sum) * _per_head(row_grad, g.shape[1])
-                _add_gradient(problem, problem.teacher, teacher_rows, keys, dt, block_t.slope, sums[2], sums[3])
+                _add_gradient(
+                    problem,
+                    problem.teacher,
+                    teacher_rows,
+                    keys,
+                    dt,
+                    block_t.slope,
+                    sums[2],
+                    sums[3],
+                )
 
 
 def _add_gradient(
@@ -275,22 +329,33 @@ def _add_gradient(
 ) -> None:
     d_dot = d_score * (slope * (side.scale / problem.temperature))
     kv_heads = _kv_heads(side, rows)
-    folded = d_dot.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)  # [b, kv, g * queries, keys]
+    folded = d_dot.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(
+        2, 3
+    )  # [b, kv, g * queries, keys]
     if dq is not None:
         k = side.k[rows.batch, kv_heads, keys].to(d_dot.dtype)
         rows.of(dq).add_((folded @ k).reshape(rows.of(dq).shape))
     if dk is not None:
-        dk[rows.batch, kv_heads, keys].add_(folded.transpose(-1, -2) @ _folded_queries(side, rows, d_dot.dtype))
+        dk[rows.batch, kv_heads, keys].add_(
+            folded.transpose(-1, -2) @ _folded_queries(side, rows, d_dot.dtype)
+        )
 
 
 # ------------------------------------------------------------------------------ blocks and scores
-def score_block(side: Side, problem: AttentionProblem, rows: Rows, keys: slice, allowed: Tensor | None) -> ScoreBlock:
+def score_block(
+    side: Side, problem: AttentionProblem, rows: Rows, keys: slice, allowed: Tensor | None
+) -> ScoreBlock:
     """Scores of a block, -inf where a key is not allowed."""
     dtype = problem.compute_dtype
     kv_heads = _kv_heads(side, rows)
     k = side.k[rows.batch, kv_heads, keys].to(dtype)
     x = _folded_queries(side, rows, dtype) @ k.transpose(-1, -2)  # [b, kv, g * queries, keys]
-    shape = (x.shape[0], rows.heads.stop - rows.heads.start, rows.queries.stop - rows.queries.start, x.shape[-1])
+    shape = (
+        x.shape[0],
+        rows.heads.stop - rows.heads.start,
+        rows.queries.stop - rows.queries.start,
+        x.shape[-1],
+    )
     x = x.view(shape).mul_(side.scale)
     slope: Tensor | float = 1.0
     if side.softcap:
@@ -312,7 +377,12 @@ def score_block(side: Side, problem: AttentionProblem, rows: Rows, keys: slice, 
 
 
 def _log_probabilities(
-    side: Side, problem: AttentionProblem, rows: Rows, keys: slice, allowed: Tensor | None, lse: Tensor
+    side: Side,
+    problem: AttentionProblem,
+    rows: Rows,
+    keys: slice,
+    allowed: Tensor | None,
+    lse: Tensor,
 ) -> ScoreBlock:
     block = score_block(side, problem, rows, keys, allowed)
     block.scores.sub_(torch.where(lse == -math.inf, torch.zeros_like(lse), lse).unsqueeze(-1))
@@ -320,7 +390,9 @@ def _log_probabilities(
 
 
 def _folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Queries [batch, kv_heads, group * queries, head_dim]: the heads that share keys as rows of one matmul."""
+    """Queries [batch, kv_heads, group * queries, head_dim]: the heads that share keys as rows of
+    one matmul.
+    """
     kv_heads = _kv_heads(side, rows)
     q = rows.of(side.q).to(dtype)
     return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)
@@ -337,7 +409,11 @@ def _teacher_rows(problem: AttentionProblem, rows: Rows) -> Rows:
 
 
 def _sink_of(side: Side, rows: Rows) -> Tensor | None:
-    return None if side.sink is None else side.sink[rows.heads].to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]
+    return (
+        None
+        if side.sink is None
+        else side.sink[rows.heads].to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]
+    )
 
 
 def _row_blocks(problem: AttentionProblem, blocks: StreamingBlocks) -> Iterator[Rows]:
@@ -364,7 +440,9 @@ def _key_blocks(problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows) 
 
 
 def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | None:
-    """Boolean [batch or 1, heads or 1, queries, keys], or None when every key of the block is allowed."""
+    """Boolean [batch or 1, heads or 1, queries, keys], or None when every key of the block is
+    allowed.
+    """
     offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
     first, last = rows.queries.start + offset, rows.queries.stop - 1 + offset
     left, right = problem.window_left, problem.window_right
@@ -393,7 +471,9 @@ def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | Non
 
 
 def _broadcast_block(x: Tensor, rows: Rows, keys: slice) -> Tensor:
-    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k], still broadcasting."""
+    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k], still
+    broadcasting.
+    """
     index = (rows.batch, rows.heads, rows.queries, keys)
     return x[tuple(r if size > 1 else slice(None) for r, size in zip(index, x.shape, strict=True))]
 

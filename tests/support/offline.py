@@ -1,7 +1,7 @@
 """Compile what a launch would run, for a GPU that is not here.
 
-`record_launches` notes kernels and arguments instead of running them; `compile_launch` builds one for a
-target and reads registers, spills and shared memory from the binary.
+`record_launches` notes kernels and arguments instead of running them; `compile_launch` builds one
+for a target and reads registers, spills and shared memory from the binary.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
         bound.apply_defaults()
         launches.append(Launch(self, tuple(grid), dict(bound.arguments), options))
 
-    patches = {"multiprocessors": MULTIPROCESSORS[target], "shared_memory_kib": SHARED_LIMIT_KIB[target]}
+    patches = {
+        "multiprocessors": MULTIPROCESSORS[target],
+        "shared_memory_kib": SHARED_LIMIT_KIB[target],
+    }
     saved = {name: getattr(launch, name) for name in patches}
     original = JITFunction.run
     try:
@@ -110,7 +113,9 @@ def compile_launch(launch: Launch, target: str) -> Resources:
             constants[(index,)] = launch.args[name]
         else:
             signature[name] = describe(launch.args[name], (index,))
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(
+        fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
     kernel = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
     registers, spills = _resources(kernel.asm, target)
     return Resources(registers, spills, kernel.metadata.shared, kernel.asm)
@@ -119,7 +124,7 @@ def compile_launch(launch: Launch, target: str) -> Resources:
 def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
     if target.startswith("gfx"):
         text = asm["amdgcn"]
-        field: Callable[[str], int] = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])  # noqa: E731
+        field: Callable[[str], int] = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
         return field("vgpr_count"), 4 * field("vgpr_spill_count")
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"

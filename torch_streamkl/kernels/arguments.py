@@ -1,8 +1,10 @@
-"""What a kernel takes, grouped: runtime arguments of a side, of the masks, and the compile-time CONFIG.
+"""What a kernel takes, grouped: runtime arguments of a side, of the masks, and the compile-time
+CONFIG.
 
-NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them whole
-to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a tuple that a
-jit function returns holds no None (Triton 3.6 could not return it), but a pointer that is never read.
+NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them
+whole to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a
+tuple that a jit function returns holds no None (Triton 3.6 could not return it), but a pointer
+that is never read.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Config(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Coefficients of a bilinear functional (functional.Bilinear), compile-time; FORM inside the kernels."""
+    """Coefficients of a bilinear functional (functional.Bilinear), compile-time; FORM inside the
+    kernels.
+    """
 
     TT: float
     TS: float
@@ -93,7 +97,9 @@ class Form(NamedTuple):
 
 
 class State(NamedTuple):
-    """Running state of a block of rows (rowstate.RowState in base 2) and what guards and fills need."""
+    """Running state of a block of rows (rowstate.RowState in base 2) and what guards and fills
+    need.
+    """
 
     m_t: Any
     l_t: Any

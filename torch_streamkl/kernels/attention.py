@@ -42,7 +42,9 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     return value, stats
 
 
-def _split_forward(problem: AttentionProblem, launch: TritonLaunch, value: Tensor, stats: RowStatistics) -> None:
+def _split_forward(
+    problem: AttentionProblem, launch: TritonLaunch, value: Tensor, stats: RowStatistics
+) -> None:
     config, num_blocks, rows = _rows_grid(problem, launch)
     form, inv_temperature = _form(problem), _log2e_over_temperature(problem)
     student, teacher, masks = _sides(problem)
@@ -92,7 +94,9 @@ def _dq(problem: AttentionProblem, stats: RowStatistics, grad: Tensor, student: 
     if launch.num_splits == 1:
         dq, split_stride = torch.empty(side.q.shape, dtype=side.q.dtype, device=side.q.device), 0
     else:
-        dq = torch.empty((launch.num_splits, *side.q.shape), dtype=torch.float32, device=side.q.device)
+        dq = torch.empty(
+            (launch.num_splits, *side.q.shape), dtype=torch.float32, device=side.q.device
+        )
         split_stride = dq.stride(0)
     bwd.dq_kernel[(rows, launch.num_splits)](
         *_sides(problem), grad, stats.student, stats.teacher, stats.student.stride(0),
@@ -189,7 +193,10 @@ def _broadcast(x: Tensor | None) -> tuple[Any, ...]:
     """A tensor and its strides, 0 where it has size 1: it is never expanded."""
     if x is None:
         return (None, 0, 0, 0, 0)
-    return (x, *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
+    return (
+        x,
+        *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)),
+    )
 
 
 def _config(problem: AttentionProblem, launch: TritonLaunch) -> Config:

@@ -1,7 +1,8 @@
-"""The portable backward: dQ by blocks of rows and dK by blocks of keys, each recomputing the scores.
+"""The portable backward: dQ by blocks of rows and dK by blocks of keys, each recomputing the
+scores.
 
-Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so the
-bits are the same on every run. STUDENT chooses whose gradient a launch computes.
+Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
+the bits are the same on every run. STUDENT chooses whose gradient a launch computes.
 """
 
 import triton
@@ -69,10 +70,20 @@ def gradient_tile(
     inside = (i < seq.num_rows) & (j < seq.num_keys)
     dot_s = tl.dot(rows.qs, ks_trans, input_precision=CONFIG.PRECISION)
     dot_t = tl.dot(rows.qt, kt_trans, input_precision=CONFIG.PRECISION)
-    s, s_slope = student_scores(dot_s, student, rows.student, seq, i, j, inside, inv_temperature, CONFIG)
-    t, t_slope = teacher_scores(dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, CONFIG)
+    s, s_slope = student_scores(
+        dot_s, student, rows.student, seq, i, j, inside, inv_temperature, CONFIG
+    )
+    t, t_slope = teacher_scores(
+        dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, CONFIG
+    )
     d = score_gradient(
-        t - lse_t[:, None], s - lse_s[:, None], key_sum[:, None], STUDENT, CONFIG.TWO_PASS, FORM, HELPER
+        t - lse_t[:, None],
+        s - lse_s[:, None],
+        key_sum[:, None],
+        STUDENT,
+        CONFIG.TWO_PASS,
+        FORM,
+        HELPER,
     )
     if MASKED:
         d = tl.where(allowed_tile(masks, seq, i, j, inside, CONFIG), d, 0.0)
@@ -86,7 +97,9 @@ def gradient_tile(
 
 
 @triton.jit
-def load_statistics(grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr):
+def load_statistics(
+    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr
+):
     """lse_t, lse_s, the key sum of the wanted side and the incoming gradient of a block of rows."""
     lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
     lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
@@ -105,8 +118,12 @@ def dq_over(
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     for n0 in tl.range(start, stop, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        ks = student_tile(rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG)
-        kt = teacher_tile(rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG)
+        ks = student_tile(
+            rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
+        )
+        kt = teacher_tile(
+            rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
+        )
         d = gradient_tile(
             rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, key_sum, student, teacher, masks, seq,
             inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
@@ -144,7 +161,9 @@ def dq_kernel(
     lse_t, lse_s, key_sum, grad = load_statistics(
         grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT
     )
-    first, left, right, stop = key_range(masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG)
+    first, left, right, stop = key_range(
+        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
+    )
     lo = split * keys_per_split
     hi = lo + keys_per_split
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -182,17 +201,29 @@ def dk_over(
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     for m0 in tl.range(start, stop, BLOCK_M):
         offs_m = m0 + tl.arange(0, BLOCK_M)
-        qs = student_tile(s_bound.q, offs_m, seq.num_rows, student.q_m, student.q_d, MASKED, CONFIG)
-        qt = teacher_tile(t_bound.q, offs_m, seq.num_rows, teacher.q_m, teacher.q_d, MASKED, CONFIG)
+        qs = student_tile(
+            s_bound.q, offs_m, seq.num_rows, student.q_m, student.q_d, MASKED, CONFIG
+        )
+        qt = teacher_tile(
+            t_bound.q, offs_m, seq.num_rows, teacher.q_m, teacher.q_d, MASKED, CONFIG
+        )
         lse_t, lse_s, key_sum, grad = load_statistics(
-            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, first_row + offs_m, offs_m < seq.num_rows, STUDENT
+            grad_ptr,
+            s_stats_ptr,
+            t_stats_ptr,
+            stats_stride,
+            first_row + offs_m,
+            offs_m < seq.num_rows,
+            STUDENT,
         )
         d = gradient_tile(
             Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum,
             student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
         )  # fmt: skip
         q = qs if STUDENT else qt
-        acc = tl.dot(tl.trans((d * grad[:, None]).to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION)
+        acc = tl.dot(
+            tl.trans((d * grad[:, None]).to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION
+        )
     return acc
 
 
@@ -215,15 +246,20 @@ def dk_kernel(
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # without the option the compiler hoists address arithmetic out of this loop until registers spill
+    # without the option the compiler hoists address arithmetic out of this loop until registers
+    # spill
     for member in tl.range(0, group, num_stages=1, disable_licm=True):
         h = kv * group + member
         seq = bind_sequence(masks, b, h, CONFIG)
         s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
         t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
         # transposed out here: inside the loop over rows they would go to shared memory every time
-        ks_trans = tl.trans(student_tile(s_bound.k, offs_n, seq.num_keys, student.k_n, student.k_d, True, CONFIG))
-        kt_trans = tl.trans(teacher_tile(t_bound.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, True, CONFIG))
+        ks_trans = tl.trans(
+            student_tile(s_bound.k, offs_n, seq.num_keys, student.k_n, student.k_d, True, CONFIG)
+        )
+        kt_trans = tl.trans(
+            teacher_tile(t_bound.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, True, CONFIG)
+        )
         first_row = row_offset(b * num_heads + h, h, seq, masks)
         first, left, right, stop = row_range(
             masks, seq, n0, tl.minimum(n0 + BLOCK_N, seq.num_keys) - 1, CONFIG

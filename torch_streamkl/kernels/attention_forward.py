@@ -1,8 +1,10 @@
 """The portable forward: one program a block of query rows, streaming tiles of keys.
 
-`forward_kernel` does everything for its rows. Where query rows are too few to fill the GPU the keys are
-split: `state_kernel` writes the row state of a share of the keys, `merge_kernel` unites the shares, and,
-for functionals with a second pass, `sums_kernel` and `merge_sums_kernel` do the same for its sums.
+`forward_kernel` does everything for its rows. Where query rows are too few to fill the GPU the
+keys are
+split: `state_kernel` writes the row state of a share of the keys, `merge_kernel` unites the
+shares, and, for functionals with a second pass, `sums_kernel` and `merge_sums_kernel` do the same
+for its sums.
 """
 
 import triton
@@ -32,11 +34,25 @@ from torch_streamkl.kernels.scores import (
 
 
 @triton.jit
-def score_tile(rows, n0, student, teacher, masks, seq, inv_temperature, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+def score_tile(
+    rows,
+    n0,
+    student,
+    teacher,
+    masks,
+    seq,
+    inv_temperature,
+    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Teacher and student scores [BLOCK_M, BLOCK_N] in log2 units, and which keys take part."""
     offs_n = n0 + tl.arange(0, CONFIG.BLOCK_N)
-    ks = student_tile(rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG)
-    kt = teacher_tile(rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG)
+    ks = student_tile(
+        rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
+    )
+    kt = teacher_tile(
+        rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
+    )
     dot_s = tl.dot(rows.qs, tl.trans(ks), input_precision=CONFIG.PRECISION)
     dot_t = tl.dot(rows.qt, tl.trans(kt), input_precision=CONFIG.PRECISION)
     i = rows.offs[:, None]
@@ -72,18 +88,32 @@ def state_over(
     """Row state after the tiles in [start, stop)."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     for n0 in tl.range(start, stop, BLOCK_N):
-        t, s, allowed = score_tile(rows, n0, student, teacher, masks, seq, inv_temperature, MASKED, CONFIG)
+        t, s, allowed = score_tile(
+            rows, n0, student, teacher, masks, seq, inv_temperature, MASKED, CONFIG
+        )
         state = update(state, t, s, allowed, MASKED, FORM, CONFIG)
     return state
 
 
 @triton.jit
 def state_between(
-    lo, hi, m0, rows, student, teacher, masks, seq, inv_temperature, FORM: tl.constexpr, CONFIG: tl.constexpr
+    lo,
+    hi,
+    m0,
+    rows,
+    student,
+    teacher,
+    masks,
+    seq,
+    inv_temperature,
+    FORM: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Row state over the keys in [lo, hi), masks applied only to the tiles that need them."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    first, left, right, stop = key_range(masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG)
+    first, left, right, stop = key_range(
+        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
+    )
     state = empty_state(BLOCK_M)
     if CONFIG.HAS_LEFT:
         state = state_over(
@@ -109,13 +139,17 @@ def sums_between(
     """The second pass: f, h and g summed over the keys in [lo, hi)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    first, _, _, stop = key_range(masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG)
+    first, _, _, stop = key_range(
+        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
+    )
     value = tl.zeros([BLOCK_M], tl.float32)
     h_sum = tl.zeros([BLOCK_M], tl.float32)
     g_sum = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.float32)
     for n0 in tl.range(tl.maximum(first, lo), tl.minimum(stop, hi), BLOCK_N):
-        t, s, allowed = score_tile(rows, n0, student, teacher, masks, seq, inv_temperature, True, CONFIG)
+        t, s, allowed = score_tile(
+            rows, n0, student, teacher, masks, seq, inv_temperature, True, CONFIG
+        )
         f, h, g = key_sums(t - lse_t[:, None], s - lse_s[:, None], HELPER)
         value += tl.sum(tl.where(allowed, f, 0.0), 1)
         h_sum += tl.sum(tl.where(allowed, h, 0.0), 1)
@@ -153,7 +187,9 @@ def with_masked_sums(sums, lse_t, lse_s, num_keys, fill, HELPER: tl.constexpr):
 
 @triton.jit
 def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
-    """Whether a row of the block has a probability below a clamp, so that the closed form does not hold."""
+    """Whether a row of the block has a probability below a clamp, so that the closed form does not
+    hold.
+    """
     above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
     above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
     empty = (state.l_t == 0.0) & (state.l_s == 0.0)
@@ -171,7 +207,19 @@ def row_offset(bh, h, seq, masks):
 
 
 @triton.jit
-def store_rows(value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, lse_t, lse_s, value, h_sum, g_sum):
+def store_rows(
+    value_ptr,
+    s_stats_ptr,
+    t_stats_ptr,
+    stats_stride,
+    row,
+    inside,
+    lse_t,
+    lse_s,
+    value,
+    h_sum,
+    g_sum,
+):
     """Write value and statistics of a block of rows."""
     tl.store(value_ptr + row, value, mask=inside)
     tl.store(s_stats_ptr + row, lse_s, mask=inside)
@@ -205,7 +253,9 @@ def forward_kernel(
     )
     if CONFIG.FILLED:
         state = with_masked_keys(state, seq.num_keys, fill, FORM)
-    lse_t, lse_s, value, h_sum, g_sum = finish(state, rows.teacher.sink, rows.student.sink, FORM, CONFIG)
+    lse_t, lse_s, value, h_sum, g_sum = finish(
+        state, rows.teacher.sink, rows.student.sink, FORM, CONFIG
+    )
     if CONFIG.TWO_PASS:
         again = True
         if CONFIG.GUARDED:
@@ -222,11 +272,22 @@ def forward_kernel(
             g_sum = sums.g
     out = row_offset(bh, h, seq, masks) + rows.offs
     store_rows(
-        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, out, inside, lse_t, lse_s, value, h_sum, g_sum
+        value_ptr,
+        s_stats_ptr,
+        t_stats_ptr,
+        stats_stride,
+        out,
+        inside,
+        lse_t,
+        lse_s,
+        value,
+        h_sum,
+        g_sum,
     )
 
 
-# ------------------------------------------------------------------------------ keys split over programs
+# ------------------------------------------------------------------------------ keys split over
+# programs
 @triton.jit
 def state_kernel(
     student, teacher, masks, state_ptr, field_stride, split_stride,
@@ -247,7 +308,17 @@ def state_kernel(
     inside = rows.offs < seq.num_rows
     lo = split * keys_per_split
     state = state_between(
-        lo, lo + keys_per_split, m0, rows, student, teacher, masks, seq, inv_temperature, FORM, CONFIG
+        lo,
+        lo + keys_per_split,
+        m0,
+        rows,
+        student,
+        teacher,
+        masks,
+        seq,
+        inv_temperature,
+        FORM,
+        CONFIG,
     )
     out = state_ptr + split.to(tl.int64) * split_stride + row_offset(bh, h, seq, masks) + rows.offs
     tl.store(out, state.m_t, mask=inside)
@@ -282,7 +353,9 @@ def merge_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr,
     num_blocks, num_heads, fill, FORM: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Unite the shares of a block of rows; again_ptr says per block whether a second pass has to run."""
+    """Unite the shares of a block of rows; again_ptr says per block whether a second pass has to
+    run.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     bh = pid // num_blocks
@@ -309,7 +382,17 @@ def merge_kernel(
         again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
         tl.store(again_ptr + pid, again.to(tl.int32))
     store_rows(
-        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, out, inside, lse_t, lse_s, value, h_sum, g_sum
+        value_ptr,
+        s_stats_ptr,
+        t_stats_ptr,
+        stats_stride,
+        out,
+        inside,
+        lse_t,
+        lse_s,
+        value,
+        h_sum,
+        g_sum,
     )
 
 

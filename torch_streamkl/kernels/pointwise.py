@@ -1,7 +1,8 @@
 """Generated jit helpers: a functional's f, h and g of one key, as Triton source.
 
-``helper(functional)`` is a ``@triton.jit`` function (P, S, logP, logS) -> (f, h, g), passed to a kernel
-as a compile-time argument. Its source enters Triton's cache key like that of any other function.
+``helper(functional)`` is a ``@triton.jit`` function (P, S, logP, logS) -> (f, h, g), passed to a
+kernel as a compile-time argument. Its source enters Triton's cache key like that of any other
+function.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def source(functional: Functional) -> str:
 
     def name_of(e: Expr) -> str:
         if e.op == "const":
-            return f"float('{e.value}')" if e.value in (float("inf"), -float("inf")) else repr(e.value)
+            return (
+                f"float('{e.value}')"
+                if e.value in (float("inf"), -float("inf"))
+                else repr(e.value)
+            )
         if not e.args:
             return e.op
         if e not in names:
@@ -59,7 +64,9 @@ def source(functional: Functional) -> str:
             lines.append(f"{names[e]} = {_CALLS[e.op].format(*args)}")
         return names[e]
 
-    results = [name_of(e) for e in (functional.expr, functional.student_grad, functional.teacher_grad)]
+    results = [
+        name_of(e) for e in (functional.expr, functional.student_grad, functional.teacher_grad)
+    ]
     returned = ", ".join(f"{r} + 0.0 * P" if r[0] not in "xPSl" else r for r in results)
     body = "\n    ".join([*lines, f"return {returned}"])
     return f"@triton.jit\ndef helper(P, S, logP, logS):\n    # {functional.text}\n    {body}\n"

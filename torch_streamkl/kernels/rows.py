@@ -1,8 +1,8 @@
 """Row state and closed form for Triton: the twin of rowstate.py, in base-2 logarithms.
 
-Scores arrive multiplied by log2(e), so that exponentials are exp2; moments are in the same unit and
-`finish` returns values in nats. ``LOW`` stands for -inf in maxima: differences to it stay finite, so a row that
-has met no key yet needs no special case.
+Scores arrive multiplied by log2(e), so that exponentials are exp2; moments are in the same unit
+and `finish` returns values in nats. ``LOW`` stands for -inf in maxima: differences to it stay
+finite, so a row that has met no key yet needs no special case.
 """
 
 import triton
@@ -141,8 +141,8 @@ def with_masked_keys(state, num_keys, fill, FORM: tl.constexpr):
 def denominator(mass, m, sink, HAS_SINK: tl.constexpr):
     """log2 of the denominator relative to the maximum, and the log-sum-exp in log2 units.
 
-    The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in the
-    backward, however large the scores are.
+    The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in
+    the backward, however large the scores are.
     """
     total = mass
     if HAS_SINK:
@@ -165,7 +165,9 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
         if CONFIG.S_SINK:
             level_s = zero + sink_s
         state = merge(
-            state, State(level_t, zero, level_s, zero, zero, zero, state.low_t, state.low_s, zero), FORM
+            state,
+            State(level_t, zero, level_s, zero, zero, zero, state.low_t, state.low_s, zero),
+            FORM,
         )
     depth_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
     depth_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
@@ -176,9 +178,13 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
     e_t = mass_t * 0.0
     e_s = mass_s * 0.0
     if FORM.TT != 0.0 or FORM.TS != 0.0:
-        e_t = expectation(state.a, state.l_t, state.l_s, scale_t, depth_t, depth_s, FORM.TT, FORM.TS)
+        e_t = expectation(
+            state.a, state.l_t, state.l_s, scale_t, depth_t, depth_s, FORM.TT, FORM.TS
+        )
     if FORM.ST != 0.0 or FORM.SS != 0.0:
-        e_s = expectation(state.b, state.l_s, state.l_t, scale_s, depth_t, depth_s, FORM.ST, FORM.SS)
+        e_s = expectation(
+            state.b, state.l_s, state.l_t, scale_s, depth_t, depth_s, FORM.ST, FORM.SS
+        )
     value = e_t + e_s + FORM.T * mass_t + FORM.S * mass_s
     h = e_s + FORM.TS * mass_t + (FORM.SS + FORM.S) * mass_s
     g = e_t + (FORM.TT + FORM.T) * mass_t + FORM.ST * mass_s
@@ -186,11 +192,13 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def expectation(mom, mass, other_mass, scale, depth_t, depth_s, CT: tl.constexpr, CS: tl.constexpr):
+def expectation(
+    mom, mass, other_mass, scale, depth_t, depth_s, CT: tl.constexpr, CS: tl.constexpr
+):
     """E[CT logP + CS logS] in nats under the side whose moment this is."""
     e = LN2 * (mom - mass * moment(depth_t, depth_s, CT, CS)) * scale
-    # An infinite moment times an exponential that underflowed is NaN where the row is infinite. Scores
-    # that are NaN themselves leave NaN in the masses too.
+    # An infinite moment times an exponential that underflowed is NaN where the row is infinite.
+    # Scores that are NaN themselves leave NaN in the masses too.
     lost = (mom != mom) & (mass == mass) & (other_mass == other_mass)
     e = tl.where(lost, float("inf"), e)
     return tl.where(mass == 0.0, 0.0, e)

@@ -25,12 +25,22 @@ def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
     mask_offset = b.to(tl.int64) * 0
     if CONFIG.HAS_MASK:
         mask_offset = b.to(tl.int64) * masks.mask_b + h * masks.mask_h
-    return Sequence(start_q, start_k, num_rows, num_keys, num_valid, num_keys - num_rows, mask_offset)
+    return Sequence(
+        start_q, start_k, num_rows, num_keys, num_valid, num_keys - num_rows, mask_offset
+    )
 
 
 @triton.jit
 def bind_side(
-    side, masks, seq, b, h, inv_temperature, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr
+    side,
+    masks,
+    seq,
+    b,
+    h,
+    inv_temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """One side at query head h."""
     b = b.to(tl.int64)
@@ -52,16 +62,22 @@ def bind_side(
 
 @triton.jit
 def bind_student(student, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
-    return bind_side(student, masks, seq, b, h, inv_temperature, CONFIG.S_BIAS, CONFIG.S_ALIBI, CONFIG.S_SINK)
+    return bind_side(
+        student, masks, seq, b, h, inv_temperature, CONFIG.S_BIAS, CONFIG.S_ALIBI, CONFIG.S_SINK
+    )
 
 
 @triton.jit
 def bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
-    return bind_side(teacher, masks, seq, b, h, inv_temperature, CONFIG.T_BIAS, CONFIG.T_ALIBI, CONFIG.T_SINK)
+    return bind_side(
+        teacher, masks, seq, b, h, inv_temperature, CONFIG.T_BIAS, CONFIG.T_ALIBI, CONFIG.T_SINK
+    )
 
 
 @triton.jit
-def load_tile(ptr, offs, num, stride, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr):
+def load_tile(
+    ptr, offs, num, stride, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr
+):
     """Rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0."""
     offs_d = tl.arange(0, BLOCK_D)
     ptrs = ptr + offs.to(tl.int64)[:, None] * stride + offs_d[None, :] * stride_d
@@ -94,10 +110,11 @@ def transformed(
     dot, side, bound, seq, rows, cols, inside, inv_temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) where there is a softcap.
+    """Scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) where there is a
+    softcap.
 
-    ``inv_temperature`` is log2(e) / temperature, and ``side.scale`` includes it unless a softcap stands
-    between the two.
+    ``inv_temperature`` is log2(e) / temperature, and ``side.scale`` includes it unless a softcap
+    stands between the two.
     """
     slope = dot
     if HAS_SOFTCAP:
@@ -107,7 +124,12 @@ def transformed(
     else:
         x = dot * side.scale
     if HAS_BIAS:
-        ptrs = side.bias + bound.bias_offset + rows.to(tl.int64) * side.bias_m + cols.to(tl.int64) * side.bias_n
+        ptrs = (
+            side.bias
+            + bound.bias_offset
+            + rows.to(tl.int64) * side.bias_m
+            + cols.to(tl.int64) * side.bias_n
+        )
         x += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * inv_temperature
     if HAS_ALIBI:
         x -= tl.abs(rows + seq.offset - cols).to(tl.float32) * bound.slope
@@ -115,16 +137,40 @@ def transformed(
 
 
 @triton.jit
-def student_scores(dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr):
+def student_scores(
+    dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
+):
     return transformed(
-        dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG.S_SOFTCAP, CONFIG.S_BIAS, CONFIG.S_ALIBI
+        dot,
+        side,
+        bound,
+        seq,
+        rows,
+        cols,
+        inside,
+        inv_temperature,
+        CONFIG.S_SOFTCAP,
+        CONFIG.S_BIAS,
+        CONFIG.S_ALIBI,
     )
 
 
 @triton.jit
-def teacher_scores(dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr):
+def teacher_scores(
+    dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
+):
     return transformed(
-        dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG.T_SOFTCAP, CONFIG.T_BIAS, CONFIG.T_ALIBI
+        dot,
+        side,
+        bound,
+        seq,
+        rows,
+        cols,
+        inside,
+        inv_temperature,
+        CONFIG.T_SOFTCAP,
+        CONFIG.T_BIAS,
+        CONFIG.T_ALIBI,
     )
 
 
@@ -137,14 +183,21 @@ def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
     if CONFIG.HAS_RIGHT:
         allowed &= cols <= rows + seq.offset + masks.window_right
     if CONFIG.HAS_MASK:
-        ptrs = masks.mask + seq.mask_offset + rows.to(tl.int64) * masks.mask_m + cols.to(tl.int64) * masks.mask_n
+        ptrs = (
+            masks.mask
+            + seq.mask_offset
+            + rows.to(tl.int64) * masks.mask_m
+            + cols.to(tl.int64) * masks.mask_n
+        )
         allowed &= tl.load(ptrs, mask=inside, other=0) != 0
     return allowed
 
 
 @triton.jit
 def key_range(masks, seq, first_row, last_row, CONFIG: tl.constexpr):
-    """Keys [start, stop) that some row of a block may see, and [full_start, full_stop) that all may."""
+    """Keys [start, stop) that some row of a block may see, and [full_start, full_stop) that all
+    may.
+    """
     start = 0
     stop = seq.num_valid
     full_start = 0
@@ -160,7 +213,9 @@ def key_range(masks, seq, first_row, last_row, CONFIG: tl.constexpr):
 
 @triton.jit
 def row_range(masks, seq, first_key, last_key, CONFIG: tl.constexpr):
-    """Rows [start, stop) that may see some key of a block, and [full_start, full_stop) that see all."""
+    """Rows [start, stop) that may see some key of a block, and [full_start, full_stop) that see
+    all.
+    """
     start = 0
     stop = seq.num_rows
     full_start = 0
