@@ -24,7 +24,7 @@ def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
         num_valid = tl.minimum(num_keys, tl.load(masks.key_lengths + b).to(tl.int32))
     mask_offset = b.to(tl.int64) * 0
     if CONFIG.HAS_MASK:
-        mask_offset = b.to(tl.int64) * masks.mask_b + h * masks.mask_h
+        mask_offset = b.to(tl.int64) * masks.mask_b + h.to(tl.int64) * masks.mask_h
     return Sequence(
         start_q, start_k, num_rows, num_keys, num_valid, num_keys - num_rows, mask_offset
     )
@@ -46,8 +46,9 @@ def bind_side(
     b = b.to(tl.int64)
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
-    q = side.q + b * side.q_b + h * side.q_h + seq.start_q.to(tl.int64) * side.q_m
-    k = side.k + b * side.k_b + (h // side.group) * side.k_h + seq.start_k.to(tl.int64) * side.k_n
+    head = h.to(tl.int64)  # one head of a mask can already have 2^31 / num_heads elements
+    q = side.q + b * side.q_b + head * side.q_h + seq.start_q.to(tl.int64) * side.q_m
+    k = side.k + b * side.k_b + (head // side.group) * side.k_h + seq.start_k.to(tl.int64) * side.k_n
     slope = 0.0
     sink = 0.0
     if HAS_ALIBI:
@@ -56,7 +57,7 @@ def bind_side(
         sink = tl.load(side.sink + h).to(tl.float32) * LOG2E
     bias_offset = b * 0
     if HAS_BIAS:
-        bias_offset = b * side.bias_b + h * side.bias_h
+        bias_offset = b * side.bias_b + head * side.bias_h
     return Bound(q, k, bias_offset, slope, sink)
 
 
