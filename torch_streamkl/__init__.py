@@ -5,6 +5,7 @@
 from typing import TYPE_CHECKING, Any
 
 from torch_streamkl.attention import attention_kl, attention_kl_varlen
+from torch_streamkl.linear import LinearKL, linear_kl
 from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
@@ -13,12 +14,14 @@ if TYPE_CHECKING:
     from torch_streamkl.fx_passes.report import Report
 
 __all__ = [
+    "LinearKL",
     "Report",
     "__version__",
     "attention_kl",
     "attention_kl_varlen",
     "explain",
     "inductor_options",
+    "linear_kl",
 ]
 
 _LAZY = {"Report": "report", "explain": "explain", "inductor_options": "backend"}

@@ -1,0 +1,210 @@
+"""`linear_kl` in bounded memory: matmuls into a small workspace of logits, and row functions on it.
+
+Three loops, the same on every device:
+
+- `forward`: values, by chunks of tokens with all words (two matmuls);
+- `backward`: gradients from saved statistics, by blocks of words with all tokens where they fit: each
+  block of a weight's gradient is then one matmul and the hidden states' gradient is summed over blocks
+  (two matmuls to recompute the logits, two for the gradients of a side);
+- `forward_with_gradients`: both at once by chunks of tokens, for a weighted sum whose weights are known
+  (two matmuls and two for the gradients of a side).
+
+The order of every sum is fixed, so results are the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from torch_streamkl import linear_rows
+from torch_streamkl.functional import Bilinear
+from torch_streamkl.linear_problem import (
+    MAX_LOW_PRECISION_SUMS,
+    MIB,
+    Chunks,
+    Head,
+    LinearProblem,
+    RowValues,
+    RowWeights,
+    Wanted,
+    even_step,
+    padded,
+    ranges,
+    row_bytes,
+    workspace_bytes,
+)
+from torch_streamkl.rowstate import RowState
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+TOKEN_MULTIPLE = 128  # rows of a matmul tile
+TEACHER_TOKENS = 256  # of the teacher's logits at once, where only the student gets a gradient
+
+
+def forward(problem: LinearProblem, max_workspace_mib: int, rows: ModuleType = linear_rows) -> RowValues:
+    """Values and statistics of all rows."""
+    out = RowValues.allocate(problem)
+    student_bytes, teacher_bytes = row_bytes(problem)
+    tokens = _tokens_that_fit(problem, workspace_bytes(problem, max_workspace_mib), student_bytes + teacher_bytes)
+    student, teacher = (_logits_buffer(head, tokens) for head in problem.heads)
+    for chunk in ranges(problem.num_tokens, tokens):
+        part = problem.of_tokens(chunk)
+        s, t = _logits(part.student, student), _logits(part.teacher, teacher)
+        rows.values(part, s, t, out.of_tokens(chunk))
+    return out
+
+
+def backward(
+    problem: LinearProblem,
+    values: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+    max_workspace_mib: int,
+    rows: ModuleType = linear_rows,
+) -> Gradients:
+    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from the rows' statistics."""
+    accumulators = [_Gradient(problem, side, wanted) for side in (0, 1)]
+    num_words = max(head.num_words for head in problem.heads)
+    item = sum(head.hidden.element_size() for head in problem.heads)
+    room = workspace_bytes(problem, max_workspace_mib) // item
+    words_step = even_step(num_words, max(room // max(problem.num_tokens, 1), -(-num_words // MAX_LOW_PRECISION_SUMS)), 256)
+    tokens_step = even_step(problem.num_tokens, max(room // padded(words_step), 1), TOKEN_MULTIPLE)
+    buffers = [head.hidden.new_empty((tokens_step, padded(words_step))) for head in problem.heads]
+    for words in ranges(num_words, words_step):
+        for chunk in ranges(problem.num_tokens, tokens_step):
+            part = problem.of_words(words).of_tokens(chunk)
+            s, t = (_logits(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True))
+            rows.gradient(part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), wanted)
+            for accumulator, d_logits in zip(accumulators, (s, t), strict=True):
+                accumulator.add(d_logits, chunk, words)
+    return _gradients(accumulators)
+
+
+def forward_with_gradients(
+    problem: LinearProblem,
+    weights: RowWeights,
+    wanted: Wanted,
+    max_workspace_mib: int,
+    rows: ModuleType = linear_rows,
+) -> tuple[RowValues, Gradients]:
+    """Values, statistics and the gradients of the weighted sum."""
+    if not (wanted.student or wanted.teacher):
+        return forward(problem, max_workspace_mib, rows), (None,) * 6
+    chunks = gradient_chunks(problem, wanted, max_workspace_mib)
+    if -(-problem.num_tokens // chunks.tokens) > MAX_LOW_PRECISION_SUMS:  # NOTE [Sums over chunks]
+        values = forward(problem, max_workspace_mib, rows)
+        return values, backward(problem, values, weights, wanted, max_workspace_mib, rows)
+    out = RowValues.allocate(problem)
+    accumulators = [_Gradient(problem, side, wanted) for side in (0, 1)]
+    student = _logits_buffer(problem.student, chunks.tokens)
+    teacher = _logits_buffer(problem.teacher, chunks.teacher_tokens)
+    all_words = slice(0, max(head.num_words for head in problem.heads))
+    for chunk in ranges(problem.num_tokens, chunks.tokens):
+        s = _logits(problem.of_tokens(chunk).student, student)
+        for step in ranges(chunk.stop - chunk.start, chunks.teacher_tokens):
+            tokens = slice(chunk.start + step.start, chunk.start + step.stop)
+            part = problem.of_tokens(tokens)
+            t = _logits(part.teacher, teacher)
+            rows.values_and_gradient(part, s[step], t, out.of_tokens(tokens), weights.of_tokens(tokens), wanted)
+            accumulators[1].add(t, tokens, all_words)
+        accumulators[0].add(s, chunk, all_words)
+    return out, _gradients(accumulators)
+
+
+def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
+    """Row state of a shard of the vocabulary (nats) and the log-sum-exp of its hard-label scores.
+
+    States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the merged
+    statistics `backward` gives each shard's gradients.
+    """
+    form = problem.functional.bilinear or Bilinear()
+    tokens = _tokens_that_fit(problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem)))
+    student, teacher = (_logits_buffer(head, tokens) for head in problem.heads)
+    parts = []
+    for chunk in ranges(problem.num_tokens, tokens):
+        part = problem.of_tokens(chunk)
+        parts.append(linear_rows.partial_state(part, _logits(part.student, student), _logits(part.teacher, teacher), form))
+    states, hard_lses = zip(*parts, strict=True)
+    fields = ("m_t", "l_t", "m_s", "l_s", "a", "b")
+    state = RowState(*(torch.cat([getattr(state, name) for state in states]) for name in fields))
+    return state, torch.cat(hard_lses)
+
+
+# ------------------------------------------------------------------------------------------- chunks
+def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: int) -> Chunks:
+    """Chunks of the forward that computes gradients."""
+    student_bytes, teacher_bytes = row_bytes(problem)
+    workspace = workspace_bytes(problem, max_workspace_mib)
+    if wanted.teacher:
+        tokens = _tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
+        return Chunks(tokens, tokens)
+    teacher_tokens = min(TEACHER_TOKENS, max(1, workspace // (4 * teacher_bytes)), problem.num_tokens)
+    tokens = _tokens_that_fit(problem, workspace - teacher_tokens * teacher_bytes, student_bytes)
+    return Chunks(tokens, even_step(tokens, min(tokens, teacher_tokens), TOKEN_MULTIPLE))
+
+
+def _tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
+    limit = workspace // bytes_per_token
+    if limit < 1:
+        raise ValueError(
+            f"max_workspace_mib must hold the logits of one token, which are {sum(row_bytes(problem)) / MIB:.1f} MiB "
+            f"with the student's and the teacher's words, got {workspace // MIB} MiB"
+        )
+    return even_step(max(1, problem.num_tokens), limit, TOKEN_MULTIPLE)
+
+
+def _logits_buffer(head: Head, tokens: int) -> Tensor:
+    return head.hidden.new_empty((tokens, padded(head.num_words)))
+
+
+def _logits(head: Head, buffer: Tensor) -> Tensor:
+    """``hidden @ weight.T`` in the buffer's first rows."""
+    out = buffer[: head.hidden.shape[0], : head.num_words]
+    return torch.mm(head.hidden, head.weight.t(), out=out)
+
+
+# ----------------------------------------------------------------------------------------- gradients
+class _Gradient:
+    """Gradients of one side, summed over chunks of tokens and blocks of words."""
+
+    def __init__(self, problem: LinearProblem, side: int, wanted: Wanted) -> None:
+        self.head = problem.heads[side]
+        to_hidden = (wanted.student_hidden, wanted.teacher_hidden)[side]
+        to_weight = (wanted.student_weight, wanted.teacher_weight)[side]
+        to_bias = (wanted.student_bias, wanted.teacher_bias)[side]
+        self.hidden = torch.empty_like(self.head.hidden) if to_hidden else None
+        self.weight = torch.empty_like(self.head.weight) if to_weight else None
+        self.bias: Tensor | None = None
+        self.bias_sum: Tensor | None = None
+        if to_bias:
+            assert self.head.bias is not None
+            self.bias = self.head.bias
+            self.bias_sum = torch.zeros(self.bias.shape, dtype=problem.compute_dtype, device=self.bias.device)
+
+    def add(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+        """Add what a block of tokens and words contributes; blocks come with ascending tokens and words."""
+        words = slice(words.start, words.start + d_logits.shape[1])
+        if d_logits.shape[1] == 0:  # this side has none of the words
+            return
+        if self.hidden is not None:
+            _matmul_into(self.hidden[tokens], d_logits, self.head.weight[words], first=words.start == 0)
+        if self.weight is not None:
+            _matmul_into(self.weight[words], d_logits.t(), self.head.hidden[tokens], first=tokens.start == 0)
+        if self.bias_sum is not None:
+            self.bias_sum[words] += d_logits.sum(0, dtype=self.bias_sum.dtype)
+
+
+def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out=out)
+    else:
+        out.addmm_(a, b)
+
+
+def _gradients(sides: list[_Gradient]) -> Gradients:
+    student, teacher = sides
+    d_bias = [None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype) for side in sides]
+    return student.hidden, student.weight, teacher.hidden, teacher.weight, d_bias[0], d_bias[1]

@@ -1,0 +1,317 @@
+"""The torch.library operators behind `linear_kl`: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
+
+- ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
+- ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the backward
+  multiplies them by the gradient of the sum.
+
+NOTE [Multiplying stored gradients]
+The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies them in
+place, unless the graph is kept for another backward (then out of place) or is being traced (then
+out of place too: the compiler reuses the buffer that it sees die).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.utils.flop_counter import register_flop_formula
+
+from torch_streamkl import linear_chunks, linear_rows
+from torch_streamkl.functional import Functional
+from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
+from torch_streamkl.ops import NAMESPACE, _without_autocast
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+
+# The order below is known to this schema, `problem_of` and the tensor counts used by autograd.
+_TENSORS = (
+    "Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, Tensor teacher_weight, "
+    "Tensor? student_bias=None, Tensor? teacher_bias=None, Tensor? labels=None"
+)
+_OPTIONS = (
+    "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
+    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, int ignore_index=-100, "
+    "SymInt max_workspace_mib=0, str impl='auto'"
+)
+_GRADIENTS = (
+    "Tensor student_hidden_grad, Tensor student_weight_grad, Tensor teacher_hidden_grad, Tensor teacher_weight_grad, "
+    "Tensor student_bias_grad, Tensor teacher_bias_grad"
+)
+_NUM_TENSORS = 7
+_INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+_lib.define(f"linear_kl({_TENSORS}, {_OPTIONS}) -> (Tensor value, Tensor hard, Tensor statistics)", tags=_TAGS)
+_lib.define(
+    f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, {_TENSORS}, {_OPTIONS})"
+    f" -> ({_GRADIENTS})",
+    tags=_TAGS,
+)
+_lib.define(
+    f"linear_kl_sum({_TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, bool[] wanted=[], {_OPTIONS})"
+    f" -> (Tensor total, Tensor value, Tensor hard, {_GRADIENTS})",
+    tags=_TAGS,
+)
+linear_kl = torch.ops.torch_streamkl.linear_kl.default
+linear_kl_backward = torch.ops.torch_streamkl.linear_kl_backward.default
+linear_kl_sum = torch.ops.torch_streamkl.linear_kl_sum.default
+
+IMPLEMENTATIONS = ("auto", "triton", "streaming", "reference")
+
+
+def problem_of(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    labels: Tensor | None = None,
+    functional: str = "(P*(logP-logS))",
+    student_scale: float = 1.0,
+    teacher_scale: float = 1.0,
+    student_softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    max_workspace_mib: int = 0,
+    impl: str = "auto",
+) -> tuple[LinearProblem, int, str]:
+    """The problem, its workspace limit (0 is the default) and the implementation that was asked for."""
+    problem = LinearProblem(
+        student=Head(student_hidden, student_weight, student_bias, student_scale, student_softcap),
+        teacher=Head(teacher_hidden, teacher_weight, teacher_bias, teacher_scale, teacher_softcap),
+        functional=Functional.of(functional),
+        temperature=temperature,
+        labels=labels,
+        ignore_index=ignore_index,
+    )
+    return problem, max_workspace_mib, impl
+
+
+def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
+    """The module that works on rows of logits."""
+    return linear_rows
+
+
+# ---------------------------------------------------------------------------------- implementations
+def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    problem, workspace, impl = problem_of(*args, **kwargs)
+    out = linear_chunks.forward(problem, workspace, row_functions(problem, impl))
+    return out.value, out.hard, out.statistics
+
+
+def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out = RowValues.allocate(problem_of(*args, **kwargs)[0])
+    return out.value, out.hard, out.statistics
+
+
+def _backward(
+    grad: Tensor | None, hard_grad: Tensor | None, statistics: Tensor, wanted: list[bool], *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    problem, workspace, impl = problem_of(*args, **kwargs)
+    weights = RowWeights(*(None if g is None else g.to(problem.compute_dtype) for g in (grad, hard_grad)))
+    nothing = statistics.new_empty(0)
+    grads = linear_chunks.backward(
+        problem,
+        RowValues(nothing, nothing, statistics),
+        weights,
+        Wanted(*wanted),
+        workspace,
+        row_functions(problem, impl),
+    )
+    return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
+
+
+def _gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, ...]:
+    student, teacher = problem.heads
+    inputs = (student.hidden, student.weight, teacher.hidden, teacher.weight, student.bias, teacher.bias)
+    flags = (*wanted, *(False,) * len(inputs))
+    return tuple(
+        torch.empty_like(x) if need and x is not None else student.hidden.new_empty(0)
+        for x, need in zip(inputs, flags, strict=False)
+    )
+
+
+def _backward_fake(
+    grad: Tensor | None, hard_grad: Tensor | None, statistics: Tensor, wanted: list[bool], *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    return _gradient_fakes(problem_of(*args, **kwargs)[0], wanted)
+
+
+def _sum_arguments(
+    *args: Any, row_weight: Tensor | None = None, hard_row_weight: Tensor | None = None, wanted: Any = (), **kwargs: Any
+) -> tuple[tuple[LinearProblem, int, str], Tensor | None, Tensor | None, list[bool]]:
+    rest = args[_NUM_TENSORS:]
+    first = [row_weight, hard_row_weight, wanted]
+    first[: len(rest[:3])] = rest[:3]
+    problem = problem_of(*args[:_NUM_TENSORS], *(None,) * (_NUM_TENSORS - len(args)), *rest[3:], **kwargs)
+    return problem, first[0], first[1], list(first[2])
+
+
+def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    (problem, workspace, impl), row_weight, hard_row_weight, wanted = _sum_arguments(*args, **kwargs)
+    dtype, like = problem.compute_dtype, problem.student.hidden
+    weight = like.new_ones(problem.num_tokens, dtype=dtype) if row_weight is None else row_weight.to(dtype)
+    hard_weight = None
+    if problem.labels is not None:
+        hard_weight = like.new_ones(problem.num_tokens, dtype=dtype) if hard_row_weight is None else hard_row_weight.to(dtype)
+    rows, grads = linear_chunks.forward_with_gradients(
+        problem, RowWeights(weight, hard_weight), Wanted(*wanted), workspace, row_functions(problem, impl)
+    )
+    total = _weighted_sum(rows.value, weight)
+    if hard_weight is not None:
+        total = total + _weighted_sum(rows.hard, hard_weight)
+    return total, rows.value, rows.hard, *(like.new_empty(0) if g is None else g for g in grads)
+
+
+def _weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
+    # a row that does not count may be infinite
+    return torch.where(weight == 0, 0.0, value * weight).sum()
+
+
+def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    (problem, _, _), _, _, wanted = _sum_arguments(*args, **kwargs)
+    rows = RowValues.allocate(problem)
+    return rows.value.new_empty(()), rows.value, rows.hard, *_gradient_fakes(problem, wanted)
+
+
+for _name, _implementation, _fake in (
+    ("linear_kl", _forward, _forward_fake),
+    ("linear_kl_backward", _backward, _backward_fake),
+    ("linear_kl_sum", _sum, _sum_fake),
+):
+    _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
+    for _device in ("CPU", "CUDA"):
+        _lib.impl(_name, _without_autocast(getattr(torch.ops.torch_streamkl, _name).default, _device), f"Autocast{_device}")
+
+
+# ----------------------------------------------------------------------------------------- autograd
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(output[2], *inputs[:_NUM_TENSORS])
+    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    # the dispatcher drops trailing arguments that have their default value
+    wanted = list((*ctx.needs_input_grad, *(False,) * _NUM_TENSORS)[: len(_INPUTS)])
+    num_inputs = _NUM_TENSORS + len(ctx.options)
+    statistics, *tensors = ctx.saved_tensors
+    if tensors[6] is None:
+        hard_grad = None
+    if not any(wanted) or (grad is None and hard_grad is None):
+        return (None,) * num_inputs
+    grads = linear_kl_backward(grad, hard_grad, statistics, wanted, *tensors, *ctx.options)
+    return (*(g if need else None for g, need in zip(grads, wanted, strict=True)), *(None,) * (num_inputs - len(_INPUTS)))
+
+
+def _setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _total, value, hard, *grads = output
+    ctx.mark_non_differentiable(value, hard, *grads)
+    ctx.wanted = list(inputs[_NUM_TENSORS + 2])
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(value, hard, *grads)
+    ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in inputs[_NUM_TENSORS : _NUM_TENSORS + 2])
+    ctx.set_materialize_grads(False)
+
+
+def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    needs = (*ctx.needs_input_grad, *(False,) * (_NUM_TENSORS + 2))[: _NUM_TENSORS + 2]
+    wanted = (*ctx.wanted, *(False,) * len(_INPUTS))[: len(_INPUTS)]
+    for index in _INPUTS:
+        if needs[index] and not wanted[index]:
+            raise RuntimeError(
+                f"linear_kl_sum was called with wanted={ctx.wanted}, but input {index} requires a gradient; "
+                "wanted says which of student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias and "
+                "teacher_bias get one"
+            )
+    if grad is None:
+        return (None,) * ctx.num_inputs
+    value, hard, *stored = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * ctx.num_inputs
+    in_place = _may_overwrite(stored)
+    for index in _INPUTS:
+        if needs[index]:
+            grads[index] = stored[index].mul_(grad) if in_place else (stored[index] * grad).to(stored[index].dtype)
+    for index, rows, dtype in zip((_NUM_TENSORS, _NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True):
+        if needs[index]:
+            grads[index] = (rows * grad).to(dtype)
+    return tuple(grads)
+
+
+def _may_overwrite(stored: list[Tensor]) -> bool:
+    """NOTE [Multiplying stored gradients]."""
+    if torch.is_grad_enabled() or any(type(x) is not Tensor for x in stored):  # create_graph, or traced
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _no_double_backward(*_: Any) -> None:
+    raise NotImplementedError("linear_kl can be differentiated once; use impl='reference' for higher derivatives")
+
+
+torch.library.register_autograd(f"{NAMESPACE}::linear_kl", _autograd, setup_context=_setup_context, lib=_lib)
+torch.library.register_autograd(f"{NAMESPACE}::linear_kl_backward", _no_double_backward, lib=_lib)
+torch.library.register_autograd(f"{NAMESPACE}::linear_kl_sum", _sum_autograd, setup_context=_setup_sum_context, lib=_lib)
+
+
+# --------------------------------------------------------------------------------------------- vmap
+def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Fold the mapped dimension into the tokens."""
+    tensors = list(args)
+    for index, name in ((1, "student_weight"), (3, "teacher_weight"), (4, "student_bias"), (5, "teacher_bias")):
+        if index < len(args) and in_dims[index] is not None:
+            raise NotImplementedError(f"vmap over {name} is not supported; map over hidden states and labels")
+    for index in (0, 2, 6):
+        if index >= len(args) or args[index] is None:
+            continue
+        x, dim = args[index], in_dims[index]
+        x = x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
+        tensors[index] = x.flatten(0, 1)
+    value, hard, statistics = linear_kl(*tensors)
+    hard = hard.unflatten(0, (info.batch_size, -1)) if hard.numel() else hard.new_empty((info.batch_size, 0))
+    return (value.unflatten(0, (info.batch_size, -1)), hard, statistics.unflatten(1, (info.batch_size, -1))), (0, 0, 1)
+
+
+def _no_vmap(*_: Any) -> Any:
+    raise NotImplementedError("vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows")
+
+
+torch.library.register_vmap(f"{NAMESPACE}::linear_kl", _vmap, lib=_lib)
+torch.library.register_vmap(f"{NAMESPACE}::linear_kl_sum", _no_vmap, lib=_lib)
+
+
+# -------------------------------------------------------------------------------------------- FLOPs
+def _matmul_flops(hidden: Any, weight: Any) -> int:
+    return 2 * hidden[0] * hidden[1] * weight[0]
+
+
+@register_flop_formula(torch.ops.torch_streamkl.linear_kl)
+def _forward_flops(xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
+    """The two logits matmuls."""
+    return _matmul_flops(xs, ws) + _matmul_flops(xt, wt)
+
+
+@register_flop_formula(torch.ops.torch_streamkl.linear_kl_backward)
+def _backward_flops(_g: Any, _h: Any, _s: Any, wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
+    """The recomputed logits and one matmul for each gradient."""
+    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+
+
+@register_flop_formula(torch.ops.torch_streamkl.linear_kl_sum)
+def _sum_flops(xs: Any, ws: Any, xt: Any, wt: Any, *args: Any, wanted: Any = (), **_: Any) -> int:
+    """The logits and one matmul for each gradient."""
+    wanted = args[5] if len(args) > 5 else wanted
+    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+
+
+def _gradient_flops(wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any) -> int:
+    sides = (_matmul_flops(xs, ws), _matmul_flops(xs, ws), _matmul_flops(xt, wt), _matmul_flops(xt, wt))
+    return sum(f for f, need in zip(sides, wanted, strict=False) if need)

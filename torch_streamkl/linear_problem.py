@@ -1,0 +1,221 @@
+"""One KL problem between two LM heads as a value, what its rows produce, and how it is cut into chunks.
+
+`linear_ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row functions
+and the chunk loops take that and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.functional import Functional
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Head:
+    """Hidden states and LM head of one model and how their dot products become scores.
+
+    With ``z = hidden @ weight.T + bias``: ``y = softcap * tanh(scale * z / softcap)`` and
+    ``score = y / temperature``. Hard labels see y.
+    """
+
+    hidden: Tensor  # [num_tokens, width]
+    weight: Tensor  # [num_words, width]
+    bias: Tensor | None = None  # [num_words]
+    scale: float = 1.0
+    softcap: float = 0.0  # 0 is none
+
+    @property
+    def num_words(self) -> int:
+        return self.weight.shape[0]
+
+    def of_words(self, words: slice) -> Head:
+        bias = None if self.bias is None else self.bias[words]
+        return replace(self, weight=self.weight[words], bias=bias)
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over words.
+
+    Word j is the same word on both sides; a word that only one side has is impossible on the other
+    (probability 0). ``labels`` adds a second value per row, the cross-entropy of y and the label.
+    ``first_word`` is the index of the heads' first row: a shard of the vocabulary is a problem too.
+    """
+
+    student: Head
+    teacher: Head
+    functional: Functional
+    temperature: float = 1.0
+    labels: Tensor | None = None  # [num_tokens], integers
+    ignore_index: int = -100
+    first_word: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.student.hidden.shape[0]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        double = torch.float64 in (self.student.hidden.dtype, self.teacher.hidden.dtype)
+        return torch.float64 if double else torch.float32
+
+    @property
+    def heads(self) -> tuple[Head, Head]:
+        return self.student, self.teacher
+
+    def of_tokens(self, tokens: slice) -> LinearProblem:
+        """The problem of a range of rows (views)."""
+        return replace(
+            self,
+            student=replace(self.student, hidden=self.student.hidden[tokens]),
+            teacher=replace(self.teacher, hidden=self.teacher.hidden[tokens]),
+            labels=None if self.labels is None else self.labels[tokens],
+        )
+
+    def of_words(self, words: slice) -> LinearProblem:
+        """The problem of a range of words (views); a side that has none of them gets an empty head."""
+        return replace(
+            self,
+            student=self.student.of_words(words),
+            teacher=self.teacher.of_words(words),
+            first_word=self.first_word + words.start,
+        )
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """What the forward gives per token, and what the backward needs; the log-sum-exps are in nats.
+
+    ``statistics`` [5, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE [Row gradient]
+    in functional.py), lse of the student's y.
+    """
+
+    value: Tensor  # [num_tokens]
+    hard: Tensor  # [num_tokens], or [0] without labels
+    statistics: Tensor
+
+    @staticmethod
+    def allocate(problem: LinearProblem) -> RowValues:
+        """Uninitialised."""
+        hidden, num_tokens, dtype = problem.student.hidden, problem.num_tokens, problem.compute_dtype
+        num_labels = 0 if problem.labels is None else num_tokens
+        return RowValues(
+            hidden.new_empty(num_tokens, dtype=dtype),
+            hidden.new_empty(num_labels, dtype=dtype),
+            hidden.new_empty((5, num_tokens), dtype=dtype),
+        )
+
+    def of_tokens(self, tokens: slice) -> RowValues:
+        return RowValues(self.value[tokens], self.hard[tokens], self.statistics[:, tokens])
+
+    @property
+    def student_lse(self) -> Tensor:
+        return self.statistics[0]
+
+    @property
+    def teacher_lse(self) -> Tensor:
+        return self.statistics[1]
+
+    @property
+    def student_sum(self) -> Tensor:
+        return self.statistics[2]
+
+    @property
+    def teacher_sum(self) -> Tensor:
+        return self.statistics[3]
+
+    @property
+    def hard_lse(self) -> Tensor:
+        return self.statistics[4]
+
+
+@dataclass(frozen=True)
+class RowWeights:
+    """Factor of each row's value and of its cross-entropy in the quantity that is differentiated."""
+
+    value: Tensor | None  # [num_tokens] in the compute dtype; None is 0
+    hard: Tensor | None
+
+    def of_tokens(self, tokens: slice) -> RowWeights:
+        return RowWeights(*(None if w is None else w[tokens] for w in (self.value, self.hard)))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients are computed, in the order of the operators' outputs."""
+
+    student_hidden: bool = False
+    student_weight: bool = False
+    teacher_hidden: bool = False
+    teacher_weight: bool = False
+    student_bias: bool = False
+    teacher_bias: bool = False
+
+    @property
+    def student(self) -> bool:
+        return self.student_hidden or self.student_weight or self.student_bias
+
+    @property
+    def teacher(self) -> bool:
+        return self.teacher_hidden or self.teacher_weight or self.teacher_bias
+
+
+# ------------------------------------------------------------------------------------------ chunks
+# NOTE [Sums over chunks]
+# A weight's gradient is summed over chunks of tokens in its own dtype. In bfloat16 each addition rounds
+# the running sum once: with n chunks the error's square grows by about n/2 roundings, and naive bfloat16
+# already carries the rounding of the logit gradients. Measured against float64 the sum stays within
+# twice naive's error up to about 38 chunks; this limit keeps a margin. Beyond it the loops are
+# turned inside out (gradients of a block of words, summed over tokens in float32).
+MAX_LOW_PRECISION_SUMS = 34
+
+DEFAULT_WORKSPACE_MIB = {"cpu": 32, "cuda": 608}
+ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
+
+
+def padded(num_words: int) -> int:
+    return -(-num_words // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Tokens whose logits are alive at once.
+
+    The teacher's logits are needed only until the student's are turned into their gradient, so they
+    may cover fewer tokens (``teacher_tokens`` divides the work inside a chunk).
+    """
+
+    tokens: int
+    teacher_tokens: int
+
+
+def workspace_bytes(problem: LinearProblem, max_workspace_mib: int) -> int:
+    mib = max_workspace_mib or DEFAULT_WORKSPACE_MIB.get(problem.student.hidden.device.type, 512)
+    return mib * MIB
+
+
+def row_bytes(problem: LinearProblem) -> tuple[int, int]:
+    """Bytes of one token's logits of the student and of the teacher."""
+    student, teacher = (padded(h.num_words) * h.hidden.element_size() for h in problem.heads)
+    return student, teacher
+
+
+def ranges(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def even_step(size: int, limit: int, multiple: int = 1) -> int:
+    """Step of the fewest nearly equal parts of at most ``limit``, rounded up to a multiple where that fits."""
+    parts = max(1, math.ceil(size / max(1, limit)))
+    step = math.ceil(size / parts)
+    rounded = -(-step // multiple) * multiple
+    return rounded if rounded <= limit else step

@@ -1,0 +1,183 @@
+"""Rows of logits in plain torch: values, statistics and the gradient that replaces the logits.
+
+The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through them in
+blocks of words, so that temporaries stay small. `kernels/linear.py` is the same for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.functional import Bilinear, evaluate
+from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted, ranges
+from torch_streamkl.rowstate import RowState, finish, merge, state_of_scores
+
+BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
+
+
+@dataclass
+class Block:
+    """Scores of a block of words: y as the hard labels see it, the score, and d(y)/d(logit)."""
+
+    words: slice
+    y: Tensor | None  # None where the side has none of the words
+    score: Tensor
+    slope: Tensor | float
+
+
+def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+    """Values and statistics of rows from their whole logits [num_tokens, num_words] of both sides."""
+    functional = problem.functional
+    state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
+    sums = finish(state, functional.bilinear or Bilinear())
+    out.student_lse.copy_(sums.student_lse)
+    out.teacher_lse.copy_(sums.teacher_lse)
+    if functional.bilinear is not None:
+        out.value.copy_(sums.value)
+        out.student_sum.copy_(sums.student_sum)
+        out.teacher_sum.copy_(sums.teacher_sum)
+    else:
+        _second_pass(problem, student, teacher, out)
+    if problem.labels is not None:
+        out.hard_lse.copy_(hard_lse)
+        out.hard.copy_(_hard_values(problem, student, hard_lse))
+    else:
+        out.hard_lse.zero_()
+
+
+def partial_state(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, form: Bilinear
+) -> tuple[RowState, Tensor]:
+    """Row state over the words at hand and the log-sum-exp of the student's y over them."""
+    shape = (problem.num_tokens,)
+    like = student.new_empty((), dtype=problem.compute_dtype)
+    state = RowState.empty(shape, like)
+    hard_lse = like.new_full(shape, -math.inf)
+    for s, t in _blocks(problem, student, teacher):
+        if problem.labels is not None and s.y is not None:
+            hard_lse = torch.logaddexp(hard_lse, torch.logsumexp(s.y, -1))
+        finite = s.y is not None and t.y is not None and problem.student.bias is None and problem.teacher.bias is None
+        state = merge(state, state_of_scores(t.score, s.score, form, finite=finite), form)
+    return state, hard_lse
+
+
+def gradient(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    rows: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+) -> None:
+    """Overwrite logits by the gradient to them (the teacher's where wanted), words taken as they are."""
+    functional = problem.functional
+    for s, t in _blocks(problem, student, teacher):
+        variables = _variables(s.score, t.score, rows)
+        memo: dict[object, Tensor] = {}
+        for head, block, logits, expr, p, total, needed in (
+            (problem.student, s, student, functional.student_grad, "S", rows.student_sum, wanted.student),
+            (problem.teacher, t, teacher, functional.teacher_grad, "P", rows.teacher_sum, wanted.teacher),
+        ):
+            if not needed or block.y is None:
+                continue
+            grad = torch.zeros_like(block.score)
+            if weights.value is not None:
+                d_score = evaluate(expr, variables, memo) - variables[p] * total[:, None]  # type: ignore[arg-type]
+                grad = _weighted(d_score / problem.temperature, weights.value)
+            if head is problem.student and weights.hard is not None:
+                grad = grad + _weighted(_hard_gradient(problem, block, rows), weights.hard)
+            logits[:, block.words].copy_(grad * block.slope)
+
+
+def values_and_gradient(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, weights: RowWeights, wanted: Wanted
+) -> None:
+    """Both, from whole rows of logits."""
+    values(problem, student, teacher, out)
+    gradient(problem, student, teacher, out, weights, wanted)
+
+
+def _weighted(grad: Tensor, weight: Tensor) -> Tensor:
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    weight = weight[:, None]
+    return torch.where(weight == 0, torch.zeros_like(grad), grad * weight)
+
+
+def _second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+    for total in (out.value, out.student_sum, out.teacher_sum):
+        total.zero_()
+    for s, t in _blocks(problem, student, teacher):
+        f, h, g = problem.functional.sums(_variables(s.score, t.score, out))
+        out.value.add_(f.sum(-1))
+        out.student_sum.add_(h.sum(-1))
+        out.teacher_sum.add_(g.sum(-1))
+
+
+def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
+    log_s, log_t = (
+        x - torch.where(lse == -math.inf, 0.0, lse)[:, None] for x, lse in ((s, rows.student_lse), (t, rows.teacher_lse))
+    )
+    return {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+
+
+# -------------------------------------------------------------------------------------- hard labels
+def _counted(problem: LinearProblem) -> Tensor:
+    assert problem.labels is not None
+    return problem.labels != problem.ignore_index
+
+
+def _hard_values(problem: LinearProblem, student: Tensor, hard_lse: Tensor) -> Tensor:
+    """Cross-entropy of the labels; NaN for a label that is no word."""
+    assert problem.labels is not None
+    head, word = problem.student, problem.labels.long() - problem.first_word
+    is_word = (word >= 0) & (word < head.num_words)
+    word = torch.where(is_word, word, 0)[:, None]
+    y = _transformed(head, student.gather(1, word), None if head.bias is None else head.bias[word], hard_lse.dtype)[0]
+    value = torch.where(is_word, hard_lse - y.squeeze(1), math.nan)
+    return torch.where(_counted(problem), value, 0.0)
+
+
+def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Tensor:
+    assert problem.labels is not None and block.y is not None
+    word = torch.arange(block.words.start, block.words.stop, device=block.y.device) + problem.first_word
+    p = torch.exp(block.y - rows.hard_lse[:, None])
+    p = p - (problem.labels[:, None] == word).to(p.dtype)
+    return torch.where(_counted(problem)[:, None], p, 0.0)
+
+
+# ------------------------------------------------------------------------------------------- blocks
+def _blocks(problem: LinearProblem, student: Tensor, teacher: Tensor) -> Iterator[tuple[Block, Block]]:
+    """Blocks of words, none of which crosses the end of the smaller vocabulary."""
+    sizes = (problem.student.num_words, problem.teacher.num_words)
+    step = max(64, BLOCK_ELEMENTS // max(1, problem.num_tokens))
+    for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):
+        for part in ranges(stop - start, step):
+            words = slice(start + part.start, start + part.stop)
+            yield _block(problem, problem.student, student, words), _block(problem, problem.teacher, teacher, words)
+
+
+def _block(problem: LinearProblem, head: Head, logits: Tensor, words: slice) -> Block:
+    dtype = problem.compute_dtype
+    if words.start >= head.num_words:
+        missing = logits.new_full((logits.shape[0], words.stop - words.start), -math.inf, dtype=dtype)
+        return Block(words, None, missing, 0.0)
+    y, slope = _transformed(head, logits[:, words], None if head.bias is None else head.bias[words], dtype)
+    return Block(words, y, y / problem.temperature, slope)
+
+
+def _transformed(head: Head, logits: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """y and d(y)/d(logit)."""
+    y = logits.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if head.scale != 1.0:
+        y = y * head.scale
+    if not head.softcap:
+        return y, head.scale
+    capped = torch.tanh(y / head.softcap)
+    return capped * head.softcap, head.scale * (1.0 - capped * capped)
