@@ -106,8 +106,6 @@ def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     return report
 
 
-# --------------------------------------------------------------------------------------- cache
-# keys
 @functools.cache
 def source_digest() -> str:
     """Digest of every source file of the package: a change of ours must never meet a cached graph.

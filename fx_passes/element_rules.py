@@ -54,7 +54,6 @@ def _distribution(scores: Scores, dim: int, trained: bool) -> Distribution:
     return Distribution(scores.key, pieces[0].axis, trained)
 
 
-# ----------------------------------------------------------------------------------- combinations
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
     """Both values over one list of distributions and one rank."""
     rank = max(a.rank, b.rank)
@@ -166,7 +165,6 @@ def chosen(condition: Expr, a: Elements, b: Elements, c: Elements) -> Elements:
     return replace(a, terms=(Term(apply("where", condition, x, y)),))
 
 
-# ------------------------------------------------------------------------------------------- masks
 def masked_after(
     a: Elements,
     mask: BoolTensor,
@@ -193,8 +191,6 @@ def masked_after(
     return with_row_factor(a, factor()) if on_rows else a
 
 
-# --------------------------------------------------------------------------------------------
-# views
 def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) -> Elements:
     """A view operation applied to every layout; the keys stay one dimension."""
     if any(t.factors for t in a.terms):
@@ -213,8 +209,6 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
     return replace(a, layouts=tuple(layouts), key_dim=key_dim)
 
 
-# ---------------------------------------------------------------------------------------
-# reductions
 def reduced(
     a: Elements, dims: Sequence[int], keepdim: bool, mean: bool, shape: Sequence[Size]
 ) -> Rows | Elements:
@@ -307,8 +301,6 @@ def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Ele
     return Elements((Term(expr),), (mixed,), (kept,), key_dim)
 
 
-# ---------------------------------------------------------------------------------------------
-# rows
 def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
     """a + sign * b, both summed over the same dimensions of tensors of one layout."""
     b = b.scaled(sign)

@@ -79,8 +79,6 @@ class Plan:
     calls: tuple[Call, ...]
 
 
-# ------------------------------------------------------------------------------------------
-# planning
 def plan(rows: Rows) -> Plan:
     """The calls that compute the rows, or Blocked."""
     if rows.offsets:
@@ -322,8 +320,6 @@ def _split_pairs(
     return pairs
 
 
-# ---------------------------------------------------------------------------------------------
-# masks
 def masks_of(shape: Geometry) -> MaskPlan:
     """The masks of both sides in the operator's terms; they have to be the same."""
     teacher, student = shape.teacher.distribution.scores, shape.student.distribution.scores
@@ -469,8 +465,6 @@ def describe(planned: Plan) -> tuple[str, str]:
     return "attention_kl", "; ".join(forms)
 
 
-# ------------------------------------------------------------------------------------------
-# emission
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Insert the calls; the returned node has the value, shape and dtype of ``like``."""
     rows = planned.rows

@@ -166,8 +166,6 @@ def varies(literal: Literal, dim: int) -> bool:
     )
 
 
-# --------------------------------------------------------------------------- masks in terms of
-# axes
 @dataclass(frozen=True)
 class AxisCondition:
     """``sum(coefficient * index of axis) + constant >= 0``."""

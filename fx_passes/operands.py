@@ -90,7 +90,7 @@ def _split(layout: Layout, side: int, geometry: Geometry, own: SideGeometry) -> 
     contracted = sorted({p.axis for d in layout for p in d if p.axis < 0}, reverse=True)
     for dim in layout:
         if dim == ():
-            result.append(SubDim(Slot("one"), 1))
+            result.append(SubDim(Slot("one", len(result)), 1))  # numbered: there may be several
         for piece in dim:
             if piece.axis < 0:
                 result.append(SubDim(Slot("dim", contracted.index(piece.axis)), piece.size))
@@ -211,8 +211,7 @@ def _with_factors(
         if factor.layout:
             node = _placed(build, node, factor.layout, slots, side, geometry)
         x = build.call(torch.div if factor.divides else torch.mul, x, node)
-        # type: ignore[union-attr]
-        if isinstance(example(x), Tensor) and example(x).dtype != dtype:
+        if isinstance(example(x), Tensor) and example(x).dtype != dtype:  # type: ignore[union-attr]
             x = build.method("to", x, dtype)
     return x
 

@@ -921,8 +921,7 @@ class Recogniser(MaskRules):
     def op_stack(self, node: fx.Node, a: Arguments) -> object:
         items = [self.value(n) for n in a["tensors"]]
         if items and all(isinstance(x, Elements) for x in items):
-            # type: ignore[arg-type]
-            return Stacked(tuple(items), a.get("dim", 0) % self.rank[node])
+            return Stacked(tuple(items), a.get("dim", 0) % self.rank[node])  # type: ignore[arg-type]
         return self._no_rule(node, "stack")
 
     def op_pad(self, node: fx.Node, a: Arguments) -> object:

@@ -130,7 +130,6 @@ def _is_mapped(graph: fx.Graph) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------- sites
 def _candidates(trace: Trace, recognised: Recogniser) -> tuple[list[Candidate], list[Site]]:
     """Where to put operators: the earliest nodes whose value one can compute."""
     rows = {
@@ -234,8 +233,6 @@ def _is_like_kl(node: fx.Node) -> bool:
     return False
 
 
-# -----------------------------------------------------------------------------------------
-# replacing
 def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was."""
     node = candidate.node
@@ -334,8 +331,6 @@ def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
     ) or target.op == "call_method"
 
 
-# --------------------------------------------------------------------------------- what is left
-# over
 def _quadratic_nodes(trace: Trace, recognised: Recogniser) -> dict[fx.Node, str]:
     """The user's nodes that hold scores, probabilities or expressions of them, one entry per key."""
     result = {}

@@ -38,8 +38,6 @@ def shape_of(node: fx.Node) -> Sequence[Size]:
     return value.shape
 
 
-# ----------------------------------------------------------------------------------------
-# producers
 def scores_of_matmul(
     lhs: fx.Node, rhs: fx.Node, out_shape: Sequence[Size], *, transposed: bool = False
 ) -> Scores:
@@ -136,8 +134,6 @@ def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
     return Attention(probabilities, peeled(operand))
 
 
-# -----------------------------------------------------------------------------------------
-# operands
 def peeled(operand: Operand) -> Operand:
     """The operand below transposes, casts and head repetition, which the operators do themselves."""
     while True:
@@ -185,6 +181,8 @@ def _below(operand: Operand) -> Operand | None:
             found = (*layout[:dim], *layout[dim + 1 :]) if layout[dim] == () else None
         case "expand":
             found = _unexpanded(layout, shape)
+        case "slice" if all(map(same, shape, shape_of(node))):
+            found = layout  # x[:, None] takes whole slices where sizes are symbolic
         case "view" | "reshape" | "_unsafe_view" | "flatten":
             found = lay.reshape(layout, shape)
         case "repeat_interleave":
@@ -230,7 +228,6 @@ def _without_repeats(layout: Layout, shape: Sequence[Size]) -> Layout | None:
     return tuple(result)
 
 
-# -------------------------------------------------------------------------------------- arithmetic
 def scaled(scores: Scores, factor: float) -> Scores:
     """scores * factor."""
     key = scores.key
@@ -298,8 +295,6 @@ def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> S
     return scores.with_key(mask=key.mask | mask, fill=ABSORBING, exact_fill=False)
 
 
-# -------------------------------------------------------------------------------------------
-# slices
 def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]:
     """Scores summed over a batch dimension: the axis joins the contraction."""
     key, pieces = scores.key, scores.layout[dim]

@@ -22,8 +22,7 @@ def expression(size: Size) -> object:
 def same(a: Size, b: Size) -> bool:
     """Provably equal, without asking the symbolic shapes for a guard."""
     x, y = expression(a), expression(b)
-    # type: ignore[operator]
-    return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"
+    return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"  # type: ignore[operator]
 
 
 def is_one(size: Size) -> bool:

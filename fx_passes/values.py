@@ -22,7 +22,6 @@ class Blocked(Exception):
     """The analysis cannot represent an operation; the message is the reason in the user's terms."""
 
 
-# ------------------------------------------------------------------------------------------ scores
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 
 
@@ -110,8 +109,6 @@ class Scores:
         return replace(self, key=replace(self.key, **changes))  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------
-# distributions
 @dataclass(frozen=True)
 class Distribution:
     """Probabilities along one axis of a score matrix, or their mean over other axes of it.
@@ -219,7 +216,6 @@ def renumbered(e: Expr, number: dict[int, int]) -> Expr:
     return apply(e.op, *(renumbered(a, number) for a in e.args)) if e.args else e
 
 
-# -------------------------------------------------------------------------------------------- rows
 @dataclass(frozen=True)
 class Rows:
     """Elements summed over the keys, and perhaps over rows as well, times a constant.

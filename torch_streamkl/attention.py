@@ -314,8 +314,6 @@ def attention_kl_varlen(
     return value.squeeze(0) if reduction == "none" else value
 
 
-# ------------------------------------------------------------------------------------- shared
-# parts
 def _call(
     sides: dict[str, Any],
     options: dict[str, Any],

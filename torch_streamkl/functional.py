@@ -304,7 +304,6 @@ def evaluate(
     return result
 
 
-# --------------------------------------------------------------- polynomials in the four variables
 Monomial = tuple[int, int, int, int]  # powers of P, S, logP, logS
 
 
@@ -442,7 +441,6 @@ class Functional:
         return f, h, g
 
 
-# ------------------------------------------------------------------------------- named divergences
 def _js(beta: float) -> Expr:
     if beta in (0.0, 1.0):  # the limits vanish; GKD and its users mean the two KLs there
         return parse(DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"])

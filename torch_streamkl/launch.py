@@ -55,8 +55,6 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# ------------------------------------------------------------------------------ which
-# implementation
 IMPLEMENTATIONS = ("auto", "triton", "streaming", "reference")
 MAX_TRITON_HEAD_DIM = 256
 LSE_UNIT = {"triton": math.log(2.0), "streaming": 1.0}  # of stored log-sum-exps, in nats
@@ -96,8 +94,6 @@ def triton_limit(problem: AttentionProblem) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------- Triton
-# launches
 @dataclass(frozen=True)
 class TritonLaunch:
     """Tile sizes and pipelining of one kernel."""

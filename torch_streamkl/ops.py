@@ -127,8 +127,6 @@ def problem_of(
     return problem, impl
 
 
-# ----------------------------------------------------------------------------------
-# implementations
 def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, impl = problem_of(*args, **kwargs)
     value, stats = _forward_of(select_implementation(problem, impl), problem)
@@ -213,8 +211,6 @@ for _name, _implementation, _fake in (
         )
 
 
-# -----------------------------------------------------------------------------------------
-# autograd
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
@@ -274,8 +270,6 @@ torch.library.register_autograd(
 )
 
 
-# ---------------------------------------------------------------------------------------------
-# vmap
 _BATCHED = (0, 1, 2, 3, 4, 5, 6, 11, 14)  # tensors with a leading batch dimension
 _UNBATCHED_NAMES = {7: "student_alibi_slopes", 8: "teacher_alibi_slopes", 9: "student_sink", 10: "teacher_sink",
                     12: "cu_seqlens_q", 13: "cu_seqlens_k"}  # fmt: skip
@@ -323,8 +317,6 @@ def _vmap(
 torch.library.register_vmap(f"{NAMESPACE}::attention_kl", _vmap, lib=_lib)
 
 
-# --------------------------------------------------------------------------------------------
-# FLOPs
 def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
     batch, heads, seqlen_q, head_dim = q_shape
     return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim

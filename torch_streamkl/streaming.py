@@ -237,7 +237,6 @@ def key_sums(
     return f, h, g
 
 
-# --------------------------------------------------------------------------------------- backward
 @dataclass(frozen=True)
 class Wanted:
     """Which gradients a backward pass computes."""
@@ -341,7 +340,6 @@ def _add_gradient(
         )
 
 
-# ------------------------------------------------------------------------------ blocks and scores
 def score_block(
     side: Side, problem: AttentionProblem, rows: Rows, keys: slice, allowed: Tensor | None
 ) -> ScoreBlock:

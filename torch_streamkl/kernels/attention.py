@@ -125,7 +125,6 @@ def _dk(problem: AttentionProblem, stats: RowStatistics, grad: Tensor, student: 
     return dk
 
 
-# --------------------------------------------------------------------------------------- arguments
 def _rows_grid(problem: AttentionProblem, launch: TritonLaunch) -> tuple[Config, int, int]:
     config = _config(problem, launch)
     longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q

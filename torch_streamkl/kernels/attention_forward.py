@@ -286,8 +286,6 @@ def forward_kernel(
     )
 
 
-# ------------------------------------------------------------------------------ keys split over
-# programs
 @triton.jit
 def state_kernel(
     student, teacher, masks, state_ptr, field_stride, split_stride,
