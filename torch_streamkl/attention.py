@@ -162,6 +162,11 @@ def attention_kl(
                 raise NotImplementedError(
                     "an additive attn_mask cannot be combined with a bias; add them up"
                 )
+            if view.shape[1] != 1 and teacher_q.shape[1] != rows[1]:
+                raise NotImplementedError(
+                    "an additive attn_mask with head_reduction must have one head, got "
+                    f"{view.shape[1]}; pass student_bias and teacher_bias"
+                )
             student_bias = teacher_bias = attn_mask
     if key_lengths is not None:
         checks.check_vector(

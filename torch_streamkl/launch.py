@@ -19,6 +19,7 @@ _log = logging.getLogger("torch_streamkl")
 # Scores of one side in one block. About ten temporaries of this size are alive in a block, and
 # they should stay in a core's cache.
 STREAMING_BLOCK_ELEMENTS = 2**18
+STREAMING_MAX_KEYS = 512
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
         _ceil_div(problem.teacher.num_heads // problem.teacher.num_kv_heads, teacher_ratio),
     )
     group = group if problem.num_heads % group == 0 else problem.num_heads
-    keys = min(problem.seqlen_k, 512)
+    keys = min(problem.seqlen_k, STREAMING_MAX_KEYS)
     queries = min(
         problem.seqlen_q,
         max(16, STREAMING_BLOCK_ELEMENTS // max(1, keys * group * teacher_ratio)),

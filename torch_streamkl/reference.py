@@ -79,16 +79,14 @@ def log_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities (-inf where a key has none) and the log-sum-exp of every row."""
     x = scores(side, problem)
-    if allowed.shape[1] not in (
-        1,
-        side.num_heads,
-    ):  # one mask per student head, several teacher heads each
+    # one mask per student head, several teacher heads each
+    if allowed.shape[1] not in (1, side.num_heads):
         allowed = allowed.repeat_interleave(side.num_heads // allowed.shape[1], dim=1)
     # A softmax ignores a constant: the level of a row without any allowed key is 0 instead of a
-    # mask_value that could be too large to carry the log of the number of keys.
-    fill = torch.where(
-        allowed.any(-1, keepdim=True) | (problem.mask_value == -math.inf), problem.mask_value, 0.0
-    )
+    # mask_value that could be too large to carry the log of the number of keys. A sink is not
+    # masked, so with one the value matters.
+    keeps_value = problem.mask_value == -math.inf or side.sink is not None
+    fill = torch.where(allowed.any(-1, keepdim=True) | keeps_value, problem.mask_value, 0.0)
     x = torch.where(allowed, x, fill.to(x.dtype))
     with_sink = x
     if side.sink is not None:

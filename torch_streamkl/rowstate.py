@@ -105,11 +105,11 @@ def _rebased(
     return torch.where(mass == 0, torch.zeros_like(mass), (moment + mass * shift) * weight)
 
 
-def masked_keys_state(level: Tensor, count: Tensor) -> RowState:
-    """State of ``count`` keys of each row that all have the score ``level`` on both sides."""
-    level = torch.where(count > 0, level, -math.inf)
+def masked_keys_state(level_t: Tensor, level_s: Tensor, count: Tensor) -> RowState:
+    """State of ``count`` keys of each row that all have the same score, one on each side."""
+    level_t, level_s = (torch.where(count > 0, level, -math.inf) for level in (level_t, level_s))
     zero = torch.zeros_like(count)
-    return RowState(level, count, level, count, zero, zero)
+    return RowState(level_t, count, level_s, count, zero, zero)
 
 
 @dataclass

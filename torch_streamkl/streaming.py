@@ -118,7 +118,10 @@ def _first_pass(
         state = merge(state, state_of_scores(t, s, form, finite=finite), form)
     if problem.mask_value != -math.inf:
         absent = problem.seqlen_k - num_allowed
-        state = merge(state, masked_keys_state(_masked_level(problem, num_allowed), absent), form)
+        levels = (
+            _masked_level(problem, x, num_allowed) for x in (problem.teacher, problem.student)
+        )
+        state = merge(state, masked_keys_state(*levels, absent), form)
         if track_minima:
             low_t, low_s = (torch.where(absent > 0, -math.inf, x) for x in (low_t, low_s))
     return state, (low_t, low_s)
@@ -128,13 +131,16 @@ def _count(allowed: Tensor | None, keys: slice, rows: Rows) -> Tensor | int:
     """Allowed keys of a block, per row."""
     if allowed is None:
         return keys.stop - keys.start
-    return _per_head(allowed, rows.heads.stop - rows.heads.start).sum(-1)
+    copies = (keys.stop - keys.start) // allowed.shape[-1]  # a mask may broadcast over keys
+    return _per_head(allowed, rows.heads.stop - rows.heads.start).sum(-1) * copies
 
 
-def _masked_level(problem: AttentionProblem, num_allowed: Tensor) -> Tensor:
-    """Score of the keys that are not allowed; a row that has only those may as well have 0 (see
-    reference.py).
+def _masked_level(problem: AttentionProblem, side: Side, num_allowed: Tensor) -> Tensor:
+    """Score of the keys that are not allowed; without a sink a row of only those may as well have 0
+    (see reference.py).
     """
+    if side.sink is not None:
+        return torch.full_like(num_allowed, problem.mask_value)
     return torch.where(num_allowed > 0, problem.mask_value, 0.0).to(num_allowed.dtype)
 
 
@@ -166,7 +172,8 @@ def _head_mean_lse(
         if problem.mask_value != -math.inf:
             lse = torch.logaddexp(
                 lse,
-                torch.log(problem.seqlen_k - num_allowed) + _masked_level(problem, num_allowed),
+                torch.log(problem.seqlen_k - num_allowed)
+                + _masked_level(problem, side, num_allowed),
             )
         sink = _sink_of(side, side_rows)
         side_rows.of(out).copy_(lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse)))
@@ -200,8 +207,12 @@ def _second_pass(
     if problem.mask_value != -math.inf:
         # the keys that are not allowed all look like this one
         absent = problem.seqlen_k - num_allowed
-        level = _masked_level(problem, num_allowed)
-        log_t, log_s = ((_per_head(level, x.shape[1]) - x).unsqueeze(-1) for x in (lse_t, lse_s))
+        log_t, log_s = (
+            (_per_head(_masked_level(problem, side, num_allowed), lse.shape[1]) - lse).unsqueeze(
+                -1
+            )
+            for side, lse in ((problem.teacher, lse_t), (problem.student, lse_s))
+        )
         f, h, g = (
             x.squeeze(-1) for x in key_sums(problem, log_t, log_s, (absent > 0).unsqueeze(-1))
         )

@@ -185,7 +185,9 @@ def dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     if masks.cu_seqlens_q is not None:
         b = b * 0
-    out = dq_ptr + split.to(tl.int64) * split_stride + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
+    out = (
+        dq_ptr + split.to(tl.int64) * split_stride + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
+    )
     out += (seq.start_q + rows.offs).to(tl.int64)[:, None] * dq_m + offs_d[None, :]
     tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < DIM))
 

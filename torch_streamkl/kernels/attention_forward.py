@@ -171,11 +171,14 @@ def finite_lse(lse):
 
 
 @triton.jit
-def with_masked_sums(sums, lse_t, lse_s, num_keys, fill, HELPER: tl.constexpr):
+def with_masked_sums(
+    sums, lse_t, lse_s, num_keys, fill, HELPER: tl.constexpr, CONFIG: tl.constexpr
+):
     """The second pass over the keys that are not allowed: they all look the same."""
     absent = num_keys - sums.count
-    level = masked_level(sums.count, fill)
-    f, h, g = key_sums(level - lse_t, level - lse_s, HELPER)
+    level_t = masked_level(sums.count, fill, CONFIG.T_SINK)
+    level_s = masked_level(sums.count, fill, CONFIG.S_SINK)
+    f, h, g = key_sums(level_t - lse_t, level_s - lse_s, HELPER)
     some = absent > 0.0
     return Sums(
         sums.value + tl.where(some, f * absent, 0.0),
@@ -252,7 +255,7 @@ def forward_kernel(
         0, seq.num_keys, m0, rows, student, teacher, masks, seq, inv_temperature, FORM, CONFIG
     )
     if CONFIG.FILLED:
-        state = with_masked_keys(state, seq.num_keys, fill, FORM)
+        state = with_masked_keys(state, seq.num_keys, fill, FORM, CONFIG)
     lse_t, lse_s, value, h_sum, g_sum = finish(
         state, rows.teacher.sink, rows.student.sink, FORM, CONFIG
     )
@@ -266,7 +269,7 @@ def forward_kernel(
                 inv_temperature, HELPER, CONFIG,
             )  # fmt: skip
             if CONFIG.FILLED:
-                sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER)
+                sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER, CONFIG)
             value = sums.value
             h_sum = sums.h
             g_sum = sums.g
@@ -374,7 +377,7 @@ def merge_kernel(
         state = merge(state, load_state(share_ptr, field_stride, inside), FORM)
         share_ptr += split_stride
     if CONFIG.FILLED:
-        state = with_masked_keys(state, seq.num_keys, fill, FORM)
+        state = with_masked_keys(state, seq.num_keys, fill, FORM, CONFIG)
     lse_t, lse_s, value, h_sum, g_sum = finish(state, t_bound.sink, s_bound.sink, FORM, CONFIG)
     if CONFIG.GUARDED:
         again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
@@ -465,7 +468,7 @@ def merge_sums_kernel(
     if CONFIG.FILLED:
         lse_t = tl.load(t_stats_ptr + out, mask=inside, other=0.0)
         lse_s = tl.load(s_stats_ptr + out, mask=inside, other=0.0)
-        sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER)
+        sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER, CONFIG)
     tl.store(value_ptr + out, sums.value, mask=inside)
     tl.store(s_stats_ptr + stats_stride + out, sums.h, mask=inside)
     tl.store(t_stats_ptr + stats_stride + out, sums.g, mask=inside)

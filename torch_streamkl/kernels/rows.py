@@ -120,21 +120,27 @@ def merge(x, y, FORM: tl.constexpr):
 
 
 @triton.jit
-def masked_level(count, fill):
-    """Score (log2 units) of the keys a row may not see; a row that sees none may as well have 0."""
-    return tl.where(count > 0.0, fill * LOG2E, 0.0)
+def masked_level(count, fill, HAS_SINK: tl.constexpr):
+    """Score (log2 units) of the keys a row may not see.
+
+    Without a sink, a row that sees none may as well have 0 (reference.py).
+    """
+    level = count * 0.0 + fill * LOG2E
+    if not HAS_SINK:
+        level = tl.where(count > 0.0, level, 0.0)
+    return level
 
 
 @triton.jit
-def with_masked_keys(state, num_keys, fill, FORM: tl.constexpr):
+def with_masked_keys(state, num_keys, fill, FORM: tl.constexpr, CONFIG: tl.constexpr):
     """State with the keys that are not allowed counted in at the score they were filled with."""
     absent = num_keys - state.count
-    level = masked_level(state.count, fill)
     present = absent > 0.0
-    m = tl.where(present, level, LOW)
+    m_t = tl.where(present, masked_level(state.count, fill, CONFIG.T_SINK), LOW)
+    m_s = tl.where(present, masked_level(state.count, fill, CONFIG.S_SINK), LOW)
     zero = state.count * 0.0
     low = tl.where(present, -float("inf"), float("inf"))
-    return merge(state, State(m, absent, m, absent, zero, zero, low, low, zero), FORM)
+    return merge(state, State(m_t, absent, m_s, absent, zero, zero, low, low, zero), FORM)
 
 
 @triton.jit

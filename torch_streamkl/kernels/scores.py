@@ -48,7 +48,12 @@ def bind_side(
         b = b * 0  # packed tensors have one batch element
     head = h.to(tl.int64)  # one head of a mask can already have 2^31 / num_heads elements
     q = side.q + b * side.q_b + head * side.q_h + seq.start_q.to(tl.int64) * side.q_m
-    k = side.k + b * side.k_b + (head // side.group) * side.k_h + seq.start_k.to(tl.int64) * side.k_n
+    k = (
+        side.k
+        + b * side.k_b
+        + (head // side.group) * side.k_h
+        + seq.start_k.to(tl.int64) * side.k_n
+    )
     slope = 0.0
     sink = 0.0
     if HAS_ALIBI:

@@ -1,0 +1,78 @@
+"""Error budgets: at most twice what the naive code in the same dtype errs by, plus rounding of results.
+
+`truth` is the naive code in float64 on the same (already rounded) inputs. The naive float32 code can be lucky
+on a small problem, so an output may also be off by a few units in the last place of the quantities it is
+computed from, in the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.support.naive import naive
+from tests.support.problems import Call, value_and_gradients
+
+
+@dataclass(frozen=True)
+class Budget:
+    truth: dict[str, Tensor]
+    atol: dict[str, float]
+
+
+def budget(call: Call) -> Budget:
+    """Truth and the allowed absolute error of every output of a call."""
+    truth = value_and_gradients(call.to(torch.float64), naive)
+    same = value_and_gradients(call, naive)
+    atol = {}
+    for name, expected in truth.items():
+        got = same[name].double()
+        finite = expected.isfinite() & got.isfinite()
+        error = float((got - expected)[finite].abs().max()) if finite.any() else 0.0
+        size = float(expected[finite].abs().max()) if finite.any() else 0.0
+        accumulation = torch.finfo(torch.promote_types(call.spec.dtype, torch.float32)).eps
+        output = torch.finfo(call.spec.dtype).eps if name != "value" else accumulation
+        inner = _cancelled_size(name, call, float(truth["value"].nan_to_num(0, 0, 0).abs().max()))
+        atol[name] = 2 * error + size * output + 8 * accumulation * (inner + size)
+    return Budget(truth, atol)
+
+
+def _cancelled_size(output: str, call: Call, value: float) -> float:
+    """Size of the terms whose difference an output is: log-sum-exps, or two shares of a row's gradient."""
+    if output == "value":
+        return max(_score_size(side, call) for side in ("student", "teacher"))
+    if output.endswith("_sink"):
+        return 1.0 + value
+    side, kind = output.split("_")
+    partner = call.tensors[f"{side}_{'k' if kind == 'q' else 'q'}"].detach().double().abs().max()
+    return float(partner) * abs(_factor(side, call)) * (1.0 + value)
+
+
+def _score_size(side: str, call: Call) -> float:
+    q, k = (call.tensors[f"{side}_{x}"].detach().double().norm(dim=-1).max() for x in "qk")
+    return float(q * k) * abs(_factor(side, call))
+
+
+def _factor(side: str, call: Call) -> float:
+    scale = call.options[f"{side}_scale"]
+    head_dim = call.tensors[f"{side}_q"].shape[-1]
+    return float(head_dim**-0.5 if scale is None else scale) / call.options["temperature"]
+
+
+def check(results: dict[str, Tensor], allowed: Budget) -> None:
+    """Every output is finite where the truth is and lies within its budget."""
+    assert set(results) == set(allowed.truth)
+    for name, expected in allowed.truth.items():
+        got = results[name].detach().double().cpu()
+        assert got.shape == expected.shape, (
+            f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+        )
+        assert not got.isnan().any(), f"{name} has NaN"
+        finite = expected.isfinite()
+        assert torch.equal(got[~finite], expected[~finite]), f"{name}: infinities differ"
+        error = float((got - expected)[finite].abs().max()) if finite.any() else 0.0
+        assert error <= allowed.atol[name], (
+            f"{name}: error {error:.3e} above the budget {allowed.atol[name]:.3e}"
+        )

@@ -1,0 +1,89 @@
+"""The portable kernels without a GPU: Triton's interpreter against the naive code in float64.
+
+The interpreter has to be chosen before a kernel is imported, so outside of it this file runs itself in a
+process of its own: ``TRITON_INTERPRET=1 pytest tests/test_attention_triton_interpreted.py`` shows the tests.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.problems import CASES, Spec, build
+from tests.support.strategies import specs
+from tests.support.tolerances import budget, check
+from torch_streamkl import launch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:invalid value:RuntimeWarning",
+    "ignore:overflow:RuntimeWarning",
+    "ignore:divide by zero:RuntimeWarning",
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    assert " passed" in run.stdout
+
+
+@inside
+@pytest.mark.parametrize("name", [name for name, spec in CASES.items() if not spec.head_mean])
+def test_feature(name: str) -> None:
+    call = build(CASES[name])
+    check(call.value_and_gradients("triton"), budget(call))
+
+
+@inside
+@pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached"])
+def test_float16(name: str) -> None:
+    call = build(replace(CASES[name], dtype=torch.float16))
+    check(call.value_and_gradients("triton"), budget(call))
+
+
+@inside
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("split_keys")])
+def test_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases meant for split keys do split them, and one program gives the same."""
+    splits = []
+    original = launch._num_splits
+    monkeypatch.setattr(launch, "_num_splits", lambda *args: splits.append(original(*args)) or 1)
+    call = build(CASES[name])
+    check(call.value_and_gradients("triton"), budget(call))
+    assert splits[0] > 1
+
+
+@inside
+def test_any_call() -> None:
+    sizes = st.sampled_from([1, 3, 15, 17, 20])
+
+    @given(
+        specs(
+            dtypes=(torch.float32, torch.float16),
+            sizes=sizes,
+            max_heads=2,
+            max_batch=2,
+            head_mean=False,
+        )
+    )
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    def any_call(spec: Spec) -> None:
+        call = build(spec)
+        check(call.value_and_gradients("triton"), budget(call))
+
+    any_call()
