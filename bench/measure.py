@@ -1,0 +1,204 @@
+"""Time and memory of a training step: the loss, then the gradients of the student's two inputs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.cases import Inputs
+
+MIB = 2**20
+SHORT_MS = (
+    20.0  # steps shorter than this are repeated within a sample, after one that is not timed
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    forward_ms: float
+    backward_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median of the samples and the half of them around it."""
+
+    median_ms: float
+    low_ms: float  # first quartile
+    high_ms: float  # third quartile
+
+    @classmethod
+    def of(cls, values: list[float]) -> Timing:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+class OutOfMemory(Exception):
+    """The step did not fit; the original message."""
+
+
+def step(loss_fn: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Loss and gradients."""
+    loss = loss_fn(*inputs)
+    return loss.detach(), torch.autograd.grad(loss, inputs[:2])
+
+
+def guarded(call: Callable[[], object], device: torch.device) -> object:
+    """``call()``; without enough memory `OutOfMemory` is raised and nothing is left behind."""
+    try:
+        return call()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        message = str(error).split("\n")[0][:160]
+    # outside of the handler: the traceback held the tensors that did not fit
+    release(device)
+    raise OutOfMemory(message)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocator gave up, or caused an error that says something else."""
+    while error is not None:
+        if isinstance(
+            error, torch.OutOfMemoryError | MemoryError
+        ) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# -------------------------------------------------------------------------------------- time
+def sample(loss_fn: Callable[..., Tensor], inputs: Inputs, repeats: int = 1) -> Sample:
+    """Forward and backward of ``repeats`` steps, by CUDA events or by the host's clock."""
+    device = inputs[0].device
+    marks: list[tuple[object, object, object]] = []
+    for _ in range(repeats):
+        start = _now(device)
+        loss = loss_fn(*inputs)
+        middle = _now(device)
+        torch.autograd.grad(loss, inputs[:2])
+        marks.append((start, middle, _now(device)))
+    synchronize(device)
+    forward = sum(_elapsed_ms(start, middle) for start, middle, _ in marks) / repeats
+    backward = sum(_elapsed_ms(middle, end) for _, middle, end in marks) / repeats
+    return Sample(forward, backward)
+
+
+def interleaved(
+    losses: Mapping[str, Callable[..., Tensor]],
+    inputs: list[Inputs],
+    seconds: float,
+    max_rounds: int = 50,
+) -> dict[str, list[Sample] | OutOfMemory]:
+    """Samples of every provider, in rounds: each once on the next input set.
+
+    Whatever changes during a run (clocks, other programs) meets all providers alike. Every
+    provider gets about ``seconds``, at least three rounds.
+    """
+    device = inputs[0][0].device
+    results: dict[str, list[Sample] | OutOfMemory] = {}
+    repeats: dict[str, int] = {}
+    rounds: dict[str, int] = {}
+    for name, loss_fn in losses.items():
+        try:
+            first = guarded(lambda fn=loss_fn: sample(fn, inputs[0]), device)  # type: ignore[misc]
+        except OutOfMemory as error:
+            results[name] = error
+            continue
+        assert isinstance(first, Sample)
+        repeats[name] = max(1, min(20, math.ceil(SHORT_MS / max(first.step_ms, 1e-3))))
+        cost_ms = first.step_ms * (repeats[name] + (repeats[name] > 1))
+        rounds[name] = max(3, min(max_rounds, round(seconds * 1e3 / cost_ms)))
+        results[name] = []
+    for number in range(max(rounds.values(), default=0)):
+        for name, repeat in repeats.items():
+            samples = results[name]
+            if isinstance(samples, OutOfMemory) or number >= rounds[name]:
+                continue
+            chosen, loss_fn = inputs[number % len(inputs)], losses[name]
+            try:
+                if repeat > 1:
+                    guarded(lambda fn=loss_fn, x=chosen: sample(fn, x), device)  # type: ignore[misc]
+                taken = guarded(lambda fn=loss_fn, x=chosen, n=repeat: sample(fn, x, n), device)  # type: ignore[misc]
+            except OutOfMemory as error:
+                results[name] = error
+                continue
+            assert isinstance(taken, Sample)
+            samples.append(taken)
+    return results
+
+
+def _now(device: torch.device) -> object:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_ms(start: object, end: object) -> float:
+    if isinstance(start, torch.cuda.Event):
+        return float(start.elapsed_time(end))
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return (end - start) * 1e3
+
+
+# ------------------------------------------------------------------------------------ memory
+def peak_mib(call: Callable[[], object], device: torch.device) -> float:
+    """Most memory alive during a call beyond what was alive before, in MiB, results included.
+
+    On CUDA the allocator's own peak. On the CPU the allocations and frees that torch's allocator
+    reports to the profiler, added up: exact and repeatable, and it sees what compiled kernels and
+    operators allocate inside (a peak of the resident set would also count the compiler, and memory
+    that malloc keeps for later).
+    """
+    release(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del result
+        return peak / MIB
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
+        result = call()
+    del result
+    events = profiler.profiler.kineto_results.events()
+    alive = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak / MIB

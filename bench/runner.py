@@ -1,0 +1,150 @@
+"""Runs a case: every provider is built, checked and weighed, then all are timed in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench import accuracy, ceilings
+from bench.cases import AttentionCase, Case, Inputs
+from bench.measure import MIB, OutOfMemory, Timing, guarded, interleaved, peak_mib, release, step
+from bench.providers import Provider, Unavailable
+from bench.records import MODES, Record
+
+BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get two sets instead of three
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long and on what."""
+
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float = 2.0  # of timing per provider and case
+    show: Callable[[str], None] = lambda _: None  # progress
+
+
+def run_case(case: Case, providers: list[Provider], settings: Settings) -> list[Record]:
+    """A record for every provider, whatever happens to it."""
+    device, dtype = settings.device, settings.dtype
+    torch._dynamo.reset()
+    release(device)
+    inputs = [case.make_inputs(device, dtype, seed) for seed in range(3)]
+    size = _bytes(inputs[0])
+    if size > BUDGET_OF_INPUTS:
+        inputs = inputs[:2]
+    settings.show(f"{case.label}: float64")
+    truth = accuracy.truth_of(case, inputs[0])
+    records = {p.name: _blank(case, p) for p in providers}
+    losses: dict[str, Callable[..., Tensor]] = {}
+    for provider in providers:
+        settings.show(f"{case.label}: {provider.name}")
+        record = records[provider.name]
+        try:
+            losses[provider.name] = _prepare(case, provider, inputs[0], truth, record)
+        except Unavailable as error:
+            record.status, record.detail = "unavailable", str(error)
+        except OutOfMemory as error:
+            record.status, record.detail = "oom", str(error)
+        except Exception as error:  # a provider that breaks is a result; the others go on
+            record.status, record.detail = (
+                "error",
+                f"{type(error).__name__}: {error}".split("\n")[0][:300],
+            )
+        release(device)
+    settings.show(f"{case.label}: timing")
+    samples = interleaved(losses, inputs, settings.seconds)
+    rates = None
+    if isinstance(case, AttentionCase):
+        del truth
+        release(device)
+        rates = ceilings.attention_tflops(case, device, dtype)
+    for name, taken in samples.items():
+        record = records[name]
+        if isinstance(taken, OutOfMemory):
+            record.status, record.detail = "oom", str(taken)
+            continue
+        record.samples = len(taken)
+        record.timing = {
+            mode: Timing.of([getattr(s, f"{mode}_ms") for s in taken]) for mode in MODES
+        }
+        _rate(record, case, rates, size)
+    return list(records.values())
+
+
+def _blank(case: Case, provider: Provider) -> Record:
+    return Record(case.family, case.label, case.sweep, case.shape(), case.source, provider.name)
+
+
+def _prepare(
+    case: Case, provider: Provider, inputs: Inputs, truth: accuracy.Truth, record: Record
+) -> Callable[..., Tensor]:
+    """First step, gate and memory; returns the loss for the timing."""
+    device = inputs[0].device
+    if case.family not in provider.families:
+        raise Unavailable(f"has no {case.family} form")
+    if device.type not in provider.devices:
+        raise Unavailable(f"does not run on {device.type}")
+    loss_fn = provider.build(case)
+    start = time.perf_counter()
+    result = guarded(lambda: step(loss_fn, inputs), device)
+    assert isinstance(result, tuple)
+    loss, gradients = result
+    record.verdict = accuracy.judge(case, truth, loss, gradients)
+    record.compile_s = (
+        time.perf_counter() - start
+    )  # judging has read the loss, so the step is over
+    if not record.verdict.is_green:
+        record.status, record.detail = "red", _reason(record.verdict)
+    del result, loss, gradients
+    peak = guarded(lambda: peak_mib(lambda: step(loss_fn, inputs), device), device)
+    assert isinstance(peak, float)
+    record.peak_mib = peak
+    return loss_fn
+
+
+def _reason(verdict: accuracy.Verdict) -> str:
+    loss = "not checked" if verdict.loss_error is None else f"{verdict.loss_error:.1e}"
+    return (
+        f"loss off by {loss} (allowed {verdict.loss_budget:.1e}), "
+        f"gradients by {verdict.gradient_error:.1e} (allowed {verdict.gradient_budget:.1e})"
+    )
+
+
+def _rate(record: Record, case: Case, rates: tuple[float, float] | None, input_bytes: int) -> None:
+    forward, backward = (f * 1e-9 for f in case.flops())  # GFLOP
+    record.least_gflop = {"forward": forward, "backward": backward, "step": forward + backward}
+    # gradients are as large as the student's inputs
+    gradient = input_bytes * _student_share(case)
+    record.least_mib = {
+        "forward": input_bytes / MIB,
+        "backward": (input_bytes + gradient) / MIB,
+        "step": (2 * input_bytes + gradient) / MIB,
+    }
+    record.tflops = {
+        mode: record.least_gflop[mode] / record.timing[mode].median_ms for mode in MODES
+    }
+    if rates is not None:
+        time_of_both = forward / rates[0] + backward / rates[1]
+        record.attention_tflops = {
+            "forward": rates[0],
+            "backward": rates[1],
+            "step": (forward + backward) / time_of_both,
+        }
+
+
+def _student_share(case: Case) -> float:
+    if isinstance(case, AttentionCase):
+        student, teacher = (
+            (h.num_heads + h.num_kv_heads) * h.head_dim for h in (case.student, case.teacher)
+        )
+        return student / (student + teacher)
+    return case.student_width / (case.student_width + case.teacher_width)
+
+
+def _bytes(inputs: Inputs) -> int:
+    return sum(x.numel() * x.element_size() for x in inputs)

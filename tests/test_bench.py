@@ -1,0 +1,216 @@
+"""The benchmark's promises: no speed-up when wrong, out of memory is a result, records survive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import cases, measure, table
+from bench.__main__ import main
+from bench.cases import AttentionCase, Case, Heads, LinearCase
+from bench.providers import PROVIDERS, Provider, Unavailable, choose
+from bench.records import Record, Run
+from bench.runner import Settings, run_case
+
+CPU = torch.device("cpu")
+SETTINGS = Settings(CPU, torch.float32, seconds=0.01)
+ATTENTION = AttentionCase("tiny", "none", 1, 48, Heads(4, 2, 16), Heads(4, 4, 8))
+HEAD = LinearCase("tiny-head", "none", 24, 300, 16, 8)
+EAGER = next(p for p in PROVIDERS if p.name == "eager")
+DIRECT = next(p for p in PROVIDERS if p.name == "direct")
+
+
+def provider(name: str, build: Callable[[Case], Callable[..., Tensor]]) -> Provider:
+    return Provider(name, build, "#000000")
+
+
+def half(case: Case) -> Callable[..., Tensor]:
+    naive = case.naive()
+    return lambda *inputs: naive(*inputs) * 0.5
+
+
+def gradient_to_one_side(case: Case) -> Callable[..., Tensor]:
+    naive = case.naive()
+
+    def loss(first: Tensor, second: Tensor, *teacher: Tensor) -> Tensor:
+        value = naive(first, second.detach(), *teacher)
+        return value + 0.0 * second.sum()
+
+    return loss
+
+
+def not_a_number(case: Case) -> Callable[..., Tensor]:
+    naive = case.naive()
+    return lambda *inputs: naive(*inputs) * float("nan")
+
+
+def greedy(case: Case) -> Callable[..., Tensor]:
+    return lambda *inputs: inputs[0].sum() + torch.empty(2**60, dtype=torch.uint8).sum()
+
+
+def greedy_backward(case: Case) -> Callable[..., Tensor]:
+    naive = case.naive()
+
+    def loss(*inputs: Tensor) -> Tensor:
+        value = naive(*inputs)
+        value.register_hook(lambda g: g + torch.empty(2**60, dtype=torch.uint8).sum())
+        return value
+
+    return loss
+
+
+def missing(case: Case) -> Callable[..., Tensor]:
+    raise Unavailable("not today")
+
+
+def broken(case: Case) -> Callable[..., Tensor]:
+    raise RuntimeError("broken on purpose")
+
+
+def results(case: Case, *providers: Provider) -> dict[str, Record]:
+    return {r.provider: r for r in run_case(case, list(providers), SETTINGS)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [ATTENTION, HEAD, replace(ATTENTION, is_causal=False, softcap=5.0)],
+    ids=lambda c: c.label,
+)
+def test_correct_providers_pass_the_gate(case: Case) -> None:
+    checkpoint = next(p for p in PROVIDERS if p.name == "checkpoint")
+    records = results(case, EAGER, checkpoint, DIRECT)
+    for name, record in records.items():
+        assert record.status in ("ok", "unavailable"), (name, record.detail)
+    assert records["eager"].status == records["checkpoint"].status == "ok"
+    assert records["eager"].timing["step"].median_ms > 0
+
+
+def test_gate_rejects_wrong_providers_and_prints_no_ratio() -> None:
+    wrong = [provider(f.__name__, f) for f in (half, gradient_to_one_side, not_a_number)]
+    records = list(run_case(ATTENTION, [EAGER, *wrong], SETTINGS))
+    assert [r.status for r in records] == ["ok", "red", "red", "red"]
+    rows = table.rows(records, matmul_tflops=1.0)
+    assert rows[0][-2:] == ("1.00x", "")
+    assert all(row[-2:] == ("red", "red") for row in rows[1:])
+
+
+def test_gate_of_large_cases_checks_gradients_of_one_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cases, "GATE_ELEMENTS", 100)
+    monkeypatch.setattr(cases, "PIECE_ELEMENTS", 48 * 20)  # and several pieces
+    records = results(ATTENTION, EAGER, provider("half", half))
+    assert records["eager"].status == "ok"
+    assert records["eager"].verdict is not None
+    assert records["eager"].verdict.loss_error is None
+    assert records["half"].status == "red"
+
+
+@pytest.mark.parametrize("build", [greedy, greedy_backward])
+def test_out_of_memory_is_a_result(build: Callable[[Case], Callable[..., Tensor]]) -> None:
+    records = results(ATTENTION, provider("greedy", build), EAGER)
+    assert records["greedy"].status == "oom"
+    assert "memory" in records["greedy"].detail
+    assert records["eager"].status == "ok"
+
+
+def test_unavailable_and_broken_providers_do_not_stop_the_others() -> None:
+    records = results(HEAD, provider("missing", missing), provider("broken", broken), EAGER)
+    assert [r.status for r in records.values()] == ["unavailable", "error", "ok"]
+    assert records["broken"].detail == "RuntimeError: broken on purpose"
+    assert table.text(list(records.values()), 1.0).count("broken on purpose") == 2
+
+
+def test_peak_sees_a_known_allocation() -> None:
+    def call() -> Tensor:
+        first = torch.ones(3 * 2**18)  # 3 MiB
+        both = torch.cat((first, first))  # and 6
+        del first
+        return both + 1  # 12 MiB
+
+    assert 11.99 < measure.peak_mib(call, CPU) < 12.01
+
+
+def test_naive_peak_holds_the_scores_and_ours_does_not() -> None:
+    case = replace(ATTENTION, seqlen=512)
+    records = results(case, EAGER, DIRECT)
+    scores_mib = 4 * 512 * 512 * 4 / 2**20
+    assert records["eager"].peak_mib > 2 * scores_mib
+    assert records["direct"].peak_mib < records["eager"].peak_mib
+
+
+def test_json_round_trip_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.__main__.suite", lambda device, quick: [ATTENTION, HEAD])
+    monkeypatch.setattr("bench.__main__.limit_memory", lambda device, gib: None)
+    monkeypatch.setattr("bench.ceilings.matmul_tflops", lambda device, dtype: 1.0)
+    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda device: 1.0)
+    path = tmp_path / "run.json"
+    arguments = [
+        "--device",
+        "cpu",
+        "--cases",
+        "tiny B",
+        "--providers",
+        "eager",
+        "--provider",
+        "tests.test_bench:half",
+    ]
+    assert main([*arguments, "--seconds", "0.01", "--json", str(path)]) == 0
+    run = Run.load(path)
+    assert [(r.provider, r.status) for r in run.records] == [
+        ("eager", "ok"),
+        ("tests.test_bench:half", "red"),
+    ]
+    assert run.is_complete
+    assert run.machine["torch"] == torch.__version__
+    run.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+
+
+def test_interrupted_run_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(case: Case) -> Callable[..., Tensor]:
+        if case.family == "linear":
+            raise KeyboardInterrupt
+        return case.naive()
+
+    monkeypatch.setattr("bench.__main__.suite", lambda device, quick: [ATTENTION, HEAD])
+    monkeypatch.setattr("bench.__main__.limit_memory", lambda device, gib: None)
+    monkeypatch.setattr("bench.__main__.choose", lambda *_: [provider("stop", stop)])
+    monkeypatch.setattr("bench.ceilings.matmul_tflops", lambda device, dtype: 1.0)
+    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda device: 1.0)
+    path = tmp_path / "run.json"
+    assert main(["--device", "cpu", "--seconds", "0.01", "--json", str(path)]) == 130
+    run = Run.load(path)
+    assert [r.case for r in run.records] == [ATTENTION.label]
+    assert not run.is_complete
+
+
+def test_wrong_names_are_errors_that_list_the_right_ones() -> None:
+    with pytest.raises(ValueError, match=r"providers are eager, .*, got egaer"):
+        choose(["egaer"], [])
+    with pytest.raises(ValueError, match="module:function, got 'nonsense'"):
+        choose([], ["nonsense"])
+    with pytest.raises(ValueError, match="no case matches nothing"):
+        cases.select([ATTENTION], ["nothing"])
+
+
+@pytest.mark.parametrize("case", [ATTENTION, HEAD], ids=lambda c: c.label)
+def test_pieces_cover_every_row_once(case: Case) -> None:
+    inputs = case.make_inputs(CPU, torch.float64, 0)
+    naive = case.naive()
+    total = sum(naive(*piece) * share for piece, share in case.pieces(inputs, 7))
+    torch.testing.assert_close(total, naive(*inputs))
+
+
+def test_every_suite_names_its_sources() -> None:
+    for device in ("cpu", "cuda"):
+        labels = [c.label for c in cases.suite(device)]
+        assert len(set(labels)) == len(labels)
+        assert all(c.source for c in cases.suite(device))
