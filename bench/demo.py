@@ -199,7 +199,9 @@ def distil(make: Callable[..., Pair], args: argparse.Namespace) -> Outcome:
     for name in COLORS:
         mine = Pair(pair.name, pair.teacher, copy.deepcopy(pair.student), pair.loss, pair.pads)
         torch._dynamo.reset()
-        step = mine.loss if name == "eager" else torch.compile(mine.loss, backend="streamkl")
+        step = mine.loss if name == "eager" else torch.compile(
+            mine.loss, backend="streamkl", dynamic=True
+        )  # one compilation for all lengths
         with tqdm(total=len(data), desc=f"{pair.name}: {name}", ncols=90) as bar:
             runs[name] = train(mine, step, data, bar)
         sizes = tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90)

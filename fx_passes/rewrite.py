@@ -8,8 +8,10 @@ succeeded: a program that compiles without the rewrite compiles with it.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -19,7 +21,7 @@ from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
 from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
-from torch_streamkl.fx_passes.sizes import same
+from torch_streamkl.fx_passes.sizes import expression, same
 from torch_streamkl.fx_passes.slicing import (
     MATMULS,
     Region,
@@ -32,6 +34,7 @@ from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
 from torch_streamkl.fx_passes.values import Attention, Blocked, Elements, Rows, Scores, Shifted
 
 log = logging.getLogger("torch_streamkl.rewrite")
+QUADRATIC = (Scores, Elements, Shifted)
 LOGARITHMS = {
     "log",
     "log_softmax",
@@ -100,8 +103,9 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     trace = trace_region(gm, region)
     recognised = Recogniser(trace)
     aliases = Aliases(graph)
-    candidates, blocked = _candidates(trace, recognised)
-    sizes = _quadratic_nodes(trace, recognised)
+    candidates, unfusable = _candidates(trace, recognised)
+    blocked = _blocked_sites(trace, unfusable)
+    sizes = _quadratic_nodes(trace, recognised, [*(c.inner for c in candidates), *unfusable])
     fused: list[tuple[Candidate, Site]] = []
     for candidate in candidates:
         site = _fuse(candidate, region, trace, aliases)
@@ -118,8 +122,7 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
         share = saved // len(fused)
         report.sites.append(Site(**{**site.__dict__, "quadratic_bytes_saved": share}))
     report.sites += blocked
-    if fused:
-        report.remaining = _remaining(graph, sizes)
+    report.remaining = _remaining(graph, sizes)
     return report
 
 
@@ -130,8 +133,12 @@ def _is_mapped(graph: fx.Graph) -> bool:
     )
 
 
-def _candidates(trace: Trace, recognised: Recogniser) -> tuple[list[Candidate], list[Site]]:
-    """Where to put operators: the earliest nodes whose value one can compute."""
+def _candidates(
+    trace: Trace, recognised: Recogniser
+) -> tuple[list[Candidate], dict[fx.Node, str]]:
+    """Where to put operators, the earliest nodes whose value one can compute, and the divergences
+    that cannot be one, with the reason.
+    """
     rows = {
         n: v
         for n, v in recognised.values.items()
@@ -170,7 +177,7 @@ def _candidates(trace: Trace, recognised: Recogniser) -> tuple[list[Candidate], 
             chosen[node] = made
     candidates = [Candidate(n, trace.outer[n], chosen[n]) for n in rows if n in chosen]
     handled = covered | downstream | set(chosen)
-    return candidates, _blocked_sites(trace, recognised, plans, handled)
+    return candidates, _unfusable(trace, recognised, plans, handled)
 
 
 def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> None:
@@ -180,12 +187,10 @@ def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> N
             _cover(a, rows, covered)
 
 
-def _blocked_sites(
+def _unfusable(
     trace: Trace, recognised: Recogniser, plans: dict[fx.Node, Plan | str], handled: set[fx.Node]
-) -> list[Site]:
-    """Sites that look like a divergence and stay as they are, with the first thing that blocked
-    them.
-    """
+) -> dict[fx.Node, str]:
+    """What looks like a divergence and stays as it is, with the first thing that blocked it."""
     blocked: dict[fx.Node, str] = {}
     for node in trace.graph.nodes:
         if node in recognised.reasons and not any(
@@ -198,6 +203,10 @@ def _blocked_sites(
             assert isinstance(value, Rows)
             if len(value.elements.parts) > 1 and node in trace.outer:
                 blocked[node] = str(plans[node])
+    return blocked
+
+
+def _blocked_sites(trace: Trace, blocked: dict[fx.Node, str]) -> list[Site]:
     sites: dict[tuple[str, str], Site] = {}
     for node, reason in blocked.items():
         origin = trace.outer.get(node) or trace.origin.get(node)
@@ -298,7 +307,7 @@ def same_metadata(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Erase what only the replaced code used; a write stays while anything else sees its target."""
+    """Erase what only the replaced code used; a write stays while its target is seen."""
     removed: list[fx.Node] = []
     alive = {n for n in nodes if not n._erased}
     changed = True
@@ -331,14 +340,56 @@ def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
     ) or target.op == "call_method"
 
 
-def _quadratic_nodes(trace: Trace, recognised: Recogniser) -> dict[fx.Node, str]:
-    """The user's nodes that hold scores, probabilities or expressions of them, one entry per key."""
+def _quadratic_nodes(
+    trace: Trace, recognised: Recogniser, sites: Sequence[fx.Node]
+) -> dict[fx.Node, str]:
+    """The user's nodes that hold scores, probabilities or expressions of them on a site's path.
+
+    The logits of a language-model loss beside a divergence are not on its path.
+    """
+    on_path = _scores_of_sites(trace, recognised, sites)
     result = {}
     for inner, node in trace.outer.items():
         value = recognised.values.get(inner)
-        if isinstance(value, (Scores, Elements, Shifted)) and not _is_view(node):
+        if inner in on_path and isinstance(value, QUADRATIC) and not _is_view(node):
             result[node] = type(value).__name__
     return result
+
+
+def _scores_of_sites(
+    trace: Trace, recognised: Recogniser, sites: Sequence[fx.Node]
+) -> set[fx.Node]:
+    """Nodes as large as the scores they come from, of all scores that meet those of a site."""
+    families: dict[fx.Node, int] = {}  # node -> one bit for each matmul behind it
+    sizes: dict[int, object] = {}
+    groups: list[int] = []
+    for node in trace.graph.nodes:
+        behind = 0
+        for a in node.all_input_nodes:
+            behind |= families.get(a, 0)
+        if not behind and isinstance(recognised.values.get(node), Scores):
+            behind = 1 << len(sizes)
+            sizes[behind] = _num_elements(node)
+            groups.append(behind)
+        if not behind:
+            continue
+        families[node] = behind
+        members = [bit for bit in sizes if bit & behind]
+        if len(members) > 1 and any(sizes[bit] == _num_elements(node) for bit in members):
+            joined = [g for g in groups if g & behind]
+            groups = [g for g in groups if not g & behind] + [_union(joined)]
+    chosen = _union(families.get(node, 0) for node in sites)
+    chosen = _union(g for g in groups if g & chosen)
+    return {node for node, behind in families.items() if behind & chosen}
+
+
+def _union(masks: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, masks, 0)
+
+
+def _num_elements(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    return expression(value.numel()) if isinstance(value, Tensor) else None
 
 
 def _is_view(node: fx.Node) -> bool:
