@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.geometry import Geometry, geometry
 from torch_streamkl.fx_passes.layout import Layout, Piece
 from torch_streamkl.fx_passes.masks import AxisCondition, AxisTensor
@@ -546,6 +547,7 @@ def _emit_call(
     order = ("student_q", "student_k", "teacher_q", "teacher_k")
     result = build.call(ops.attention_kl, *(inputs[n] for n in order), **options)
     value = build.call(operator.getitem, result, 0)
+    value = _without_empty_rows(build, value, call, options, tensors, dtype)
     for literal in call.mask.row_tensors:
         keep = placed(build, outer_node(literal.node, outer), literal.layout, 1, shape, tensors)
         keep = build.method("squeeze", keep, -1)
@@ -554,6 +556,34 @@ def _emit_call(
         )
     value = rows_as_user(build, value, shape, rows.elements.rank, rows.elements.key_dim, tensors)
     return _with_factors(build, value, call, outer)
+
+
+def _without_empty_rows(
+    build: Builder,
+    value: fx.Node,
+    call: Call,
+    options: Mapping[str, Any],
+    tensors: list[fx.Node],
+    dtype: torch.dtype,
+) -> fx.Node:
+    """No gradient to rows of which a dense additive mask leaves nothing; both sides are uniform there."""
+    shape = call.geometry
+    biases = [options[n] for n in ("teacher_bias", "student_bias") if n in options]
+    result = example(value)
+    if not biases or not (isinstance(result, Tensor) and result.requires_grad):
+        return value
+    keep = window_tensor(build, shape, call.mask.window_left, call.mask.window_right, tensors)
+    if "mask" in options:
+        mask = options["mask"]
+        keep = mask if keep is None else build.call(torch.logical_and, keep, mask)
+    averaged = bool(shape.teacher.distribution.averaged)
+    alive: fx.Node | None = None
+    for bias in dict.fromkeys(biases):
+        rows = rows_with_keys(build, bias, keep, dtype, all_heads=averaged)
+        alive = rows if alive is None else build.call(torch.logical_and, alive, rows)
+    assert alive is not None
+    alive = build.method("squeeze", alive, -1)
+    return build.call(torch.where, alive, value, build.method("detach", value))
 
 
 def _compute_dtype(call: Call, outer: Mapping[fx.Node, fx.Node]) -> torch.dtype:
@@ -604,9 +634,9 @@ def _mask_options(
     options: dict[str, Any] = {}
     mask = call.mask
     if mask.window_left is not None:
-        options["window_left"] = window_bound(build, mask.window_left, tensors)
+        options["window_left"] = build.size(mask.window_left, tensors)
     if mask.window_right is not None:
-        options["window_right"] = window_bound(build, mask.window_right, tensors)
+        options["window_right"] = build.size(mask.window_right, tensors)
     total: fx.Node | None = None
     for literal in mask.tensors:
         node = outer_node(literal.node, outer)
@@ -619,11 +649,6 @@ def _mask_options(
     if mask.fill is not None:
         options["mask_value"] = mask.fill
     return options
-
-
-def window_bound(build: Builder, bound: Size, tensors: Sequence[fx.Node]) -> int | fx.Node:
-    """A bound as a constant or a symbolic number."""
-    return build.size(bound, tensors)
 
 
 def _with_factors(

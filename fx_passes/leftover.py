@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder
-from torch_streamkl.fx_passes.fuse import MaskPlan, add_up_biases, masks_of, window_bound
+from torch_streamkl.fx_passes.empty_rows import rows_with_keys, uniform_rows, window_tensor
+from torch_streamkl.fx_passes.fuse import MaskPlan, add_up_biases, masks_of
 from torch_streamkl.fx_passes.geometry import Geometry, geometry
 from torch_streamkl.fx_passes.operands import canonical, outer_node, placed, rows_as_user, shape
 from torch_streamkl.fx_passes.sizes import expression, same
@@ -35,6 +36,7 @@ class Leftovers:
     outer: Mapping[fx.Node, fx.Node]
     aliases: Aliases
     masks: dict[object, fx.Node] = field(default_factory=dict)
+    alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
 
     def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
         """A node with the value of ``probabilities @ values``; raises Blocked when it cannot be
@@ -58,10 +60,14 @@ class Leftovers:
         k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
         v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)
         options = self._mask_options(build, place, mask, nodes, value.dtype)
+        alive = self._rows_with_keys(build, place, mask, options, value.dtype)
         k, v, options = _with_groups(build, q, k, v, options)
         if key.scale != shape_scale(q):
             options["scale"] = key.scale
         out = build.call(F.scaled_dot_product_attention, q, k, v, **options)
+        if alive is not None:
+            uniform = uniform_rows(build, q, k, v, key.scale, added=key.added)
+            out = build.call(torch.where, alive, out, uniform)
         return rows_as_user(
             build, out, place, elements.rank, elements.key_dim, nodes, trailing=True
         )
@@ -111,6 +117,26 @@ class Leftovers:
             return {"is_causal": True}
         return {"attn_mask": self._mask(build, place, mask, nodes, dtype)}
 
+    def _rows_with_keys(
+        self,
+        build: Builder,
+        place: Geometry,
+        mask: MaskPlan,
+        options: dict[str, Any],
+        dtype: torch.dtype,
+    ) -> fx.Node | None:
+        """Which rows have a key, None where all have (or where eager makes NaN of those without)."""
+        total = options.get("attn_mask")
+        key = place.student.distribution.scores
+        removed = key.fill == -math.inf and not key.biases
+        if total is None or removed or _has_diagonal(place, mask):
+            return None
+        if not key.exact_fill:
+            raise Blocked("two additive masks overlap, and a row may be left without any key")
+        if total not in self.alive:
+            self.alive[total] = rows_with_keys(build, total, None, dtype)
+        return self.alive[total]
+
     def _mask(
         self,
         build: Builder,
@@ -124,7 +150,7 @@ class Leftovers:
         identity = (key.mask, key.fill, key.biases, dtype, str(place.digits))
         if identity in self.masks:
             return self.masks[identity]
-        keep = _band(build, place, mask, nodes)
+        keep = window_tensor(build, place, mask.window_left, mask.window_right, nodes)
         for literal in (*mask.tensors, *mask.row_tensors):
             x = placed(
                 build, outer_node(literal.node, self.outer), literal.layout, STUDENT, place, nodes
@@ -147,29 +173,15 @@ class Leftovers:
         return total
 
 
-def _band(build: Builder, place: Geometry, mask: MaskPlan, nodes: list[fx.Node]) -> fx.Node | None:
-    """The window as a boolean [queries, keys]."""
-    if mask.window_left is None and mask.window_right is None:
-        return None
+def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:
+    """Whether the mask is a band in which every query provably has the key on its diagonal."""
+    key, bounds = place.student.distribution.scores, (mask.window_left, mask.window_right)
     assert place.query is not None
-    device = example(nodes[0]).device  # type: ignore[union-attr]
-    num_queries = place.digits[place.query].size
-    num_keys = place.student.distribution.scores.size(place.student.distribution.axis)
-    i = build.call(torch.arange, build.size(num_queries, nodes), device=device)
-    j = build.call(torch.arange, build.size(num_keys, nodes), device=device)
-    offset = num_keys - num_queries
-    distance = build.call(torch.sub, j, build.method("unsqueeze", i, -1))
-    keep: fx.Node | None = None
-    if mask.window_left is not None:
-        keep = build.call(
-            torch.ge, distance, window_bound(build, offset - mask.window_left, nodes)
-        )
-    if mask.window_right is not None:
-        below = build.call(
-            torch.le, distance, window_bound(build, offset + mask.window_right, nodes)
-        )
-        keep = below if keep is None else build.call(torch.logical_and, keep, below)
-    return keep
+    num_keys = key.size(place.student.distribution.axis)
+    spare = expression(num_keys - place.digits[place.query].size)
+    numbers = [spare, *(expression(b) for b in bounds if b is not None)]
+    dense = bool(mask.tensors or mask.row_tensors or key.biases)
+    return not dense and all(isinstance(n, int) and n >= 0 for n in numbers)
 
 
 def _with_groups(

@@ -289,7 +289,7 @@ class Recogniser(MaskRules):
         if isinstance(y, Choice):
             mask = to_axes(y.mask, x.layout, self.rank)
             inside, outside = y.inside * sign, y.outside * sign
-            if mask is None and outside == 0.0:
+            if inside != 0.0 and outside == 0.0:
                 mask, inside, outside = (
                     to_axes(y.mask.inverted(), x.layout, self.rank),
                     outside,

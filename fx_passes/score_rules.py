@@ -269,7 +269,7 @@ def with_bias(scores: Scores, node: fx.Node, layout: Layout, weight: float = 1.0
     key = scores.key
     if key.mask is not None and key.fill > ABSORBING:
         raise Blocked("a tensor is added to scores after they were masked with a moderate value")
-    return scores.with_key(biases=(*key.biases, Bias(node, layout, weight)))
+    return scores.with_key(biases=(*key.biases, Bias(node, layout, weight)), added=True)
 
 
 def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> Scores:
@@ -284,7 +284,7 @@ def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> S
             f"an additive mask value of {fill:g} does not remove a key; it is kept as a bias"
         )
     if key.mask is None:
-        return scores.with_key(mask=mask, fill=fill)
+        return scores.with_key(mask=mask, fill=fill, added=key.added or added)
     if mask <= key.mask and fill == key.fill and not added:
         return scores
     if fill == key.fill and not added:
@@ -292,7 +292,9 @@ def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> S
     if fill > ABSORBING or key.fill > ABSORBING:
         raise Blocked(f"two masks with different values, {key.fill:g} and {fill:g}")
     # keys of a row without any allowed key may now be at -inf or at the lowest number
-    return scores.with_key(mask=key.mask | mask, fill=ABSORBING, exact_fill=False)
+    return scores.with_key(
+        mask=key.mask | mask, fill=ABSORBING, exact_fill=False, added=key.added or added
+    )
 
 
 def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]:

@@ -93,6 +93,9 @@ class ScoreKey:
     mask: Mask | None = None
     fill: float = 0.0
     exact_fill: bool = True
+    added: bool = (
+        False  # a mask or bias was added to the scores: gradient flows through its masked keys
+    )
 
     def size(self, axis: int) -> Size:
         return dict(self.sizes)[axis]

@@ -1,0 +1,79 @@
+"""Attention left over by a fused KL, in rows whose every key is masked: eager's value and
+gradients.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.report import Report
+
+LOWEST = torch.finfo(torch.float32).min
+NUM_ROWS, HEAD_DIM = 7, 8
+
+
+def _masked_fill(scores: Tensor, keep: Tensor) -> Tensor:
+    return scores.masked_fill(~keep, LOWEST)
+
+
+def _where(scores: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep, scores, LOWEST)
+
+
+def _added(scores: Tensor, keep: Tensor) -> Tensor:
+    return scores + torch.zeros(keep.shape).masked_fill(~keep, LOWEST)
+
+
+def _scaled(scores: Tensor, keep: Tensor) -> Tensor:
+    return scores + (1.0 - keep.float()) * LOWEST
+
+
+def _billion(scores: Tensor, keep: Tensor) -> Tensor:
+    return scores + (1.0 - keep.float()) * -1e9
+
+
+@pytest.mark.parametrize("mask_scores", [_masked_fill, _where, _added, _scaled, _billion])
+def test_gradients_are_those_of_eager(mask_scores: object) -> None:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, t: Tensor, keep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        student = mask_scores(q @ k.mT * HEAD_DIM**-0.5, keep).softmax(-1)  # type: ignore[operator]
+        teacher = mask_scores(t @ t.mT, keep).softmax(-1)  # type: ignore[operator]
+        rows = (teacher * (teacher.clamp_min(1e-9).log() - student.clamp_min(1e-9).log())).sum(-1)
+        return rows, student @ v
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 2, NUM_ROWS, HEAD_DIM, generator=generator) for _ in range(4)]
+    keep = torch.ones(NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    keep[0, ..., :3] = False  # rows 0, 1 and 2 of the first sequence have no key
+    weights = torch.randn(2, 2, NUM_ROWS, HEAD_DIM, generator=generator)
+
+    def run(fn: object) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        rows, out = fn(*leaves, inputs[3], keep)  # type: ignore[operator]
+        loss = (out * weights).sum() + rows.sum()
+        return [rows.detach(), out.detach(), *torch.autograd.grad(loss, leaves)]
+
+    report = Report()
+    torch._dynamo.reset()
+    backend.REPORTS.append(report.extend)
+    try:
+        compiled = run(
+            torch.compile(attention, backend="streamkl", options={"streamkl.inner": "aot_eager"})
+        )
+    finally:
+        backend.REPORTS.remove(report.extend)
+    assert report.num_fused == 1, report
+    assert report.remaining_quadratic == 0, report
+    for name, a, b in zip(("rows", "out", "q", "k", "v"), run(attention), compiled, strict=True):
+        # a few roundings of sums over the rows; the wrong gradient was off by a factor of NUM_ROWS
+        tolerance = (
+            8 * math.sqrt(NUM_ROWS) * torch.finfo(torch.float32).eps * float(a.abs().max() + 1)
+        )
+        torch.testing.assert_close(
+            b, a, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
