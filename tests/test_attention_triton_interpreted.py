@@ -1,7 +1,7 @@
 """The portable kernels without a GPU: Triton's interpreter against the naive code in float64.
 
-The interpreter has to be chosen before a kernel is imported, so outside of it this file runs itself in a
-process of its own: ``TRITON_INTERPRET=1 pytest tests/test_attention_triton_interpreted.py`` shows the tests.
+The interpreter has to be chosen before a kernel is imported, so outside of it this file runs itself
+in a process of its own; with TRITON_INTERPRET=1 pytest shows the tests one by one.
 """
 
 import os
@@ -60,11 +60,15 @@ def test_float16(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("split_keys")])
 def test_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases meant for split keys do split them, and one program gives the same."""
+    from torch_streamkl.kernels.plans import clear_plans
+
+    clear_plans()
     splits = []
     original = launch._num_splits
     monkeypatch.setattr(launch, "_num_splits", lambda *args: splits.append(original(*args)) or 1)
     call = build(CASES[name])
     check(call.value_and_gradients("triton"), budget(call))
+    clear_plans()
     assert splits[0] > 1
 
 

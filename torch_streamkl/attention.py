@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_streamkl import checks, ops, reference
+from torch_streamkl import checks, direct, ops, reference
 from torch_streamkl.functional import NAMES, named
 from torch_streamkl.launch import IMPLEMENTATIONS
 
 LAYOUTS = ("bhnd", "bnhd")
+PACKED = "packed"  # [total, num_heads, head_dim], of attention_kl_varlen
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
 
 
@@ -67,49 +68,45 @@ def attention_kl(
 
     Args:
         student_q, teacher_q: ``[batch, num_heads, seqlen_q, head_dim]``; head_dim may differ per
-        side. student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_kv_heads
-        divides num_heads
-            and may differ per side (grouped heads). float16, bfloat16, float32 or (on the CPU)
-            float64, one dtype for all four; any strides with a contiguous last dimension, nothing
-            is copied.
+            side.
+        student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_kv_heads divides
+            num_heads and may differ per side (grouped heads). float16, bfloat16, float32 or (on the
+            CPU) float64, one dtype for all four; any strides with a contiguous last dimension,
+            nothing is copied.
         divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"``
             -sum P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
             KL(S||M) with M = beta P + (1 - beta) S (generalised Jensen-Shannon as in GKD; beta 0
             and 1 are forward and reverse KL); ``"tv"`` 0.5 sum |P - S|.
         student_scale, teacher_scale: factor of the dot products, default ``head_dim ** -0.5``. A
-        tensor
-            (a learned scale, or one per row: anything that multiplies q) is applied to q and gets
-            gradient.
+            tensor (a learned scale, or one per row: anything that multiplies q) is applied to q
+            and gets gradient.
         temperature: divides the final scores of both sides. The T^2 of Hinton's loss is the
-        caller's. student_softcap, teacher_softcap: c in ``c * tanh(score / c)``, after the scale.
+            caller's.
+        student_softcap, teacher_softcap: c in ``c * tanh(score / c)``, after the scale.
         is_causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned at the last query and
-        key).
+            key).
         window: (left, right) keys around that position, None for no bound.
         attn_mask: boolean (True takes part) or additive (added to both sides' scores), broadcasts
-        to
-            ``[batch, num_heads, seqlen_q, seqlen_k]`` and is never expanded.
+            to ``[batch, num_heads, seqlen_q, seqlen_k]`` and is never expanded.
         key_lengths: int32 or int64 ``[batch]``, the number of valid keys.
         row_mask: boolean, broadcasts to ``[batch, num_heads, seqlen_q]``; False rows are 0 without
-        gradient. student_bias, teacher_bias: additive, broadcast as attn_mask, for one side. No
-        gradient. student_alibi_slopes, teacher_alibi_slopes: ``[num_heads]``, subtract slope *
-        |distance|. student_sink, teacher_sink: ``[num_heads]``, an extra logit in the denominator
-        (not divided by the
-            temperature); gets gradient.
-        student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes log(max(P + eps,
-        clamp)),
-            exactly; the weight in front of the log stays P.
+            gradient.
+        student_bias, teacher_bias: additive, broadcast as attn_mask, for one side. No gradient.
+        student_alibi_slopes, teacher_alibi_slopes: ``[num_heads]``, subtract
+            slope * |distance|.
+        student_sink, teacher_sink: ``[num_heads]``, an extra logit in the denominator (not divided
+            by the temperature); gets gradient.
+        student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes
+            log(max(P + eps, clamp)), exactly; the weight in front of the log stays P.
         head_reduction: ``"mean"`` averages the teacher's probabilities over the heads that belong
-        to one
-            student head; the teacher then has a multiple of the student's heads.
-        teacher_lse: ``[batch, num_teacher_heads, seqlen_q]`` known log-sum-exps, with
-        head_reduction only.
+            to one student head; the teacher then has a multiple of the student's heads.
+        teacher_lse: ``[batch, num_teacher_heads, seqlen_q]`` known log-sum-exps in nats, with
+            head_reduction only.
         layout: ``"bhnd"``, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]`` inputs; rows
-        are
-            ``[batch, num_heads, seqlen_q]`` either way.
+            are ``[batch, num_heads, seqlen_q]`` either way.
         reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch.
         impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch, bounded memory) or
-        ``"reference"``
-            (naive). A choice that cannot run raises.
+            ``"reference"`` (naive). A choice that cannot run raises.
 
     Returns:
         float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.
@@ -124,84 +121,44 @@ def attention_kl(
     Source: the one-pass coupled softmax state of StreamKL (arXiv 2606.20005); see rowstate.py.
     """
     checks.one_of("layout", layout, LAYOUTS)
-    if layout == "bnhd":
-        for name, x in (
-            ("student_q", student_q),
-            ("student_k", student_k),
-            ("teacher_q", teacher_q),
-            ("teacher_k", teacher_k),
-        ):
-            checks.check_tensor(name, x, ndim=4)
-        student_q, student_k = student_q.transpose(1, 2), student_k.transpose(1, 2)
-        teacher_q, teacher_k = teacher_q.transpose(1, 2), teacher_k.transpose(1, 2)
-    checks.check_attention_inputs(
-        student_q, student_k, teacher_q, teacher_k, head_reduction is not None
+    inputs = Inputs(
+        student_q,
+        student_k,
+        teacher_q,
+        teacher_k,
+        attn_mask,
+        student_bias,
+        teacher_bias,
+        student_alibi_slopes,
+        teacher_alibi_slopes,
+        student_sink,
+        teacher_sink,
+        key_lengths,
+        None,
+        None,
+        teacher_lse,
+        row_mask,
     )
-    device = student_q.device
-    rows = (student_q.shape[0], student_q.shape[1], student_q.shape[2])
-    keys = student_k.shape[2]
-    options = _divergence_options(
+    settings = Settings(
         divergence,
         beta,
+        student_scale,
+        teacher_scale,
         temperature,
+        student_softcap,
+        teacher_softcap,
+        is_causal,
+        None if window is None else tuple(window),
         student_eps,
         teacher_eps,
         student_clamp,
         teacher_clamp,
+        head_reduction,
+        layout,
         reduction,
         impl,
     )
-    options |= _head_options(head_reduction, teacher_lse, teacher_q)
-    mask = None
-    if attn_mask is not None:
-        view = checks.check_broadcast("attn_mask", attn_mask, (*rows, keys), device)
-        if attn_mask.dtype == torch.bool:
-            mask = view
-        else:
-            if student_bias is not None or teacher_bias is not None:
-                raise NotImplementedError(
-                    "an additive attn_mask cannot be combined with a bias; add them up"
-                )
-            if view.shape[1] != 1 and teacher_q.shape[1] != rows[1]:
-                raise NotImplementedError(
-                    "an additive attn_mask with head_reduction must have one head, got "
-                    f"{view.shape[1]}; pass student_bias and teacher_bias"
-                )
-            student_bias = teacher_bias = attn_mask
-    if key_lengths is not None:
-        checks.check_vector(
-            "key_lengths", key_lengths, rows[0], device, (torch.int32, torch.int64)
-        )
-    left, right = _window(is_causal, window)
-    sides: dict[str, Any] = {}
-    for side, q, k, scale, softcap, bias, slopes, sink in (
-        (
-            "student",
-            student_q,
-            student_k,
-            student_scale,
-            student_softcap,
-            student_bias,
-            student_alibi_slopes,
-            student_sink,
-        ),
-        (
-            "teacher",
-            teacher_q,
-            teacher_k,
-            teacher_scale,
-            teacher_softcap,
-            teacher_bias,
-            teacher_alibi_slopes,
-            teacher_sink,
-        ),
-    ):
-        sides |= _side_options(side, q, k, scale, softcap, slopes, sink)
-        if bias is not None:
-            checks.no_gradient(f"{side}_bias", bias)
-            shape = (rows[0], q.shape[1], rows[2], keys)
-            sides[f"{side}_bias"] = checks.check_broadcast(f"{side}_bias", bias, shape, device)
-    return _call(sides, options, mask, key_lengths, left, right, row_mask, rows, reduction, impl)
+    return _run(inputs, settings)
 
 
 def attention_kl_varlen(
@@ -256,146 +213,212 @@ def attention_kl_varlen(
         ``[num_heads, total_q]`` per-row values in float32 nats, or a scalar; ``"batchmean"``
         divides by the number of sequences.
     """
-    named_inputs = {
-        "student_q": student_q,
-        "student_k": student_k,
-        "teacher_q": teacher_q,
-        "teacher_k": teacher_k,
-    }
-    for name, x in named_inputs.items():
-        checks.check_tensor(name, x, ndim=3)
-    q_s, k_s, q_t, k_t = (x.transpose(0, 1).unsqueeze(0) for x in named_inputs.values())
-    checks.check_attention_inputs(q_s, k_s, q_t, k_t, head_reduction is not None)
-    device = student_q.device
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        checks.check_vector(name, offsets, cu_seqlens_q.shape[0], device, (torch.int32,))
-    if cu_seqlens_q.shape[0] < 2:
-        raise ValueError(
-            f"cu_seqlens_q must have num_sequences + 1 >= 2 entries, got {cu_seqlens_q.shape[0]}"
-        )
-    checks.positive("max_seqlen_q", max_seqlen_q)
-    checks.positive("max_seqlen_k", max_seqlen_k)
-    options = _divergence_options(
+    inputs = Inputs(
+        student_q,
+        student_k,
+        teacher_q,
+        teacher_k,
+        None,
+        None,
+        None,
+        student_alibi_slopes,
+        teacher_alibi_slopes,
+        student_sink,
+        teacher_sink,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        teacher_lse,
+        row_mask,
+    )
+    settings = Settings(
         divergence,
         beta,
+        student_scale,
+        teacher_scale,
         temperature,
+        student_softcap,
+        teacher_softcap,
+        is_causal,
+        None if window is None else tuple(window),
         student_eps,
         teacher_eps,
         student_clamp,
         teacher_clamp,
+        head_reduction,
+        PACKED,
         reduction,
         impl,
+        max_seqlen_q,
+        max_seqlen_k,
     )
-    lse = None if teacher_lse is None else teacher_lse.unsqueeze(0)
-    options |= _head_options(head_reduction, lse, q_t)
-    options |= {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    left, right = _window(is_causal, window)
-    sides = _side_options(
-        "student", q_s, k_s, student_scale, student_softcap, student_alibi_slopes, student_sink
-    )
-    sides |= _side_options(
-        "teacher", q_t, k_t, teacher_scale, teacher_softcap, teacher_alibi_slopes, teacher_sink
-    )
-    rows = (1, q_s.shape[1], q_s.shape[2])
-    value = _call(
-        sides,
-        options,
-        None,
-        None,
-        left,
-        right,
-        row_mask,
-        rows,
-        "none" if reduction == "batchmean" else reduction,
-        impl,
-    )
-    if reduction == "batchmean":
-        return value.sum() / (cu_seqlens_q.shape[0] - 1)
+    value = _run(inputs, settings)
     return value.squeeze(0) if reduction == "none" else value
 
 
-def _call(
-    sides: dict[str, Any],
-    options: dict[str, Any],
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    left: int | None,
-    right: int | None,
-    row_mask: Tensor | None,
-    rows: tuple[int, int, int],
-    reduction: str,
-    impl: str,
-) -> Tensor:
-    q_s, k_s, q_t, k_t = (
-        _autocast(sides.pop(name)) for name in ("student_q", "student_k", "teacher_q", "teacher_k")
-    )
-    kwargs = {
-        **sides,
-        **options,
-        "mask": mask,
-        "key_lengths": key_lengths,
-        "window_left": left,
-        "window_right": right,
-    }
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    if row_mask is not None:
-        row_mask = checks.check_broadcast("row_mask", row_mask, rows, q_s.device)
-        if row_mask.dtype != torch.bool:
-            raise TypeError(f"row_mask must be boolean, got {row_mask.dtype}")
-    if impl == "reference":
-        problem, _ = ops.problem_of(q_s, k_s, q_t, k_t, **kwargs)
+# What a call is made of, as two tuples: the tensors, and everything else. Together with the tensors'
+# metadata the second decides whether a call is legal, so that verdict is kept (checks.remembered).
+class Inputs(NamedTuple):
+    """The tensors of a call, as the caller gave them."""
+
+    student_q: Tensor
+    student_k: Tensor
+    teacher_q: Tensor
+    teacher_k: Tensor
+    attn_mask: Tensor | None
+    student_bias: Tensor | None
+    teacher_bias: Tensor | None
+    student_alibi_slopes: Tensor | None
+    teacher_alibi_slopes: Tensor | None
+    student_sink: Tensor | None
+    teacher_sink: Tensor | None
+    key_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    teacher_lse: Tensor | None
+    row_mask: Tensor | None
+
+
+class Settings(NamedTuple):
+    """The other arguments of a call."""
+
+    divergence: str
+    beta: float
+    student_scale: float | Tensor | None
+    teacher_scale: float | Tensor | None
+    temperature: float
+    student_softcap: float | None
+    teacher_softcap: float | None
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
+    student_eps: float
+    teacher_eps: float
+    student_clamp: float
+    teacher_clamp: float
+    head_reduction: str | None
+    layout: str
+    reduction: str
+    impl: str
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+
+def _run(inputs: Inputs, settings: Settings) -> Tensor:
+    options = checks.remembered(inputs, settings, _checked_options)
+    tensors = _operands(inputs, settings)
+    if settings.impl == "reference":
+        problem, _ = ops.problem_of(*tensors, *options)
         value = reference.attention_kl_rows(problem)
     else:
-        value = ops.attention_kl(q_s, k_s, q_t, k_t, impl=impl, **kwargs)[0]
-    if row_mask is not None:
-        value = torch.where(row_mask, value, 0.0)
-    match reduction:
+        value = direct.attention_kl(tensors, options)
+    if inputs.row_mask is not None:
+        value = torch.where(_with_dims(inputs.row_mask, 3), value, 0.0)
+    match settings.reduction:
         case "mean":
             return value.mean()
         case "sum":
             return value.sum()
         case "batchmean":
-            return value.sum() / value.shape[0]
+            packed = inputs.cu_seqlens_q
+            return value.sum() / (value.shape[0] if packed is None else packed.shape[0] - 1)
     return value
 
 
-def _divergence_options(
-    divergence: str,
-    beta: float,
-    temperature: float,
-    student_eps: float,
-    teacher_eps: float,
-    student_clamp: float,
-    teacher_clamp: float,
-    reduction: str,
-    impl: str,
-) -> dict[str, Any]:
-    checks.one_of("divergence", divergence, NAMES)
-    checks.one_of("reduction", reduction, REDUCTIONS)
-    checks.one_of("impl", impl, IMPLEMENTATIONS)
-    checks.in_unit_interval("beta", beta)
-    checks.positive("temperature", temperature)
+def _operands(inputs: Inputs, settings: Settings) -> tuple[Tensor | None, ...]:
+    """The operator's tensors: views of the inputs, apart from a scale that is a tensor and autocast."""
+    q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
+    if isinstance(settings.student_scale, Tensor):
+        q_s = (q_s * settings.student_scale).to(q_s.dtype)
+    if isinstance(settings.teacher_scale, Tensor):
+        q_t = (q_t * settings.teacher_scale).to(q_t.dtype)
+    if torch.is_autocast_enabled(q_s.device.type):
+        q_s, k_s, q_t, k_t = (_autocast(x) for x in (q_s, k_s, q_t, k_t))
+    mask, student_bias, teacher_bias, *others, teacher_lse, _ = inputs[4:]
+    if mask is not None:
+        mask = _with_dims(mask, 4)
+        if mask.dtype != torch.bool:
+            mask, student_bias, teacher_bias = None, mask, mask
+    if student_bias is not None:
+        student_bias = _with_dims(student_bias, 4)
+    if teacher_bias is not None:
+        teacher_bias = _with_dims(teacher_bias, 4)
+    if teacher_lse is not None:
+        teacher_lse = _with_dims(teacher_lse.detach(), 3)
+    return (q_s, k_s, q_t, k_t, mask, student_bias, teacher_bias, *others, teacher_lse)
+
+
+def _heads_first(x: Tensor, layout: str) -> Tensor:
+    if layout == "bhnd":
+        return x
+    return x.transpose(1, 2) if layout == "bnhd" else x.transpose(0, 1).unsqueeze(0)
+
+
+def _with_dims(x: Tensor, ndim: int) -> Tensor:
+    return x if x.ndim == ndim else x[(None,) * (ndim - x.ndim)]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What autocast would do to the operand of a matmul."""
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+
+
+# ------------------------------------------------------------------------------------------- checks
+def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
+    """The operator's options after its tensors, in the schema's order; raises on what cannot be."""
+    packed = settings.layout == PACKED
+    for name, x in zip(Inputs._fields[:4], inputs[:4], strict=True):
+        checks.check_tensor(name, x, ndim=3 if packed else 4)
+    q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
+    checks.check_attention_inputs(q_s, k_s, q_t, k_t, settings.head_reduction is not None)
+    rows, keys = (q_s.shape[0], q_s.shape[1], q_s.shape[2]), k_s.shape[2]
+    if packed:
+        _check_offsets(inputs, settings)
+    _check_masks(inputs, rows, keys, q_t.shape[1])
+    if inputs.key_lengths is not None:
+        lengths = (torch.int32, torch.int64)
+        checks.check_vector("key_lengths", inputs.key_lengths, rows[0], q_s.device, lengths)
+    if inputs.row_mask is not None:
+        checks.check_broadcast("row_mask", inputs.row_mask, rows, q_s.device)
+        if inputs.row_mask.dtype != torch.bool:
+            raise TypeError(f"row_mask must be boolean, got {inputs.row_mask.dtype}")
+    for side, q in (("student", q_s), ("teacher", q_t)):
+        _check_side(side, q, inputs, settings)
+    _check_head_reduction(inputs, settings, q_t)
+    left, right = _window(settings.is_causal, settings.window)
+    return (
+        _functional(settings),
+        _scale(settings.student_scale, q_s),
+        _scale(settings.teacher_scale, q_t),
+        float(settings.student_softcap or 0.0),
+        float(settings.teacher_softcap or 0.0),
+        float(settings.temperature),
+        None,  # mask_value: masked keys are gone
+        left,
+        right,
+        settings.max_seqlen_q,
+        settings.max_seqlen_k,
+        settings.head_reduction == "mean",
+        settings.impl,
+    )
+
+
+def _functional(settings: Settings) -> str:
+    checks.one_of("divergence", settings.divergence, NAMES)
+    checks.one_of("reduction", settings.reduction, REDUCTIONS)
+    checks.one_of("impl", settings.impl, IMPLEMENTATIONS)
+    checks.in_unit_interval("beta", settings.beta)
+    checks.positive("temperature", settings.temperature)
     guards = {
-        "student_eps": student_eps,
-        "teacher_eps": teacher_eps,
-        "student_clamp": student_clamp,
-        "teacher_clamp": teacher_clamp,
+        name: getattr(settings, name)
+        for name in ("student_eps", "teacher_eps", "student_clamp", "teacher_clamp")
     }
     for name, guard in guards.items():
         checks.in_unit_interval(name, guard)
-    if divergence == "tv" and any(guards.values()):
+    if settings.divergence == "tv" and any(guards.values()):
         raise ValueError(
             f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
         )
-    text = functional_text(
-        divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
-    )
-    return {"functional": text, "temperature": float(temperature)}
+    return functional_text(settings.divergence, settings.beta, *guards.values())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -413,57 +436,81 @@ def functional_text(
     return named(divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp).text
 
 
-def _head_options(
-    head_reduction: str | None, teacher_lse: Tensor | None, teacher_q: Tensor
-) -> dict[str, Any]:
-    checks.one_of("head_reduction", head_reduction, (None, "mean"))
-    if teacher_lse is None:
-        return {"head_mean": head_reduction == "mean"}
-    if head_reduction is None:
-        raise ValueError(
-            "teacher_lse is used with head_reduction='mean' only; one pass needs no log-sum-exp in advance"
-        )
-    if tuple(teacher_lse.shape) != tuple(teacher_q.shape[:3]):
-        raise ValueError(
-            f"teacher_lse must have shape {tuple(teacher_q.shape[:3])}, got {tuple(teacher_lse.shape)}"
-        )
-    checks.on_device("teacher_lse", teacher_lse, teacher_q.device)
-    if teacher_lse.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"teacher_lse must be float32 (float64 on the CPU), got {teacher_lse.dtype}"
-        )
-    return {"head_mean": True, "teacher_lse": teacher_lse.detach()}
+def _check_offsets(inputs: Inputs, settings: Settings) -> None:
+    device, offsets = inputs.student_q.device, inputs.cu_seqlens_q
+    size = offsets.shape[0] if isinstance(offsets, Tensor) and offsets.ndim == 1 else 2
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        checks.check_vector(name, getattr(inputs, name), size, device, (torch.int32,))
+    if size < 2:
+        raise ValueError(f"cu_seqlens_q must have num_sequences + 1 >= 2 entries, got {size}")
+    checks.positive("max_seqlen_q", settings.max_seqlen_q)
+    checks.positive("max_seqlen_k", settings.max_seqlen_k)
 
 
-def _side_options(
-    side: str,
-    q: Tensor,
-    k: Tensor,
-    scale: float | Tensor | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-) -> dict[str, Any]:
-    options: dict[str, Any] = {f"{side}_q": q, f"{side}_k": k}
-    if isinstance(scale, Tensor):
-        options[f"{side}_q"] = (q * scale).to(q.dtype)
-        scale = 1.0
-    options[f"{side}_scale"] = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(options[f"{side}_scale"]):
-        raise ValueError(f"{side}_scale must be finite, got {scale}")
+def _check_masks(
+    inputs: Inputs, rows: tuple[int, int, int], keys: int, num_teacher_heads: int
+) -> None:
+    device, mask = inputs.student_q.device, inputs.attn_mask
+    if mask is not None:
+        view = checks.check_broadcast("attn_mask", mask, (*rows, keys), device)
+        if mask.dtype != torch.bool:
+            checks.additive("attn_mask", mask)
+            if inputs.student_bias is not None or inputs.teacher_bias is not None:
+                raise NotImplementedError(
+                    "an additive attn_mask cannot be combined with a bias; add them up"
+                )
+            if view.shape[1] != 1 and num_teacher_heads != rows[1]:
+                raise NotImplementedError(
+                    "an additive attn_mask with head_reduction must have one head, got "
+                    f"{view.shape[1]}; pass student_bias and teacher_bias"
+                )
+    for side, heads in (("student", rows[1]), ("teacher", num_teacher_heads)):
+        name = f"{side}_bias"
+        bias = getattr(inputs, name)
+        if bias is not None:
+            checks.check_broadcast(name, bias, (rows[0], heads, rows[2], keys), device)
+            checks.additive(name, bias)
+
+
+def _check_side(side: str, q: Tensor, inputs: Inputs, settings: Settings) -> None:
+    softcap = getattr(settings, f"{side}_softcap")
     if softcap is not None:
         checks.positive(f"{side}_softcap", softcap)
-        options[f"{side}_softcap"] = float(softcap)
-    if alibi_slopes is not None:
-        checks.check_vector(
-            f"{side}_alibi_slopes", alibi_slopes, q.shape[1], q.device, checks.FLOAT_DTYPES
+    scale = _scale(getattr(settings, f"{side}_scale"), q)
+    if not math.isfinite(scale):
+        raise ValueError(f"{side}_scale must be finite, got {scale}")
+    for name in (f"{side}_alibi_slopes", f"{side}_sink"):
+        x = getattr(inputs, name)
+        if x is not None:
+            checks.check_vector(name, x, q.shape[1], q.device, checks.FLOAT_DTYPES)
+            if not name.endswith("sink"):
+                checks.no_gradient(name, x)
+
+
+def _scale(scale: float | Tensor | None, q: Tensor) -> float:
+    """The operator's scale; a tensor has been multiplied into q."""
+    if isinstance(scale, Tensor):
+        return 1.0
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor) -> None:
+    checks.one_of("head_reduction", settings.head_reduction, (None, "mean"))
+    lse = inputs.teacher_lse
+    if lse is None:
+        return
+    if settings.head_reduction is None:
+        raise ValueError(
+            "teacher_lse is used with head_reduction='mean' only; one pass needs no log-sum-exp in "
+            "advance"
         )
-        checks.no_gradient(f"{side}_alibi_slopes", alibi_slopes)
-        options[f"{side}_alibi_slopes"] = alibi_slopes
-    if sink is not None:
-        checks.check_vector(f"{side}_sink", sink, q.shape[1], q.device, checks.FLOAT_DTYPES)
-        options[f"{side}_sink"] = sink
-    return options
+    packed = settings.layout == PACKED
+    shape = tuple(teacher_q.shape[1:3] if packed else teacher_q.shape[:3])
+    if tuple(lse.shape) != shape:
+        raise ValueError(f"teacher_lse must have shape {shape}, got {tuple(lse.shape)}")
+    checks.on_device("teacher_lse", lse, teacher_q.device)
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {lse.dtype}")
 
 
 def _window(
@@ -476,11 +523,3 @@ def _window(
     if is_causal:
         right = 0 if right is None else min(right, 0)
     return left, right
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """What autocast would do to the operand of a matmul."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x

@@ -6,12 +6,65 @@ Each error states the rule and the value that broke it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+_verdicts: dict[Any, tuple[Any, ...]] = {}
+MAX_VERDICTS = 4096
+
+
+def remembered(
+    tensors: tuple[Tensor | None, ...],
+    settings: tuple[Any, ...],
+    check: Callable[[Any, Any], tuple[Any, ...]],
+) -> tuple[Any, ...]:
+    """``check(tensors, settings)``, run once for each metadata of plain tensors.
+
+    The checks of a call cost more than its launch, and depend on metadata only.
+    """
+    key = _metadata(tensors, settings)
+    if key is None:
+        return check(tensors, settings)
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        verdict = check(tensors, settings)
+        if len(_verdicts) >= MAX_VERDICTS:
+            _verdicts.clear()
+        _verdicts[key] = verdict
+    return verdict
+
+
+def is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call on these tensors is ordinary eager execution that nothing observes."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(x is None or type(x) is Tensor or type(x) is Parameter for x in tensors)
+    )
+
+
+def _metadata(tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Any:
+    """All that checks can see, or None where that is symbolic or not hashable."""
+    if torch.compiler.is_compiling() or any(isinstance(x, Tensor) for x in settings):
+        return None
+    key: list[Any] = [settings, torch.is_grad_enabled()]
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        elif type(x) is Tensor or type(x) is Parameter:
+            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+        else:
+            return None
+    return tuple(key)
 
 
 def check_attention_inputs(
@@ -82,7 +135,9 @@ def _listed(items: Sequence[str] | dict[str, object]) -> str:
 
 
 def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tensor viewed with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
+    """The tensor with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     on_device(name, x, device)
     if x.ndim > len(shape):
         raise ValueError(
@@ -92,6 +147,13 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
     if any(have not in (1, want) for have, want in zip(view.shape, shape, strict=True)):
         raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(x.shape)}")
     return view
+
+
+def additive(name: str, x: Tensor) -> None:
+    """A tensor that is added to scores: floating point, and constant."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be boolean or floating point, got {x.dtype}")
+    no_gradient(name, x)
 
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from torch.library import Library
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_streamkl import streaming
+from torch_streamkl.checks import is_plain
 from torch_streamkl.functional import Functional
 from torch_streamkl.launch import LSE_UNIT, select_implementation
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
@@ -127,7 +128,7 @@ def problem_of(
     return problem, impl
 
 
-def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def run_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, impl = problem_of(*args, **kwargs)
     value, stats = _forward_of(select_implementation(problem, impl), problem)
     return value, stats.student, stats.teacher
@@ -141,7 +142,7 @@ def _forward_of(implementation: str, problem: AttentionProblem) -> tuple[Tensor,
     return streaming.forward(problem)
 
 
-def _backward(
+def run_backward(
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
@@ -198,8 +199,8 @@ def _without_autocast(op: Any, device: str) -> Any:
 
 
 for _name, _implementation, _fake in (
-    ("attention_kl", _forward, _forward_fake),
-    ("attention_kl_backward", _backward, _backward_fake),
+    ("attention_kl", run_forward, _forward_fake),
+    ("attention_kl_backward", run_backward, _backward_fake),
 ):
     _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
@@ -224,27 +225,35 @@ def _setup_context(
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * _NUM_TENSORS)
+    grads = gradients(grad, needs, ctx.saved_tensors, ctx.options)
+    return (*grads, *(None,) * len(ctx.options))
+
+
+def gradients(
+    grad: Tensor | None, needs: tuple[bool, ...], saved: tuple[Any, ...], options: tuple[Any, ...]
+) -> list[Tensor | None]:
+    """Gradients to the tensor arguments; ``saved`` is the two statistics and these arguments."""
     for index, name in _NOT_DIFFERENTIABLE.items():
         if needs[index]:
             raise NotImplementedError(
                 f"{name} gets no gradient: detach it, or keep the scores in plain torch code"
             )
-    num_inputs = _NUM_TENSORS + len(ctx.options)
+    grads: list[Tensor | None] = [None] * _NUM_TENSORS
     if grad is None:
-        return (None,) * num_inputs
-    student_stats, teacher_stats, *tensors = ctx.saved_tensors
+        return grads
+    student_stats, teacher_stats, *tensors = saved
     wanted = list(needs[:4])
-    grads: list[Tensor | None] = [None] * num_inputs
     if any(wanted):
-        out = attention_kl_backward(
-            grad, student_stats, teacher_stats, wanted, *tensors, *ctx.options
-        )
+        # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
+        direct = not torch.is_grad_enabled() and is_plain((grad, *tensors))
+        backward = run_backward if direct else attention_kl_backward
+        out = backward(grad, student_stats, teacher_stats, wanted, *tensors, *options)
         grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
     for index, stats in ((_STUDENT_SINK, student_stats), (_TEACHER_SINK, teacher_stats)):
         if needs[index]:
-            unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *ctx.options))]
+            unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]
             grads[index] = _sink_gradient(grad, stats, unit, tensors[index])
-    return tuple(grads)
+    return grads
 
 
 def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The losses as people write them, from the public arguments: the second opinion on reference.py.
 
-Nothing here is shared with the package. Scores come from a matmul in the inputs' dtype, softmaxes run in
-float32 at least, as in a model.
+Nothing here is shared with the package. Scores come from a matmul in the inputs' dtype, softmaxes
+run in float32 at least, as in a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.problems import Call
 
 def naive(call: Call) -> Tensor:
     """What `attention_kl` returns for a call, the textbook way."""
-    tensors = {name: x for name, x in call.tensors.items()}
+    tensors = dict(call.tensors)
     if call.spec.packed is not None:
         rows = _packed(tensors, call)
         return _reduced(rows, call, num_sequences=len(call.spec.packed))

@@ -1,7 +1,7 @@
 """Distillation calls as values: a `Spec` says what a call looks like, `build` makes its tensors.
 
-`CASES` names one spec for every feature. Every implementation is tested on all of them, and the feature
-table in the README is made from them.
+`CASES` names one spec for every feature. Every implementation is tested on all of them, and the
+feature table in the README is made from them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Call:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to(self, dtype: torch.dtype | None = None, device: str | None = None) -> Call:
-        """The same call with other tensors; floating options that are not inputs keep their dtype."""
+        """The same call with other tensors; options that are tensors keep their dtype."""
 
         def move(x: Any) -> Any:
             return x.to(device) if isinstance(x, Tensor) and device is not None else x

@@ -1,7 +1,6 @@
-"""Hypothesis strategies for specs: shapes, strides, masks, dtypes, divergences and their combinations."""
+"""Hypothesis strategies for specs: shapes, strides, masks, dtypes, divergences, together."""
 
 from __future__ import annotations
-
 
 import torch
 from hypothesis import strategies as st

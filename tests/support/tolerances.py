@@ -1,8 +1,8 @@
-"""Error budgets: at most twice what the naive code in the same dtype errs by, plus rounding of results.
+"""Error budgets: twice what the naive code in the same dtype errs by, plus rounding of results.
 
-`truth` is the naive code in float64 on the same (already rounded) inputs. The naive float32 code can be lucky
-on a small problem, so an output may also be off by a few units in the last place of the quantities it is
-computed from, in the accumulation dtype.
+`truth` is the naive code in float64 on the same (already rounded) inputs. The naive float32 code can
+be lucky on a small problem, so an output may also be off by a few units in the last place of the
+quantities it is computed from, in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def budget(call: Call) -> Budget:
 
 
 def _cancelled_size(output: str, call: Call, value: float) -> float:
-    """Size of the terms whose difference an output is: log-sum-exps, or two shares of a row's gradient."""
+    """Size of what an output is a difference of: log-sum-exps, or shares of a row's gradient."""
     if output == "value":
         return max(_score_size(side, call) for side in ("student", "teacher"))
     if output.endswith("_sink"):

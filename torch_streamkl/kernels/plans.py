@@ -1,0 +1,244 @@
+"""What the launches of a problem share with those of every problem with the same metadata.
+
+Choosing tiles, grouping arguments and Triton's own look-up of a compiled kernel take several times
+as long as a small kernel runs. A `Plan` keeps all of it: a later call passes pointers only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import Parameter
+
+from torch_streamkl.functional import Bilinear
+from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
+from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.launch import TritonLaunch, dot_precision, triton_launch
+from torch_streamkl.problem import AttentionProblem, Side
+
+LOG2E = 1.4426950408889634
+MAX_PLANS = 1024
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kernel of a problem: tiles, compile-time configuration and grid."""
+
+    launch: TritonLaunch
+    options: dict[str, int]
+    config: Config
+    num_blocks: int  # of query rows, in a sequence
+    programs: int  # blocks of rows of all sequences and heads
+    keys_per_split: int
+
+
+class Plan:
+    """Metadata of a problem, turned into kernel arguments."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        functional = problem.functional
+        form = functional.bilinear or (
+            functional.guarded.form if functional.guarded else Bilinear()
+        )
+        self.form = Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)
+        self.helper = helper(functional.text) if functional.bilinear is None else None
+        self.inv_temperature = LOG2E / problem.temperature
+        self.fill = problem.mask_value if problem.mask_value != -math.inf else 0.0
+        self.stats_stride = problem.batch * problem.num_heads * problem.seqlen_q
+        self.num_sequences = num_sequences(problem)
+        self._stages: dict[str, Stage] = {}
+        self._sides = tuple(
+            _side_metadata(problem, side) for side in (problem.student, problem.teacher)
+        )
+        self._mask = _broadcast_strides(problem.mask)
+        self._bounds = (problem.window_left or 0, problem.window_right or 0)
+        self._compiled: dict[Any, Any] = {}
+
+    def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
+        """Configuration of the "forward", "dq" or "dk" kernel."""
+        stage = self._stages.get(kernel)
+        if stage is None:
+            stage = self._stages[kernel] = _stage(problem, kernel)
+        return stage
+
+    def arguments(self, problem: AttentionProblem) -> tuple[SideArgs, SideArgs, MaskArgs]:
+        """The three grouped arguments that every kernel starts with."""
+        mask = problem.mask
+        masks = MaskArgs(
+            None if mask is None else mask.view(torch.uint8),
+            *self._mask,
+            problem.key_lengths,
+            *self._bounds,
+            problem.cu_seqlens_q,
+            problem.cu_seqlens_k,
+            problem.seqlen_q,
+            problem.seqlen_k,
+        )
+        student, teacher = self._sides
+        return _side(problem.student, student), _side(problem.teacher, teacher), masks
+
+    def run(
+        self,
+        name: Any,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+        tensors: tuple[Tensor | None, ...],
+    ) -> None:
+        """Launch a kernel; ``constants`` are its compile-time arguments, the last in its signature.
+
+        ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
+        another kernel for.
+        """
+        if not _aligned(tensors):
+            kernel[grid](*arguments, *constants, **options)
+            return
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            # what comes back is the compiled kernel, or None from the interpreter
+            self._compiled[name] = kernel[grid](*arguments, *constants, **options)
+        else:
+            compiled[grid](*arguments, *constants)
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def plan_of(problem: AttentionProblem) -> Plan:
+    """The plan of a problem's metadata, kept for the next one."""
+    key = _key(problem)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(problem)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def clear_plans() -> None:
+    """Forget every plan: for whoever changes how launches are chosen."""
+    _plans.clear()
+
+
+def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
+    s, t = problem.student, problem.teacher
+    return (
+        s.q, s.k, t.q, t.k, s.bias, t.bias, s.alibi_slopes, t.alibi_slopes, s.sink, t.sink, problem.mask,
+        problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.teacher_lse,
+    )  # fmt: skip
+
+
+def _key(problem: AttentionProblem) -> Any:
+    s, t = problem.student, problem.teacher
+    key: list[Any] = [
+        s.q.device, torch.get_float32_matmul_precision(), problem.functional.text,
+        s.scale, s.softcap, t.scale, t.softcap, problem.temperature, problem.mask_value,
+        problem.window_left, problem.window_right, problem.head_mean, problem.max_seqlen_q, problem.max_seqlen_k,
+    ]  # fmt: skip
+    for x in tensors_of(problem):
+        if x is None:
+            key.append(None)
+        else:
+            key += (x.dtype, x.shape, x.stride())
+    return tuple(key)
+
+
+def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
+    address = 0
+    for x in tensors:
+        if x is not None:
+            if type(x) is not Tensor and type(x) is not Parameter:
+                return False
+            address |= x.data_ptr()
+    return address % 16 == 0
+
+
+def _stage(problem: AttentionProblem, kernel: str) -> Stage:
+    launch = triton_launch(problem, kernel)
+    config = _config(problem, launch)
+    longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q
+    num_blocks = triton.cdiv(longest, launch.block_m)
+    key_blocks = triton.cdiv(longest_keys(problem), launch.block_n)
+    return Stage(
+        launch,
+        launch.options(),
+        config,
+        num_blocks,
+        num_blocks * problem.num_heads * num_sequences(problem),
+        triton.cdiv(key_blocks, launch.num_splits) * launch.block_n,
+    )
+
+
+def num_sequences(problem: AttentionProblem) -> int:
+    if problem.cu_seqlens_q is not None:
+        return problem.cu_seqlens_q.shape[0] - 1
+    return problem.batch
+
+
+def longest_keys(problem: AttentionProblem) -> int:
+    return problem.max_seqlen_k if problem.is_packed else problem.seqlen_k
+
+
+def _side_metadata(problem: AttentionProblem, side: Side) -> tuple[tuple[Any, ...], ...]:
+    scale = side.scale if side.softcap else side.scale * LOG2E / problem.temperature
+    return (
+        side.q.stride(),
+        side.k.stride(),
+        _broadcast_strides(side.bias),
+        (scale, side.softcap, side.num_heads // side.num_kv_heads),
+    )
+
+
+def _side(side: Side, metadata: tuple[tuple[Any, ...], ...]) -> SideArgs:
+    q, k, bias, factors = metadata
+    return SideArgs(
+        side.q, *q, side.k, *k, side.bias, *bias, side.alibi_slopes, side.sink, *factors
+    )
+
+
+def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides of a tensor, 0 where it has size 1: it is never expanded."""
+    if x is None:
+        return (0, 0, 0, 0)
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def _config(problem: AttentionProblem, launch: TritonLaunch) -> Config:
+    functional, student, teacher = problem.functional, problem.student, problem.teacher
+    guarded = functional.guarded
+    return Config(
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        S_DIM=student.head_dim,
+        S_BLOCK_D=max(16, triton.next_power_of_2(student.head_dim)),
+        T_DIM=teacher.head_dim,
+        T_BLOCK_D=max(16, triton.next_power_of_2(teacher.head_dim)),
+        S_SOFTCAP=student.softcap != 0.0,
+        T_SOFTCAP=teacher.softcap != 0.0,
+        S_BIAS=student.bias is not None,
+        T_BIAS=teacher.bias is not None,
+        S_ALIBI=student.alibi_slopes is not None,
+        T_ALIBI=teacher.alibi_slopes is not None,
+        S_SINK=student.sink is not None,
+        T_SINK=teacher.sink is not None,
+        HAS_MASK=problem.mask is not None,
+        HAS_LEFT=problem.window_left is not None,
+        HAS_RIGHT=problem.window_right is not None,
+        DENSE=any(x is not None for x in (problem.mask, student.bias, teacher.bias)),
+        FILLED=problem.mask_value != -math.inf,
+        TWO_PASS=functional.bilinear is None,
+        GUARDED=guarded is not None,
+        T_FLOOR=guarded.teacher_floor if guarded else 0.0,
+        S_FLOOR=guarded.student_floor if guarded else 0.0,
+        PRECISION=dot_precision(student.q.dtype),
+    )
