@@ -1,6 +1,6 @@
-"""The operator tests on the GPU of this machine, several processes at once, and what a small call costs.
+"""The operator tests on this machine's GPU, in several processes, and what a small call costs.
 
-    python -m bench.native_operators --out bench/results/attention_native.json [--processes 14] [-k EXPR]
+    python -m bench.native_operators --out bench/results/attention_native.json
 
 Compiling the kernels takes nearly all the time of the tests, so they are spread over processes.
 """
@@ -100,7 +100,7 @@ def _graph_us(call: Callable[[], None], copies: int = 50) -> float:
 
 def run_tests(processes: int, expression: str) -> dict[str, str]:
     """Outcome of every test: "passed", "skipped" or the last lines of its failure."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
     listed = subprocess.run(
         [*pytest, "--collect-only", TEST_FILE, "-k", expression],
         capture_output=True,

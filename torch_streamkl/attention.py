@@ -302,15 +302,28 @@ class Settings(NamedTuple):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
 
+    @property
+    def has_tensor(self) -> bool:
+        return isinstance(self.student_scale, Tensor) or isinstance(self.teacher_scale, Tensor)
+
 
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
-    options = checks.remembered(inputs, settings, _checked_options)
+    plain = checks.is_plain(inputs)
+    # a scale that is a tensor would be kept alive with the verdict
+    if plain and not settings.has_tensor:
+        options = checks.remembered(inputs, settings, _checked_options)
+    else:
+        options = _checked_options(inputs, settings)
     tensors = _operands(inputs, settings)
     if settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
         value = reference.attention_kl_rows(problem)
     else:
-        value = direct.attention_kl(tensors, options)
+        value = (
+            direct.attention_kl(tensors, options)
+            if plain
+            else ops.attention_kl(*tensors, *options)[0]
+        )
     if inputs.row_mask is not None:
         value = torch.where(_with_dims(inputs.row_mask, 3), value, 0.0)
     match settings.reduction:

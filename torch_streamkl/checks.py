@@ -6,7 +6,7 @@ Each error states the rule and the value that broke it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,17 @@ def remembered(
     settings: tuple[Any, ...],
     check: Callable[[Any, Any], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
-    """``check(tensors, settings)``, run once for each metadata of plain tensors.
+    """``check(tensors, settings)`` for plain tensors, run once for each metadata.
 
     The checks of a call cost more than its launch, and depend on metadata only.
     """
-    key = _metadata(tensors, settings)
-    if key is None:
-        return check(tensors, settings)
+    key: Any = [settings, torch.is_grad_enabled()]
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        else:
+            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    key = tuple(key)
     verdict = _verdicts.get(key)
     if verdict is None:
         verdict = check(tensors, settings)
@@ -41,30 +45,19 @@ def remembered(
     return verdict
 
 
-def is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a call on these tensors is ordinary eager execution that nothing observes."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(x is None or type(x) is Tensor or type(x) is Parameter for x in tensors)
-    )
-
-
-def _metadata(tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Any:
-    """All that checks can see, or None where that is symbolic or not hashable."""
-    if torch.compiler.is_compiling() or any(isinstance(x, Tensor) for x in settings):
-        return None
-    key: list[Any] = [settings, torch.is_grad_enabled()]
-    for x in tensors:
-        if x is None:
-            key.append(None)
-        elif type(x) is Tensor or type(x) is Parameter:
-            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-        else:
-            return None
-    return tuple(key)
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110, a generator costs more than the rest of the function
+        if x is not None and type(x) is not Tensor and type(x) is not Parameter:
+            return False
+    return True
 
 
 def check_attention_inputs(

@@ -1,7 +1,7 @@
 """Eager calls in one step, without the dispatcher.
 
 Two trips through the dispatcher with 28 arguments cost several times what a small kernel does. A
-call on plain tensors that nothing watches (no compiler, no mode, no functorch transform, no tensor
+call on plain tensors (`checks.is_plain`) that nothing watches (no compiler, no mode, no functorch transform, no tensor
 subclass) goes straight to the implementation; whatever wants to see the operator still does.
 """
 
@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import ops
-from torch_streamkl.checks import is_plain
 
 
 def attention_kl(tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Tensor:
-    """The first result of ``ops.attention_kl(*tensors, *options)``, all arguments given."""
-    if not is_plain(tensors):
-        value: Tensor = ops.attention_kl(*tensors, *options)[0]
-        return value
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        value = _AttentionKL.apply(options, *tensors)  # type: ignore[no-untyped-call]
+    """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors."""
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        # Function.apply itself would look for functorch's wrappers among the arguments
+        value: Tensor = super(torch.autograd.Function, _AttentionKL).apply(options, *tensors)
         return value
     return ops.run_forward(*tensors, *options)[0]
 

@@ -58,6 +58,9 @@ class Plan:
         self._mask = _broadcast_strides(problem.mask)
         self._bounds = (problem.window_left or 0, problem.window_right or 0)
         self._compiled: dict[Any, Any] = {}
+        device = problem.student.q.device
+        on_gpu = device.type == "cuda" and torch.cuda.is_available()
+        self.device_index = device.index if on_gpu else None
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
         """Configuration of the "forward", "dq" or "dk" kernel."""
@@ -97,6 +100,10 @@ class Plan:
         ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
         another kernel for.
         """
+        if self.device_index is not None and torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):  # Triton launches on the current device
+                self.run(name, kernel, grid, arguments, constants, options, tensors)
+            return
         if not _aligned(tensors):
             kernel[grid](*arguments, *constants, **options)
             return
@@ -155,7 +162,7 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
     address = 0
     for x in tensors:
         if x is not None:
-            if type(x) is not Tensor and type(x) is not Parameter:
+            if type(x) is not Tensor and type(x) is not Parameter:  # a fake one has no address
                 return False
             address |= x.data_ptr()
     return address % 16 == 0
