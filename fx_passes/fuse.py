@@ -160,8 +160,9 @@ def _without_duplicates(
     exactly.
 
     The gradient of sum_j P_j logP_j through logP is sum_j dP_j = 0, so whether the log of an
-    entropy term is detached does not matter. Any other mixture of detached and live uses has a
-    gradient of its own.
+    entropy term is detached does not matter as long as the weight is live. Any other mixture of
+    detached and live uses has a gradient of its own; and a live log beside a detached weight has
+    a gradient, if only of zeros.
     """
     parts, layouts = list(elements.parts), list(elements.layouts)
     twins: dict[int, int] = {}
@@ -193,7 +194,7 @@ def _without_duplicates(
             if op == "logP" and v in (k, other) and not _own(m, v, (k, other))
         }
         flags = {parts[v].trained for v in weights | crossed}
-        if len(flags) > 1:
+        if flags != {True}:
             raise Blocked("a distribution is detached in one place and not in another")
         parts[other] = replace(parts[other], trained=flags.pop())
         expr = _replaced(expr, k, other)

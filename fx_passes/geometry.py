@@ -155,7 +155,7 @@ def _heads(rest: Sequence[int], sides: Sequence[SideGeometry]) -> tuple[int, ...
     if not rest:
         return ()
     heads = [rest[-1]]
-    if len(rest) > 1 and any(
+    if len(rest) > 2 and any(
         side.kinds[rest[-1]] in (ROW_ONLY, ABSENT) and side.kinds[rest[-2]] == BOTH
         for side in sides
     ):

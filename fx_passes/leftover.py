@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.empty_rows import rows_with_keys, uniform_rows, wi
 from torch_streamkl.fx_passes.fuse import MaskPlan, add_up_biases, masks_of
 from torch_streamkl.fx_passes.geometry import Geometry, geometry
 from torch_streamkl.fx_passes.operands import canonical, outer_node, placed, rows_as_user, shape
-from torch_streamkl.fx_passes.sizes import expression, same
+from torch_streamkl.fx_passes.sizes import Size, expression, quotient, same
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import ABSORBING, Attention, Blocked
 
@@ -201,17 +201,18 @@ def _with_groups(
         and same(shape(k)[1], shape(v)[1])
     ):
         return k, v, {**options, "enable_gqa": True}
-    return _repeated(build, k, heads), _repeated(build, v, heads), options
+    return _repeated(build, k, heads, q), _repeated(build, v, heads, q), options
 
 
-def _repeated(build: Builder, x: fx.Node, heads: Any) -> fx.Node:
+def _repeated(build: Builder, x: fx.Node, heads: Size, q: fx.Node) -> fx.Node:
     have = shape(x)[1]
     if same(have, heads):
         return x
-    if not isinstance(have, int) or not isinstance(heads, int):
+    repeats = quotient(heads, have)
+    if repeats is None:
         raise Blocked("grouped heads of unknown number")
     x = build.method("unsqueeze", x, 2)
-    x = build.method("expand", x, -1, -1, heads // have, -1, -1)
+    x = build.method("expand", x, -1, -1, build.size(repeats, (q, x)), -1, -1)
     return build.method("flatten", x, 1, 2)
 
 

@@ -295,6 +295,10 @@ class MaskRules:
         self, node: fx.Node, source: fx.Node, order: Sequence[int | None] | None
     ) -> object:
         x = self.value(source)
+        if x is None and node.meta["val"].dtype == torch.bool:
+            x = self.boolean(
+                source
+            )  # a mask that the region was given: views of it stay that mask
         if isinstance(x, Number):
             return x
         if isinstance(x, AnyKey) and not x.keepdim and order is not None and None in order:
@@ -323,6 +327,9 @@ class MaskRules:
         if isinstance(x, Choice):
             return replace(x, mask=x.mask.raised(rank))
         if node.meta["val"].dtype == torch.bool:
+            x = self.boolean(source)
+            if isinstance(x, BoolTensor):
+                return x.raised(rank)
             below, dims = self.unexpanded(node)
             return BoolTensor(frozenset({Opaque(below, dims)}), rank)
         return None

@@ -151,7 +151,9 @@ class Recogniser(MaskRules):
 
     def _no_rule(self, node: fx.Node, name: str) -> object:
         known = [self.value(a) for a in node.all_input_nodes]
-        if any(isinstance(v, (Elements, Rows, Shifted)) for v in known):
+        if any(isinstance(v, Rows) for v in known):
+            return None  # what the user does with rows stays the user's code
+        if any(isinstance(v, (Elements, Shifted)) for v in known):
             raise Blocked(f"{name} of attention or vocabulary probabilities")
         if any(isinstance(v, Scores) for v in known):
             raise Blocked(f"{name} of scores")
@@ -199,6 +201,24 @@ class Recogniser(MaskRules):
 
     op_bmm = op_matmul
     op_mm = op_matmul
+
+    def op_baddbmm(self, node: fx.Node, a: Arguments) -> object:
+        """beta * input + alpha * (batch1 @ batch2)."""
+        alpha, beta = a.get("alpha", 1), a.get("beta", 1)
+        if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
+            return self._no_rule(node, "baddbmm with symbolic factors")
+        lhs, rhs = (self.canonical[a[name]] for name in ("batch1", "batch2"))
+        product = scores.scaled(
+            scores.scores_of_matmul(lhs, rhs, scores.shape_of(node)), float(alpha)
+        )
+        if beta == 0:
+            return product  # the input is not even read
+        if beta != 1:
+            raise Blocked("baddbmm with a factor on its input")
+        return self._scores_plus_tensor(node, product, a["self"], 1.0)
+
+    def op_addmm(self, node: fx.Node, a: Arguments) -> object:
+        return self.op_baddbmm(node, {**a, "batch1": a["mat1"], "batch2": a["mat2"]})
 
     def op_linear(self, node: fx.Node, a: Arguments) -> object:
         bias = a.get("bias")
@@ -477,7 +497,8 @@ class Recogniser(MaskRules):
 
     def op_amax(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
+        given = a.get("dim", [])
+        dims = given if isinstance(given, (list, tuple)) else [given]
         if not isinstance(x, Scores) or len(dims) != 1 or not a.get("keepdim"):
             return self._no_rule(node, "amax")
         return RowMax(x.key, self._axis(x, dims[0] % len(x.layout)))
@@ -930,8 +951,7 @@ class Recogniser(MaskRules):
             return self._no_rule(node, "pad")
         raise Blocked("scores are padded to another vocabulary size")
 
-    # ------------------------------------------------------------------------------ masks on
-    # values
+    # -------------------- masks on values
     def op_masked_fill(self, node: fx.Node, a: Arguments) -> object:
         x, mask, value = self.value(a["self"]), self.boolean(a["mask"]), self.value(a["value"])
         if not isinstance(x, (Elements, Scores, Rows)):

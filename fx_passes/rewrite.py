@@ -8,10 +8,8 @@ succeeded: a program that compiles without the rewrite compiles with it.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -21,7 +19,8 @@ from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
 from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
-from torch_streamkl.fx_passes.sizes import expression, same
+from torch_streamkl.fx_passes.sites import divergence_sites, quadratic_nodes, reason_of
+from torch_streamkl.fx_passes.sizes import same
 from torch_streamkl.fx_passes.slicing import (
     MATMULS,
     Region,
@@ -31,19 +30,10 @@ from torch_streamkl.fx_passes.slicing import (
     name_of,
 )
 from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
-from torch_streamkl.fx_passes.values import Attention, Blocked, Elements, Rows, Scores, Shifted
+from torch_streamkl.fx_passes.values import Attention, Blocked, Rows
 
 log = logging.getLogger("torch_streamkl.rewrite")
-QUADRATIC = (Scores, Elements, Shifted)
-LOGARITHMS = {
-    "log",
-    "log_softmax",
-    "kl_div",
-    "xlogy",
-    "logsumexp",
-    "cross_entropy_loss",
-    "logaddexp",
-}
+Plans = dict[fx.Node, Plan | str]  # what computes a sum over keys, or why nothing does
 
 
 def rewrite(gm: fx.GraphModule) -> Report:
@@ -103,9 +93,17 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     trace = trace_region(gm, region)
     recognised = Recogniser(trace)
     aliases = Aliases(graph)
-    candidates, unfusable = _candidates(trace, recognised)
-    blocked = _blocked_sites(trace, unfusable)
-    sizes = _quadratic_nodes(trace, recognised, [*(c.inner for c in candidates), *unfusable])
+    found = divergence_sites(trace, recognised)
+    candidates, plans = _candidates(trace, recognised)
+    if not found and not candidates:
+        return report
+    unfused = _without_candidate(found, candidates)
+    path = [*(c.inner for c in candidates), *unfused]
+    sizes = {
+        n: inner
+        for n, inner in quadratic_nodes(trace, recognised, path).items()
+        if not _is_view(n)
+    }
     fused: list[tuple[Candidate, Site]] = []
     for candidate in candidates:
         site = _fuse(candidate, region, trace, aliases)
@@ -121,8 +119,8 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     for _, site in fused:
         share = saved // len(fused)
         report.sites.append(Site(**{**site.__dict__, "quadratic_bytes_saved": share}))
-    report.sites += blocked
-    report.remaining = _remaining(graph, sizes)
+    report.sites += _unfused_sites(unfused, trace, recognised, plans)
+    report.remaining = _remaining(graph, sizes, recognised)
     return report
 
 
@@ -133,18 +131,15 @@ def _is_mapped(graph: fx.Graph) -> bool:
     )
 
 
-def _candidates(
-    trace: Trace, recognised: Recogniser
-) -> tuple[list[Candidate], dict[fx.Node, str]]:
-    """Where to put operators, the earliest nodes whose value one can compute, and the divergences
-    that cannot be one, with the reason.
-    """
+# ------------------------------------------------------------------------------------------- sites
+def _candidates(trace: Trace, recognised: Recogniser) -> tuple[list[Candidate], Plans]:
+    """Where to put operators: the earliest nodes whose value one can compute."""
     rows = {
         n: v
         for n, v in recognised.values.items()
         if isinstance(v, Rows) and v.elements.terms and n.op == "call_function"
     }
-    plans: dict[fx.Node, Plan | str] = {}
+    plans: Plans = {}
     for node, value in rows.items():
         try:
             plans[node] = plan(value)
@@ -175,9 +170,7 @@ def _candidates(
             and node in trace.outer
         ):
             chosen[node] = made
-    candidates = [Candidate(n, trace.outer[n], chosen[n]) for n in rows if n in chosen]
-    handled = covered | downstream | set(chosen)
-    return candidates, _unfusable(trace, recognised, plans, handled)
+    return [Candidate(n, trace.outer[n], chosen[n]) for n in rows if n in chosen], plans
 
 
 def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> None:
@@ -187,35 +180,28 @@ def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> N
             _cover(a, rows, covered)
 
 
-def _unfusable(
-    trace: Trace, recognised: Recogniser, plans: dict[fx.Node, Plan | str], handled: set[fx.Node]
-) -> dict[fx.Node, str]:
-    """What looks like a divergence and stays as it is, with the first thing that blocked it."""
-    blocked: dict[fx.Node, str] = {}
-    for node in trace.graph.nodes:
-        if node in recognised.reasons and not any(
-            a in blocked for a in _ancestors(node, recognised)
-        ):
-            if _is_like_kl(node):
-                blocked[node] = recognised.reasons[node]
-        elif isinstance(plans.get(node), str) and node not in handled:
-            value = recognised.values[node]
-            assert isinstance(value, Rows)
-            if len(value.elements.parts) > 1 and node in trace.outer:
-                blocked[node] = str(plans[node])
-    return blocked
+def _without_candidate(found: Sequence[fx.Node], candidates: Sequence[Candidate]) -> list[fx.Node]:
+    """Sites that no operator is planned for."""
+    handled: set[fx.Node] = set()
+    for candidate in candidates:
+        handled |= {candidate.inner} | _ancestors(candidate.inner)
+    return [node for node in found if node not in handled]
 
 
-def _blocked_sites(trace: Trace, blocked: dict[fx.Node, str]) -> list[Site]:
+def _unfused_sites(
+    found: Sequence[fx.Node], trace: Trace, recognised: Recogniser, plans: Plans
+) -> list[Site]:
+    """Sites without an operator, each with the first thing that blocked it."""
     sites: dict[tuple[str, str], Site] = {}
-    for node, reason in blocked.items():
+    for node in found:
+        reason = reason_of(node, recognised, plans)
         origin = trace.outer.get(node) or trace.origin.get(node)
         location, code = location_of(origin) if origin is not None else ("unknown location", "")
         sites.setdefault((location, reason), Site(False, "", "", reason, location, code))
     return list(sites.values())
 
 
-def _ancestors(node: fx.Node, recognised: Recogniser) -> set[fx.Node]:
+def _ancestors(node: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -226,22 +212,7 @@ def _ancestors(node: fx.Node, recognised: Recogniser) -> set[fx.Node]:
     return found
 
 
-def _is_like_kl(node: fx.Node) -> bool:
-    """Whether a logarithm of probabilities is before or behind a node."""
-    for direction in ("all_input_nodes", "users"):
-        stack, seen = [node], {node}
-        while stack:
-            current = stack.pop()
-            name = str(current.target).removeprefix("aten.").partition(".")[0]
-            if name in LOGARITHMS and current.op == "call_function":
-                return True
-            for other in getattr(current, direction):
-                if other not in seen:
-                    seen.add(other)
-                    stack.append(other)
-    return False
-
-
+# -------------------- replacing
 def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was."""
     node = candidate.node
@@ -281,6 +252,7 @@ def _replace_attention(
                 node.graph.erase_node(added)
             continue
         node.replace_all_uses_with(replacement)
+        trace.outer[inner] = replacement  # the next layer reads it
 
 
 def _is_only_reader(node: fx.Node) -> bool:
@@ -340,58 +312,7 @@ def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
     ) or target.op == "call_method"
 
 
-def _quadratic_nodes(
-    trace: Trace, recognised: Recogniser, sites: Sequence[fx.Node]
-) -> dict[fx.Node, str]:
-    """The user's nodes that hold scores, probabilities or expressions of them on a site's path.
-
-    The logits of a language-model loss beside a divergence are not on its path.
-    """
-    on_path = _scores_of_sites(trace, recognised, sites)
-    result = {}
-    for inner, node in trace.outer.items():
-        value = recognised.values.get(inner)
-        if inner in on_path and isinstance(value, QUADRATIC) and not _is_view(node):
-            result[node] = type(value).__name__
-    return result
-
-
-def _scores_of_sites(
-    trace: Trace, recognised: Recogniser, sites: Sequence[fx.Node]
-) -> set[fx.Node]:
-    """Nodes as large as the scores they come from, of all scores that meet those of a site."""
-    families: dict[fx.Node, int] = {}  # node -> one bit for each matmul behind it
-    sizes: dict[int, object] = {}
-    groups: list[int] = []
-    for node in trace.graph.nodes:
-        behind = 0
-        for a in node.all_input_nodes:
-            behind |= families.get(a, 0)
-        if not behind and isinstance(recognised.values.get(node), Scores):
-            behind = 1 << len(sizes)
-            sizes[behind] = _num_elements(node)
-            groups.append(behind)
-        if not behind:
-            continue
-        families[node] = behind
-        members = [bit for bit in sizes if bit & behind]
-        if len(members) > 1 and any(sizes[bit] == _num_elements(node) for bit in members):
-            joined = [g for g in groups if g & behind]
-            groups = [g for g in groups if not g & behind] + [_union(joined)]
-    chosen = _union(families.get(node, 0) for node in sites)
-    chosen = _union(g for g in groups if g & chosen)
-    return {node for node, behind in families.items() if behind & chosen}
-
-
-def _union(masks: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, masks, 0)
-
-
-def _num_elements(node: fx.Node) -> object:
-    value = node.meta.get("val")
-    return expression(value.numel()) if isinstance(value, Tensor) else None
-
-
+# -------------------- what is left over
 def _is_view(node: fx.Node) -> bool:
     value = example(node)
     if not isinstance(value, Tensor):
@@ -412,15 +333,19 @@ def _bytes(node: fx.Node) -> int:
     return int(hint or 0) * value.element_size()
 
 
-def _remaining(graph: fx.Graph, sizes: dict[fx.Node, str]) -> list[Remaining]:
+def _remaining(
+    graph: fx.Graph, sizes: dict[fx.Node, fx.Node], recognised: Recogniser
+) -> list[Remaining]:
     remaining = []
     for node in graph.nodes:
         if node in sizes:
             value = example(node)
             assert isinstance(value, Tensor)
             users = ", ".join(sorted({name_of(u) for u in node.users}))
+            reason = f"still used by {users}"
+            blocked = recognised.reasons.get(sizes[node])
+            if blocked:
+                reason += f" ({blocked})"
             location, _ = location_of(node)
-            remaining.append(
-                Remaining(node.name, tuple(value.shape), location, f"still used by {users}")
-            )
+            remaining.append(Remaining(node.name, tuple(value.shape), location, reason))
     return remaining

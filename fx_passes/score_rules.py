@@ -4,6 +4,7 @@ slices.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -79,10 +80,12 @@ def scores_of_einsum(
     equation: str, operands: Sequence[fx.Node], out_shape: Sequence[Size]
 ) -> Scores:
     """A two-operand einsum without repeated labels whose contracted labels are in both operands."""
-    left, _, out = equation.replace(" ", "").partition("->")
+    left, _, out = _without_dots(equation, [len(shape_of(x)) for x in operands]).partition("->")
     labels = left.split(",")
-    if len(labels) != 2 or "." in equation or "->" not in equation:
-        raise Blocked(f"einsum '{equation}' is not a product of two operands with explicit labels")
+    if len(labels) != 2 or "->" not in equation:
+        raise Blocked(
+            f"einsum '{equation}' is not a product of two operands with an explicit result"
+        )
     if any(len(set(text)) != len(text) for text in (*labels, out)):
         raise Blocked(f"einsum '{equation}' repeats a label")
     summed = [c for c in labels[0] if c not in out]
@@ -109,6 +112,27 @@ def scores_of_einsum(
         Operand(operands[1], layouts[1]),
         tuple(dims[c] for c in out),
     )
+
+
+def _without_dots(equation: str, ranks: Sequence[int]) -> str:
+    """The equation with labels in place of ``...``, which stands for the last of the leading
+    dimensions.
+    """
+    equation = equation.replace(" ", "")
+    left, arrow, out = equation.partition("->")
+    terms = left.split(",")
+    if "..." not in equation or len(terms) != len(ranks):
+        return equation
+    hidden = [
+        rank - len(t.replace("...", "")) if "..." in t else 0
+        for t, rank in zip(terms, ranks, strict=True)
+    ]
+    free = [c for c in string.ascii_letters if c not in equation][: max(hidden)]
+    terms = [
+        t.replace("...", "".join(free[len(free) - n :]))
+        for t, n in zip(terms, hidden, strict=True)
+    ]
+    return ",".join(terms) + arrow + out.replace("...", "".join(free))
 
 
 def _scores(lhs: Operand, rhs: Operand, dims: Layout) -> Scores:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
+import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 Size = int | torch.SymInt
 
@@ -15,8 +18,19 @@ def expression(size: Size) -> object:
     if isinstance(size, torch.SymInt):
         node = size.node
         constant = node.maybe_as_int()
-        return constant if constant is not None else node.expr
+        return constant if constant is not None else simplified(node.expr)
     return size
+
+
+@functools.lru_cache(maxsize=4096)
+def simplified(expr: sympy.Expr) -> sympy.Expr:
+    """The expression with divisions done that leave no remainder: ``(b * h) // b`` is h."""
+
+    def divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        exact = sympy.cancel(a / b)
+        return exact if sympy.fraction(exact)[1] == 1 and exact.is_integer else FloorDiv(a, b)
+
+    return expr.replace(FloorDiv, divided) if expr.has(FloorDiv) else expr
 
 
 def same(a: Size, b: Size) -> bool:

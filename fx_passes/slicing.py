@@ -117,9 +117,23 @@ def find_region(graph: fx.Graph) -> Region | None:
                 else:
                     forward.append(user)
     _add_writes(graph, inside)
+    _drop_orphans(inside)
     nodes = tuple(n for n in graph.nodes if n in inside)
     leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
     return Region(nodes, tuple(leaves))
+
+
+def _drop_orphans(inside: set[fx.Node]) -> None:
+    """Leaves are tensors: an element of a tuple that was made outside is a leaf itself."""
+    for node in list(inside):
+        source = node.args[0] if node.args else None
+        if (
+            name_of(node) == "getitem"
+            and isinstance(source, fx.Node)
+            and source not in inside
+            and not is_tensor(source)
+        ):
+            inside.discard(node)
 
 
 def _is_operation(node: fx.Node) -> bool:

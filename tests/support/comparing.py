@@ -1,0 +1,221 @@
+"""Run a program in eager and compiled with the rewrite, and say how far each is from float64.
+
+A compiled program passes when its error is at most twice eager's own error, plus what one rounding of
+every input does to the result: no constant is tuned. Eager's error is the largest over the inputs
+and a few roundings of them, because a single number can be exact by luck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.report import Report
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+NUM_ROUNDINGS = 5  # draws of a rounding of the inputs
+
+
+class InFloat64(TorchFunctionMode):
+    """Programs that ask for float32 get float64: ``.float()``, ``dtype=torch.float32``,
+    ``.to(...)``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            func = Tensor.double
+        wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x in FLOATS else x  # noqa: E731
+        return func(*tree_map(wide, args), **tree_map(wide, kwargs or {}))
+
+
+@dataclass
+class Result:
+    """Outputs and input gradients of one run."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+
+    def tensors(self) -> list[Tensor | None]:
+        return [*self.outputs, *self.gradients]
+
+
+@dataclass
+class Outcome:
+    """What the rewrite did and, for each output and gradient, its error and the error it may have."""
+
+    report: Report
+    eager: Result
+    compiled: Result
+    truth: Result
+    errors: list[float] = field(default_factory=list)
+    allowed: list[float] = field(default_factory=list)
+    num_graphs: int = 0
+
+    @property
+    def num_fused(self) -> int:
+        return self.report.num_fused
+
+    @property
+    def reasons(self) -> list[str]:
+        return [site.reason for site in self.report.sites if not site.fused]
+
+    def relative(self, which: str) -> float:
+        """Largest error relative to the largest value: of the "outputs" or of the "gradients"."""
+        num = len(self.eager.outputs)
+        part = slice(0, num) if which == "outputs" else slice(num, None)
+        worst = 0.0
+        for error, exact in zip(self.errors[part], self.truth.tensors()[part], strict=True):
+            if exact is not None:
+                worst = max(worst, error / max(_largest(exact), 1e-30))
+        return worst
+
+    def mismatch(self) -> str:
+        """Empty when every error is within what it may be."""
+        assert not self.report.failures, self.report.failures
+        pairs = zip(self.eager.gradients, self.compiled.gradients, strict=True)
+        for i, (a, b) in enumerate(pairs):
+            if (a is None) != (b is None):
+                return (
+                    f"gradient {i} is {'missing' if b is None else 'new'} in the compiled program"
+                )
+        for i, (x, y) in enumerate(
+            zip(self.eager.tensors(), self.compiled.tensors(), strict=True)
+        ):
+            if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
+                return f"result {i} is {y.dtype} {tuple(y.shape)}, eager's is {x.dtype} {tuple(x.shape)}"
+        for i, (error, allowed) in enumerate(zip(self.errors, self.allowed, strict=True)):
+            if not error <= allowed:
+                return f"result {i} is off by {error:.3e}, allowed {allowed:.3e}\n{self.report}"
+        return ""
+
+    def check(self) -> Outcome:
+        """Raise AssertionError when the compiled program is not as exact as eager."""
+        message = self.mismatch()
+        assert not message, message
+        return self
+
+
+def compare(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    inner: str = "eager",
+    dynamic: bool | None = None,
+    training: bool = True,
+    fullgraph: bool = False,
+    options: dict[str, Any] | None = None,
+    reset: bool = True,
+) -> Outcome:
+    """Run ``fn(*inputs)`` in eager, compiled, and in float64, with gradients to inputs that
+    require them.
+    """
+    if reset:
+        torch._dynamo.reset()
+    mode = contextlib.nullcontext() if training else torch.no_grad()
+    with mode:
+        eager = run(fn, inputs)
+        report = Report()
+        graphs = []
+
+        def observe(found: Report) -> None:
+            graphs.append(found)
+            report.extend(found)
+
+        backend.REPORTS.append(observe)
+        try:
+            given = {"streamkl.inner": inner, **(options or {})}
+            compiled_fn = torch.compile(
+                fn, backend="streamkl", dynamic=dynamic, fullgraph=fullgraph, options=given
+            )
+            compiled = run(compiled_fn, inputs)
+        finally:
+            backend.REPORTS.remove(observe)
+        near = [[_rounded(x, seed) for x in inputs] for seed in range(NUM_ROUNDINGS)]
+        eager_near = [run(fn, x) for x in near]
+        with InFloat64():
+            truth = run(fn, [_in_float64(x) for x in inputs])
+            truth_near = [run(fn, [_in_float64(x) for x in given]) for given in near]
+    outcome = Outcome(report, eager, compiled, truth, num_graphs=len(graphs))
+    for i, exact in enumerate(truth.tensors()):
+        a, b = eager.tensors()[i], compiled.tensors()[i]
+        if exact is None or a is None or b is None or not a.dtype.is_floating_point:
+            same = (
+                a is b
+                or (a is not None and b is not None and torch.equal(a, b))
+                or (a is None) == (b is None)
+            )
+            outcome.errors.append(0.0 if same else float("inf"))
+            outcome.allowed.append(0.0)
+            continue
+        finite = torch.isfinite(a) & torch.isfinite(exact)
+        of_eager, of_inputs = [_distance(a, exact, finite)], [0.0]
+        for r, t in zip(eager_near, truth_near, strict=True):
+            x, y = r.tensors()[i], t.tensors()[i]
+            if x is not None and y is not None:
+                of_eager.append(_distance(x, y, torch.isfinite(x) & torch.isfinite(y)))
+                of_inputs.append(_distance(y, exact, finite & torch.isfinite(y)))
+        outcome.errors.append(_distance(b, exact, finite))
+        last_digit = torch.finfo(a.dtype).eps * _largest(exact)
+        outcome.allowed.append(2 * max(of_eager) + max(of_inputs) + last_digit)
+    return outcome
+
+
+def run(fn: Callable[..., Any], inputs: Sequence[Any]) -> Result:
+    """One run on fresh leaves; gradients of the sum of all floating outputs."""
+    torch.manual_seed(0)
+    fresh = [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    ]
+    outputs = [x for x in tree_flatten(fn(*fresh))[0] if isinstance(x, Tensor)]
+    leaves = [x for x in fresh if isinstance(x, Tensor) and x.requires_grad]
+    differentiable = [x for x in outputs if x.requires_grad]
+    grads: list[Tensor | None] = [None] * len(leaves)
+    if differentiable and leaves:
+        # different weights per entry, so that an error in one row cannot cancel in another
+        weights = [_weights(x) for x in differentiable]
+        grads = list(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))
+    return Result([x.detach() for x in outputs], grads)
+
+
+def _weights(x: Tensor) -> Tensor:
+    if x.dim() == 0:
+        return torch.ones_like(x)
+    return torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
+
+
+def _in_float64(x: Any) -> Any:
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        return x
+    return x.detach().double().requires_grad_(x.requires_grad)
+
+
+def _rounded(x: Any, seed: int) -> Any:
+    """Every entry moved up or down by one unit in its last place."""
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        return x
+    up = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(seed))
+    change = (2 * up - 1) * torch.finfo(x.dtype).eps
+    return (x.detach().double() * (1 + change)).to(x.dtype).requires_grad_(x.requires_grad)
+
+
+def _distance(x: Tensor, exact: Tensor, where: Tensor) -> float:
+    # NaN where eager has a value is an infinite error
+    return (
+        float(
+            torch.where(where, (x.double() - exact).abs().nan_to_num(nan=float("inf")), 0.0).max()
+        )
+        if x.numel()
+        else 0.0
+    )
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0

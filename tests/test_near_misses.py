@@ -1,0 +1,330 @@
+"""Programs that look like a fusable divergence and are not: they keep their value, and the report
+says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import compare
+from tests.support.programs import Program
+
+Case = Callable[..., Any]
+
+
+def maps(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> tuple[Tensor, Tensor]:
+    return sq @ sk.mT / 3.0, tq @ tk.mT / 3.0
+
+
+def causal(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[-2:], dtype=torch.bool).tril()
+
+
+# ------------------------------------------------------- left alone: (program, part of the reason)
+def softmax_over_queries_on_one_side(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-2), t.softmax(-1), reduction="batchmean")
+
+
+def softmax_over_heads(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(1), t.softmax(1), reduction="batchmean")
+
+
+def weights_along_keys(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
+    return (el * torch.linspace(0, 1, el.shape[-1])).sum(-1).mean()
+
+
+def key_mask_after_softmax(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
+    return (el * pad[:, None, None, :]).sum() / pad.sum()
+
+
+def causal_mask_after_softmax(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    p = t.softmax(-1).masked_fill(~causal(t), 0.0)
+    return (p * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1).mean()
+
+
+def dropout_on_probabilities(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(
+        s.log_softmax(-1), F.dropout(t.softmax(-1), 0.5, training=True), reduction="batchmean"
+    )
+
+
+def top_k_of_the_teacher(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    top = t.softmax(-1).topk(3, dim=-1)
+    return -(top.values * s.log_softmax(-1).gather(-1, top.indices)).sum(-1).mean()
+
+
+def max_over_keys(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").amax(-1).mean()
+
+
+def elements_are_returned(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
+
+
+def some_of_the_keys(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
+    return el[..., 1:].sum(-1).mean()
+
+
+def relu_of_scores(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.relu().log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+def keys_are_shuffled(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1).flip(-1), reduction="batchmean")
+
+
+def squared_rows_before_the_sum(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
+    return el.sum(1).pow(2).sum()
+
+
+def teacher_is_an_input(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    probabilities = torch.linspace(1, 2, t.shape[-1]).softmax(-1).expand_as(t)
+    return F.kl_div(s.log_softmax(-1), probabilities, reduction="batchmean")
+
+
+def entropy_alone(sq, sk, tq, tk, pad):
+    s, _ = maps(sq, sk, tq, tk)
+    return -(s.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
+
+
+LEFT_ALONE: list[tuple[Case, str]] = [
+    (softmax_over_queries_on_one_side, "different dimensions"),
+    (softmax_over_heads, "a dimension that both operands of the scores have"),
+    (weights_along_keys, "weights that vary along the keys"),
+    (key_mask_after_softmax, "a mask on keys is applied after the softmax"),
+    (causal_mask_after_softmax, "a mask on keys is applied after the softmax"),
+    (dropout_on_probabilities, "dropout"),
+    (top_k_of_the_teacher, "gather"),
+    (max_over_keys, "amax"),
+    (elements_are_returned, "leaves the graph"),
+    (some_of_the_keys, "only some of the keys"),
+    (relu_of_scores, "relu of scores"),
+    (keys_are_shuffled, "flip"),
+    (squared_rows_before_the_sum, "a sum over rows"),
+    (teacher_is_an_input, "not made from scores"),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"), LEFT_ALONE, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_is_left_alone_for_a_reason(program: Case, reason: str) -> None:
+    outcome = compare(program, Program().inputs()).check()
+    assert outcome.num_fused == 0, str(outcome.report)
+    assert any(reason in r for r in outcome.reasons), outcome.reasons
+    assert outcome.report.remaining_quadratic > 0, str(outcome.report)
+
+
+def test_an_entropy_is_no_site() -> None:
+    outcome = compare(entropy_alone, Program().inputs()).check()
+    assert outcome.report.sites == []
+    assert outcome.report.remaining == []
+
+
+# -------------------- fused or not, the value is the user's
+def swapped_arguments(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(t.log_softmax(-1), s.softmax(-1), reduction="batchmean")
+
+
+def probabilities_with_log_target(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.softmax(-1), t.softmax(-1), reduction="mean", log_target=True)
+
+
+def probabilities_as_input(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.softmax(-1), t.softmax(-1), reduction="sum")
+
+
+def log_probabilities_as_target(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-1), t.log_softmax(-1).neg(), reduction="sum")
+
+
+def double_softmax(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.softmax(-1).log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+def double_softmax_on_both_sides(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    s, t = s.softmax(-1) / 2, t.softmax(-1) / 2
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+def different_masks(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    s = s.masked_fill(~causal(s), -1e9)
+    return F.kl_div(t.log_softmax(-1), s.softmax(-1), reduction="batchmean")
+
+
+def different_masks_leave_infinity(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    s = s.masked_fill(~causal(s), float("-inf"))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+
+
+def different_mask_values(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(
+        s.masked_fill(~causal(s), -5.0).log_softmax(-1),
+        t.masked_fill(~causal(t), -1e4).softmax(-1),
+        reduction="sum",
+    )
+
+
+def moderate_mask_value(sq, sk, tq, tk, pad):
+    s, t = (x.masked_fill(~causal(x), -4.0) for x in maps(sq, sk, tq, tk))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum")
+
+
+def scale_after_a_moderate_mask(sq, sk, tq, tk, pad):
+    s, t = (x.masked_fill(~causal(x), -4.0) * 0.5 for x in maps(sq, sk, tq, tk))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum")
+
+
+def another_reader_of_log_probabilities(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    logs = s.log_softmax(-1)
+    nll = -logs.diagonal(dim1=-2, dim2=-1).mean()
+    return F.kl_div(logs, t.softmax(-1), reduction="batchmean") + nll
+
+
+def temperature_on_one_side(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-1), (t / 4).softmax(-1), reduction="batchmean")
+
+
+def a_half_detached_divergence(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    q = s.softmax(-1)
+    return (q * (q.log().detach() - t.log_softmax(-1))).sum(-1).mean()
+
+
+def a_detached_weight(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    q = s.softmax(-1).detach()
+    return (q * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1).mean()
+
+
+def negated(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return -F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+def unnormalised_sum_of_heads(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s[:, 0].log_softmax(-1), t.softmax(-1).sum(1), reduction="batchmean")
+
+
+def kl_div_broadcasts(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-1), t[:, :1].softmax(-1), reduction="batchmean")
+
+
+def cross_entropy_takes_dimension_one(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.cross_entropy(s, t.softmax(1))
+
+
+def square_map_against_its_transpose(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    return F.kl_div(s.mT.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+def rows_reweighted_by_the_divergence(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    rows = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+    return (rows * rows.detach()).mean() + rows.amax()
+
+
+def a_fully_masked_row(sq, sk, tq, tk, pad):
+    keep = causal(sq[..., :1] @ sq[..., :1].mT).tril(-1)  # the first row has no key
+    s, t = (x.masked_fill(~keep, torch.finfo(x.dtype).min) for x in maps(sq, sk, tq, tk))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+
+
+def a_fully_masked_row_in_cross_entropy(sq, sk, tq, tk, pad):
+    keep = causal(sq[..., :1] @ sq[..., :1].mT).tril(-1)
+    s, t = (x.masked_fill(~keep, torch.finfo(x.dtype).min) for x in maps(sq, sk, tq, tk))
+    return -(t.softmax(-1) * s.log_softmax(-1)).sum(-1)
+
+
+def keys_change_afterwards(sq, sk, tq, tk, pad):
+    keys = sk * 1.0
+    s, t = maps(
+        sq.detach(), keys, tq, tk
+    )  # eager keeps the queries for the backward, not the keys
+    loss = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    with torch.no_grad():
+        keys.add_(1.0)
+    return loss, keys
+
+
+def scores_change_afterwards(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    logs = s.log_softmax(-1)
+    t.mul_(2.0)
+    return F.kl_div(logs, t.softmax(-1), reduction="batchmean")
+
+
+KEEP_THEIR_VALUE = [
+    swapped_arguments,
+    probabilities_with_log_target,
+    probabilities_as_input,
+    log_probabilities_as_target,
+    double_softmax,
+    double_softmax_on_both_sides,
+    different_masks,
+    different_masks_leave_infinity,
+    different_mask_values,
+    moderate_mask_value,
+    scale_after_a_moderate_mask,
+    another_reader_of_log_probabilities,
+    temperature_on_one_side,
+    a_half_detached_divergence,
+    a_detached_weight,
+    negated,
+    unnormalised_sum_of_heads,
+    kl_div_broadcasts,
+    cross_entropy_takes_dimension_one,
+    square_map_against_its_transpose,
+    rows_reweighted_by_the_divergence,
+    a_fully_masked_row,
+    a_fully_masked_row_in_cross_entropy,
+    keys_change_afterwards,
+    scores_change_afterwards,
+]
+
+
+@pytest.mark.parametrize("gradient", ["student", "both"])
+@pytest.mark.parametrize("program", KEEP_THEIR_VALUE, ids=lambda x: x.__name__)
+def test_keeps_its_value(program: Case, gradient: str) -> None:
+    outcome = compare(program, Program(gradient=gradient).inputs()).check()
+    assert outcome.report.sites, "a site that looks like a divergence must be in the report"
+    assert all(outcome.reasons), "a site that stays must say why"

@@ -1,0 +1,316 @@
+"""Every way of writing the divergence fuses, and loss and gradients stay as exact as eager's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.comparing import Outcome, compare
+from tests.support.programs import (
+    CALLS,
+    GRADIENTS,
+    LOGS,
+    MASKS,
+    PROBABILITIES,
+    PRODUCERS,
+    REDUCTIONS,
+    SCALES,
+    SPELLINGS,
+    Program,
+)
+
+NEEDS_FULLGRAPH = {"index_rows"}  # a boolean index breaks the graph otherwise
+
+
+def fused(program: Any, inputs: list[Any], **options: Any) -> Outcome:
+    """Compare, and require that every site fused and nothing of queries x keys is left."""
+    outcome = compare(program, inputs, **options).check()
+    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
+    assert outcome.report.remaining_quadratic == 0, str(outcome.report)
+    return outcome
+
+
+# -------------------- one dimension of choice at a time
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_producers_of_scores(producer: str) -> None:
+    program = Program(producer=producer, mask="tril_min")
+    fused(program, program.inputs())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_places_of_the_scale(scale: str) -> None:
+    program = Program(scale=scale, mask="tril_min")
+    fused(program, program.inputs())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("spelling", ["kl_div", "clamp_both"])
+def test_masks(mask: str, spelling: str) -> None:
+    program = Program(mask=mask, spelling=spelling)
+    fused(program, program.inputs())
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings(spelling: str) -> None:
+    program = Program(spelling=spelling)
+    fused(program, program.inputs())
+
+
+@pytest.mark.parametrize(
+    "spelling", sorted(set(SPELLINGS) - {"softmax_log", "division", "js_mixture"})
+)
+def test_spellings_with_a_causal_mask(spelling: str) -> None:
+    # the three left out are NaN in eager for every mask: 0 * log(0)
+    program = Program(spelling=spelling, mask="tril_min", scale="temperature")
+    fused(program, program.inputs())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reductions(reduction: str) -> None:
+    program = Program(reduction=reduction, mask="tril_min")
+    fused(program, program.inputs(), fullgraph=reduction in NEEDS_FULLGRAPH)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_reductions_inside_the_loss_call(call: str) -> None:
+    program = Program(call=call, mask="tril_min")
+    fused(program, program.inputs())
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("spelling", ["kl_div", "reverse", "symmetric"])
+def test_what_gets_gradient(gradient: str, spelling: str) -> None:
+    program = Program(gradient=gradient, spelling=spelling)
+    fused(program, program.inputs())
+
+
+@pytest.mark.parametrize("log", LOGS)
+@pytest.mark.parametrize("probability", PROBABILITIES)
+def test_log_and_probability_spellings_combine(log: str, probability: str) -> None:
+    base = Program()
+
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, pad: Tensor) -> Tensor:
+        s, t = base.scores(sq, sk, pad, "matmul"), base.scores(tq, tk, pad, "at")
+        return F.kl_div(LOGS[log](s), PROBABILITIES[probability](t), reduction="batchmean")
+
+    fused(loss, base.inputs())
+
+
+# -------------------- how it is run
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    program = Program(producer="upcast", mask="tril_min")
+    fused(program, program.inputs(dtype=dtype))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_shapes_modes_and_inner_compilers(dynamic: bool, training: bool, inner: str) -> None:
+    program = Program(mask="causal_and_pad", spelling="log_ratio", reduction="masked_mean")
+    fused(
+        program, program.inputs(), dynamic=dynamic, training=training, inner=inner, fullgraph=True
+    )
+
+
+@pytest.mark.parametrize("mask", ["none", "tril_min", "band", "arange_where", "pad_bool"])
+@pytest.mark.parametrize("producer", ["matmul", "bmm", "broadcast_key", "bshd"])
+def test_dynamic_shapes(mask: str, producer: str) -> None:
+    program = Program(mask=mask, producer=producer, uses_values=True)
+    fused(program, program.inputs(), dynamic=True)
+
+
+def test_one_dynamic_graph_serves_other_lengths() -> None:
+    program = Program(mask="tril_min")
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        program, backend="streamkl", dynamic=True, options={"streamkl.inner": "eager"}
+    )
+    for n in (7, 16, 33):
+        given = program.inputs(seed=n, num_queries=n)
+        torch.testing.assert_close(compiled(*given), program(*given))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(mask="tril_min", spelling="log_ratio"),
+        Program(mask="pad_1e4", call="KLDivLoss_flat", uses_values=True),
+        Program(spelling="js", gradient="both"),
+    ],
+    ids=str,
+)
+def test_through_inductor(program: Program) -> None:
+    fused(program, program.inputs(), inner="inductor")
+
+
+# -------------------- neighbours of the divergence
+@pytest.mark.parametrize(
+    "mask", ["none", "tril_min", "pad_bool", "causal_and_pad", "additive_causal"]
+)
+def test_probabilities_that_also_make_the_attention_output(mask: str) -> None:
+    program = Program(mask=mask, uses_values=True)
+    outcome = fused(program, program.inputs())
+    assert outcome.report.sites[0].kind == "attention_kl"
+
+
+def test_several_sites_share_their_operands() -> None:
+    first, second = Program(mask="tril_min"), Program(spelling="reverse", mask="tril_min")
+
+    def both(*args: Tensor) -> Tensor:
+        return first(*args) + 0.5 * second(*args)
+
+    assert fused(both, first.inputs()).num_fused == 2
+
+
+def test_layers_in_a_loop() -> None:
+    program = Program(mask="tril_min", uses_values=True)
+
+    def layers(*args: Tensor) -> tuple[Tensor, Tensor]:
+        *hidden, pad = args
+        total = 0.0
+        for _ in range(3):
+            loss, hidden[0] = program(*hidden, pad)
+            total = total + loss
+        return total / 3, hidden[0]
+
+    assert fused(layers, program.inputs()).num_fused == 3
+
+
+def test_boolean_and_additive_masks_that_are_inputs() -> None:
+    program = Program()
+
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, keep: Tensor, bias: Tensor) -> Tensor:
+        def scores(q: Tensor, k: Tensor) -> Tensor:
+            return (q @ k.transpose(-1, -2) + bias).masked_fill(keep.logical_not(), -1e9)
+
+        return F.kl_div(
+            scores(sq, sk).log_softmax(-1), scores(tq, tk).softmax(-1), reduction="batchmean"
+        )
+
+    inputs = program.inputs()[:4]
+    n = inputs[0].shape[2]
+    make = torch.Generator().manual_seed(1)
+    keep = torch.rand(2, 1, n, n, generator=make) > 0.3
+    keep[..., 0] = True
+    fused(loss, [*inputs, keep, torch.randn(1, 4, n, n, generator=make)])
+
+
+def test_sizes_of_queries_and_keys_differ() -> None:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+        n, m = sq.shape[2], sk.shape[2]
+        keep = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        s = (sq @ sk.mT).masked_fill(~keep, float("-inf")).log_softmax(-1)
+        t = (tq @ tk.mT).masked_fill(~keep, float("-inf")).softmax(-1)
+        return F.kl_div(s, t, reduction="none").nansum(-1).mean()
+
+    a = Program().inputs()
+    fused(loss, [a[0][:, :, -4:].detach().requires_grad_(), a[1], a[2][:, :, -4:], a[3]])
+
+
+def test_gradient_of_a_learned_temperature() -> None:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, log_scale: Tensor) -> Tensor:
+        s = sq @ sk.mT * log_scale.exp()
+        return F.kl_div(s.log_softmax(-1), (tq @ tk.mT).softmax(-1), reduction="batchmean")
+
+    fused(loss, [*Program().inputs()[:4], torch.tensor(-0.5, requires_grad=True)])
+
+
+# -------------------- language-model heads
+ROWS, VOCAB, DIM, TEACHER = 12, 40, 8, 16
+HEADS_OF_MODELS = {
+    "linear": lambda x, w: F.linear(x, w),
+    "matmul_t": lambda x, w: x @ w.t(),
+    "matmul_T": lambda x, w: torch.matmul(x, w.T),
+    "transpose": lambda x, w: x @ w.transpose(0, 1),
+    "einsum": lambda x, w: torch.einsum("btd,vd->btv", x, w),
+    "fp32": lambda x, w: F.linear(x, w).float(),
+    "flat": lambda x, w: F.linear(x.view(-1, x.shape[-1]), w).view(*x.shape[:-1], -1),
+}
+
+
+def hidden_inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    shapes = ((2, ROWS, DIM), (VOCAB, DIM), (2, ROWS, TEACHER), (VOCAB, TEACHER))
+    xs, ws, xt, wt = (torch.randn(*s, generator=make).to(dtype) for s in shapes)
+    labels = torch.randint(0, VOCAB, (2, ROWS), generator=make).masked_fill(
+        torch.rand(2, ROWS, generator=make) < 0.3, -100
+    )
+    return [xs.requires_grad_(), ws.requires_grad_(), xt, wt, labels]
+
+
+@pytest.mark.parametrize("head", HEADS_OF_MODELS)
+@pytest.mark.parametrize("spelling", ["kl_div", "exp_of_log", "reverse"])
+def test_heads_of_language_models(head: str, spelling: str) -> None:
+    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        s, t = HEADS_OF_MODELS[head](xs, ws) / 2.0, HEADS_OF_MODELS[head](xt, wt) / 2.0
+        rows = SPELLINGS[spelling](s, t).sum(-1)
+        keep = labels != -100
+        return (rows * keep).sum() / keep.sum()
+
+    fused(loss, hidden_inputs())
+
+
+def test_modules_and_tied_embeddings() -> None:
+    torch.manual_seed(0)
+    teacher, embedding = nn.Linear(TEACHER, VOCAB, bias=False), nn.Embedding(VOCAB, DIM)
+    for p in teacher.parameters():
+        p.requires_grad_(False)
+
+    class Distil(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.teacher = embedding, teacher
+            self.loss = nn.KLDivLoss(reduction="batchmean", log_target=True)
+
+        def forward(self, ids: Tensor, xt: Tensor) -> Tensor:
+            s = F.linear(self.embedding(ids), self.embedding.weight)
+            t = self.teacher(xt)
+            return (
+                self.loss(
+                    F.log_softmax(s / 2, -1).flatten(0, 1), F.log_softmax(t / 2, -1).flatten(0, 1)
+                )
+                * 4
+            )
+
+    ids = torch.arange(2 * ROWS).view(2, ROWS) % VOCAB
+    xt = torch.randn(2, ROWS, TEACHER)
+    model = Distil()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        model, backend="streamkl", options={"streamkl.inner": "eager", "streamkl.strict": True}
+    )
+    results = []
+    for run in (model, compiled):
+        loss = run(ids, xt)
+        results.append((loss.detach(), *torch.autograd.grad(loss, embedding.weight)))
+    for exact, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_chunks_of_tokens(chunks: int) -> None:
+    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        total = 0.0
+        for a, b, keep in zip(
+            xs.chunk(chunks, 1),
+            xt.chunk(chunks, 1),
+            (labels != -100).chunk(chunks, 1),
+            strict=True,
+        ):
+            s, t = (a @ ws.t()).float().log_softmax(-1), (b @ wt.t()).float().log_softmax(-1)
+            rows = F.kl_div(s, t, reduction="none", log_target=True).sum(-1)
+            total = total + (rows * keep).sum()
+        return total / (labels != -100).sum()
+
+    assert fused(loss, hidden_inputs()).num_fused == chunks
+
+
+def test_program_is_readable() -> None:
+    # ids of the parametrised tests name every choice
+    assert "mask='band'" in str(replace(Program(), mask="band"))
