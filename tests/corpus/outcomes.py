@@ -1,0 +1,84 @@
+"""Run a corpus case through the backend and say what came of it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.corpus.naive_losses import ALL_CASES, AOT_EAGER_STRIDE_ISSUE
+from tests.support.comparing import Outcome, compare
+
+NAMES = [case["name"] for case in ALL_CASES]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a case is run."""
+
+    dtype: torch.dtype = torch.float32
+    dynamic: bool = False
+    training: bool = True
+
+    def __str__(self) -> str:
+        shapes = "dynamic" if self.dynamic else "static"
+        mode = "training" if self.training else "no_grad"
+        return f"{str(self.dtype).removeprefix('torch.')}-{shapes}-{mode}"
+
+
+SETTINGS = [
+    Setting(*choice)
+    for choice in itertools.product((torch.float32, torch.bfloat16), (False, True), (True, False))
+]
+TABLE_SETTING = SETTINGS[0]
+
+
+def run_case(case: dict[str, Any], setting: Setting = TABLE_SETTING) -> Outcome:
+    """Compiled against eager, both against float64; one graph where the case allows it."""
+    inner = "aot_eager" if setting.training and not setting.dynamic else "eager"
+    if case["name"] in AOT_EAGER_STRIDE_ISSUE:
+        inner = "eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compare(
+            case["fn"],
+            case["make_inputs"](0, dtype=setting.dtype),
+            inner=inner,
+            dynamic=setting.dynamic,
+            training=setting.training,
+            fullgraph=case["fullgraph"],
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table in docs/corpus.md."""
+
+    case: str
+    verdict: str
+    reason: str
+    loss_error: float
+    gradient_error: float
+
+
+def verdict_of(outcome: Outcome) -> str:
+    """What the report says: how many of the sites are fused."""
+    total = len(outcome.report.sites)
+    if total and outcome.num_fused == total:
+        return "fused" if total == 1 else f"fused ({total} sites)"
+    if outcome.num_fused:
+        return f"{outcome.num_fused} of {total} sites fused"
+    return "left alone" if total else "no site"
+
+
+def row_of(case: dict[str, Any], outcome: Outcome) -> Row:
+    """The case's line: errors are relative to the largest value, in float32."""
+    reason = "; ".join(sorted(set(outcome.reasons)))
+    remaining = outcome.report.remaining_quadratic
+    if outcome.num_fused and remaining:
+        reason = "; ".join(filter(None, (reason, f"{remaining} quadratic tensors remain")))
+    errors = (outcome.relative("outputs"), outcome.relative("gradients"))
+    return Row(case["name"], verdict_of(outcome), reason, *errors)

@@ -1,0 +1,61 @@
+"""Write docs/corpus.md: what the rewrite makes of every loss of the corpus. python -m tests.corpus.table"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.corpus.naive_losses import ALL_CASES
+from tests.corpus.outcomes import Row, row_of, run_case
+
+PATH = Path(__file__).parents[2] / "docs" / "corpus.md"
+HEAD = """# The corpus: what happens to real losses
+
+Each line is one of the {total} losses in `tests/corpus/naive_losses.py`, which follow the operations of public
+distillation code. They are compiled with `backend="streamkl"` (float32, static shapes, training) and
+compared with float64: the errors are relative to the largest value of the loss and of each gradient.
+{fused} of them are fused completely. `{heads}` have language-model heads inside the graph; a loss on
+logits alone is left as it is, because the matrices that could be avoided exist before it starts.
+
+Written by `python -m tests.corpus.table`; `tests/test_corpus.py` checks that it is current.
+
+| case | verdict | reason | loss error | gradient error |
+| --- | --- | --- | --- | --- |
+"""
+LINE = re.compile(r"^\| `(?P<case>[^`]+)` \| (?P<verdict>[^|]*) \| (?P<reason>.*) \| (\S+) \| (\S+) \|$")
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page."""
+    fused = sum(row.verdict.startswith("fused") for row in rows)
+    lines = [
+        f"| `{r.case}` | {r.verdict} | {escaped(r.reason)} | {r.loss_error:.0e} | {r.gradient_error:.0e} |"
+        for r in rows
+    ]
+    return HEAD.format(total=len(rows), fused=fused, heads="/lm_head") + "\n".join(lines) + "\n"
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def committed() -> dict[str, tuple[str, str]]:
+    """Verdict and reason of each case as the page in the repository has them."""
+    found = (LINE.match(line) for line in PATH.read_text().splitlines())
+    return {m["case"]: (m["verdict"], m["reason"]) for m in found if m}
+
+
+def main() -> None:
+    rows = []
+    for case in ALL_CASES:
+        outcome = run_case(case).check()
+        rows.append(row_of(case, outcome))
+        print(f"{rows[-1].case:45s} {rows[-1].verdict:20s} {rows[-1].reason}", file=sys.stderr)
+    PATH.parent.mkdir(exist_ok=True)
+    PATH.write_text(render(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Every loss of the corpus keeps its value and gradients, and the table in the docs is current.
+
+STREAMKL_FULL_CORPUS=1 runs each case in every setting instead of in the table's and one other.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.corpus import table
+from tests.corpus.naive_losses import BY_NAME
+from tests.corpus.outcomes import NAMES, SETTINGS, TABLE_SETTING, Setting, row_of, run_case
+
+IS_FULL = bool(os.environ.get("STREAMKL_FULL_CORPUS"))
+OTHERS = [s for s in SETTINGS if s != TABLE_SETTING]
+CHOSEN = [
+    (name, setting)
+    for i, name in enumerate(NAMES)
+    for setting in (OTHERS if IS_FULL else [OTHERS[i % len(OTHERS)]])
+]
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[str, tuple[str, str]]:
+    return table.committed()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_exact_and_the_table_is_current(name: str, committed: dict[str, tuple[str, str]]) -> None:
+    outcome = run_case(BY_NAME[name]).check()
+    row = row_of(BY_NAME[name], outcome)
+    assert committed[name] == (row.verdict, table.escaped(row.reason))
+
+
+@pytest.mark.parametrize(("name", "setting"), CHOSEN, ids=str)
+def test_is_exact_in_other_settings(name: str, setting: Setting) -> None:
+    run_case(BY_NAME[name], setting).check()
+
+
+def test_every_site_that_stays_has_a_reason(committed: dict[str, tuple[str, str]]) -> None:
+    assert set(committed) == set(NAMES)
+    assert all(reason for verdict, reason in committed.values() if not verdict.startswith("fused"))
