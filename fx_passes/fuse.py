@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch_streamkl.fx_passes import linear
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.geometry import Geometry, geometry
@@ -464,7 +465,8 @@ def describe(planned: Plan) -> tuple[str, str]:
         if call.geometry.teacher.distribution.averaged:
             form += ", teacher averaged over heads"
         forms.append(form)
-    return "attention_kl", "; ".join(forms)
+    heads = all(linear.applies(call.geometry) for call in planned.calls)
+    return "linear_kl" if heads else "attention_kl", "; ".join(forms)
 
 
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -513,6 +515,12 @@ def _emit_call(
     build: Builder, call: Call, outer: Mapping[fx.Node, fx.Node], rows: Rows
 ) -> fx.Node:
     shape = call.geometry
+    if linear.applies(shape):
+        value = linear.emit(build, shape, call.functional, outer)
+        value = rows_as_user(
+            build, value, shape, rows.elements.rank, rows.elements.key_dim, [value]
+        )
+        return _with_factors(build, value, call, outer)
     tensors = [outer_node(o.node, outer) for o in _operands(call)]
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {"functional": call.functional.text}

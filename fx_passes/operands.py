@@ -76,6 +76,32 @@ def canonical(
     return x if value.dtype == dtype else build.method("to", x, dtype)
 
 
+def weight(
+    build: Builder,
+    operand: Operand,
+    side: int,
+    geometry: Geometry,
+    outer: Mapping[fx.Node, fx.Node],
+    dtype: torch.dtype,
+) -> fx.Node:
+    """An operand that holds keys only, as [keys, width]."""
+    own = (geometry.teacher, geometry.student)[side]
+    x = outer_node(operand.node, outer)
+    for step in operand.steps:
+        x = _with_step(build, x, step, outer)
+    if not own.distribution.trained and _requires_grad(x):
+        x = build.method("detach", x)
+    pieces = _split(operand.layout, side, geometry, own)
+    x = _reshaped(build, x, [p.size for p in pieces], [x])
+    kinds = [p.slot.kind for p in pieces]
+    ones = [d for d, kind in enumerate(kinds) if kind == "one"]
+    x = _permuted(build, x, [*ones, kinds.index("key"), kinds.index("dim")])
+    x = _squeezed(build, x, 0, len(ones))
+    value = example(x)
+    assert isinstance(value, Tensor)
+    return x if value.dtype == dtype else build.method("to", x, dtype)
+
+
 @dataclass(frozen=True)
 class SubDim:
     """A dimension of an operand after splitting: where it goes, and its size there."""

@@ -145,9 +145,19 @@ class Recogniser(MaskRules):
             return self.values[same_node]
         rule: Callable[[fx.Node, Arguments], object] | None = getattr(self, f"op_{name}", None)
         arguments = named_arguments(node)
-        if rule is not None:
-            return rule(node, arguments)
-        return self._no_rule(node, name)
+        if rule is None:
+            return self._no_rule(node, name)
+        value = rule(node, arguments)
+        if isinstance(value, Scores) and value.key.dtype is None:
+            value = value.with_key(dtype=self._dtype_of(node))
+        return value
+
+    def _dtype_of(self, node: fx.Node) -> torch.dtype:
+        """What Dynamo recorded, which knows of autocast, or what the trace has."""
+        source = self.trace.outer.get(node)
+        value = example(source) if source is not None else node.meta["val"]
+        assert isinstance(value, Tensor)
+        return value.dtype
 
     def _no_rule(self, node: fx.Node, name: str) -> object:
         known = [self.value(a) for a in node.all_input_nodes]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 from torch_streamkl.fx_passes.layout import Layout, Piece
 from torch_streamkl.fx_passes.masks import Mask
@@ -93,6 +94,7 @@ class ScoreKey:
     mask: Mask | None = None
     fill: float = 0.0
     exact_fill: bool = True
+    dtype: torch.dtype | None = None  # of the product, to which a linear layer rounds its logits
     added: bool = (
         False  # a mask or bias was added to the scores: gradient flows through its masked keys
     )
