@@ -12,6 +12,7 @@ out of place too: the compiler reuses the buffer that it sees die).
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -94,8 +95,25 @@ def problem_of(
 
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
-    """The module that works on rows of logits."""
-    return linear_rows
+    """The module that works on rows of logits: Triton's or plain torch."""
+    limit = _triton_limit(problem)
+    if impl == "triton" and limit is not None:
+        raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
+    if impl == "streaming" or limit is not None:
+        return linear_rows
+    from torch_streamkl.kernels import linear as kernels
+
+    return kernels
+
+
+def _triton_limit(problem: LinearProblem) -> str | None:
+    """Why the Triton kernels cannot run a problem, or None."""
+    device = problem.student.hidden.device.type
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
+    if problem.compute_dtype == torch.float64:
+        return "takes float16, bfloat16 and float32, got float64"
+    return None
 
 
 # ---------------------------------------------------------------------------------- implementations

@@ -1,0 +1,102 @@
+"""Launchers of the row kernel: the functions of `linear_rows.py` for a GPU.
+
+The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from torch_streamkl.functional import Bilinear
+from torch_streamkl.kernels.arguments import Form
+from torch_streamkl.kernels.linear_rows import Config, HeadArgs, RowArgs, row_kernel
+from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
+
+NUM_WARPS = 8
+LANES_PER_THREAD = 1
+NUM_STAGES = 1
+MAX_PROGRAMS = 1 << 20
+TILE_WIDTH = 8  # words of a thread: 16 bytes of bfloat16
+NO_WEIGHTS = RowWeights(None, None)
+
+
+def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+    """Values and statistics of rows from their whole logits."""
+    _launch(problem, student, teacher, out, NO_WEIGHTS, Wanted(), compute_values=True)
+
+
+def values_and_gradient(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, weights: RowWeights, wanted: Wanted
+) -> None:
+    """Both, in one launch: a row's second pass finds part of it in the cache."""
+    _launch(problem, student, teacher, out, weights, wanted, compute_values=True)
+
+
+def gradient(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, rows: RowValues, weights: RowWeights, wanted: Wanted
+) -> None:
+    """Overwrite logits by the gradient to them, words taken as they are."""
+    _launch(problem, student, teacher, rows, weights, wanted, compute_values=False)
+
+
+def _launch(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    out: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+    compute_values: bool,
+) -> None:
+    form = problem.functional.bilinear
+    lanes = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 32 * NUM_WARPS * LANES_PER_THREAD
+    config = Config(
+        LANES=lanes,
+        WIDTH=TILE_WIDTH,
+        NUM_STAGES=NUM_STAGES,
+        S_SOFTCAP=problem.student.softcap != 0.0,
+        T_SOFTCAP=problem.teacher.softcap != 0.0,
+        S_BIAS=problem.student.bias is not None,
+        T_BIAS=problem.teacher.bias is not None,
+        VALUES=compute_values,
+        BILINEAR=form is not None,
+        HARD=problem.labels is not None,
+        TEMPERED=problem.temperature != 1.0,
+        S_GRAD=wanted.student,
+        T_GRAD=wanted.teacher,
+        VALUE_GRAD=weights.value is not None,
+        HARD_GRAD=weights.hard is not None,
+    )
+    rows = RowArgs(
+        value=out.value,
+        hard=out.hard,
+        statistics=out.statistics,
+        statistics_stride=out.statistics.stride(0),
+        value_weight=_dense(weights.value),
+        hard_weight=_dense(weights.hard),
+        labels=_dense(problem.labels),
+        num_rows=problem.num_tokens,
+        first_word=problem.first_word,
+        ignore_index=problem.ignore_index,
+        inv_temperature=1.0 / problem.temperature,
+    )
+    row_kernel[(min(problem.num_tokens, MAX_PROGRAMS),)](
+        _head(problem.student, student), _head(problem.teacher, teacher), rows,
+        FORM=_form(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    # the gradient of a sum is one number with stride 0
+    return None if x is None else x.contiguous()
+
+
+def _head(head: Head, logits: Tensor) -> HeadArgs:
+    return HeadArgs(logits, logits.stride(0), head.bias, head.num_words, head.scale, head.softcap or 1.0)
+
+
+def _form(form: Bilinear) -> Form:
+    return Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)

@@ -1,0 +1,289 @@
+"""Rows of logits, one at a time: values and statistics, and the gradient written over it.
+
+A row is read in tiles [LANES, WIDTH] of consecutive words. Each lane (one thread) keeps a row state of its
+own over the words it sees, so the loop has no reduction across threads; the lanes are merged once at the
+end. Scores are in log2 units, as in `rows.py`, and so are the stored log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.kernels.arguments import State
+from torch_streamkl.kernels.rows import LN2, LOG2E, LOW, empty_state, finish, rebased, update
+from torch_streamkl.kernels.scores import tanh
+
+
+class HeadArgs(NamedTuple):
+    """One side's logits [rows, words] and how they become scores."""
+
+    logits: Any
+    stride: Any
+    bias: Any
+    num_words: Any
+    scale: Any
+    softcap: Any
+
+
+class RowArgs(NamedTuple):
+    """Per-row inputs and outputs; ``statistics`` is [5, rows] (RowValues in linear_problem.py)."""
+
+    value: Any
+    hard: Any
+    statistics: Any
+    statistics_stride: Any
+    value_weight: Any
+    hard_weight: Any
+    labels: Any
+    num_rows: Any
+    first_word: Any
+    ignore_index: Any
+    inv_temperature: Any
+
+
+class Config(NamedTuple):
+    """Compile-time choices; the last four are what `rows.py` asks of a configuration."""
+
+    LANES: int
+    WIDTH: int  # consecutive words of a lane
+    NUM_STAGES: int
+    S_SOFTCAP: bool
+    T_SOFTCAP: bool
+    S_BIAS: bool
+    T_BIAS: bool
+    VALUES: bool  # compute values and statistics; else statistics are read
+    BILINEAR: bool  # the values come from the row state; else from a second pass
+    HARD: bool  # labels are given
+    TEMPERED: bool  # the temperature is not 1: hard labels have a log-sum-exp of their own
+    S_GRAD: bool
+    T_GRAD: bool
+    VALUE_GRAD: bool  # the values carry a gradient
+    HARD_GRAD: bool
+    GUARDED: bool = False
+    FILLED: bool = False
+    T_SINK: bool = False
+    S_SINK: bool = False
+
+
+@triton.jit
+def load_words(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
+    """Logits [LANES, WIDTH] with their bias, which of them exist, and the word indices."""
+    lanes = tl.arange(0, CONFIG.LANES)
+    words = start + lanes[:, None] * CONFIG.WIDTH + tl.arange(0, CONFIG.WIDTH)[None, :]
+    inside = words < head.num_words
+    ptrs = head.logits + row * head.stride + words
+    if MASKED:
+        z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            z += tl.load(head.bias + words, mask=inside, other=0.0).to(tl.float32)
+    else:
+        z = tl.load(ptrs).to(tl.float32)
+        if BIAS:
+            z += tl.load(head.bias + words).to(tl.float32)
+    return z, inside, words
+
+
+@triton.jit
+def transformed(z, head, SOFTCAP: tl.constexpr):
+    """y and d(y)/d(logit)."""
+    if SOFTCAP:
+        capped = tanh(z * (head.scale / head.softcap))
+        return capped * head.softcap, head.scale * (1.0 - capped * capped)
+    else:
+        return z * head.scale, z * 0.0 + head.scale
+
+
+@triton.jit
+def state_of_words(state, hard_high, hard_mass, student, teacher, row, start, unit, MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr):  # fmt: skip
+    """Row state, and (maximum, sum) of the student's y, after one tile."""
+    zs, in_s, _ = load_words(student, row, start, MASKED, CONFIG.S_BIAS, CONFIG)
+    zt, in_t, _ = load_words(teacher, row, start, MASKED, CONFIG.T_BIAS, CONFIG)
+    ys, _ = transformed(zs, student, CONFIG.S_SOFTCAP)
+    yt, _ = transformed(zt, teacher, CONFIG.T_SOFTCAP)
+    s = ys * unit
+    t = yt * unit
+    if MASKED:
+        s = tl.where(in_s, s, -float("inf"))
+        t = tl.where(in_t, t, -float("inf"))
+    state = update(state, t, s, in_s, MASKED or CONFIG.S_BIAS or CONFIG.T_BIAS, FORM, CONFIG)
+    if CONFIG.HARD and CONFIG.TEMPERED:
+        y = ys * LOG2E
+        if MASKED:
+            y = tl.where(in_s, y, -float("inf"))
+        high = tl.maximum(hard_high, tl.max(y, 1))
+        hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.sum(tl.math.exp2(y - high[:, None]), 1)
+        hard_high = high
+    return state, hard_high, hard_mass
+
+
+@triton.jit
+def merged_lanes(state, FORM: tl.constexpr):
+    """One state of all lanes; every field becomes a scalar."""
+    m_t = tl.max(state.m_t, 0)
+    m_s = tl.max(state.m_s, 0)
+    shift_t = state.m_t - m_t
+    shift_s = state.m_s - m_s
+    w_t = tl.math.exp2(shift_t)
+    w_s = tl.math.exp2(shift_s)
+    return State(
+        m_t,
+        tl.sum(state.l_t * w_t, 0),
+        m_s,
+        tl.sum(state.l_s * w_s, 0),
+        tl.sum(rebased(state.a, state.l_t, w_t, shift_t, shift_s, FORM.TT, FORM.TS), 0),
+        tl.sum(rebased(state.b, state.l_s, w_s, shift_t, shift_s, FORM.ST, FORM.SS), 0),
+        tl.min(state.low_t, 0),
+        tl.min(state.low_s, 0),
+        tl.sum(state.count, 0),
+    )
+
+
+@triton.jit
+def log_probabilities(student, teacher, row, start, unit, lse_s, lse_t, CONFIG: tl.constexpr):
+    """(log S, y, slope) and (log P, slope) of a tile, -inf where a side has no such word."""
+    zs, in_s, words = load_words(student, row, start, True, CONFIG.S_BIAS, CONFIG)
+    zt, in_t, _ = load_words(teacher, row, start, True, CONFIG.T_BIAS, CONFIG)
+    ys, slope_s = transformed(zs, student, CONFIG.S_SOFTCAP)
+    yt, slope_t = transformed(zt, teacher, CONFIG.T_SOFTCAP)
+    log_s = tl.where(in_s, (ys * unit - lse_s) * LN2, -float("inf"))
+    log_t = tl.where(in_t, (yt * unit - lse_t) * LN2, -float("inf"))
+    return log_s, log_t, ys, slope_s, slope_t, in_s, in_t, words
+
+
+@triton.jit
+def label_of(rows, row):
+    """The label's index among the words at hand, and whether the row counts."""
+    label = tl.load(rows.labels + row).to(tl.int64)
+    return label - rows.first_word, label != rows.ignore_index
+
+
+@triton.jit
+def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
+    """Cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no word."""
+    word, counted = label_of(rows, row)
+    is_word = (word >= 0) & (word < student.num_words)
+    z = tl.load(student.logits + row * student.stride + word, mask=is_word, other=0.0).to(tl.float32)
+    if CONFIG.S_BIAS:
+        z += tl.load(student.bias + word, mask=is_word, other=0.0).to(tl.float32)
+    y, _ = transformed(z, student, CONFIG.S_SOFTCAP)
+    value = tl.where(is_word, (hard_lse - y * LOG2E) * LN2, float("nan"))
+    return tl.where(counted, value, 0.0)
+
+
+@triton.jit
+def row_kernel(
+    student, teacher, rows,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Rows dealt out to programs."""
+    for row in range(tl.program_id(0), rows.num_rows, tl.num_programs(0)):
+        whole_row(student, teacher, rows, row.to(tl.int64), FORM, HELPER, CONFIG)
+
+
+@triton.jit
+def whole_row(
+    student, teacher, rows, row,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Values and statistics of a row where VALUES, then its gradients over its logits."""
+    LANES: tl.constexpr = CONFIG.LANES
+    TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
+    unit = rows.inv_temperature * LOG2E
+    num_words = tl.maximum(student.num_words, teacher.num_words)
+    stats = rows.statistics + row
+    stride = rows.statistics_stride.to(tl.int64)
+    if CONFIG.VALUES:
+        state = empty_state(LANES)
+        hard_high = tl.full([LANES], LOW, tl.float32)
+        hard_mass = tl.zeros([LANES], tl.float32)
+        whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
+        for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
+            state, hard_high, hard_mass = state_of_words(state, hard_high, hard_mass, student, teacher, row, start, unit, False, FORM, CONFIG)
+        for start in range(whole, num_words, TILE):
+            state, hard_high, hard_mass = state_of_words(state, hard_high, hard_mass, student, teacher, row, start, unit, True, FORM, CONFIG)
+        lse_t, lse_s, value, h_sum, g_sum = finish(merged_lanes(state, FORM), 0.0, 0.0, FORM, CONFIG)
+        if not CONFIG.BILINEAR:
+            f_lanes = tl.zeros([LANES], tl.float32)
+            h_lanes = tl.zeros([LANES], tl.float32)
+            g_lanes = tl.zeros([LANES], tl.float32)
+            for start in range(0, num_words, TILE):
+                log_s, log_t, _, _, _, in_s, in_t, _ = log_probabilities(
+                    student, teacher, row, start, unit, lse_s, lse_t, CONFIG
+                )
+                f, h, g = HELPER(tl.exp(log_t), tl.exp(log_s), log_t, log_s)
+                exists = in_s | in_t
+                f_lanes += tl.sum(tl.where(exists, f, 0.0), 1)
+                h_lanes += tl.sum(tl.where(exists, h, 0.0), 1)
+                g_lanes += tl.sum(tl.where(exists, g, 0.0), 1)
+            value = tl.sum(f_lanes, 0)
+            h_sum = tl.sum(h_lanes, 0)
+            g_sum = tl.sum(g_lanes, 0)
+        hard_lse = lse_s
+        if CONFIG.HARD:
+            if CONFIG.TEMPERED:
+                high = tl.max(hard_high, 0)
+                hard_lse = high + tl.math.log2(tl.sum(hard_mass * tl.math.exp2(hard_high - high), 0))
+            tl.store(rows.hard + row, hard_value(student, rows, row, hard_lse, CONFIG))
+        tl.store(rows.value + row, value)
+        tl.store(stats, lse_s)
+        tl.store(stats + stride, lse_t)
+        tl.store(stats + 2 * stride, h_sum)
+        tl.store(stats + 3 * stride, g_sum)
+        tl.store(stats + 4 * stride, hard_lse)
+    else:
+        lse_s = tl.load(stats)
+        lse_t = tl.load(stats + stride)
+        h_sum = tl.load(stats + 2 * stride)
+        g_sum = tl.load(stats + 3 * stride)
+        hard_lse = tl.load(stats + 4 * stride)
+    if CONFIG.S_GRAD or CONFIG.T_GRAD:
+        if CONFIG.VALUES:
+            # the label's logit is read by every thread before any of them overwrites it
+            tl.debug_barrier()
+        gradient_pass(
+            student, teacher, rows, row, num_words, unit, lse_s, lse_t, h_sum, g_sum, hard_lse, HELPER, CONFIG
+        )
+
+
+@triton.jit
+def gradient_pass(
+    student, teacher, rows, row, num_words, unit, lse_s, lse_t, h_sum, g_sum, hard_lse,
+    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Overwrite the row's logits by the gradient to them."""
+    TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
+    weight = 0.0
+    hard_weight = 0.0
+    word = num_words.to(tl.int64)
+    if CONFIG.VALUE_GRAD:
+        weight = tl.load(rows.value_weight + row).to(tl.float32)
+    if CONFIG.HARD_GRAD:
+        word, counted = label_of(rows, row)
+        hard_weight = tl.where(counted, tl.load(rows.hard_weight + row).to(tl.float32), 0.0)
+    # a side without any word has the log-sum-exp -inf
+    lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
+    lse_t = tl.where(lse_t == -float("inf"), 0.0, lse_t)
+    for start in tl.range(0, num_words, TILE, num_stages=CONFIG.NUM_STAGES):
+        log_s, log_t, ys, slope_s, slope_t, in_s, in_t, words = log_probabilities(
+            student, teacher, row, start, unit, lse_s, lse_t, CONFIG
+        )
+        p_s = tl.exp(log_s)
+        p_t = tl.exp(log_t)
+        f, h, g = HELPER(p_t, p_s, log_t, log_s)
+        # a row that does not count adds nothing, even where its own gradient is not finite
+        if CONFIG.S_GRAD:
+            d = log_s * 0.0
+            if CONFIG.VALUE_GRAD:
+                d = tl.where(weight == 0.0, 0.0, (h - p_s * h_sum) * (weight * rows.inv_temperature))
+            if CONFIG.HARD_GRAD:
+                p = tl.math.exp2(ys * LOG2E - hard_lse) - tl.where(words == word, 1.0, 0.0)
+                d += tl.where(hard_weight == 0.0, 0.0, p * hard_weight)
+            ptrs = student.logits + row * student.stride + words
+            tl.store(ptrs, (d * slope_s).to(student.logits.dtype.element_ty), mask=in_s)
+        if CONFIG.T_GRAD:
+            d = tl.where(weight == 0.0, 0.0, (g - p_t * g_sum) * (weight * rows.inv_temperature))
+            ptrs = teacher.logits + row * teacher.stride + words
+            tl.store(ptrs, (d * slope_t).to(teacher.logits.dtype.element_ty), mask=in_t)
