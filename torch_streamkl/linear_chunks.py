@@ -14,6 +14,9 @@ The order of every sum is fixed, so results are the same bits on every run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -98,20 +101,30 @@ def forward_with_gradients(
         values = forward(problem, max_workspace_mib, rows)
         return values, backward(problem, values, weights, wanted, max_workspace_mib, rows)
     out = RowValues.allocate(problem)
-    accumulators = [_Gradient(problem, side, wanted) for side in (0, 1)]
+    student_sums, teacher_sums = (_Gradient(problem, side, wanted) for side in (0, 1))
     student = _logits_buffer(problem.student, chunks.tokens)
     teacher = _logits_buffer(problem.teacher, chunks.teacher_tokens)
     all_words = slice(0, max(head.num_words for head in problem.heads))
+    side = SideStream(student.device)
     for chunk in ranges(problem.num_tokens, chunks.tokens):
-        s = _logits(problem.of_tokens(chunk).student, student)
-        for step in ranges(chunk.stop - chunk.start, chunks.teacher_tokens):
-            tokens = slice(chunk.start + step.start, chunk.start + step.stop)
-            part = problem.of_tokens(tokens)
-            t = _logits(part.teacher, teacher)
-            rows.values_and_gradient(part, s[step], t, out.of_tokens(tokens), weights.of_tokens(tokens), wanted)
-            accumulators[1].add(t, tokens, all_words)
-        accumulators[0].add(s, chunk, all_words)
-    return out, _gradients(accumulators)
+        parts = list(ranges(chunk.stop - chunk.start, chunks.teacher_tokens))
+        for part in parts:
+            tokens = slice(chunk.start + part.start, chunk.start + part.stop)
+            rows_of = problem.of_tokens(tokens)
+            t = _logits(rows_of.teacher, teacher)
+            if part is parts[0]:
+                side.join()  # the last chunk's weight gradient reads the student's buffer
+                s = _logits(problem.of_tokens(chunk).student, student)
+            rows.values_and_gradient(
+                rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), wanted
+            )
+            teacher_sums.add(t, tokens, all_words)
+        with side.forked():
+            student_sums.add_to_weight(s, chunk, all_words)
+        student_sums.add_to_hidden(s, chunk, all_words)
+        student_sums.add_to_bias(s, all_words)
+    side.join()
+    return out, _gradients([student_sums, teacher_sums])
 
 
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
@@ -166,6 +179,37 @@ def _logits(head: Head, buffer: Tensor) -> Tensor:
     return torch.mm(head.hidden, head.weight.t(), out=out)
 
 
+class SideStream:
+    """A second stream of a GPU, and nothing on the CPU.
+
+    Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of the
+    other leave idle, and hides the traffic of the running sum.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _side_stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        """Work inside starts after what the current stream has been given so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """The current stream waits for the side stream."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 # ----------------------------------------------------------------------------------------- gradients
 class _Gradient:
     """Gradients of one side, summed over chunks of tokens and blocks of words."""
@@ -185,14 +229,25 @@ class _Gradient:
             self.bias_sum = torch.zeros(self.bias.shape, dtype=problem.compute_dtype, device=self.bias.device)
 
     def add(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
-        """Add what a block of tokens and words contributes; blocks come with ascending tokens and words."""
-        words = slice(words.start, words.start + d_logits.shape[1])
-        if d_logits.shape[1] == 0:  # this side has none of the words
-            return
-        if self.hidden is not None:
-            _matmul_into(self.hidden[tokens], d_logits, self.head.weight[words], first=words.start == 0)
-        if self.weight is not None:
-            _matmul_into(self.weight[words], d_logits.t(), self.head.hidden[tokens], first=tokens.start == 0)
+        """Add what a block of tokens and words contributes; tokens and words ascend.
+
+        The block has as many columns as this side has of the words, possibly none.
+        """
+        self.add_to_hidden(d_logits, tokens, words)
+        self.add_to_weight(d_logits, tokens, words)
+        self.add_to_bias(d_logits, words)
+
+    def add_to_hidden(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+        if self.hidden is not None and d_logits.shape[1]:
+            weight = self.head.weight[words]
+            _matmul_into(self.hidden[tokens], d_logits, weight, first=words.start == 0)
+
+    def add_to_weight(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+        if self.weight is not None and d_logits.shape[1]:
+            hidden = self.head.hidden[tokens]
+            _matmul_into(self.weight[words], d_logits.t(), hidden, first=tokens.start == 0)
+
+    def add_to_bias(self, d_logits: Tensor, words: slice) -> None:
         if self.bias_sum is not None:
             self.bias_sum[words] += d_logits.sum(0, dtype=self.bias_sum.dtype)
 

@@ -16,8 +16,8 @@ from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 
 NUM_WARPS = 8
-LANES_PER_THREAD = 1
-NUM_STAGES = 1
+LANES_PER_THREAD = 2
+NUM_STAGES = 3
 MAX_PROGRAMS = 1 << 20
 TILE_WIDTH = 8  # words of a thread: 16 bytes of bfloat16
 NO_WEIGHTS = RowWeights(None, None)
