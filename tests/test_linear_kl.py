@@ -27,3 +27,13 @@ def test_value_and_gradients_are_the_definition(divergence, strategy):
         results.append([loss, *torch.autograd.grad(loss, inputs)])
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-11, atol=1e-12)
+
+
+def test_inputs_keep_their_dtype():
+    """float32 stays float32 unless autocast is on: an error of bfloat16 would be 1e-3."""
+    inputs = heads(dtype=torch.float32)
+    truth = linear_kl(*(x.double() for x in inputs), impl="reference")
+    torch.testing.assert_close(linear_kl(*inputs).double(), truth, rtol=1e-5, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = linear_kl(*inputs)
+    assert (low - truth).abs().max() > 1e-4

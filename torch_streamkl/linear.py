@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_streamkl import checks, linear_ops, linear_reference
-from torch_streamkl.attention import REDUCTIONS, _autocast, functional_text
+from torch_streamkl.attention import functional_text
 from torch_streamkl.functional import NAMES
 
+REDUCTIONS = ("none", "mean", "sum", "batchmean")
 STRATEGIES = ("auto", "forward", "recompute")
 _LABEL_DTYPES = (torch.int64, torch.int32)
 
@@ -137,7 +138,7 @@ def linear_kl(
         counted = of_labels if counted is None else counted & of_labels
     weight = None if row_weight is None else _broadcast("row_weight", row_weight, tokens, device)
     tensors = [
-        _autocast(x)
+        _as_matmul_operand(x)
         for x in (student_hidden.flatten(0, -2), student_weight, teacher_hidden.flatten(0, -2), teacher_weight)
     ]
     tensors += [student_bias, teacher_bias, labels]
@@ -231,6 +232,13 @@ def _denominator(counted: Tensor | None, reduction: str, tokens: tuple[int, ...]
         case "batchmean":
             return tokens[0]
     return 1
+
+
+def _as_matmul_operand(x: Tensor) -> Tensor:
+    """What autocast would make of it."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def _value_dtype(tensors: list[Any]) -> torch.dtype:

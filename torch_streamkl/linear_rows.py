@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_streamkl.functional import Bilinear, evaluate
+from torch_streamkl.functional import Bilinear, Expr, evaluate
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted, ranges
 from torch_streamkl.rowstate import RowState, finish, merge, state_of_scores
 
@@ -77,21 +77,49 @@ def gradient(
     """Overwrite logits by the gradient to them (the teacher's where wanted), words taken as they are."""
     functional = problem.functional
     for s, t in _blocks(problem, student, teacher):
-        variables = _variables(s.score, t.score, rows)
-        memo: dict[object, Tensor] = {}
-        for head, block, logits, expr, p, total, needed in (
-            (problem.student, s, student, functional.student_grad, "S", rows.student_sum, wanted.student),
-            (problem.teacher, t, teacher, functional.teacher_grad, "P", rows.teacher_sum, wanted.teacher),
-        ):
-            if not needed or block.y is None:
-                continue
-            grad = torch.zeros_like(block.score)
-            if weights.value is not None:
-                d_score = evaluate(expr, variables, memo) - variables[p] * total[:, None]  # type: ignore[arg-type]
-                grad = _weighted(d_score / problem.temperature, weights.value)
-            if head is problem.student and weights.hard is not None:
-                grad = grad + _weighted(_hard_gradient(problem, block, rows), weights.hard)
-            logits[:, block.words].copy_(grad * block.slope)
+        if functional.bilinear is not None and not wanted.teacher:
+            d_student = _bilinear_gradient(functional.bilinear, s.score, t.score, rows)
+            d_teacher = d_student
+        else:
+            variables = _variables(s.score, t.score, rows)
+            memo: dict[Expr, Tensor] = {}
+            h = evaluate(functional.student_grad, variables, memo)
+            g = evaluate(functional.teacher_grad, variables, memo)
+            d_student = h - variables["S"] * rows.student_sum[:, None]
+            d_teacher = g - variables["P"] * rows.teacher_sum[:, None]
+        if wanted.student and s.y is not None:
+            d = _weighted(d_student, weights.value, problem.temperature)
+            if weights.hard is not None:
+                d = d + _weighted(_hard_gradient(problem, s, rows), weights.hard)
+            _store(d, s, student)
+        if wanted.teacher and t.y is not None:
+            _store(_weighted(d_teacher, weights.value, problem.temperature), t, teacher)
+
+
+def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) -> Tensor:
+    """h - S H of a functional that is linear in the log-probabilities; overwrites the scores.
+
+    h = ts P + S (st log P + ss log S + ss + s).
+    """
+    log_s, log_t = s.sub_(_shift(rows.student_lse)), t.sub_(_shift(rows.teacher_lse))
+    level = (form.ss + form.s - rows.student_sum)[:, None]
+    if form.has_student_moment:
+        p_s = log_s.exp()
+        moment = log_s.mul_(form.ss) if form.ss else torch.zeros_like(p_s)
+        d = moment.add_(log_t, alpha=form.st).add_(level).mul_(p_s).masked_fill_(p_s == 0, 0.0)
+    else:
+        d = log_s.exp_().mul_(level)
+    return d.add_(log_t.exp_(), alpha=form.ts) if form.ts else d
+
+
+def _shift(lse: Tensor) -> Tensor:
+    return torch.where(lse == -math.inf, 0.0, lse)[:, None]
+
+
+def _store(d_score: Tensor, block: Block, logits: Tensor) -> None:
+    if isinstance(block.slope, Tensor) or block.slope != 1.0:
+        d_score = d_score.mul_(block.slope)
+    logits[:, block.words].copy_(d_score)
 
 
 def values_and_gradient(
@@ -102,10 +130,13 @@ def values_and_gradient(
     gradient(problem, student, teacher, out, weights, wanted)
 
 
-def _weighted(grad: Tensor, weight: Tensor) -> Tensor:
+def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> Tensor:
+    """The gradient times its row's weight; overwrites it."""
+    if weight is None:
+        return grad.zero_()
+    grad.mul_((weight / temperature)[:, None])
     # a row that does not count adds nothing, even where its own gradient is not finite
-    weight = weight[:, None]
-    return torch.where(weight == 0, torch.zeros_like(grad), grad * weight)
+    return grad.masked_fill_((weight == 0)[:, None], 0.0) if bool((weight == 0).any()) else grad
 
 
 def _second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
@@ -119,9 +150,7 @@ def _second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: 
 
 
 def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
-    log_s, log_t = (
-        x - torch.where(lse == -math.inf, 0.0, lse)[:, None] for x, lse in ((s, rows.student_lse), (t, rows.teacher_lse))
-    )
+    log_s, log_t = s - _shift(rows.student_lse), t - _shift(rows.teacher_lse)
     return {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
 
 
