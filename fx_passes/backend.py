@@ -11,16 +11,21 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch_streamkl.fx_passes.report import Report
-from torch_streamkl.fx_passes.rewrite import rewrite
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_streamkl
+from torch_streamkl.fx_passes.report import Report
+from torch_streamkl.fx_passes.rewrite import rewrite
 from torch_streamkl.version import __version__
 
 log = logging.getLogger("torch_streamkl")
 PREFIX = "streamkl."
-OPTIONS = {"streamkl.strict": False, "streamkl.explain": False, "streamkl.inner": "inductor"}
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
+OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its default first
+    "streamkl.strict": (False, True),
+    "streamkl.explain": (False, True),
+    "streamkl.inner": INNER_BACKENDS,
+}
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports: explain() adds itself
 
 
@@ -54,43 +59,42 @@ def streamkl(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
-    carrier = CacheKey(ours)
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
-    patches["joint_custom_pre_pass"] = carrier if previous is None else Chained(carrier, previous)
+    patches["joint_custom_pre_pass"] = chained(CacheKey(ours), previous)
     return compile_fx(gm, example_inputs, config_patches=patches)
 
 
-def inductor_options(**options: Any) -> dict[str, Any]:
-    """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside plain
-    Inductor.
+def inductor_options(*, strict: bool = False, explain: bool = False) -> dict[str, Any]:
+    """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 
-    Keyword arguments are the backend's options without their prefix (``strict=True``). A pass that
-    is already configured in ``torch._inductor.config`` runs before the rewrite.
+    The arguments are the backend's options of the same names. Passes that are already configured
+    in ``torch._inductor.config`` run before ours. A graph that Inductor finds in its cache is not
+    analysed again: a report is logged when a graph is compiled, not when it is loaded.
     """
-    ours, _ = split_options({PREFIX + name: value for name, value in options.items()})
-    previous = torch._inductor.config.pre_grad_custom_pass
-    carrier = CacheKey(ours)
-    joint = torch._inductor.config.joint_custom_pre_pass
+    ours, _ = split_options({"streamkl.strict": strict, "streamkl.explain": explain})
+    config = torch._inductor.config
     return {
-        "pre_grad_custom_pass": PreGradPass(ours, previous),
-        "joint_custom_pre_pass": carrier if joint is None else Chained(carrier, joint),
+        "pre_grad_custom_pass": chained(PreGradPass(ours), config.pre_grad_custom_pass),
+        "joint_custom_pre_pass": chained(CacheKey(ours), config.joint_custom_pre_pass),
     }
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ours, checked and completed, and the rest."""
-    ours = {k: v for k, v in options.items() if k.startswith(PREFIX)}
-    unknown = sorted(set(ours) - set(OPTIONS))
-    if unknown:
-        raise ValueError(
-            f"options of the streamkl backend are {', '.join(sorted(OPTIONS))}, got {', '.join(unknown)}"
-        )
-    inner = ours.get("streamkl.inner", "inductor")
-    if inner not in INNER_BACKENDS:
-        raise ValueError(
-            f"streamkl.inner must be one of {', '.join(INNER_BACKENDS)}, got {inner!r}"
-        )
-    return {**OPTIONS, **ours}, {k: v for k, v in options.items() if not k.startswith(PREFIX)}
+    ours = {name: values[0] for name, values in OPTIONS.items()}
+    theirs = {}
+    for name, value in options.items():
+        if not name.startswith(PREFIX):
+            theirs[name] = value
+            continue
+        if name not in OPTIONS:
+            known = ", ".join(sorted(OPTIONS))
+            raise ValueError(f"options of the streamkl backend are {known}, got {name}")
+        if value not in OPTIONS[name]:
+            values = " or ".join(repr(v) for v in OPTIONS[name])
+            raise ValueError(f"{name} must be {values}, got {value!r}")
+        ours[name] = value
+    return ours, theirs
 
 
 def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
@@ -108,22 +112,25 @@ def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of every source file of the package: a change of ours must never meet a cached graph.
+    """Digest of every file of the package: a change of ours must never meet a cached graph.
 
     A custom operator's backward is part of compiled graphs only by name, so without this a cached
     graph would silently keep computing yesterday's gradient.
     """
-    digest = hashlib.sha256(__version__.encode())
-    package = Path(torch_streamkl.__file__).parent
-    passes = Path(__file__).parent
-    for root in (package, passes):
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
+    roots = (Path(torch_streamkl.__file__).parent, Path(__file__).parent)
+    return " ".join([__version__, *(digest_of(root) for root in roots)])
+
+
+def digest_of(root: Path) -> str:
+    """Digest of names and contents of all files below a directory, compiled bytecode excepted."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
+        digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-class CacheKey(torch._inductor.custom_graph_pass.CustomGraphPass):
+class CacheKey(CustomGraphPass):
     """A pass that does nothing and whose uuid is part of the FX and AOTAutograd cache keys."""
 
     def __init__(self, ours: dict[str, Any]) -> None:
@@ -136,35 +143,37 @@ class CacheKey(torch._inductor.custom_graph_pass.CustomGraphPass):
         return self._uuid
 
 
-class Chained(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """Our key and a pass that the user had configured."""
+class PreGradPass(CustomGraphPass):
+    """The rewrite as Inductor's pre-grad pass."""
 
-    def __init__(self, key: CacheKey, user_pass: Any) -> None:
-        self.key = key
-        self.user_pass = user_pass
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.user_pass(graph)
-
-    def uuid(self) -> Any:
-        theirs = self.user_pass.uuid() if hasattr(self.user_pass, "uuid") else None
-        return None if theirs is None else (self.key.uuid(), theirs)
-
-
-class PreGradPass(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """The rewrite as Inductor's pre-grad pass; runs a pass that was configured before first."""
-
-    def __init__(self, ours: dict[str, Any], previous: Any) -> None:
+    def __init__(self, ours: dict[str, Any]) -> None:
         self.ours = ours
-        self.previous = previous
         self.key = CacheKey(ours)
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.previous is not None:
-            self.previous(graph)
-        gm = graph.owning_module
-        _rewrite_and_report(gm, self.ours)
+        _rewrite_and_report(graph.owning_module, self.ours)
+
+    def uuid(self) -> str:
+        return self.key.uuid()
+
+
+class Chained(CustomGraphPass):
+    """Passes that run one after the other; not cached when one of them has no uuid."""
+
+    def __init__(self, passes: Sequence[Any]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
 
     def uuid(self) -> Any:
-        theirs = getattr(self.previous, "uuid", lambda: "")() if self.previous is not None else ""
-        return None if theirs is None else (self.key.uuid(), theirs)
+        keys = tuple(each.uuid() if hasattr(each, "uuid") else None for each in self.passes)
+        return None if None in keys else keys
+
+
+def chained(ours: CustomGraphPass, users: Any) -> CustomGraphPass:
+    """What the user configured (nothing, a pass, or a list of passes), then ours."""
+    if users is None:
+        return ours
+    return Chained([*(users if isinstance(users, (list, tuple)) else [users]), ours])

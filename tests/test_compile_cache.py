@@ -1,0 +1,121 @@
+"""Compiled graphs outlive the process in Inductor's caches: never with the gradient of other code.
+
+A graph holds a custom operator's backward by name only. With warm caches, a changed source file of
+the package or a changed option has to be a miss, and an unchanged one a hit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torch_streamkl
+from torch_streamkl.fx_passes import backend
+
+SCRIPT = Path(__file__).parent / "support" / "cached_step.py"
+# the autograd formula is traced into compiled graphs; the operators are called by name
+FORMULA = re.compile(r"attention_kl_backward\(\s*grad,")
+NEGATED = "attention_kl_backward(-grad,"
+
+
+def _copy_of_the_package(root: Path) -> Path:
+    package = root / "torch_streamkl"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(torch_streamkl.__file__).parent, package, ignore=ignored)
+    passes = Path(backend.__file__).parent
+    shutil.copytree(passes, package / "fx_passes", ignore=ignored, dirs_exist_ok=True)
+    return package
+
+
+def _run(root: Path, *requests: str) -> list[dict[str, Any]]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "TORCHINDUCTOR_CACHE_DIR": str(root / "cache"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *requests]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=root, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _uses(result: dict[str, Any]) -> tuple[int, int, int]:
+    """Hits, misses and bypasses of the AOTAutograd cache, which stands in front of the FX graph
+    cache.
+    """
+    return tuple(result[f"autograd_cache_{e}"] for e in ("hit", "miss", "bypass"))  # type: ignore[return-value]
+
+
+def test_changed_code_or_option_is_a_miss_and_the_same_a_hit(tmp_path: Path) -> None:
+    package = _copy_of_the_package(tmp_path)
+    front_ends = ("backend", "inductor_options")
+    eager, *first = _run(tmp_path, "eager", *front_ends)
+    for result in first:
+        assert _uses(result) == (0, 1, 0)
+        assert result["gradient"] == pytest.approx(eager["gradient"], abs=1e-6)
+
+    *again, backend_option, inductor_option = _run(
+        tmp_path, *front_ends, "backend,strict", "inductor_options,strict"
+    )
+    for result, before in zip(again, first, strict=True):
+        assert _uses(result) == (1, 0, 0)
+        assert result["gradient"] == before["gradient"]
+    for result in (backend_option, inductor_option):
+        assert _uses(result) == (0, 1, 0)
+
+    operators = package / "ops.py"
+    text, count = FORMULA.subn(NEGATED, operators.read_text())
+    assert count == 1
+    operators.write_text(text)
+    for result in _run(tmp_path, *front_ends):
+        assert _uses(result) == (0, 1, 0)
+        assert result["gradient"] == pytest.approx([-x for x in eager["gradient"]], abs=1e-6)
+
+
+def test_every_source_file_is_part_of_the_key(tmp_path: Path) -> None:
+    package = _copy_of_the_package(tmp_path)
+    seen = {backend.digest_of(package)}
+    assert backend.digest_of(package) in seen
+    files = [path for path in package.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for path in files:
+        path.write_bytes(path.read_bytes() + b"\n# changed\n")
+        digest = backend.digest_of(package)
+        assert digest not in seen, path
+        seen.add(digest)
+    renamed = files[0].with_name("renamed.py")
+    files[0].rename(renamed)
+    assert backend.digest_of(package) not in seen
+
+
+def test_a_pass_of_the_user_runs_and_is_part_of_the_key() -> None:
+    class Users(backend.CustomGraphPass):
+        def __init__(self, name: str | None) -> None:
+            self.name = name
+            self.ran = 0
+
+        def __call__(self, graph: object) -> None:
+            self.ran += 1
+
+        def uuid(self) -> str | None:
+            return self.name
+
+    ours, one, two = backend.CacheKey({}), Users("one"), Users("two")
+    assert backend.chained(ours, None) is ours
+    both = backend.chained(ours, [one, two])
+    both(None)
+    assert (one.ran, two.ran) == (1, 1)
+    keys = {backend.chained(ours, p).uuid() for p in (one, two, [one, two], [two, one])}
+    assert len(keys) == 4
+    assert backend.chained(ours, [one, Users(None)]).uuid() is None
