@@ -22,8 +22,8 @@ from torch_streamkl.fx_passes import backend
 
 SCRIPT = Path(__file__).parent / "support" / "cached_step.py"
 # the autograd formula is traced into compiled graphs; the operators are called by name
-FORMULA = re.compile(r"attention_kl_backward\(\s*grad,")
-NEGATED = "attention_kl_backward(-grad,"
+FORMULA = re.compile(r"(def _autograd\(ctx.*\n)")
+NEGATED = r"\1    grad = None if grad is None else -grad\n"
 
 
 def _copy_of_the_package(root: Path) -> Path:
