@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+
 from torch_streamkl.fx_passes.sizes import Size, expression
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import Blocked
@@ -54,7 +55,11 @@ class Builder:
         shapes = self.mode.shape_env
         guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
         with self.mode, guards, torch.enable_grad():
-            result = run(*values)
+            try:
+                result = run(*values)
+            except (ValueError, TypeError, NotImplementedError) as refusal:
+                # an operator's own check of its inputs
+                raise Blocked(f"{getattr(target, '__name__', target)}: {refusal}") from refusal
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["example_value"] = result

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch_streamkl.fx_passes.aliasing import Aliases
+
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.empty_rows import rows_with_keys, uniform_rows, window_tensor
 from torch_streamkl.fx_passes.fuse import MaskPlan, add_up_biases, masks_of
@@ -34,7 +34,6 @@ class Leftovers:
     """Rewrites the attention of one graph; masks that layers share are built once."""
 
     outer: Mapping[fx.Node, fx.Node]
-    aliases: Aliases
     masks: dict[object, fx.Node] = field(default_factory=dict)
     alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
 
@@ -53,7 +52,6 @@ class Leftovers:
         mask = masks_of(place)
         inputs = [place.student.rows, place.student.keys, attention.values]
         nodes = [outer_node(o.node, self.outer) for o in inputs]
-        self.aliases.check_nodes(nodes)
         value = example(node)
         assert isinstance(value, Tensor)
         q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)

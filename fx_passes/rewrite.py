@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
+
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
 from torch_streamkl.fx_passes.leftover import Leftovers
+from torch_streamkl.fx_passes.obstacles import divergence_like, obstacle
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
 from torch_streamkl.fx_passes.sites import divergence_sites, quadratic_nodes, reason_of
@@ -28,6 +30,7 @@ from torch_streamkl.fx_passes.slicing import (
     find_region,
     is_in_place,
     name_of,
+    written_by,
 )
 from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
 from torch_streamkl.fx_passes.values import Attention, Blocked, Rows
@@ -39,10 +42,10 @@ Plans = dict[fx.Node, Plan | str]  # what computes a sum over keys, or why nothi
 def rewrite(gm: fx.GraphModule) -> Report:
     """Rewrite a Dynamo graph module in place and report every KL-like site."""
     report = Report()
-    for name, child in gm.named_children():
-        if isinstance(child, fx.GraphModule) and _is_plain_body(gm, name):
-            report.extend(rewrite(child))
     try:
+        for name, child in gm.named_children():
+            if isinstance(child, fx.GraphModule) and _is_plain_body(gm, name):
+                report.extend(rewrite(child))
         graph = _copied(gm.graph)
         found = _rewrite_graph(gm, graph)
         if found.num_fused:
@@ -86,13 +89,18 @@ class Candidate:
 
 
 def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
-    region = find_region(graph)
     report = Report()
-    if region is None or _is_mapped(graph):
+    reason = obstacle(graph)
+    if reason:
+        places = [location_of(n) for n in divergence_like(graph)]
+        report.sites = [Site(False, "", "", reason, *place) for place in places]
+        return report
+    region = find_region(graph)
+    if region is None:
         return report
     trace = trace_region(gm, region)
     recognised = Recogniser(trace)
-    aliases = Aliases(graph)
+    aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
     candidates, plans = _candidates(trace, recognised)
     if not found and not candidates:
@@ -104,6 +112,7 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
         for n, inner in quadratic_nodes(trace, recognised, path).items()
         if not _is_view(n)
     }
+    unused = {n for n in region.nodes if not n.users}
     fused: list[tuple[Candidate, Site]] = []
     for candidate in candidates:
         site = _fuse(candidate, region, trace, aliases)
@@ -111,10 +120,10 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
             fused.append((candidate, site))
         else:
             report.sites.append(site)
-    removed = _remove_dead(graph, region.nodes)
+    removed = _remove_dead(graph, region.nodes, unused)
     if fused:
         _replace_attention(trace, recognised, region, aliases)
-        removed += _remove_dead(graph, region.nodes)
+        removed += _remove_dead(graph, region.nodes, unused)
     saved = sum(_bytes(n) for n in removed if n in sizes)
     for _, site in fused:
         share = saved // len(fused)
@@ -122,13 +131,6 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     report.sites += _unfused_sites(unfused, trace, recognised, plans)
     report.remaining = _remaining(graph, sizes, recognised)
     return report
-
-
-def _is_mapped(graph: fx.Graph) -> bool:
-    return any(
-        "_vmap_increment_nesting" in str(n.target) or "_grad_increment" in str(n.target)
-        for n in graph.nodes
-    )
 
 
 # ------------------------------------------------------------------------------------------- sites
@@ -220,10 +222,10 @@ def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) 
     kind, form = describe(candidate.plan)
     build = Builder(node, fake_mode_of(region))
     try:
-        aliases.check(candidate.plan, node, trace.outer)
         value = example(node)
         assert isinstance(value, Tensor)
         replacement = emit(build, candidate.plan, value, trace.outer)
+        aliases.check(build.added)
     except Blocked as reason:
         for added in reversed(build.added):
             node.graph.erase_node(added)
@@ -236,7 +238,7 @@ def _replace_attention(
     trace: Trace, recognised: Recogniser, region: Region, aliases: Aliases
 ) -> None:
     """Attention written by hand, where its map has no other reader, by the fused one."""
-    leftovers = Leftovers(trace.outer, aliases)
+    leftovers = Leftovers(trace.outer)
     for inner in trace.graph.nodes:
         value, node = recognised.values.get(inner), trace.outer.get(inner)
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
@@ -246,6 +248,7 @@ def _replace_attention(
             replacement = leftovers.replace(node, value, build)
             if not same_metadata(replacement, node):
                 raise Blocked("the fused attention has another shape or type")
+            aliases.check(build.added)
         except Blocked as reason:
             log.info("attention stays as it is: %s", reason)
             for added in reversed(build.added):
@@ -278,8 +281,11 @@ def same_metadata(a: fx.Node, b: fx.Node) -> bool:
     )
 
 
-def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Erase what only the replaced code used; a write stays while its target is seen."""
+def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node]) -> list[fx.Node]:
+    """Erase what only the replaced code used; a write stays while its target is seen.
+
+    What was unused before stays too: it may draw random numbers.
+    """
     removed: list[fx.Node] = []
     alive = {n for n in nodes if not n._erased}
     changed = True
@@ -288,7 +294,10 @@ def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         for node in reversed(graph.nodes):
             if node not in alive or node.users:
                 continue
-            if is_in_place(node) and not _writes_to_dead(node, alive):
+            if is_in_place(node):
+                if not _writes_to_dead(node, alive):
+                    continue
+            elif node in unused:
                 continue
             graph.erase_node(node)
             alive.discard(node)
@@ -299,8 +308,8 @@ def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
     """Whether the tensor that a node writes to has no other use."""
-    target = node.args[0]
-    if not isinstance(target, fx.Node) or target not in alive:
+    (target, *others) = written_by(node)
+    if others or target not in alive:
         return False
     if any(
         user is not node and not (is_in_place(user) and not user.users) for user in target.users

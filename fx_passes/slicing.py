@@ -8,11 +8,13 @@ at.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
 # inputs of these are operands of a score matmul: leaves of the region
@@ -41,9 +43,11 @@ MAX_NODES = 4000
 
 
 def name_of(node: fx.Node) -> str:
-    """The function's or method's bare name."""
+    """The function's or method's bare name, an ATen operation's without its overload."""
     if isinstance(node.target, str):
         return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.partition("::")[2]
     return getattr(node.target, "__name__", str(node.target))
 
 
@@ -52,36 +56,88 @@ def example(node: fx.Node) -> object:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def storage_of(node: fx.Node) -> int | None:
+    """Identity of a tensor's memory; views share it. None where there is none to compare."""
+    value = example(node)
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return None
+    return value.untyped_storage()._cdata
+
+
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(example(node), Tensor)
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a node writes to its first argument."""
+    """Whether a node writes to one of its arguments."""
+    return bool(written_by(node))
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return []
     name = name_of(node)
-    if name in ("setitem", "__setitem__", "copy_", "index_put_"):
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _nodes_in(_written_arguments(node, node.target))
+    if "mutation" in name:  # a Triton kernel of the user's
+        return node.all_input_nodes
+    written: list[object] = [node.kwargs.get("out")]
+    first_is_written = (
+        name in ("setitem", "__setitem__", "copy_", "index_put_")
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.target in _IN_PLACE_OPERATORS
+        or _asks_for_in_place(node)
+    )
+    if first_is_written:
+        # torch._foreach_addcdiv_ and the fused optimizers write to lists
+        written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
+    return _nodes_in(written)
+
+
+def _written_arguments(
+    node: fx.Node, target: torch._ops.OpOverload | torch._ops.OpOverloadPacket
+) -> list[object]:
+    """Arguments that the schema (of any overload) marks as written."""
+    overloads = [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    written = []
+    for overload in overloads:
+        arguments = overload._schema.arguments
+        given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | node.kwargs
+        marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        written += [given.get(name) for name in marked]
+    return written
+
+
+def _asks_for_in_place(node: fx.Node) -> bool:
+    """``F.relu(x, True)``, ``F.dropout(x, 0.1, True, inplace=True)``."""
+    if node.kwargs.get("inplace", False) is True:
         return True
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    return node.target in _IN_PLACE_OPERATORS or node.kwargs.get("inplace", False) is True
+    if node.op != "call_function" or not any(a is True for a in node.args):
+        return False
+    try:
+        parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    index = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return index < len(node.args) and node.args[index] is True
+
+
+def _nodes_in(arguments: object) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(arguments, lambda n: found.append(n))
+    return found
 
 
 _IN_PLACE_OPERATORS = {
     getattr(operator, f"i{name}")
     for name in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "matmul",
-        "mod",
+        *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
+        *("matmul", "mod", "lshift", "rshift"),
     )
-} - {operator.and_, operator.or_}
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +172,8 @@ def find_region(graph: fx.Graph) -> Region | None:
                     _add_with_inputs(user, inside)  # probabilities @ values
                 else:
                     forward.append(user)
-    _add_writes(graph, inside)
+    if not _add_writes(graph, inside):
+        return None
     _drop_orphans(inside)
     nodes = tuple(n for n in graph.nodes if n in inside)
     leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
@@ -185,23 +242,26 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
             stack.extend(inputs)
 
 
-def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> None:
-    """In-place writes to values of the region: they have no data edge to what reads the value
-    later.
+def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:
+    """Add in-place writes to values of the region, which have no data edge to a later reader.
+
+    False when one of them cannot be run again. Writes to what the region reads from outside are
+    no part of it: `aliasing` looks for those.
     """
-    changed = True
-    while changed:
-        changed = False
-        for node in graph.nodes:
-            if (
-                node in inside
-                or node.op not in ("call_function", "call_method")
-                or not is_in_place(node)
-            ):
-                continue
-            target = node.args[0] if node.args else None
-            if isinstance(target, fx.Node) and target in inside:
-                inside.add(node)
-                for source in node.all_input_nodes:
-                    _add_with_inputs(source, inside)
-                changed = True
+    while True:
+        leaves = {a for n in inside for a in n.all_input_nodes if a not in inside}
+        storages = {storage_of(n) for n in inside} - {storage_of(n) for n in leaves} - {None}
+        missing = [
+            node
+            for node in graph.nodes
+            if node not in inside
+            and any(storage_of(target) in storages for target in written_by(node))
+        ]
+        if not missing:
+            return True
+        for node in missing:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return False
+            inside.add(node)
+            for source in node.all_input_nodes:
+                _add_with_inputs(source, inside)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from tests.support.comparing import compare
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
-from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes import backend, fuse, slicing
+from torch_streamkl.fx_passes import rewrite as rewriting
 from torch_streamkl.fx_passes.report import Report
 
 
@@ -53,3 +61,253 @@ def test_program(name: str) -> None:
         assert float((a - b).abs().max()) <= EXACT * scale, f"result {i}"
     assert sum(r.num_fused for r in reports) == given.num_fused, [str(r) for r in reports]
     assert given.num_graphs in (None, len(reports))
+
+
+# ------------------------------------------------------------------------------ other inputs
+def _naive(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    wanted = (t @ t.mT).softmax(-1)
+    return F.kl_div((q @ k.mT).log_softmax(-1), wanted, reduction="none").sum(-1)
+
+
+def _floats(*dtypes: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 2, 9, 8, generator=generator).to(dtype) for dtype in dtypes]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(inside: bool) -> None:
+    def under_autocast(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _naive(q, k, t)
+
+    inputs = _floats(torch.float32, torch.float32, torch.float32)
+    inputs[0].requires_grad_()
+    inputs[1].requires_grad_()
+    if inside:
+        outcome = compare(under_autocast, inputs, inner="aot_eager")
+    else:
+        with torch.autocast("cpu", torch.bfloat16):
+            outcome = compare(_naive, inputs, inner="aot_eager")
+    assert outcome.check().num_fused == 1
+
+
+def test_autocast_in_the_middle() -> None:
+    def loss(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            got = q @ k.mT
+        with torch.autocast("cpu", enabled=False):
+            wanted = (t @ t.mT).softmax(-1)
+            return F.kl_div(got.float().log_softmax(-1), wanted, reduction="batchmean")
+
+    inputs = _floats(torch.float32, torch.float32, torch.float32)
+    inputs[0].requires_grad_()
+    compare(loss, inputs, inner="aot_eager").check()
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")])
+def test_sides_of_different_types(dtypes: tuple[str, str]) -> None:
+    student, teacher = (getattr(torch, d) for d in dtypes)
+    inputs = _floats(student, student, teacher)
+    inputs[0].requires_grad_()
+    compare(_naive, inputs, inner="aot_eager").check()
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_inference_mode(made_inside: bool) -> None:
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        inputs = _floats(*(torch.float64,) * 3)
+        inputs = [x + 0 for x in inputs] if made_inside else inputs
+    compiled = torch.compile(_naive, backend="streamkl", options={"streamkl.inner": "aot_eager"})
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(*inputs), _naive(*inputs), rtol=0, atol=EXACT * 10)
+    # the same compiled function, then for training
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    torch.testing.assert_close(compiled(*inputs), _naive(*inputs), rtol=0, atol=EXACT * 10)
+
+
+def test_tensor_subclass() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    torch._dynamo.reset()
+    plain = _floats(*(torch.float64,) * 3)
+    report = Report()
+    backend.REPORTS.append(report.extend)
+    try:
+        compiled = torch.compile(
+            _naive, backend="streamkl", options={"streamkl.inner": "aot_eager"}
+        )
+        got = compiled(TwoTensor(plain[0], plain[0] * 2), *plain[1:])
+    finally:
+        backend.REPORTS.remove(report.extend)
+    torch.testing.assert_close(got.a, _naive(*plain), rtol=0, atol=EXACT * 10)
+    torch.testing.assert_close(got.b, _naive(plain[0] * 2, *plain[1:]), rtol=0, atol=EXACT * 10)
+    assert not report.failures
+    assert "TwoTensor" in report.sites[0].reason
+
+
+def test_meta_device() -> None:
+    torch._dynamo.reset()
+    inputs = [x.to("meta") for x in _floats(*(torch.float32,) * 3)]
+    compiled = torch.compile(_naive, backend="streamkl", options={"streamkl.inner": "aot_eager"})
+    assert compiled(*inputs).shape == (2, 2, 9)
+
+
+def test_more_nodes_than_are_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = _floats(*(torch.float64,) * 3)
+    for limit in (1, 3, 5, 7, 9):
+        monkeypatch.setattr(slicing, "MAX_NODES", limit)
+        torch._dynamo.reset()
+        compiled = torch.compile(_naive, backend="streamkl", options={"streamkl.inner": "eager"})
+        torch.testing.assert_close(compiled(*inputs), _naive(*inputs), rtol=0, atol=EXACT * 10)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.first(x, t) + self.second(x, t)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return _naive(self.q(x), self.k(x), t).mean()
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.skip("torch without distributed")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "ddp_small_buckets", "fully_shard"])
+def test_wrappers(one_process: None, wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    if wrapper == "ddp_small_buckets":  # a graph for every bucket
+        monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 100)
+    x, t = _floats(torch.float32, torch.float32)
+
+    def gradients(compiles: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        module: nn.Module = Pair()
+        if wrapper.startswith("ddp"):
+            size = 0.0001 if wrapper == "ddp_small_buckets" else 25
+            module = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=size)
+        elif wrapper == "fully_shard":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        fn: Any = module
+        report = Report()
+        if compiles:
+            backend.REPORTS.append(report.extend)
+            options = {"streamkl.inner": "aot_eager"}
+            fn = torch.compile(module, backend="streamkl", options=options)
+        try:
+            fn(x, t).backward()
+        finally:
+            if compiles:
+                backend.REPORTS.remove(report.extend)
+        assert not report.failures
+        grads = [p.grad for p in module.parameters()]
+        return [
+            g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads
+        ], report.num_fused
+
+    expected, _ = gradients(compiles=False)
+    got, num_fused = gradients(compiles=True)
+    assert num_fused == 2
+    for a, b in zip(expected, got, strict=True):
+        # gradients of softmaxes that differ by rounding: 1e-7 of probabilities, not of differences
+        torch.testing.assert_close(b, a, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+
+
+def test_exported_program() -> None:
+    torch._dynamo.reset()
+
+    class Module(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+            return _naive(q, k, t)
+
+    inputs = tuple(_floats(*(torch.float64,) * 3))
+    exported = torch.export.export(Module(), inputs).module()
+    report = Report()
+    backend.REPORTS.append(report.extend)
+    try:
+        compiled = torch.compile(
+            exported, backend="streamkl", options={"streamkl.inner": "aot_eager"}
+        )
+        torch.testing.assert_close(compiled(*inputs), _naive(*inputs), rtol=0, atol=EXACT * 10)
+    finally:
+        backend.REPORTS.remove(report.extend)
+    assert report.num_fused == 1
+
+
+# ------------------------------------------------------------------------------------- faults
+STAGES = [
+    (rewriting, "obstacle"),
+    (rewriting, "_copied"),
+    (rewriting, "find_region"),
+    (rewriting, "trace_region"),
+    (rewriting, "Recogniser"),
+    (rewriting, "Aliases"),
+    (rewriting, "divergence_sites"),
+    (rewriting, "_candidates"),
+    (rewriting, "plan"),
+    (rewriting, "quadratic_nodes"),
+    (rewriting, "describe"),
+    (rewriting, "emit"),
+    (rewriting, "_remove_dead"),
+    (rewriting, "Leftovers"),
+    (rewriting, "_remaining"),
+    (fuse, "canonical"),
+    (fuse, "geometry"),
+    (fuse, "masks_of"),
+    (torch.fx.Graph, "lint"),
+]
+
+
+@pytest.mark.parametrize(("owner", "stage"), STAGES, ids=[s for _, s in STAGES])
+def test_fault_leaves_the_graph_as_it_was(
+    owner: object, stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        got, wanted = (q @ k.mT).softmax(-1), (t @ t.mT).softmax(-1)
+        return (wanted * (wanted.log() - got.log())).sum(-1), got @ v
+
+    def planted(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    codes: list[str] = []
+    reports: list[Report] = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        codes.append(gm.code)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, stage, planted)
+            reports.append(rewriting.rewrite(gm))
+        codes.append(gm.code)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with caplog.at_level(logging.WARNING, "torch_streamkl"):
+        results = torch.compile(attention, backend=compiler)(*make_inputs())
+    for a, b in zip(attention(*make_inputs()), results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    (report,) = reports
+    assert codes[0] == codes[1]
+    assert report.num_fused == 0
+    assert any("planted" in failure for failure in report.failures)
+    assert "planted" in str(report)
+    assert any("left as it was" in record.message for record in caplog.records)

@@ -144,6 +144,31 @@ def scores_written_through_a_view(q: Tensor, k: Tensor, v: Tensor, t: Tensor) ->
     return F.kl_div(scores.log_softmax(-1), wanted, reduction="none").sum(-1)
 
 
+@program(fused=0)
+def scores_filled_through_a_view(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    scores = q @ k.mT
+    first = scores[..., 0]
+    first.fill_(0.0)
+    wanted = (t @ t.mT).softmax(-1)
+    return F.kl_div(scores.log_softmax(-1), wanted, reduction="none").sum(-1)
+
+
+@program(fused=0)
+def row_weights_modified_later(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    weights = t[..., :1].exp()
+    wanted = (t @ t.mT).softmax(-1)
+    values = F.kl_div((q @ k.mT).log_softmax(-1).detach(), wanted, reduction="none") * weights
+    weights.zero_()
+    return values.sum(-1) + q.sum(-1)
+
+
+@program(fused=1)
+def operands_of_one_projection(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    a, b = torch.cat([q, k], -1).chunk(2, -1)
+    wanted = (t @ t.mT).softmax(-1)
+    return F.kl_div((a @ b.mT).log_softmax(-1), wanted, reduction="none").sum(-1)
+
+
 @program(fused=1)
 def probabilities_modified_after(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
     wanted = (t @ t.mT).softmax(-1)
@@ -248,7 +273,11 @@ def conditional_beside(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
 
 @program(fused=0)
 def conditional_body(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
-    return torch.cond(t.sum() > 0, kl, lambda q, k, t: (q * k * t).sum(-1), (q, k, t))
+    def with_kl(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        return F.kl_div((q @ k).log_softmax(-1), (t @ k).softmax(-1), reduction="none").sum(-1)
+
+    key = k.transpose(-1, -2).contiguous()
+    return torch.cond(t.sum() > 0, with_kl, lambda q, k, t: (q * t).sum(-1), (q, key, t))
 
 
 @program(fused=1)
@@ -286,7 +315,16 @@ def dropout_beside_the_kl(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
     got = (q @ k.mT).softmax(-1)
     wanted = (t @ t.mT).softmax(-1)
     rows = (wanted * (wanted.log() - got.log())).sum(-1)
-    F.dropout(got, 0.5)  # unused, but it draws random numbers
+    return rows, F.dropout(got, 0.5) @ v
+
+
+@program(fused=1, options={"streamkl.inner": "eager"})  # AOTAutograd removes unused code itself
+def unused_random_numbers(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
+    torch.manual_seed(3)
+    got = (q @ k.mT).softmax(-1)
+    wanted = (t @ t.mT).softmax(-1)
+    rows = (wanted * (wanted.log() - got.log())).sum(-1)
+    F.dropout(got, 0.5)
     return rows, F.dropout(got, 0.5) @ v
 
 
