@@ -90,8 +90,6 @@ def triton_limit(problem: AttentionProblem) -> str | None:
     widest = max(problem.student.head_dim, problem.teacher.head_dim)
     if widest > MAX_TRITON_HEAD_DIM:
         return f"takes head_dim up to {MAX_TRITON_HEAD_DIM}, got {widest}"
-    if problem.head_mean:
-        return "has no head_reduction, got 'mean'"
     return None
 
 

@@ -339,6 +339,7 @@ CASES: dict[str, Spec] = {
     "head_mean_guards": Spec(
         heads=1, teacher_heads=2, divergence="jeffreys", teacher_clamp=1e-2, student_eps=1e-3
     ),
+    "head_mean_filled": Spec(teacher_heads=2, mask="filled", mask_density=0.2, teacher_sink=True),
     "teacher_lse": Spec(heads=1, teacher_heads=2, known_lse=True, is_causal=True),
     "layout_bnhd": Spec(layout="bnhd", heads=2),
     "strides": Spec(strides="transposed", heads=2),

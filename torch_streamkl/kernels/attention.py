@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels import attention_backward as bwd
 from torch_streamkl.kernels import attention_forward as fwd
+from torch_streamkl.kernels import head_mean_launch
 from torch_streamkl.kernels.plans import Plan, Stage, longest_keys, plan_of, tensors_of
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
@@ -21,6 +22,8 @@ NUM_SUMS = 4  # f, h, g and the count of allowed keys
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
+    if problem.head_mean:
+        return head_mean_launch.forward(problem)
     value, stats = RowStatistics.allocate(problem)
     plan = plan_of(problem)
     stage = plan.stage(problem, "forward")
@@ -105,6 +108,8 @@ def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients, each summed in a fixed order."""
+    if problem.head_mean:
+        return head_mean_launch.backward(problem, stats, grad, wanted)
     grad = grad.to(torch.float32).contiguous()
     plan = plan_of(problem)
     return (

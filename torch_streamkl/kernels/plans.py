@@ -46,7 +46,8 @@ class Plan:
             functional.guarded.form if functional.guarded else Bilinear()
         )
         self.form = Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)
-        self.helper = helper(functional.text) if functional.bilinear is None else None
+        pointwise = functional.bilinear is None or problem.head_mean
+        self.helper = helper(functional.text) if pointwise else None
         self.inv_temperature = LOG2E / problem.temperature
         self.fill = problem.mask_value if problem.mask_value != -math.inf else 0.0
         self.stats_stride = problem.batch * problem.num_heads * problem.seqlen_q
