@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bench.records import Record, Run
 
 COLUMNS = (
@@ -111,3 +113,22 @@ def markdown(records: list[Record], matmul_tflops: float) -> str:
     """One case for RESULTS.md."""
     cells = [COLUMNS, ("---",) * len(COLUMNS), *rows(records, matmul_tflops)]
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+END_TO_END_COLUMNS = ("provider", "context", "step ms", "tokens/s", "peak MiB", "loss")
+
+
+def end_to_end_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """One row of the end-to-end table."""
+    name, context = row["provider"], str(row["context"])
+    if row["status"] != "ok":
+        text = "out of memory" if row["status"] == "oom" else "error: " + row["detail"].split("\n")[0]
+        return (name, context, text.replace("|", "/")[:100], "", "", "")
+    figures = (number(row["step_ms"]), f"{row['tokens_per_s']:.0f}", number(row["peak_mib"]))
+    return (name, context, *figures, f"{row['loss']:.5f}")
+
+
+def end_to_end_line(row: dict[str, Any]) -> str:
+    """One row for the terminal."""
+    cells = zip(END_TO_END_COLUMNS, end_to_end_cells(row), strict=True)
+    return f"{row['objective']}: " + ", ".join(f"{name} {cell}" for name, cell in cells if cell)
