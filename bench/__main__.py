@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from bench import ceilings, machine, table
-from bench.cases import select, suite
+from bench import ceilings, compare, machine, table
+from bench.cases import Case, select, suite
 from bench.memory_limit import limit_memory
-from bench.providers import PROVIDERS, choose
+from bench.progress import Progress
+from bench.providers import PROVIDERS, Provider, choose
 from bench.records import Run
 from bench.runner import Settings, run_case
 
@@ -63,24 +64,31 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--commit", default="", help="what to record as the commit, outside of a clone"
     )
+    result.add_argument("--base", metavar="REF", help="compare with another commit, in turns")
+    result.add_argument("--exact-case", metavar="LABEL", help=argparse.SUPPRESS)
     result.add_argument("--list", action="store_true", help="list the cases and stop")
     return result
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
     device = torch.device(options.device)
-    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    cases = select(suite(device.type, options.quick), options.cases)
+    cases = suite(device.type, options.quick)
+    if options.exact_case:
+        cases = [c for c in cases if c.label == options.exact_case]
+    cases = select(cases, options.cases)
     if options.list:
         print("\n".join(f"{c.label:<40} {c.shape()}  [{c.source}]" for c in cases))
         return 0
-    providers = choose(options.providers, options.provider, options.quick)
+    names = options.providers or (list(compare.DEFAULT_PROVIDERS) if options.base else [])
+    providers = choose(names, options.provider, options.quick)
     limit_memory(device, options.memory_limit_gib)
     path = options.json or machine.ROOT / "out" / f"bench-{datetime.now():%Y%m%d-%H%M%S}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     run = Run(
-        command=" ".join(["python -m bench", *(sys.argv[1:] if argv is None else argv)]),
+        command=" ".join(["python -m bench", *argv]),
         machine=machine.describe(device, options.commit),
         dtype=str(dtype).removeprefix("torch."),
         ceilings={
@@ -90,57 +98,31 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(", ".join(f"{k} {v}" for k, v in run.machine.items()))
     print(", ".join(f"{k} {table.number(v)}" for k, v in run.ceilings.items()), flush=True)
-    settings = Settings(device, dtype, options.seconds or (0.5 if options.quick else 2.0))
-    with Progress(len(cases) * (len(providers) + 2)) as progress:
-        settings = Settings(device, dtype, settings.seconds, progress.show)
-        try:
-            for case in cases:
-                records = run_case(case, providers, settings)
-                run.records += records
-                run.save(path)
-                progress.write(table.text(records, run.ceilings["matmul_tflops"]))
-            run.is_complete = True
-        except KeyboardInterrupt:
-            progress.write("interrupted; what was measured is kept")
+    try:
+        if options.base:
+            arguments = compare.child_arguments(options, [p.name for p in providers])
+            compare.compare(options.base, [c.label for c in cases], arguments, run, path)
+        else:
+            seconds = options.seconds or (0.5 if options.quick else 2.0)
+            measure_all(cases, providers, Settings(device, dtype, seconds), run, path)
+        run.is_complete = True
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is kept")
     run.save(path)
     print(f"records: {path}")
     return 0 if run.is_complete else 130
 
 
-class Progress:
-    """A bar on standard error: tqdm's where it is installed, otherwise a line for each step."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def __enter__(self) -> Progress:
-        try:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                total=self.steps, unit="step", file=sys.stderr, dynamic_ncols=True, leave=False
-            )
-        except ImportError:
-            self.bar = None
-            self.done = 0
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def show(self, what: str) -> None:
-        if self.bar is not None:
-            self.bar.set_description(what)
-            self.bar.update()
-        else:
-            self.done += 1
-            print(f"[{self.done}/{self.steps}] {what}", file=sys.stderr, flush=True)
-
-    def write(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.clear()
-        print(text, flush=True)
+def measure_all(
+    cases: list[Case], providers: list[Provider], settings: Settings, run: Run, path: Path
+) -> None:
+    """Case by case; the file is written after each."""
+    with Progress(len(cases) * (len(providers) + 2)) as progress:
+        for case in cases:
+            records = run_case(case, providers, settings, progress.show)
+            run.records += records
+            run.save(path)
+            progress.write(table.text(records, run.ceilings["matmul_tflops"]))
 
 
 if __name__ == "__main__":

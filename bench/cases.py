@@ -103,7 +103,7 @@ class AttentionCase:
                 yield piece, (last - first) / (batch * rows)
 
     def gated(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What the gate looks at: everything, or in large cases the heads that share the first keys.
+        """What the gate looks at: everything, or in large cases the heads on the first keys.
 
         ``tensors`` are inputs, or gradients of the student's two. The rows of one group of heads
         do not depend on the other heads: its gradients are the whole's up to the number of groups.

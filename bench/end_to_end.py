@@ -1,7 +1,8 @@
-"""Training steps of a student and its teacher, transformers models with random weights, at growing context.
+"""Training steps of a student and its teacher at growing context: `python -m bench.end_to_end`.
 
-`python -m bench.end_to_end`. A step is both models' forward, the loss and the student's backward, without
-an optimiser. The loss is naive code on `output_attentions` (and on the logits), as people write it.
+Both are transformers models with random weights. A step is both models' forward, the loss and the
+student's backward, without an optimiser. The loss is naive code on `output_attentions` (and on the
+logits), as people write it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from bench.measure import OutOfMemory, guarded, peak_mib, release, synchronize
 from bench.memory_limit import limit_memory
 from bench.records import Run
 
+LossFunction = Callable[[Tensor], Tensor]
 OBJECTIVES = ("attention", "attention+logits")
-PROVIDERS = ("eager", "inductor", "streamkl")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def build(pair: Pair, layers: int, seed: int, device: torch.device, dtype: torch
     return model
 
 
-def make_loss(teacher: Any, student: Any, objective: str) -> Callable[[Tensor], Tensor]:
+def make_loss(teacher: Any, student: Any, objective: str) -> LossFunction:
     """The naive distillation loss of a batch of token ids."""
     with_logits = objective == "attention+logits"
     # without logits the LM heads are left out: the bodies are called
@@ -101,19 +102,21 @@ def make_loss(teacher: Any, student: Any, objective: str) -> Callable[[Tensor], 
     return loss_of
 
 
-def compiled(loss_of: Callable[[Tensor], Tensor], provider: str) -> Callable[[Tensor], Tensor]:
-    match provider:
-        case "eager":
-            return loss_of
-        case "inductor":
-            return torch.compile(loss_of, dynamic=False)
-    return torch.compile(
-        loss_of, dynamic=False, backend="streamkl", options={"streamkl.strict": True}
-    )
+def with_streamkl(loss_of: LossFunction, **options: Any) -> LossFunction:
+    """Compiled with our backend; a KL that stays as it is would be an error, not a slow result."""
+    options = {"streamkl.strict": True, **options}
+    return torch.compile(loss_of, dynamic=False, backend="streamkl", options=options)
+
+
+PROVIDERS: dict[str, Callable[[LossFunction], LossFunction]] = {
+    "eager": lambda loss_of: loss_of,
+    "inductor": lambda loss_of: torch.compile(loss_of, dynamic=False),
+    "streamkl": with_streamkl,
+}
 
 
 def measure_context(
-    loss_of: Callable[[Tensor], Tensor], student: nn.Module, ids: Tensor, seconds: float
+    loss_of: LossFunction, student: nn.Module, ids: Tensor, seconds: float
 ) -> dict[str, Any]:
     """One row: milliseconds, tokens per second and peak memory above the weights."""
     device = ids.device
@@ -166,9 +169,7 @@ def run_pair(
             student.zero_grad(set_to_none=True)
             release(device)
             generator = torch.Generator(device).manual_seed(context)
-            ids = torch.randint(
-                pair.vocabulary, (1, context), device=device, generator=generator
-            )
+            ids = torch.randint(pair.vocabulary, (1, context), device=device, generator=generator)
             row: dict[str, Any] = {
                 "pair": pair.name,
                 "objective": objective,
@@ -176,7 +177,7 @@ def run_pair(
                 "context": context,
                 "status": "ok",
             }
-            call = compiled(loss_of, provider)
+            call = PROVIDERS[provider](loss_of)
             try:
                 measured = guarded(
                     lambda fn=call, x=ids: measure_context(fn, student, x, seconds),  # type: ignore[misc]
@@ -197,7 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.end_to_end", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--objectives", nargs="*", default=list(OBJECTIVES), choices=OBJECTIVES)
-    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
+    parser.add_argument(
+        "--providers", nargs="*", default=list(PROVIDERS), choices=tuple(PROVIDERS)
+    )
     parser.add_argument("--contexts", nargs="*", type=int)
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each row")
     parser.add_argument("--memory-limit-gib", type=float)
@@ -208,7 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     limit_memory(device, options.memory_limit_gib)
     run = Run(
-        command=" ".join(["python -m bench.end_to_end", *(sys.argv[1:] if argv is None else argv)]),
+        command=" ".join(
+            ["python -m bench.end_to_end", *(sys.argv[1:] if argv is None else argv)]
+        ),
         machine=machine.describe(device, options.commit),
         dtype=str(dtype).removeprefix("torch."),
         ceilings={},

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import Inputs
+from bench.memory import peak_bytes
 
 MIB = 2**20
 SHORT_MS = (
@@ -172,33 +173,6 @@ def _elapsed_ms(start: object, end: object) -> float:
 
 # ------------------------------------------------------------------------------------ memory
 def peak_mib(call: Callable[[], object], device: torch.device) -> float:
-    """Most memory alive during a call beyond what was alive before, in MiB, results included.
-
-    On CUDA the allocator's own peak. On the CPU the allocations and frees that torch's allocator
-    reports to the profiler, added up: exact and repeatable, and it sees what compiled kernels and
-    operators allocate inside (a peak of the resident set would also count the compiler, and memory
-    that malloc keeps for later).
-    """
+    """Most memory alive during a call beyond what was alive before, in MiB; see `peak_bytes`."""
     release(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = call()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        del result
-        return peak / MIB
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
-        result = call()
-    del result
-    events = profiler.profiler.kineto_results.events()
-    alive = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak / MIB
+    return peak_bytes(call, device) / MIB

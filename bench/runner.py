@@ -25,10 +25,14 @@ class Settings:
     device: torch.device
     dtype: torch.dtype
     seconds: float = 2.0  # of timing per provider and case
-    show: Callable[[str], None] = lambda _: None  # progress
 
 
-def run_case(case: Case, providers: list[Provider], settings: Settings) -> list[Record]:
+def run_case(
+    case: Case,
+    providers: list[Provider],
+    settings: Settings,
+    show: Callable[[str], None] = lambda _: None,
+) -> list[Record]:
     """A record for every provider, whatever happens to it."""
     device, dtype = settings.device, settings.dtype
     torch._dynamo.reset()
@@ -37,12 +41,12 @@ def run_case(case: Case, providers: list[Provider], settings: Settings) -> list[
     size = _bytes(inputs[0])
     if size > BUDGET_OF_INPUTS:
         inputs = inputs[:2]
-    settings.show(f"{case.label}: float64")
+    show(f"{case.label}: float64")
     truth = accuracy.truth_of(case, inputs[0])
     records = {p.name: _blank(case, p) for p in providers}
     losses: dict[str, Callable[..., Tensor]] = {}
     for provider in providers:
-        settings.show(f"{case.label}: {provider.name}")
+        show(f"{case.label}: {provider.name}")
         record = records[provider.name]
         try:
             losses[provider.name] = _prepare(case, provider, inputs[0], truth, record)
@@ -56,7 +60,7 @@ def run_case(case: Case, providers: list[Provider], settings: Settings) -> list[
                 f"{type(error).__name__}: {error}".split("\n")[0][:300],
             )
         release(device)
-    settings.show(f"{case.label}: timing")
+    show(f"{case.label}: timing")
     samples = interleaved(losses, inputs, settings.seconds)
     rates = None
     if isinstance(case, AttentionCase):

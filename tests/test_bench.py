@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import cases, measure, table
+from bench import cases, compare, end_to_end, measure, plots, results, table
 from bench.__main__ import main
 from bench.cases import AttentionCase, Case, Heads, LinearCase
 from bench.providers import PROVIDERS, Provider, Unavailable, choose
@@ -72,7 +73,7 @@ def broken(case: Case) -> Callable[..., Tensor]:
     raise RuntimeError("broken on purpose")
 
 
-def results(case: Case, *providers: Provider) -> dict[str, Record]:
+def records_of(case: Case, *providers: Provider) -> dict[str, Record]:
     return {r.provider: r for r in run_case(case, list(providers), SETTINGS)}
 
 
@@ -83,7 +84,7 @@ def results(case: Case, *providers: Provider) -> dict[str, Record]:
 )
 def test_correct_providers_pass_the_gate(case: Case) -> None:
     checkpoint = next(p for p in PROVIDERS if p.name == "checkpoint")
-    records = results(case, EAGER, checkpoint, DIRECT)
+    records = records_of(case, EAGER, checkpoint, DIRECT)
     for name, record in records.items():
         assert record.status in ("ok", "unavailable"), (name, record.detail)
     assert records["eager"].status == records["checkpoint"].status == "ok"
@@ -104,7 +105,7 @@ def test_gate_of_large_cases_checks_gradients_of_one_group(
 ) -> None:
     monkeypatch.setattr(cases, "GATE_ELEMENTS", 100)
     monkeypatch.setattr(cases, "PIECE_ELEMENTS", 48 * 20)  # and several pieces
-    records = results(ATTENTION, EAGER, provider("half", half))
+    records = records_of(ATTENTION, EAGER, provider("half", half))
     assert records["eager"].status == "ok"
     assert records["eager"].verdict is not None
     assert records["eager"].verdict.loss_error is None
@@ -113,14 +114,14 @@ def test_gate_of_large_cases_checks_gradients_of_one_group(
 
 @pytest.mark.parametrize("build", [greedy, greedy_backward])
 def test_out_of_memory_is_a_result(build: Callable[[Case], Callable[..., Tensor]]) -> None:
-    records = results(ATTENTION, provider("greedy", build), EAGER)
+    records = records_of(ATTENTION, provider("greedy", build), EAGER)
     assert records["greedy"].status == "oom"
     assert "memory" in records["greedy"].detail
     assert records["eager"].status == "ok"
 
 
 def test_unavailable_and_broken_providers_do_not_stop_the_others() -> None:
-    records = results(HEAD, provider("missing", missing), provider("broken", broken), EAGER)
+    records = records_of(HEAD, provider("missing", missing), provider("broken", broken), EAGER)
     assert [r.status for r in records.values()] == ["unavailable", "error", "ok"]
     assert records["broken"].detail == "RuntimeError: broken on purpose"
     assert table.text(list(records.values()), 1.0).count("broken on purpose") == 2
@@ -138,7 +139,7 @@ def test_peak_sees_a_known_allocation() -> None:
 
 def test_naive_peak_holds_the_scores_and_ours_does_not() -> None:
     case = replace(ATTENTION, seqlen=512)
-    records = results(case, EAGER, DIRECT)
+    records = records_of(case, EAGER, DIRECT)
     scores_mib = 4 * 512 * 512 * 4 / 2**20
     assert records["eager"].peak_mib > 2 * scores_mib
     assert records["direct"].peak_mib < records["eager"].peak_mib
@@ -214,3 +215,96 @@ def test_every_suite_names_its_sources() -> None:
         labels = [c.label for c in cases.suite(device)]
         assert len(set(labels)) == len(labels)
         assert all(c.source for c in cases.suite(device))
+
+
+def made_up_run() -> Run:
+    """Two providers on three sizes of both families; one runs out of memory."""
+    run = Run(
+        "python -m bench",
+        {"device": "none"},
+        "float32",
+        {"matmul_tflops": 2.0, "copy_gbytes": 9.0},
+    )
+    for family, name in (("attention", "tiny"), ("linear", "tiny-head")):
+        for size in (256, 512, 1024):
+            for speed, provider_name in ((1.0, "eager"), (3.0, "direct")):
+                record = Record(
+                    family, f"{name} {size}", (name, size), "shape", "source", provider_name
+                )
+                if provider_name == "eager" and size == 1024:
+                    record.status = "oom"
+                else:
+                    timing = measure.Timing(size / speed, size / speed, size / speed)
+                    record.timing = dict.fromkeys(("forward", "backward", "step"), timing)
+                    record.tflops = dict.fromkeys(record.timing, speed)
+                    record.least_gflop = dict.fromkeys(record.timing, size * 1.0)
+                    record.least_mib = dict.fromkeys(record.timing, 10.0)
+                    record.peak_mib = size / speed
+                run.records.append(record)
+    common = {"pair": "tiny", "objective": "attention", "provider": "eager"}
+    row = {"step_ms": 1.0, "tokens_per_s": 64e3, "peak_mib": 3.0, "loss": 0.5}
+    run.end_to_end = [
+        {**common, "context": 64, "status": "ok", **row},
+        {**common, "context": 128, "status": "oom", "detail": "too much"},
+    ]
+    return run
+
+
+def test_every_picture_is_drawn(tmp_path: Path) -> None:
+    paths = plots.draw_all(made_up_run(), tmp_path, "some")
+    assert [p.name for p in paths] == [
+        "some-attention.png",
+        "some-linear.png",
+        "some-roofline.png",
+        "some-end-to-end-attention.png",
+    ]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
+
+
+def test_document_has_every_record_and_no_ratio_without_both_sides() -> None:
+    text = results.render({"some": made_up_run()}, {"some": ["some-attention.png"]})
+    assert text.count("| direct |") == 1 + 6  # in the list of providers, then in each case
+    assert text.count("out of memory") == 2 + 1
+    assert text.count("3.00x") == 4
+    assert "(results/some-attention.png)" in text
+
+
+def test_committed_document_is_what_the_committed_records_give() -> None:
+    runs = results.load(results.FOLDER)
+    names = results.picture_names(results.FOLDER, list(runs))
+    assert results.TARGET.read_text() == results.render(runs, names)
+
+
+def test_comparison_takes_the_faster_visit_of_each_version() -> None:
+    first, second = made_up_run(), made_up_run()
+    for record in second.records:
+        record.timing = {
+            m: measure.Timing(t.median_ms / 2, 0.0, 0.0) for m, t in record.timing.items()
+        }
+    base, head = compare.best("base", [first]), compare.best("head", [first, second])
+    wanted = [r for r in base + head if r.case == "tiny 256"]
+    assert "direct: step 85.3 -> 42.7 ms (2.00x)" in compare.text(wanted)
+
+
+def test_base_must_be_a_commit() -> None:
+    with (
+        pytest.raises(ValueError, match="--base must name a commit, got 'nonsense'"),
+        compare.library_at("nonsense"),
+    ):
+        pass
+
+
+def test_end_to_end_loss_is_the_same_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    quickly = partial(end_to_end.with_streamkl, **{"streamkl.inner": "aot_eager"})
+    monkeypatch.setitem(end_to_end.PROVIDERS, "checked", quickly)
+    pair = end_to_end.Pair("tiny", 32, 48, 4, 2, 64, (32,), teacher_layers=4, student_layers=2)
+    rows: list[dict[str, object]] = []
+    settings = (CPU, torch.float32, 0.0)
+    end_to_end.run_pair(
+        pair, "attention+logits", ["eager", "checked"], [32], settings, rows.append
+    )
+    eager, fused = rows
+    assert (eager["status"], fused["status"]) == ("ok", "ok"), fused
+    assert fused["loss"] == pytest.approx(eager["loss"], rel=1e-5)
+    assert eager["peak_mib"] > 0
