@@ -45,6 +45,7 @@ from torch_streamkl.functional import (
     S,
     apply,
     const,
+    named,
     render,
 )
 
@@ -309,7 +310,7 @@ def _split_pairs(
         own, crossed = c.get((a, a), 0.0), sum(c[(a, b)] for b in others)
         if own and not math.isclose(own, -crossed, rel_tol=1e-9):
             raise Blocked(
-                f"{len(used)} distributions are combined into something that is no sum of divergences"
+                f"{len(used)} distributions are combined into what is no sum of divergences"
             )
         for b in others:
             name = "forward_kl" if own else "cross_entropy"
@@ -433,7 +434,7 @@ def _fill(
         return None  # a row without keys is uniform on both sides
     if not (teacher.exact_fill and student.exact_fill):
         raise Blocked(
-            "two additive masks overlap in a divergence that does not vanish for equal distributions"
+            "two additive masks overlap in a divergence that is not 0 for equal distributions"
         )
     return fill
 
@@ -452,12 +453,7 @@ def describe(planned: Plan) -> tuple[str, str]:
     """Kind and form of a site for the report."""
     forms = []
     for call in planned.calls:
-        names = [
-            name for name, text in DIVERGENCES.items() if Functional.of(text) == call.functional
-        ]
-        form = names[0] if names else call.functional.text
-        if call.functional.guarded is not None:
-            form += " (clamps)"
+        form = _spoken(call.functional)
         if call.mask.window_left is not None or call.mask.window_right is not None:
             form += ", banded"
         if call.mask.tensors:
@@ -467,6 +463,21 @@ def describe(planned: Plan) -> tuple[str, str]:
         forms.append(form)
     heads = all(linear.applies(call.geometry) for call in planned.calls)
     return "linear_kl" if heads else "attention_kl", "; ".join(forms)
+
+
+def _spoken(functional: Functional) -> str:
+    """A divergence by its name where it has one, else as the expression that is computed."""
+    guarded = functional.guarded
+    for name, text in DIVERGENCES.items():
+        known = Functional.of(text)
+        if known == functional:
+            return name
+        if guarded is not None and guarded.form == known.bilinear:
+            floors = {"teacher": guarded.teacher_floor, "student": guarded.student_floor}
+            used = {k: math.exp(v) for k, v in floors.items() if v > -math.inf}
+            clamps = [f"{side} clamped at {least:.3g}" for side, least in used.items()]
+            return ", ".join([name, *clamps])
+    return "js" if functional == named("js") else functional.text
 
 
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:

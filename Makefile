@@ -1,0 +1,42 @@
+# Every target makes what it needs in $(VENV). PYTHON, VENV and PYTEST_ARGS may be set on the command line.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A GPU machine brings its own torch: `make test VENV_ARGS=--system-site-packages` uses it.
+VENV_ARGS ?=
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test test-all bench lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m bench.demo $(DEMO_ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Also what takes hours: the whole corpus in every mode, 5,000 generated programs.
+test-all: $(VENV)/.test
+	STREAMKL_TEST_ALL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.demo
+	$(BIN)/python -m bench $(BENCH_ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# torch first and by itself: with it in place nothing below pulls another build of it.
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=69" wheel
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.%: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[$*]"
+	touch $@
