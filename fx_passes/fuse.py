@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.geometry import Geometry, geometry
 from torch_streamkl.fx_passes.layout import Layout, Piece
 from torch_streamkl.fx_passes.masks import AxisCondition, AxisTensor
 from torch_streamkl.fx_passes.operands import canonical, outer_node, placed, rows_as_user
-from torch_streamkl.fx_passes.sizes import Size, expression, same
+from torch_streamkl.fx_passes.sizes import Size, expression, is_zero, same
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import (
     ABSORBING,
@@ -454,8 +454,10 @@ def describe(planned: Plan) -> tuple[str, str]:
     forms = []
     for call in planned.calls:
         form = _spoken(call.functional)
-        if call.mask.window_left is not None or call.mask.window_right is not None:
-            form += ", banded"
+        if call.mask.window_left is not None:
+            form += ", sliding window"
+        elif call.mask.window_right is not None:
+            form += ", causal" if is_zero(call.mask.window_right) else ", keys up to a diagonal"
         if call.mask.tensors:
             form += ", masked"
         if call.geometry.teacher.distribution.averaged:

@@ -43,6 +43,10 @@ def is_one(size: Size) -> bool:
     return expression(size) == 1
 
 
+def is_zero(size: Size) -> bool:
+    return expression(size) == 0
+
+
 def product(sizes: Iterable[Size]) -> Size:
     return math.prod(sizes)
 

@@ -1,0 +1,47 @@
+"""The README's code runs, and the report that it shows is the one that is printed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def _section(name: str) -> str:
+    found = re.search(f"<!-- {name}:begin -->\n(.*?)<!-- {name}:end -->", README, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_example_prints_the_report_that_is_shown(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text("\n".join(blocks[:2]))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.replace(str(tmp_path) + "/", "")
+    assert _section("example") == f"```\n{printed}```\n"
+
+
+def test_the_operators_example_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    setup = """
+import torch
+q_s, k_s, q_t, k_t = torch.randn(4, 1, 2, 33, 16)
+x_s, w_s, x_t, w_t = torch.randn(5, 8), torch.randn(31, 8), torch.randn(5, 12), torch.randn(31, 12)
+"""
+    names: dict[str, object] = {}
+    exec(setup + blocks[2], names)
+    assert names["rows"].shape == (1, 2, 33)  # type: ignore[attr-defined]
+    assert names["loss"].ndim == 0  # type: ignore[attr-defined]
+
+
+def test_every_file_that_is_linked_exists() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r'src="([^":]+)"', README)
+    assert not [link for link in links if not (ROOT / link).exists()]
