@@ -318,12 +318,12 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     if settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
         value = reference.attention_kl_rows(problem)
+    elif plain:
+        value = direct.attention_kl(tensors, options)
     else:
-        value = (
-            direct.attention_kl(tensors, options)
-            if plain
-            else ops.attention_kl(*tensors, *options)[0]
-        )
+        if not torch.compiler.is_compiling():
+            checks.refuse_transforms("attention_kl")
+        value = ops.attention_kl(*tensors, *options)[0]
     if inputs.row_mask is not None:
         value = torch.where(_with_dims(inputs.row_mask, 3), value, 0.0)
     match settings.reduction:

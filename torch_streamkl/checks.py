@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -52,12 +53,27 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     ):
         return False
     for x in tensors:  # noqa: SIM110, a generator costs more than the rest of the function
         if x is not None and type(x) is not Tensor and type(x) is not Parameter:
             return False
     return True
+
+
+def refuse_transforms(operator: str) -> None:
+    """The derivatives that an operator has are autograd's; torch.func's would be silently wrong."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    differentiated = interpreter is not None and interpreter.key() in (
+        torch._C._functorch.TransformType.Grad,
+        torch._C._functorch.TransformType.Jvp,
+    )
+    if differentiated or forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"{operator} has no derivative under torch.func and no forward-mode derivative; use "
+            "torch.autograd.grad or backward(), or impl='reference'"
+        )
 
 
 def check_attention_inputs(

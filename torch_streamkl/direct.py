@@ -21,13 +21,14 @@ def attention_kl(tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -
         # Function.apply itself would look for functorch's wrappers among the arguments
         value: Tensor = super(torch.autograd.Function, _AttentionKL).apply(options, *tensors)
         return value
-    return ops.run_forward(*tensors, *options)[0]
+    return ops.without_autocast(ops.run_forward, *tensors, *options)[0]
 
 
 class _AttentionKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
-        value, student_stats, teacher_stats = ops.run_forward(*tensors, *options)
+        results = ops.without_autocast(ops.run_forward, *tensors, *options)
+        value, student_stats, teacher_stats = results
         ctx.save_for_backward(student_stats, teacher_stats, *tensors)
         ctx.options = options
         ctx.set_materialize_grads(False)

@@ -246,14 +246,22 @@ def gradients(
     if any(wanted):
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
         direct = not torch.is_grad_enabled() and is_plain((grad, *tensors))
-        backward = run_backward if direct else attention_kl_backward
-        out = backward(grad, student_stats, teacher_stats, wanted, *tensors, *options)
+        given = (grad, student_stats, teacher_stats, wanted, *tensors, *options)
+        out = without_autocast(run_backward, *given) if direct else attention_kl_backward(*given)
         grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
     for index, stats in ((_STUDENT_SINK, student_stats), (_TEACHER_SINK, teacher_stats)):
         if needs[index]:
             unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]
             grads[index] = _sink_gradient(grad, stats, unit, tensors[index])
     return grads
+
+
+def without_autocast(implementation: Any, *args: Any) -> Any:
+    """What the dispatcher does for the operator (see `_without_autocast`)."""
+    if not torch._C._is_any_autocast_enabled():
+        return implementation(*args)
+    with torch._C._DisableAutocast():
+        return implementation(*args)
 
 
 def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -> Tensor:
