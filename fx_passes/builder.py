@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,13 @@ class Builder:
         return self._insert(
             "call_method", name, (x, *args), kwargs, lambda a, k: getattr(a[0], name)(*a[1:], **k)
         )
+
+    def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """The same operation with some of its inputs replaced."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
+        if node.op == "call_function":
+            return self.call(node.target, *args, **kwargs)
+        return self.method(str(node.target), *args, **kwargs)
 
     def _insert(
         self,

@@ -528,13 +528,13 @@ def _emit_call(
     build: Builder, call: Call, outer: Mapping[fx.Node, fx.Node], rows: Rows
 ) -> fx.Node:
     shape = call.geometry
+    tensors = [outer_node(o.node, outer) for o in _operands(call)]
     if linear.applies(shape):
         value = linear.emit(build, shape, call.functional, outer)
         value = rows_as_user(
-            build, value, shape, rows.elements.rank, rows.elements.key_dim, [value]
+            build, value, shape, rows.elements.rank, rows.elements.key_dim, tensors
         )
         return _with_factors(build, value, call, outer)
-    tensors = [outer_node(o.node, outer) for o in _operands(call)]
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {"functional": call.functional.text}
     dtype = _compute_dtype(call, outer)

@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
 from torch_streamkl.fx_passes.leftover import Leftovers
+from torch_streamkl.fx_passes.linear_sum import sum_in_forward
 from torch_streamkl.fx_passes.obstacles import divergence_like, obstacle
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
@@ -123,6 +124,8 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     removed = _remove_dead(graph, region.nodes, unused)
     if fused:
         _replace_attention(trace, recognised, region, aliases)
+        mode = fake_mode_of(region)
+        sum_in_forward(graph, lambda node: Builder(node, mode))
         removed += _remove_dead(graph, region.nodes, unused)
     saved = sum(_bytes(n) for n in removed if n in sizes)
     for _, site in fused:

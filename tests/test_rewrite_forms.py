@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch_streamkl.fx_passes.rewrite import rewrite
 
 from tests.support.comparing import Outcome, compare
 from tests.support.programs import (
@@ -314,3 +315,57 @@ def test_chunks_of_tokens(chunks: int) -> None:
 def test_program_is_readable() -> None:
     # ids of the parametrised tests name every choice
     assert "mask='band'" in str(replace(Program(), mask="band"))
+
+
+SUMS = {
+    "mean": lambda rows, keep: rows.mean(),
+    "masked": lambda rows, keep: (rows * keep).sum() / keep.sum(),
+    "filled": lambda rows, keep: rows.masked_fill(~keep, 0).sum() / keep.sum(),
+    "where": lambda rows, keep: torch.where(keep, rows, 0.0).sum(),
+    "transposed": lambda rows, keep: (rows.transpose(0, 1).contiguous() * keep.t() / 3).sum(),
+    "flat": lambda rows, keep: (rows.view(-1) * keep.view(-1).float()).mean() * 4.0,
+    "permuted": lambda rows, keep: (rows.unsqueeze(0).permute(2, 0, 1) * keep.t()[:, None]).sum(),
+}
+NOT_SUMS = {
+    "squared": lambda rows, keep: rows.square().sum(),
+    "two readers": lambda rows, keep: rows.mean() + rows.amax(),
+    "learned weight": lambda rows, keep: (rows * rows.detach().add(1).requires_grad_()).sum(),
+    "per sequence": lambda rows, keep: (rows * keep).sum(1) / keep.sum(1),
+}
+
+
+@pytest.mark.parametrize("reduction", [*SUMS, *NOT_SUMS])
+@pytest.mark.parametrize("spelling", ["kl_div", "reverse"])
+def test_weighted_sums_have_their_gradient_in_the_forward(reduction: str, spelling: str) -> None:
+    reduce = {**SUMS, **NOT_SUMS}[reduction]
+
+    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        rows = SPELLINGS[spelling](F.linear(xs, ws), F.linear(xt, wt)).sum(-1)
+        return reduce(rows, labels != -100)
+
+    fused(loss, hidden_inputs())
+    graph = rewritten_targets(loss, hidden_inputs())
+    assert ("linear_kl_sum.default" in graph) == (reduction in SUMS), graph
+
+
+def rewritten_targets(fn: Any, inputs: list[Any]) -> list[str]:
+    """Operators of the rewritten graph."""
+    found: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Any:
+        assert not rewrite(gm).failures
+        found.extend(getattr(n.target, "__name__", str(n.target)) for n in gm.graph.nodes)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend)(*inputs)
+    return found
+
+
+def test_gradient_in_the_forward_under_aot_and_inductor() -> None:
+    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        rows = SPELLINGS["kl_div"](F.linear(xs, ws), F.linear(xt, wt)).sum(-1)
+        return SUMS["masked"](rows, labels != -100) * 2.5
+
+    for inner in ("aot_eager", "inductor"):
+        fused(loss, hidden_inputs(), inner=inner, dynamic=inner == "aot_eager")
