@@ -175,9 +175,20 @@ def find_region(graph: fx.Graph) -> Region | None:
     if not _add_writes(graph, inside):
         return None
     _drop_orphans(inside)
+    _add_shapes(inside)
     nodes = tuple(n for n in graph.nodes if n in inside)
     leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
     return Region(nodes, tuple(leaves))
+
+
+def _add_shapes(inside: set[fx.Node]) -> None:
+    """Shapes that the region reads are taken inside it: only tensors and numbers can be leaves."""
+    stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
+    while stack:
+        node = stack.pop()
+        if node not in inside and isinstance(example(node), (tuple, list)):
+            inside.add(node)
+            stack.extend(node.all_input_nodes)
 
 
 def _drop_orphans(inside: set[fx.Node]) -> None:
