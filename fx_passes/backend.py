@@ -101,11 +101,9 @@ def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     report = rewrite(gm)
     for observer in REPORTS:
         observer(report)
-    if ours["streamkl.explain"] and report.sites:
-        log.warning("%s", report)
-    else:
-        log.info("%s", report)
-    if ours["streamkl.strict"] and report.num_fused < len(report.sites):
+    if report.sites or report.failures:
+        log.log(logging.WARNING if ours["streamkl.explain"] else logging.INFO, "%s", report)
+    if ours["streamkl.strict"] and (report.num_fused < len(report.sites) or report.failures):
         raise UnfusedError(f"streamkl.strict: a KL site stays unfused\n{report}")
     return report
 

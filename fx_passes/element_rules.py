@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
+
+from torch_streamkl.functional import ZERO, Expr, apply, const
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.layout import Layout, axis_dim
 from torch_streamkl.fx_passes.masks import BoolTensor, axes_in, to_axes
@@ -29,8 +31,6 @@ from torch_streamkl.fx_passes.values import (
     prob,
     renumbered,
 )
-
-from torch_streamkl.functional import ZERO, Expr, apply, const
 
 
 def softmax(scores: Scores, dim: int, trained: bool, *, log: bool) -> Elements:

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, fx
+
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.geometry import Geometry
 from torch_streamkl.fx_passes.sizes import Size

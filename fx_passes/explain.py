@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.report import Report
+
+_LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Trace ``fn(*args, **kwargs)`` as torch.compile would and report every KL-like site.
 
-    The function runs once, rewritten but not compiled by Inductor. It is not changed, and what
-    torch.compile has cached for it stays.
+    The function runs once, rewritten but not compiled by Inductor. It is not changed: what it
+    was compiled to before stays, and no cache is read or written. ``fn`` may be a module or a
+    compiled function.
     """
     collected = Report()
+    program = _in_a_new_frame(_uncompiled(fn))
     observer = collected.extend
     backend.REPORTS.append(observer)
     try:
-        compiled = torch.compile(fn, backend=_analyse, dynamic=None)
-        with torch._dynamo.config.patch(force_parameter_static_shapes=True):
-            compiled(*args, **kwargs)
+        with torch._dynamo.config.patch(_LIMITS):
+            torch.compile(program, backend=_new_backend())(*args, **kwargs)
     finally:
         backend.REPORTS.remove(observer)
     return collected
 
 
-def _analyse(gm: torch.fx.GraphModule, example_inputs: list[object]) -> Callable[..., Any]:
-    return backend.streamkl(gm, example_inputs, options={"streamkl.inner": "eager"})
+def _uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What the user gave to torch.compile."""
+    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
+        return fn._orig_mod  # type: ignore[no-any-return]
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def _in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with code of its own, so that nothing compiled before is found for it."""
+
+    def program(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    code = program.__code__.replace()
+    return types.FunctionType(code, program.__globals__, "explained", None, program.__closure__)
+
+
+def _new_backend() -> Callable[..., Callable[..., Any]]:
+    """Another object each time: Dynamo finds what it compiled before by the identity of these."""
+    return functools.partial(backend.streamkl, options={"streamkl.inner": "eager"})

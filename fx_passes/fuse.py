@@ -14,6 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from torch_streamkl import ops
+from torch_streamkl.functional import (
+    DIVERGENCES,
+    LOG_P,
+    LOG_S,
+    Expr,
+    Functional,
+    P,
+    S,
+    apply,
+    const,
+    named,
+    render,
+)
 from torch_streamkl.fx_passes import linear
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.empty_rows import rows_with_keys, window_tensor
@@ -32,21 +47,6 @@ from torch_streamkl.fx_passes.values import (
     Rows,
     ScoreKey,
     variables,
-)
-
-from torch_streamkl import ops
-from torch_streamkl.functional import (
-    DIVERGENCES,
-    LOG_P,
-    LOG_S,
-    Expr,
-    Functional,
-    P,
-    S,
-    apply,
-    const,
-    named,
-    render,
 )
 
 Monomials = dict[tuple[tuple[str, int], ...], float]

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from torch_streamkl import linear_ops
+from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.geometry import ROW_ONLY, Geometry, SideGeometry
 from torch_streamkl.fx_passes.layout import axes_of
 from torch_streamkl.fx_passes.operands import canonical, outer_node, weight
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import Bias, Blocked
-
-from torch_streamkl import linear_ops
-from torch_streamkl.functional import DIVERGENCES, Functional
 
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 
@@ -49,8 +49,7 @@ def _is_head(side: SideGeometry) -> bool:
 def emit(
     build: Builder, geometry: Geometry, functional: Functional, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The value per token, with the geometry's digits as one dimension each of batch, heads, rows.
-    """
+    """The value per token, with the geometry's digits as one dimension each of batch, heads, rows."""
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {}
     sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from torch_streamkl.functional import ONE, ZERO
 from torch_streamkl.fx_passes.masks import (
     Affine,
     AnyKey,
@@ -21,8 +23,6 @@ from torch_streamkl.fx_passes.masks import (
 )
 from torch_streamkl.fx_passes.sizes import Size, is_one
 from torch_streamkl.fx_passes.values import Elements, Number, Scores
-
-from torch_streamkl.functional import ONE, ZERO
 
 Arguments = dict[str, Any]
 EVERYWHERE = BoolTensor(frozenset(), 0)

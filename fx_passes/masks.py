@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
+
 from torch_streamkl.fx_passes.layout import Layout, Piece, axis_dim, dim_size
 from torch_streamkl.fx_passes.sizes import Size, expression, same
 

@@ -32,9 +32,10 @@ def obstacle(graph: fx.Graph) -> str:
 
 
 def divergence_like(graph: fx.Graph) -> list[fx.Node]:
-    """The calls to show for a graph that was not analysed: losses, or else logarithms."""
-    for group in (_LIKE_A_DIVERGENCE[:2], _LIKE_A_DIVERGENCE[2:4]):
-        found = [n for n in graph.nodes if n.op.startswith("call") and name_of(n) in group]
-        if found:
-            return found
-    return []
+    """The calls to show for a graph that was not analysed: losses, or else logarithms of softmaxes
+    beside another softmax.
+    """
+    calls = [n for n in graph.nodes if n.op.startswith("call")]
+    losses = [n for n in calls if name_of(n) == "kl_div"]
+    logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]
+    return losses or (logs if any(name_of(n) == "softmax" for n in calls) else [])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.geometry import Geometry, SideGeometry
 from torch_streamkl.fx_passes.layout import Layout, Piece

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from torch_streamkl.functional import ONE, ZERO, apply, const
 from torch_streamkl.fx_passes import element_rules as elements
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes import score_rules as scores
@@ -39,8 +41,6 @@ from torch_streamkl.fx_passes.values import (
     Shifted,
     Stacked,
 )
-
-from torch_streamkl.functional import ONE, ZERO, apply, const
 
 Arguments = dict[str, Any]
 KL_DIV_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}

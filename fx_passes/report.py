@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import fx
 
+Item = TypeVar("Item")
+UNKNOWN = "unknown location"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -22,11 +28,13 @@ class Site:
     code: str = ""  # that line
     quadratic_bytes_saved: int = 0
     remedy: str = ""  # what would make it fusable
+    blocked_at: str = ""  # file:line of the blocking operation, where that is another line
 
 
 @dataclass(frozen=True)
 class Remaining:
-    """A tensor of queries x keys (or tokens x vocabulary) that the compiled program still makes."""
+    """A tensor of queries x keys (or tokens x vocabulary) that the compiled program still makes.
+    """
 
     name: str
     shape: tuple[object, ...]
@@ -62,31 +70,47 @@ class Report:
         self.failures += other.failures
 
     def __str__(self) -> str:
-        lines = [f"streamkl: {self.num_fused} of {len(self.sites)} KL sites fused"]
+        head = f"streamkl: {self.num_fused} of {len(self.sites)} KL sites fused"
         if self.quadratic_bytes_saved:
-            lines[0] += f", {_bytes(self.quadratic_bytes_saved)} of quadratic tensors not made"
-        for index, site in enumerate(self.sites, 1):
-            verdict = "fused" if site.fused else "not fused"
-            lines.append(f"{index:>3}. {verdict:<10}{site.location}")
-            if site.code:
-                lines.append(f"     code      {site.code}")
-            if site.form:
-                lines.append(f"     form      {site.kind}: {site.form}")
-            if site.fused:
-                lines.append(f"     saved     {_bytes(site.quadratic_bytes_saved)}")
-            else:
-                lines.append(f"     blocked   {site.reason}")
-            if site.remedy:
-                lines.append(f"     remedy    {site.remedy}")
+            head += f", {_bytes(self.quadratic_bytes_saved)} of quadratic tensors not made"
+        lines = [head]
+        for index, (site, count) in enumerate(_alike(self.sites), 1):
+            lines += [f"{index:>3}. {line}" if i == 0 else line for i, line in _table(site, count)]
         if self.remaining:
             lines.append(f"{len(self.remaining)} quadratic tensors remain:")
-            for x in self.remaining:
+            for x, count in _alike([replace(x, name="") for x in self.remaining]):
                 shape = " x ".join(str(s) for s in x.shape)
-                lines.append(f"     {x.name} [{shape}] {x.location}: {x.reason}")
+                times = f"{count} of " if count > 1 else ""
+                lines.append(f"     {times}[{shape}] {_shown(x.location)}: {x.reason}")
         elif self.num_fused:
             lines.append("No quadratic tensor remains on the distillation path.")
         lines += [f"analysis failed, graph left alone: {failure}" for failure in self.failures]
         return "\n".join(lines)
+
+
+def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
+    """The lines of a site that occurs ``count`` times, such as in every layer."""
+    verdict = ("fused" if site.fused else "not fused") + (f" {count}x" if count > 1 else "")
+    rows = [("code", site.code), ("form", f"{site.kind}: {site.form}" if site.form else "")]
+    if site.fused:
+        each = " each" if count > 1 else ""
+        rows.append(("saved", _bytes(site.quadratic_bytes_saved) + each))
+    else:
+        where = f" ({_shown(site.blocked_at)})" if site.blocked_at else ""
+        rows.append(("blocked", site.reason + where))
+    rows.append(("remedy", site.remedy))
+    yield 0, f"{verdict:<14}{_shown(site.location)}"
+    yield from enumerate((f"     {name:<9} {text}" for name, text in rows if text), 1)
+
+
+def _alike(items: Sequence[Item]) -> list[tuple[Item, int]]:
+    """Equal items once, in order of appearance, with their number."""
+    return list(Counter(items).items())
+
+
+def _shown(location: str) -> str:
+    """A location relative to the working directory when it is below it."""
+    return location.removeprefix(os.getcwd() + os.sep)
 
 
 def _bytes(count: int) -> str:
@@ -103,11 +127,11 @@ def location_of(node: fx.Node) -> tuple[str, str]:
     """
     trace = node.meta.get("stack_trace")
     if not trace:
-        return "unknown location", ""
+        return UNKNOWN, ""
     frames = list(_FRAME.finditer(trace))
     outside = [f for f in frames if "/torch/nn/" not in f[1] and "/torch/_" not in f[1]] or frames
     if not outside:
-        return "unknown location", ""
+        return UNKNOWN, ""
     frame = outside[-1]
     rest = trace[frame.end() :].lstrip("\n").splitlines()
     return f"{frame[1]}:{frame[2]}", rest[0].strip() if rest else ""

@@ -21,7 +21,8 @@ from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.linear_sum import sum_in_forward
 from torch_streamkl.fx_passes.obstacles import divergence_like, obstacle
 from torch_streamkl.fx_passes.recognise import Recogniser
-from torch_streamkl.fx_passes.report import Remaining, Report, Site, location_of
+from torch_streamkl.fx_passes.remedies import remedy_for
+from torch_streamkl.fx_passes.report import UNKNOWN, Remaining, Report, Site, location_of
 from torch_streamkl.fx_passes.sites import divergence_sites, quadratic_nodes, reason_of
 from torch_streamkl.fx_passes.sizes import same
 from torch_streamkl.fx_passes.slicing import (
@@ -45,8 +46,14 @@ def rewrite(gm: fx.GraphModule) -> Report:
     report = Report()
     try:
         for name, child in gm.named_children():
-            if isinstance(child, fx.GraphModule) and _is_plain_body(gm, name):
+            if not isinstance(child, fx.GraphModule):
+                continue
+            if _is_plain_body(gm, name):
                 report.extend(rewrite(child))
+            else:
+                report.sites += _left_alone(
+                    f"it is in the body of {_owner(gm, name)}", child.graph
+                )
         graph = _copied(gm.graph)
         found = _rewrite_graph(gm, graph)
         if found.num_fused:
@@ -80,6 +87,20 @@ def _is_plain_body(gm: fx.GraphModule, name: str) -> bool:
     )
 
 
+def _owner(gm: fx.GraphModule, name: str) -> str:
+    """The higher-order operator that runs a body."""
+    users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
+    return str(users[0].target) if users else "another operator"
+
+
+def _left_alone(reason: str, graph: fx.Graph) -> list[Site]:
+    """Sites of a graph that is not analysed."""
+    remedy = remedy_for(reason)
+    return [
+        Site(False, "", "", reason, *location_of(n), remedy=remedy) for n in divergence_like(graph)
+    ]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A node whose value is a fused divergence."""
@@ -93,8 +114,7 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     report = Report()
     reason = obstacle(graph)
     if reason:
-        places = [location_of(n) for n in divergence_like(graph)]
-        report.sites = [Site(False, "", "", reason, *place) for place in places]
+        report.sites = _left_alone(reason, graph)
         return report
     region = find_region(graph)
     if region is None:
@@ -199,11 +219,29 @@ def _unfused_sites(
     """Sites without an operator, each with the first thing that blocked it."""
     sites: dict[tuple[str, str], Site] = {}
     for node in found:
-        reason = reason_of(node, recognised, plans)
-        origin = trace.outer.get(node) or trace.origin.get(node)
-        location, code = location_of(origin) if origin is not None else ("unknown location", "")
-        sites.setdefault((location, reason), Site(False, "", "", reason, location, code))
+        reason, blocker = reason_of(node, recognised, plans)
+        location, code = _place(node, trace)
+        elsewhere = _place(blocker, trace)[0] if blocker is not None else location
+        sites.setdefault(
+            (location, reason),
+            Site(
+                False,
+                "",
+                "",
+                reason,
+                location,
+                code,
+                remedy=remedy_for(reason),
+                blocked_at="" if elsewhere == location else elsewhere,
+            ),
+        )
     return list(sites.values())
+
+
+def _place(node: fx.Node, trace: Trace) -> tuple[str, str]:
+    """Location and code of a node of the trace."""
+    origin = trace.outer.get(node) or trace.origin.get(node)
+    return location_of(origin) if origin is not None else (UNKNOWN, "")
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -232,7 +270,8 @@ def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) 
     except Blocked as reason:
         for added in reversed(build.added):
             node.graph.erase_node(added)
-        return Site(False, kind, form, str(reason), location, code)
+        remedy = remedy_for(str(reason))
+        return Site(False, kind, form, str(reason), location, code, remedy=remedy)
     node.replace_all_uses_with(replacement)
     return Site(True, kind, form, "", location, code)
 

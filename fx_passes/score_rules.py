@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import fx
+
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.layout import Dim, Layout, Piece, axes_of, axis_dim
 from torch_streamkl.fx_passes.masks import AxisCondition, AxisLiteral, AxisTensor, Mask

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
+
 from torch_streamkl.fx_passes.recognise import Recogniser, op_name
 from torch_streamkl.fx_passes.sizes import expression
 from torch_streamkl.fx_passes.slicing import MATMULS
@@ -81,24 +82,42 @@ def _is_call(node: fx.Node, name: str) -> bool:
     return name in CALLS
 
 
-def reason_of(site: fx.Node, recognised: Recogniser, plans: dict[fx.Node, object]) -> str:
-    """Why a site stays: the nearest thing behind it, or before it, that blocked the analysis."""
+def reason_of(
+    site: fx.Node, recognised: Recogniser, plans: dict[fx.Node, object]
+) -> tuple[str, fx.Node | None]:
+    """Why a site stays: the nearest thing behind it, or before it, that blocked the analysis, and
+    the node of the trace that did.
+    """
     for node in _near(site, "users"):
         reason = recognised.reasons.get(node) or plans.get(node)
         if isinstance(reason, str):
-            return reason
+            return reason, _first_with(reason, node, recognised)
     for node in _near(site, "all_input_nodes"):
         if node in recognised.reasons:
-            return recognised.reasons[node]
+            reason = recognised.reasons[node]
+            return reason, _first_with(reason, node, recognised)
     for node in _near(site, "all_input_nodes"):
         name = op_name(node) if node.op == "call_function" else ""
         if name in SOFTMAXES | LOG_SOFTMAXES | CALLS and recognised.values.get(node) is None:
-            return f"the input of {name.removeprefix('_')} {ELSEWHERE}"
+            return f"the input of {name.removeprefix('_')} {ELSEWHERE}", node
     if isinstance(recognised.values.get(site), Elements):
-        return "the divergence leaves the graph before it is summed over the keys: as an output, or at a graph break"
+        return (
+            "the divergence leaves the graph before it is summed over the keys: as an output, or "
+            "at a graph break"
+        ), None
     return (
         "the scores or probabilities of one side are not made in this graph, or not summed in it"
-    )
+    ), None
+
+
+def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:
+    """Where a reason that was handed on from input to user began."""
+    for earlier in _near(node, "all_input_nodes"):
+        if recognised.reasons.get(earlier) == reason and not any(
+            recognised.reasons.get(a) == reason for a in earlier.all_input_nodes
+        ):
+            return earlier
+    return node
 
 
 def _near(node: fx.Node, direction: str) -> Iterator[fx.Node]:

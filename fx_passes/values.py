@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+
+from torch_streamkl.functional import Expr, apply
 from torch_streamkl.fx_passes.layout import Layout, Piece
 from torch_streamkl.fx_passes.masks import Mask
 from torch_streamkl.fx_passes.sizes import Size
-
-from torch_streamkl.functional import Expr, apply
 
 
 class Blocked(Exception):

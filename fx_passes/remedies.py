@@ -1,0 +1,65 @@
+"""What would make a site fusable, for the common reasons why it was not."""
+
+from __future__ import annotations
+
+import re
+
+_REMEDIES = (
+    (
+        "not made from scores in this graph|not made in this graph",
+        "compute the scores and softmaxes of both sides in the compiled function of the KL; "
+        "TORCH_LOGS=graph_breaks shows what splits it",
+    ),
+    (
+        "leaves the graph before it is summed",
+        "sum over the keys in the compiled function and return row values or the loss",
+    ),
+    ("^dropout", "take the KL on the probabilities before their dropout, or set its p to 0"),
+    ("double softmax", "take softmax and log_softmax of the scores, not of probabilities"),
+    (
+        "applied after the softmax|after the softmax are",
+        "mask the scores before the softmax, and whole rows after the sum over keys",
+    ),
+    (
+        "vary along the keys",
+        "weights may vary over batch, heads and queries: multiply the row values after the sum",
+    ),
+    ("masked differently", "apply the same mask to teacher and student"),
+    ("different values", "mask teacher and student with the same value, -inf where possible"),
+    (
+        "modified in place",
+        "write to a copy, or take the KL after the write: a fused operator reads its inputs again "
+        "in the backward",
+    ),
+    ("needs a gradient", "detach the bias if it is not trained"),
+    (
+        "detached in one place",
+        "detach the distribution once and use that tensor wherever no gradient is wanted",
+    ),
+    ("torch.vmap", "call the function with a batch dimension instead of mapping it"),
+    ("transform of torch.func", "compile the loss and differentiate it with backward()"),
+    ("in the body of", "take the KL outside of it, of what the body returns"),
+    ("asks for gradients", "call backward() outside of the compiled function"),
+    ("tensor subclass", "take the KL of plain tensors, such as the local parts of a DTensor"),
+    (
+        "of unknown size|is not the size of any input",
+        "keep that dimension static: dynamic=False, or torch._dynamo.mark_static",
+    ),
+    (
+        "class weights, label smoothing",
+        "write the loss as -(p * logits.log_softmax(-1)).sum(-1), with weights per row",
+    ),
+    ("padded to another", "drop the extra rows of the larger LM head instead of padding logits"),
+    ("gathered by index|only some of the keys|selects keys", "mask the other keys with -inf"),
+    ("student's probabilities are averaged", "average the teacher's heads only"),
+    (
+        "of scores$|of attention or vocabulary probabilities$",
+        "apply it to q or k before the scores, or to the row values after the sum over keys",
+    ),
+    ("is an entropy", "an entropy alone stays as it is; together with a cross-entropy it fuses"),
+)
+
+
+def remedy_for(reason: str) -> str:
+    """Advice in the user's terms, empty where there is none."""
+    return next((text for pattern, text in _REMEDIES if re.search(pattern, reason)), "")

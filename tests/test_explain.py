@@ -1,0 +1,192 @@
+"""What users see: explain(), its report, streamkl.strict, streamkl.explain, errors and logging."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_streamkl
+from tests.support.hard_programs import PROGRAMS, make_inputs
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.remedies import remedy_for
+from torch_streamkl.fx_passes.report import Report
+
+EAGER = {"streamkl.inner": "eager"}
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    wanted = (t @ t.mT).softmax(-1)
+    got = (q @ k.mT).log_softmax(-1)
+    return F.kl_div(got, wanted, reduction="batchmean")
+
+
+def unfused(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    wanted = (t @ t.mT).softmax(-1)
+    doubled = (q @ k.mT).softmax(-1).log_softmax(-1)
+    return F.kl_div(doubled, wanted, reduction="batchmean")
+
+
+def both(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return fused(q, k, v, t) + unfused(q, k, v, t)
+
+
+def _line_of(fn: Any, text: str) -> str:
+    lines, start = inspect.getsourcelines(fn)
+    return f"{__file__}:{start + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def test_sites_answer_in_the_terms_of_the_user() -> None:
+    report = torch_streamkl.explain(both, *make_inputs())
+    assert (report.num_fused, len(report.sites)) == (1, 2)
+    good, bad = sorted(report.sites, key=lambda site: not site.fused)
+    assert good.location == _line_of(fused, "kl_div")
+    assert "kl_div(got, wanted" in good.code
+    assert (good.kind, good.form, good.reason) == ("attention_kl", "forward_kl", "")
+    # two scores, two softmaxes and the products of [2, 3, 6, 6] float64 values
+    assert good.quadratic_bytes_saved >= 4 * 2 * 3 * 6 * 6 * 8
+    assert bad.location == _line_of(unfused, "kl_div")
+    assert "double softmax" in bad.reason
+    assert bad.blocked_at == _line_of(unfused, "doubled =")
+    assert "log_softmax of the scores" in bad.remedy
+    assert report.remaining_quadratic > 0
+
+
+def test_report_is_a_table() -> None:
+    text = str(torch_streamkl.explain(both, *make_inputs()))
+    assert text.startswith("streamkl: 1 of 2 KL sites fused, ")
+    for part in ("1. fused", "2. not fused", "code ", "form ", "saved ", "blocked ", "remedy "):
+        assert part in text
+    assert "quadratic tensors remain:" in text
+    same = str(torch_streamkl.explain(PROGRAMS["loop_over_layers"].fn, *make_inputs()))
+    assert "1. fused 3x" in same
+    assert "2. " not in same
+
+
+def test_form_names_the_clamp() -> None:
+    def clamped(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        p, s = (t @ t.mT).softmax(-1), (q @ k.mT).softmax(-1)
+        return (p * (p.clamp_min(1e-12).log() - s.clamp_min(1e-12).log())).sum(-1)
+
+    (site,) = torch_streamkl.explain(clamped, *make_inputs()).sites
+    assert site.form == "forward_kl, teacher clamped at 1e-12, student clamped at 1e-12"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, given in PROGRAMS.items() if given.num_fused == 0 and given.num_graphs is not None],
+)
+def test_every_unfused_program_says_why_and_what_to_do(name: str) -> None:
+    report = torch_streamkl.explain(PROGRAMS[name].fn, *make_inputs())
+    assert report.num_fused == 0
+    assert report.sites
+    for site in report.sites:
+        assert site.reason
+        assert site.remedy, site.reason
+        assert ":" in site.location
+
+
+def test_remedies_are_for_reasons() -> None:
+    assert remedy_for("dropout changes the probabilities after the softmax")
+    assert remedy_for("an unheard-of reason") == ""
+
+
+def test_explain_neither_uses_nor_leaves_compiled_code() -> None:
+    inputs = make_inputs()
+    graphs: list[str] = []
+
+    def count(gm: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(gm.code)
+        return gm.forward
+
+    compiled = torch.compile(fused, backend=count)
+    compiled(*inputs)
+    first = str(torch_streamkl.explain(fused, *inputs))
+    for _ in range(9):  # more than Dynamo recompiles one function
+        assert str(torch_streamkl.explain(fused, *inputs)) == first
+    compiled(*inputs)
+    assert len(graphs) == 1
+    assert torch_streamkl.explain(compiled, *inputs).num_fused == 1
+
+
+def test_explain_of_a_module() -> None:
+    class Loss(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, *, t: Tensor) -> Tensor:
+            return fused(q, k, k, t)
+
+    q, k, _, t = make_inputs()
+    module = Loss()
+    assert torch_streamkl.explain(module, q, k, t=t).num_fused == 1
+    assert torch_streamkl.explain(torch.compile(module), q, k, t=t).num_fused == 1
+
+
+def test_strict_raises_with_the_report() -> None:
+    options = {**EAGER, "streamkl.strict": True}
+    torch.compile(fused, backend="streamkl", options=options)(*make_inputs())
+    with pytest.raises(Exception, match="double softmax") as caught:
+        torch.compile(both, backend="streamkl", options=options)(*make_inputs())
+    error: BaseException | None = caught.value
+    while error is not None and not isinstance(error, backend.UnfusedError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    assert error is not None
+    assert "1 of 2 KL sites fused" in str(error)
+
+
+def test_strict_counts_a_failed_analysis(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("torch_streamkl.fx_passes.rewrite.trace_region", planted)
+    options = {**EAGER, "streamkl.strict": True}
+    with pytest.raises(Exception, match="planted"):
+        torch.compile(fused, backend="streamkl", options=options)(*make_inputs())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"streamkl.strikt": True}, "streamkl.explain, streamkl.inner, streamkl.strict"),
+        ({"streamkl.strict": "yes"}, "streamkl.strict must be False or True, got 'yes'"),
+        ({"streamkl.inner": "nvcc"}, "'inductor' or 'aot_eager' or 'eager', got 'nvcc'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        torch.compile(fused, backend="streamkl", options=options)(*make_inputs())
+
+
+def test_wrong_option_of_inductor_options() -> None:
+    with pytest.raises(TypeError, match="strikt"):
+        torch_streamkl.inductor_options(strikt=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="strict must be"):
+        torch_streamkl.inductor_options(strict=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("explains", "level"), [(True, logging.WARNING), (False, logging.INFO)])
+def test_reports_are_logged(explains: bool, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    options = {**EAGER, "streamkl.explain": explains}
+    with caplog.at_level(logging.INFO, "torch_streamkl"):
+        torch.compile(fused, backend="streamkl", options=options)(*make_inputs())
+    (record,) = [r for r in caplog.records if r.name.startswith("torch_streamkl")]
+    assert record.levelno == level
+    assert "1 of 1 KL sites fused" in record.getMessage()
+
+
+def test_a_program_without_a_divergence_is_not_mentioned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "torch_streamkl"):
+        options = {**EAGER, "streamkl.strict": True, "streamkl.explain": True}
+        torch.compile(torch.sin, backend="streamkl", options=options)(torch.ones(3))
+    assert not [r for r in caplog.records if r.name.startswith("torch_streamkl")]
+    assert not Report().sites
