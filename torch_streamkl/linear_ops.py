@@ -257,11 +257,22 @@ def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     in_place = _may_overwrite(stored)
     for index in _INPUTS:
         if needs[index]:
-            grads[index] = stored[index].mul_(grad) if in_place else (stored[index] * grad).to(stored[index].dtype)
+            grads[index] = _scaled(stored[index], grad, in_place)
     for index, rows, dtype in zip((_NUM_TENSORS, _NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True):
         if needs[index]:
             grads[index] = (rows * grad).to(dtype)
     return tuple(grads)
+
+
+def _scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    if not in_place:
+        return (stored * factor).to(stored.dtype)
+    if not stored.is_cuda or stored.dtype == torch.float64:
+        return stored.mul_(factor)
+    from torch_streamkl.kernels import linear as kernels
+
+    kernels.scale_(stored, factor)
+    return stored
 
 
 def _may_overwrite(stored: list[Tensor]) -> bool:

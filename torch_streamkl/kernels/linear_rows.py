@@ -287,3 +287,14 @@ def gradient_pass(
             d = tl.where(weight == 0.0, 0.0, (g - p_t * g_sum) * (weight * rows.inv_temperature))
             ptrs = teacher.logits + row * teacher.stride + words
             tl.store(ptrs, (d * slope_t).to(teacher.logits.dtype.element_ty), mask=in_t)
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
+    """x *= factor, without touching x where the factor is 1."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < num_elements
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=inside)
