@@ -13,8 +13,16 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "t
 def heads(num_tokens=10, widths=(8, 12), words=(37, 37), dtype=torch.float64, seed=0):
     """student_hidden, student_weight, teacher_hidden, teacher_weight, each requiring its gradient."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((num_tokens, widths[0]), (words[0], widths[0]), (num_tokens, widths[1]), (words[1], widths[1]))
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    shapes = (
+        (num_tokens, widths[0]),
+        (words[0], widths[0]),
+        (num_tokens, widths[1]),
+        (words[1], widths[1]),
+    )
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
@@ -23,7 +31,13 @@ def test_value_and_gradients_are_the_definition(divergence, strategy):
     inputs = heads()
     results = []
     for impl in ("auto", "reference"):
-        loss = linear_kl(*inputs, divergence=divergence, reduction="mean", strategy=strategy if impl == "auto" else "auto", impl=impl)
+        loss = linear_kl(
+            *inputs,
+            divergence=divergence,
+            reduction="mean",
+            strategy=strategy if impl == "auto" else "auto",
+            impl=impl,
+        )
         results.append([loss, *torch.autograd.grad(loss, inputs)])
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-11, atol=1e-12)

@@ -88,7 +88,7 @@ def linear_kl(
             gradient is needed and no input is float16 (whose gradients may need a loss scale that only
             the backward knows).
         max_workspace_mib: limit of the memory for logits beyond inputs and gradients; default 608 MiB on a GPU,
-            32 MiB on the CPU. At least the logits of one token.
+            40 MiB on the CPU. At least the logits of one token.
         impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch) or ``"reference"`` (naive, unbounded memory).
 
     Returns:
@@ -102,14 +102,32 @@ def linear_kl(
     no word gives NaN. Weight gradients are summed over a bounded number of chunks (NOTE [Sums over chunks]
     in linear_problem.py), in a fixed order: the same bits on every run.
     """
-    named = {"student": (student_hidden, student_weight, student_bias), "teacher": (teacher_hidden, teacher_weight, teacher_bias)}
+    named = {
+        "student": (student_hidden, student_weight, student_bias),
+        "teacher": (teacher_hidden, teacher_weight, teacher_bias),
+    }
     for side, (hidden, weight, bias) in named.items():
         _check_head(side, hidden, weight, bias)
-    checks.same("leading dimensions", {"student_hidden": tuple(student_hidden.shape[:-1]), "teacher_hidden": tuple(teacher_hidden.shape[:-1])})
-    checks.same("device", {f"{side}_{name}": x.device for side, xs in named.items() for name, x in zip(("hidden", "weight"), xs, strict=False)})
+    checks.same(
+        "leading dimensions",
+        {
+            "student_hidden": tuple(student_hidden.shape[:-1]),
+            "teacher_hidden": tuple(teacher_hidden.shape[:-1]),
+        },
+    )
+    checks.same(
+        "device",
+        {
+            f"{side}_{name}": x.device
+            for side, xs in named.items()
+            for name, x in zip(("hidden", "weight"), xs, strict=False)
+        },
+    )
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
     options: dict[str, Any] = {
-        "functional": _divergence_text(divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp),
+        "functional": _divergence_text(
+            divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
+        ),
         "temperature": float(temperature),
         "ignore_index": ignore_index,
         "max_workspace_mib": 0 if max_workspace_mib is None else max_workspace_mib,
@@ -121,7 +139,10 @@ def linear_kl(
     checks.one_of("impl", impl, linear_ops.IMPLEMENTATIONS)
     if max_workspace_mib is not None:
         checks.positive("max_workspace_mib", max_workspace_mib)
-    for side, scale, softcap in (("student", student_logit_scale, student_softcap), ("teacher", teacher_logit_scale, teacher_softcap)):
+    for side, scale, softcap in (
+        ("student", student_logit_scale, student_softcap),
+        ("teacher", teacher_logit_scale, teacher_softcap),
+    ):
         if not math.isfinite(scale):
             raise ValueError(f"{side}_logit_scale must be finite, got {scale}")
         options[f"{side}_scale"] = float(scale)
@@ -139,7 +160,12 @@ def linear_kl(
     weight = None if row_weight is None else _broadcast("row_weight", row_weight, tokens, device)
     tensors = [
         _as_matmul_operand(x)
-        for x in (student_hidden.flatten(0, -2), student_weight, teacher_hidden.flatten(0, -2), teacher_weight)
+        for x in (
+            student_hidden.flatten(0, -2),
+            student_weight,
+            teacher_hidden.flatten(0, -2),
+            teacher_weight,
+        )
     ]
     tensors += [student_bias, teacher_bias, labels]
     if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
@@ -160,9 +186,21 @@ class LinearKL(nn.Module):
         self.options = {"reduction": "mean", **options}
 
     def forward(
-        self, student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **tensors: Any
+        self,
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        **tensors: Any,
     ) -> Tensor:
-        return linear_kl(student_hidden, student_weight, teacher_hidden, teacher_weight, **tensors, **self.options)
+        return linear_kl(
+            student_hidden,
+            student_weight,
+            teacher_hidden,
+            teacher_weight,
+            **tensors,
+            **self.options,
+        )
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -170,14 +208,22 @@ class LinearKL(nn.Module):
 
 # ------------------------------------------------------------------------------------- the two operators
 def _computes_in_forward(strategy: str, reduction: str, tensors: list[Any]) -> bool:
-    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:6])
+    differentiated = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in tensors[:6]
+    )
     if strategy == "recompute":
         return False
     if strategy == "forward":
         if reduction == "none":
-            raise ValueError("strategy='forward' needs a reduced result: the gradient of each token is not known in the forward, got reduction='none'")
+            raise ValueError(
+                "strategy='forward' needs a reduced result: the gradient of each token is not known in the forward, got reduction='none'"
+            )
         return True
-    return reduction != "none" and differentiated and torch.float16 not in (tensors[0].dtype, tensors[2].dtype)
+    return (
+        reduction != "none"
+        and differentiated
+        and torch.float16 not in (tensors[0].dtype, tensors[2].dtype)
+    )
 
 
 def _sum_in_forward(
@@ -211,7 +257,9 @@ def _per_token(
     tokens: tuple[int, ...],
 ) -> Tensor:
     if options["impl"] == "reference":
-        value, hard = linear_reference.linear_kl_rows(linear_ops.problem_of(*tensors, **options)[0])
+        value, hard = linear_reference.linear_kl_rows(
+            linear_ops.problem_of(*tensors, **options)[0]
+        )
     else:
         value, hard, _ = linear_ops.linear_kl(*tensors, **options)
     if tensors[6] is not None:
@@ -242,7 +290,9 @@ def _as_matmul_operand(x: Tensor) -> Tensor:
 
 
 def _value_dtype(tensors: list[Any]) -> torch.dtype:
-    return torch.float64 if torch.float64 in (tensors[0].dtype, tensors[2].dtype) else torch.float32
+    return (
+        torch.float64 if torch.float64 in (tensors[0].dtype, tensors[2].dtype) else torch.float32
+    )
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -250,11 +300,15 @@ def _check_head(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
     if not isinstance(hidden, Tensor):
         raise TypeError(f"{side}_hidden must be a tensor, got {type(hidden).__name__}")
     if hidden.ndim < 2:
-        raise ValueError(f"{side}_hidden must have dimensions [..., tokens, width], got shape {tuple(hidden.shape)}")
+        raise ValueError(
+            f"{side}_hidden must have dimensions [..., tokens, width], got shape {tuple(hidden.shape)}"
+        )
     if not isinstance(weight, Tensor):
         raise TypeError(f"{side}_weight must be a tensor, got {type(weight).__name__}")
     if weight.ndim != 2:
-        raise ValueError(f"{side}_weight must have dimensions [num_words, width], got shape {tuple(weight.shape)}")
+        raise ValueError(
+            f"{side}_weight must have dimensions [num_words, width], got shape {tuple(weight.shape)}"
+        )
     for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):
         if x.dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
@@ -264,9 +318,13 @@ def _check_head(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
         checks.same("dtype", {f"{side}_hidden": hidden.dtype, f"{side}_weight": weight.dtype})
     checks.same("width", {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]})
     if weight.stride(0) != 1 and weight.stride(1) != 1:
-        raise ValueError(f"{side}_weight must have contiguous rows or columns, got strides {weight.stride()}")
+        raise ValueError(
+            f"{side}_weight must have contiguous rows or columns, got strides {weight.stride()}"
+        )
     if bias is not None:
-        checks.check_vector(f"{side}_bias", bias, weight.shape[0], hidden.device, checks.FLOAT_DTYPES)
+        checks.check_vector(
+            f"{side}_bias", bias, weight.shape[0], hidden.device, checks.FLOAT_DTYPES
+        )
 
 
 def _check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) -> None:
@@ -275,7 +333,9 @@ def _check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device)
     if labels.dtype not in _LABEL_DTYPES:
         raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
     if tuple(labels.shape) != tokens:
-        raise ValueError(f"labels must have the shape of the tokens {tokens}, got {tuple(labels.shape)}")
+        raise ValueError(
+            f"labels must have the shape of the tokens {tokens}, got {tuple(labels.shape)}"
+        )
     checks.on_device("labels", labels, device)
 
 
@@ -287,13 +347,27 @@ def _broadcast(name: str, x: Tensor, tokens: tuple[int, ...], device: torch.devi
 
 
 def _divergence_text(
-    divergence: str, beta: float, student_eps: float, teacher_eps: float, student_clamp: float, teacher_clamp: float
+    divergence: str,
+    beta: float,
+    student_eps: float,
+    teacher_eps: float,
+    student_clamp: float,
+    teacher_clamp: float,
 ) -> str:
     checks.one_of("divergence", divergence, NAMES)
     checks.in_unit_interval("beta", beta)
-    guards = {"student_eps": student_eps, "teacher_eps": teacher_eps, "student_clamp": student_clamp, "teacher_clamp": teacher_clamp}
+    guards = {
+        "student_eps": student_eps,
+        "teacher_eps": teacher_eps,
+        "student_clamp": student_clamp,
+        "teacher_clamp": teacher_clamp,
+    }
     for name, guard in guards.items():
         checks.in_unit_interval(name, guard)
     if divergence == "tv" and any(guards.values()):
-        raise ValueError(f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}")
-    return functional_text(divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp)
+        raise ValueError(
+            f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
+        )
+    return functional_text(
+        divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
+    )

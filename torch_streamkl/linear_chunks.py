@@ -14,10 +14,9 @@ The order of every sum is fixed, so results are the same bits on every run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,17 +40,23 @@ from torch_streamkl.linear_problem import (
 )
 from torch_streamkl.rowstate import RowState
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]
 
-TOKEN_MULTIPLE = 128  # rows of a matmul tile
-TEACHER_TOKENS = 256  # of the teacher's logits at once, where only the student gets a gradient
+TOKEN_MULTIPLE = {"cpu": 16, "cuda": 64}  # rows that a matmul tile has, or half of one
+TEACHER_SHARE = 1 / 3  # of the workspace, where only the student gets a gradient
 
 
-def forward(problem: LinearProblem, max_workspace_mib: int, rows: ModuleType = linear_rows) -> RowValues:
+def forward(
+    problem: LinearProblem, max_workspace_mib: int, rows: ModuleType = linear_rows
+) -> RowValues:
     """Values and statistics of all rows."""
     out = RowValues.allocate(problem)
     student_bytes, teacher_bytes = row_bytes(problem)
-    tokens = _tokens_that_fit(problem, workspace_bytes(problem, max_workspace_mib), student_bytes + teacher_bytes)
+    tokens = _tokens_that_fit(
+        problem, workspace_bytes(problem, max_workspace_mib), student_bytes + teacher_bytes
+    )
     student, teacher = (_logits_buffer(head, tokens) for head in problem.heads)
     for chunk in ranges(problem.num_tokens, tokens):
         part = problem.of_tokens(chunk)
@@ -73,13 +78,19 @@ def backward(
     num_words = max(head.num_words for head in problem.heads)
     item = sum(head.hidden.element_size() for head in problem.heads)
     room = workspace_bytes(problem, max_workspace_mib) // item
-    words_step = even_step(num_words, max(room // max(problem.num_tokens, 1), -(-num_words // MAX_LOW_PRECISION_SUMS)), 256)
-    tokens_step = even_step(problem.num_tokens, max(room // padded(words_step), 1), TOKEN_MULTIPLE)
+    words_step = even_step(
+        num_words,
+        max(room // max(problem.num_tokens, 1), -(-num_words // MAX_LOW_PRECISION_SUMS)),
+        256,
+    )
+    tokens_step = _even_tokens(problem, problem.num_tokens, max(room // padded(words_step), 1))
     buffers = [head.hidden.new_empty((tokens_step, padded(words_step))) for head in problem.heads]
     for words in ranges(num_words, words_step):
         for chunk in ranges(problem.num_tokens, tokens_step):
             part = problem.of_words(words).of_tokens(chunk)
-            s, t = (_logits(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True))
+            s, t = (
+                _logits(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True)
+            )
             rows.gradient(part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), wanted)
             for accumulator, d_logits in zip(accumulators, (s, t), strict=True):
                 accumulator.add(d_logits, chunk, words)
@@ -119,9 +130,10 @@ def forward_with_gradients(
                 rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), wanted
             )
             teacher_sums.add(t, tokens, all_words)
-        with side.forked():
-            student_sums.add_to_weight(s, chunk, all_words)
+        side.fork()
         student_sums.add_to_hidden(s, chunk, all_words)
+        with side:
+            student_sums.add_to_weight(s, chunk, all_words)
         student_sums.add_to_bias(s, all_words)
     side.join()
     return out, _gradients([student_sums, teacher_sums])
@@ -134,12 +146,18 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
     statistics `backward` gives each shard's gradients.
     """
     form = problem.functional.bilinear or Bilinear()
-    tokens = _tokens_that_fit(problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem)))
+    tokens = _tokens_that_fit(
+        problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem))
+    )
     student, teacher = (_logits_buffer(head, tokens) for head in problem.heads)
     parts = []
     for chunk in ranges(problem.num_tokens, tokens):
         part = problem.of_tokens(chunk)
-        parts.append(linear_rows.partial_state(part, _logits(part.student, student), _logits(part.teacher, teacher), form))
+        parts.append(
+            linear_rows.partial_state(
+                part, _logits(part.student, student), _logits(part.teacher, teacher), form
+            )
+        )
     states, hard_lses = zip(*parts, strict=True)
     fields = ("m_t", "l_t", "m_s", "l_s", "a", "b")
     state = RowState(*(torch.cat([getattr(state, name) for state in states]) for name in fields))
@@ -151,22 +169,32 @@ def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: i
     """Chunks of the forward that computes gradients."""
     student_bytes, teacher_bytes = row_bytes(problem)
     workspace = workspace_bytes(problem, max_workspace_mib)
-    if wanted.teacher:
+    if wanted.teacher:  # its logits become a gradient too, and live as long as the student's
         tokens = _tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
         return Chunks(tokens, tokens)
-    teacher_tokens = min(TEACHER_TOKENS, max(1, workspace // (4 * teacher_bytes)), problem.num_tokens)
-    tokens = _tokens_that_fit(problem, workspace - teacher_tokens * teacher_bytes, student_bytes)
-    return Chunks(tokens, even_step(tokens, min(tokens, teacher_tokens), TOKEN_MULTIPLE))
+    # Every chunk reads and writes the weight's gradient and reads the student's weight twice, every part
+    # of the teacher's reads the teacher's weight: two thirds of the room for the student.
+    room = workspace - TEACHER_SHARE * workspace
+    tokens = _tokens_that_fit(problem, int(room), student_bytes)
+    teacher_tokens = max(1, (workspace - tokens * student_bytes) // teacher_bytes)
+    return Chunks(tokens, _even_tokens(problem, tokens, teacher_tokens))
 
 
 def _tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
     limit = workspace // bytes_per_token
     if limit < 1:
         raise ValueError(
-            f"max_workspace_mib must hold the logits of one token, which are {sum(row_bytes(problem)) / MIB:.1f} MiB "
-            f"with the student's and the teacher's words, got {workspace // MIB} MiB"
+            f"max_workspace_mib must hold the logits of a token, {sum(row_bytes(problem)) / MIB:.1f} "
+            f"MiB with the student's and the teacher's words, got room for {workspace / MIB:.1f} MiB"
         )
-    return even_step(max(1, problem.num_tokens), limit, TOKEN_MULTIPLE)
+    return _even_tokens(problem, problem.num_tokens, limit)
+
+
+def _even_tokens(problem: LinearProblem, num_tokens: int, limit: int) -> int:
+    multiple = TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 64)
+    return even_step(
+        num_tokens, limit - limit % multiple if limit >= multiple else limit, multiple
+    )
 
 
 def _logits_buffer(head: Head, tokens: int) -> Tensor:
@@ -188,21 +216,28 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _side_stream(device) if device.type == "cuda" else None
+        self.is_busy = False
 
-    @contextlib.contextmanager
-    def forked(self) -> Iterator[None]:
-        """Work inside starts after what the current stream has been given so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            yield
+    def fork(self) -> None:
+        """What is given to the side stream from here on starts after all that the current stream has."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.is_busy = True
+            self.context = torch.cuda.stream(self.stream)
+            self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.context.__exit__(*error)
 
     def join(self) -> None:
         """The current stream waits for the side stream."""
-        if self.stream is not None:
+        if self.stream is not None and self.is_busy:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.is_busy = False
 
 
 @functools.cache
@@ -226,7 +261,9 @@ class _Gradient:
         if to_bias:
             assert self.head.bias is not None
             self.bias = self.head.bias
-            self.bias_sum = torch.zeros(self.bias.shape, dtype=problem.compute_dtype, device=self.bias.device)
+            self.bias_sum = torch.zeros(
+                self.bias.shape, dtype=problem.compute_dtype, device=self.bias.device
+            )
 
     def add(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
         """Add what a block of tokens and words contributes; tokens and words ascend.
@@ -261,5 +298,8 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def _gradients(sides: list[_Gradient]) -> Gradients:
     student, teacher = sides
-    d_bias = [None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype) for side in sides]
+    d_bias = [
+        None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype)
+        for side in sides
+    ]
     return student.hidden, student.weight, teacher.hidden, teacher.weight, d_bias[0], d_bias[1]

@@ -46,7 +46,10 @@ _NUM_TENSORS = 7
 _INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
-_lib.define(f"linear_kl({_TENSORS}, {_OPTIONS}) -> (Tensor value, Tensor hard, Tensor statistics)", tags=_TAGS)
+_lib.define(
+    f"linear_kl({_TENSORS}, {_OPTIONS}) -> (Tensor value, Tensor hard, Tensor statistics)",
+    tags=_TAGS,
+)
 _lib.define(
     f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, {_TENSORS}, {_OPTIONS})"
     f" -> ({_GRADIENTS})",
@@ -129,10 +132,17 @@ def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(
-    grad: Tensor | None, hard_grad: Tensor | None, statistics: Tensor, wanted: list[bool], *args: Any, **kwargs: Any
+    grad: Tensor | None,
+    hard_grad: Tensor | None,
+    statistics: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     problem, workspace, impl = problem_of(*args, **kwargs)
-    weights = RowWeights(*(None if g is None else g.to(problem.compute_dtype) for g in (grad, hard_grad)))
+    weights = RowWeights(
+        *(None if g is None else g.to(problem.compute_dtype) for g in (grad, hard_grad))
+    )
     nothing = statistics.new_empty(0)
     grads = linear_chunks.backward(
         problem,
@@ -147,7 +157,14 @@ def _backward(
 
 def _gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, ...]:
     student, teacher = problem.heads
-    inputs = (student.hidden, student.weight, teacher.hidden, teacher.weight, student.bias, teacher.bias)
+    inputs = (
+        student.hidden,
+        student.weight,
+        teacher.hidden,
+        teacher.weight,
+        student.bias,
+        teacher.bias,
+    )
     flags = (*wanted, *(False,) * len(inputs))
     return tuple(
         torch.empty_like(x) if need and x is not None else student.hidden.new_empty(0)
@@ -156,30 +173,55 @@ def _gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor,
 
 
 def _backward_fake(
-    grad: Tensor | None, hard_grad: Tensor | None, statistics: Tensor, wanted: list[bool], *args: Any, **kwargs: Any
+    grad: Tensor | None,
+    hard_grad: Tensor | None,
+    statistics: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     return _gradient_fakes(problem_of(*args, **kwargs)[0], wanted)
 
 
 def _sum_arguments(
-    *args: Any, row_weight: Tensor | None = None, hard_row_weight: Tensor | None = None, wanted: Any = (), **kwargs: Any
+    *args: Any,
+    row_weight: Tensor | None = None,
+    hard_row_weight: Tensor | None = None,
+    wanted: Any = (),
+    **kwargs: Any,
 ) -> tuple[tuple[LinearProblem, int, str], Tensor | None, Tensor | None, list[bool]]:
     rest = args[_NUM_TENSORS:]
     first = [row_weight, hard_row_weight, wanted]
     first[: len(rest[:3])] = rest[:3]
-    problem = problem_of(*args[:_NUM_TENSORS], *(None,) * (_NUM_TENSORS - len(args)), *rest[3:], **kwargs)
+    problem = problem_of(
+        *args[:_NUM_TENSORS], *(None,) * (_NUM_TENSORS - len(args)), *rest[3:], **kwargs
+    )
     return problem, first[0], first[1], list(first[2])
 
 
 def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    (problem, workspace, impl), row_weight, hard_row_weight, wanted = _sum_arguments(*args, **kwargs)
+    (problem, workspace, impl), row_weight, hard_row_weight, wanted = _sum_arguments(
+        *args, **kwargs
+    )
     dtype, like = problem.compute_dtype, problem.student.hidden
-    weight = like.new_ones(problem.num_tokens, dtype=dtype) if row_weight is None else row_weight.to(dtype)
+    weight = (
+        like.new_ones(problem.num_tokens, dtype=dtype)
+        if row_weight is None
+        else row_weight.to(dtype)
+    )
     hard_weight = None
     if problem.labels is not None:
-        hard_weight = like.new_ones(problem.num_tokens, dtype=dtype) if hard_row_weight is None else hard_row_weight.to(dtype)
+        hard_weight = (
+            like.new_ones(problem.num_tokens, dtype=dtype)
+            if hard_row_weight is None
+            else hard_row_weight.to(dtype)
+        )
     rows, grads = linear_chunks.forward_with_gradients(
-        problem, RowWeights(weight, hard_weight), Wanted(*wanted), workspace, row_functions(problem, impl)
+        problem,
+        RowWeights(weight, hard_weight),
+        Wanted(*wanted),
+        workspace,
+        row_functions(problem, impl),
     )
     total = _weighted_sum(rows.value, weight)
     if hard_weight is not None:
@@ -206,11 +248,17 @@ for _name, _implementation, _fake in (
     _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
     for _device in ("CPU", "CUDA"):
-        _lib.impl(_name, _without_autocast(getattr(torch.ops.torch_streamkl, _name).default, _device), f"Autocast{_device}")
+        _lib.impl(
+            _name,
+            _without_autocast(getattr(torch.ops.torch_streamkl, _name).default, _device),
+            f"Autocast{_device}",
+        )
 
 
 # ----------------------------------------------------------------------------------------- autograd
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(output[2], *inputs[:_NUM_TENSORS])
     ctx.options = inputs[_NUM_TENSORS:]
@@ -227,7 +275,10 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
     if not any(wanted) or (grad is None and hard_grad is None):
         return (None,) * num_inputs
     grads = linear_kl_backward(grad, hard_grad, statistics, wanted, *tensors, *ctx.options)
-    return (*(g if need else None for g, need in zip(grads, wanted, strict=True)), *(None,) * (num_inputs - len(_INPUTS)))
+    return (
+        *(g if need else None for g, need in zip(grads, wanted, strict=True)),
+        *(None,) * (num_inputs - len(_INPUTS)),
+    )
 
 
 def _setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -236,7 +287,9 @@ def _setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.wanted = list(inputs[_NUM_TENSORS + 2])
     ctx.num_inputs = len(inputs)
     ctx.save_for_backward(value, hard, *grads)
-    ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in inputs[_NUM_TENSORS : _NUM_TENSORS + 2])
+    ctx.weight_dtypes = tuple(
+        None if w is None else w.dtype for w in inputs[_NUM_TENSORS : _NUM_TENSORS + 2]
+    )
     ctx.set_materialize_grads(False)
 
 
@@ -258,7 +311,9 @@ def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     for index in _INPUTS:
         if needs[index]:
             grads[index] = _scaled(stored[index], grad, in_place)
-    for index, rows, dtype in zip((_NUM_TENSORS, _NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True):
+    for index, rows, dtype in zip(
+        (_NUM_TENSORS, _NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
+    ):
         if needs[index]:
             grads[index] = (rows * grad).to(dtype)
     return tuple(grads)
@@ -277,27 +332,44 @@ def _scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
 
 def _may_overwrite(stored: list[Tensor]) -> bool:
     """NOTE [Multiplying stored gradients]."""
-    if torch.is_grad_enabled() or any(type(x) is not Tensor for x in stored):  # create_graph, or traced
+    if torch.is_grad_enabled() or any(
+        type(x) is not Tensor for x in stored
+    ):  # create_graph, or traced
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _no_double_backward(*_: Any) -> None:
-    raise NotImplementedError("linear_kl can be differentiated once; use impl='reference' for higher derivatives")
+    raise NotImplementedError(
+        "linear_kl can be differentiated once; use impl='reference' for higher derivatives"
+    )
 
 
-torch.library.register_autograd(f"{NAMESPACE}::linear_kl", _autograd, setup_context=_setup_context, lib=_lib)
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_kl", _autograd, setup_context=_setup_context, lib=_lib
+)
 torch.library.register_autograd(f"{NAMESPACE}::linear_kl_backward", _no_double_backward, lib=_lib)
-torch.library.register_autograd(f"{NAMESPACE}::linear_kl_sum", _sum_autograd, setup_context=_setup_sum_context, lib=_lib)
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_kl_sum", _sum_autograd, setup_context=_setup_sum_context, lib=_lib
+)
 
 
 # --------------------------------------------------------------------------------------------- vmap
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def _vmap(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the tokens."""
     tensors = list(args)
-    for index, name in ((1, "student_weight"), (3, "teacher_weight"), (4, "student_bias"), (5, "teacher_bias")):
+    for index, name in (
+        (1, "student_weight"),
+        (3, "teacher_weight"),
+        (4, "student_bias"),
+        (5, "teacher_bias"),
+    ):
         if index < len(args) and in_dims[index] is not None:
-            raise NotImplementedError(f"vmap over {name} is not supported; map over hidden states and labels")
+            raise NotImplementedError(
+                f"vmap over {name} is not supported; map over hidden states and labels"
+            )
     for index in (0, 2, 6):
         if index >= len(args) or args[index] is None:
             continue
@@ -305,12 +377,22 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor
         x = x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
         tensors[index] = x.flatten(0, 1)
     value, hard, statistics = linear_kl(*tensors)
-    hard = hard.unflatten(0, (info.batch_size, -1)) if hard.numel() else hard.new_empty((info.batch_size, 0))
-    return (value.unflatten(0, (info.batch_size, -1)), hard, statistics.unflatten(1, (info.batch_size, -1))), (0, 0, 1)
+    hard = (
+        hard.unflatten(0, (info.batch_size, -1))
+        if hard.numel()
+        else hard.new_empty((info.batch_size, 0))
+    )
+    return (
+        value.unflatten(0, (info.batch_size, -1)),
+        hard,
+        statistics.unflatten(1, (info.batch_size, -1)),
+    ), (0, 0, 1)
 
 
 def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError("vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows")
+    raise NotImplementedError(
+        "vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows"
+    )
 
 
 torch.library.register_vmap(f"{NAMESPACE}::linear_kl", _vmap, lib=_lib)
@@ -329,7 +411,9 @@ def _forward_flops(xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> in
 
 
 @register_flop_formula(torch.ops.torch_streamkl.linear_kl_backward)
-def _backward_flops(_g: Any, _h: Any, _s: Any, wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(
+    _g: Any, _h: Any, _s: Any, wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any
+) -> int:
     """The recomputed logits and one matmul for each gradient."""
     return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
 
@@ -342,5 +426,10 @@ def _sum_flops(xs: Any, ws: Any, xt: Any, wt: Any, *args: Any, wanted: Any = (),
 
 
 def _gradient_flops(wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any) -> int:
-    sides = (_matmul_flops(xs, ws), _matmul_flops(xs, ws), _matmul_flops(xt, wt), _matmul_flops(xt, wt))
+    sides = (
+        _matmul_flops(xs, ws),
+        _matmul_flops(xs, ws),
+        _matmul_flops(xt, wt),
+        _matmul_flops(xt, wt),
+    )
     return sum(f for f, need in zip(sides, wanted, strict=False) if need)

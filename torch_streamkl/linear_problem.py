@@ -105,7 +105,11 @@ class RowValues:
     @staticmethod
     def allocate(problem: LinearProblem) -> RowValues:
         """Uninitialised."""
-        hidden, num_tokens, dtype = problem.student.hidden, problem.num_tokens, problem.compute_dtype
+        hidden, num_tokens, dtype = (
+            problem.student.hidden,
+            problem.num_tokens,
+            problem.compute_dtype,
+        )
         num_labels = 0 if problem.labels is None else num_tokens
         return RowValues(
             hidden.new_empty(num_tokens, dtype=dtype),
@@ -177,7 +181,7 @@ class Wanted:
 # turned inside out (gradients of a block of words, summed over tokens in float32).
 MAX_LOW_PRECISION_SUMS = 34
 
-DEFAULT_WORKSPACE_MIB = {"cpu": 32, "cuda": 608}
+DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 608}
 ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
 
 

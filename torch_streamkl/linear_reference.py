@@ -21,7 +21,9 @@ def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     value = evaluate(problem.functional.expr, variables).expand_as(log_s).sum(-1)
     if problem.labels is None:
         return value, value.new_empty(0)
-    hard = F.cross_entropy(y_s, problem.labels.long(), ignore_index=problem.ignore_index, reduction="none")
+    hard = F.cross_entropy(
+        y_s, problem.labels.long(), ignore_index=problem.ignore_index, reduction="none"
+    )
     return value, hard
 
 

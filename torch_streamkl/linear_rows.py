@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.functional import Bilinear, Expr, evaluate
-from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted, ranges
+from torch_streamkl.linear_problem import (
+    Head,
+    LinearProblem,
+    RowValues,
+    RowWeights,
+    Wanted,
+    ranges,
+)
 from torch_streamkl.rowstate import RowState, finish, merge, state_of_scores
 
 BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
@@ -61,7 +68,12 @@ def partial_state(
     for s, t in _blocks(problem, student, teacher):
         if problem.labels is not None and s.y is not None:
             hard_lse = torch.logaddexp(hard_lse, torch.logsumexp(s.y, -1))
-        finite = s.y is not None and t.y is not None and problem.student.bias is None and problem.teacher.bias is None
+        finite = (
+            s.y is not None
+            and t.y is not None
+            and problem.student.bias is None
+            and problem.teacher.bias is None
+        )
         state = merge(state, state_of_scores(t.score, s.score, form, finite=finite), form)
     return state, hard_lse
 
@@ -123,7 +135,12 @@ def _store(d_score: Tensor, block: Block, logits: Tensor) -> None:
 
 
 def values_and_gradient(
-    problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, weights: RowWeights, wanted: Wanted
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    out: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
 ) -> None:
     """Both, from whole rows of logits."""
     values(problem, student, teacher, out)
@@ -166,40 +183,59 @@ def _hard_values(problem: LinearProblem, student: Tensor, hard_lse: Tensor) -> T
     head, word = problem.student, problem.labels.long() - problem.first_word
     is_word = (word >= 0) & (word < head.num_words)
     word = torch.where(is_word, word, 0)[:, None]
-    y = _transformed(head, student.gather(1, word), None if head.bias is None else head.bias[word], hard_lse.dtype)[0]
+    y = _transformed(
+        head,
+        student.gather(1, word),
+        None if head.bias is None else head.bias[word],
+        hard_lse.dtype,
+    )[0]
     value = torch.where(is_word, hard_lse - y.squeeze(1), math.nan)
     return torch.where(_counted(problem), value, 0.0)
 
 
 def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Tensor:
     assert problem.labels is not None and block.y is not None
-    word = torch.arange(block.words.start, block.words.stop, device=block.y.device) + problem.first_word
+    word = (
+        torch.arange(block.words.start, block.words.stop, device=block.y.device)
+        + problem.first_word
+    )
     p = torch.exp(block.y - rows.hard_lse[:, None])
     p = p - (problem.labels[:, None] == word).to(p.dtype)
     return torch.where(_counted(problem)[:, None], p, 0.0)
 
 
 # ------------------------------------------------------------------------------------------- blocks
-def _blocks(problem: LinearProblem, student: Tensor, teacher: Tensor) -> Iterator[tuple[Block, Block]]:
+def _blocks(
+    problem: LinearProblem, student: Tensor, teacher: Tensor
+) -> Iterator[tuple[Block, Block]]:
     """Blocks of words, none of which crosses the end of the smaller vocabulary."""
     sizes = (problem.student.num_words, problem.teacher.num_words)
     step = max(64, BLOCK_ELEMENTS // max(1, problem.num_tokens))
     for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):
         for part in ranges(stop - start, step):
             words = slice(start + part.start, start + part.stop)
-            yield _block(problem, problem.student, student, words), _block(problem, problem.teacher, teacher, words)
+            yield (
+                _block(problem, problem.student, student, words),
+                _block(problem, problem.teacher, teacher, words),
+            )
 
 
 def _block(problem: LinearProblem, head: Head, logits: Tensor, words: slice) -> Block:
     dtype = problem.compute_dtype
     if words.start >= head.num_words:
-        missing = logits.new_full((logits.shape[0], words.stop - words.start), -math.inf, dtype=dtype)
+        missing = logits.new_full(
+            (logits.shape[0], words.stop - words.start), -math.inf, dtype=dtype
+        )
         return Block(words, None, missing, 0.0)
-    y, slope = _transformed(head, logits[:, words], None if head.bias is None else head.bias[words], dtype)
+    y, slope = _transformed(
+        head, logits[:, words], None if head.bias is None else head.bias[words], dtype
+    )
     return Block(words, y, y / problem.temperature, slope)
 
 
-def _transformed(head: Head, logits: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+def _transformed(
+    head: Head, logits: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | float]:
     """y and d(y)/d(logit)."""
     y = logits.to(dtype)
     if bias is not None:

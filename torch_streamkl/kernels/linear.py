@@ -31,14 +31,24 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
 
 
 def values_and_gradient(
-    problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, weights: RowWeights, wanted: Wanted
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    out: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
 ) -> None:
     """Both, in one launch: a row's second pass finds part of it in the cache."""
     _launch(problem, student, teacher, out, weights, wanted, compute_values=True)
 
 
 def gradient(
-    problem: LinearProblem, student: Tensor, teacher: Tensor, rows: RowValues, weights: RowWeights, wanted: Wanted
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    rows: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
 ) -> None:
     """Overwrite logits by the gradient to them, words taken as they are."""
     _launch(problem, student, teacher, rows, weights, wanted, compute_values=False)
@@ -48,7 +58,9 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply a dense tensor in place by a number on the device; a factor of 1 costs no traffic."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
-    scale_kernel[(triton.cdiv(x.numel(), block),)](flat, factor, x.numel(), BLOCK=block, num_warps=8)
+    scale_kernel[(triton.cdiv(x.numel(), block),)](
+        flat, factor, x.numel(), BLOCK=block, num_warps=8
+    )
     torch.autograd.graph.increment_version(x)
 
 
@@ -105,7 +117,9 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 
 def _head(head: Head, logits: Tensor) -> HeadArgs:
-    return HeadArgs(logits, logits.stride(0), head.bias, head.num_words, head.scale, head.softcap or 1.0)
+    return HeadArgs(
+        logits, logits.stride(0), head.bias, head.num_words, head.scale, head.softcap or 1.0
+    )
 
 
 def _form(form: Bilinear) -> Form:

@@ -114,7 +114,9 @@ def state_of_words(state, hard_high, hard_mass, student, teacher, row, start, un
         if MASKED:
             y = tl.where(in_s, y, -float("inf"))
         high = tl.maximum(hard_high, tl.max(y, 1))
-        hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.sum(tl.math.exp2(y - high[:, None]), 1)
+        hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.sum(
+            tl.math.exp2(y - high[:, None]), 1
+        )
         hard_high = high
     return state, hard_high, hard_mass
 
@@ -165,7 +167,9 @@ def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
     """Cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no word."""
     word, counted = label_of(rows, row)
     is_word = (word >= 0) & (word < student.num_words)
-    z = tl.load(student.logits + row * student.stride + word, mask=is_word, other=0.0).to(tl.float32)
+    z = tl.load(student.logits + row * student.stride + word, mask=is_word, other=0.0).to(
+        tl.float32
+    )
     if CONFIG.S_BIAS:
         z += tl.load(student.bias + word, mask=is_word, other=0.0).to(tl.float32)
     y, _ = transformed(z, student, CONFIG.S_SOFTCAP)
@@ -201,10 +205,26 @@ def whole_row(
         hard_mass = tl.zeros([LANES], tl.float32)
         whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
         for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
-            state, hard_high, hard_mass = state_of_words(state, hard_high, hard_mass, student, teacher, row, start, unit, False, FORM, CONFIG)
+            state, hard_high, hard_mass = state_of_words(
+                state,
+                hard_high,
+                hard_mass,
+                student,
+                teacher,
+                row,
+                start,
+                unit,
+                False,
+                FORM,
+                CONFIG,
+            )
         for start in range(whole, num_words, TILE):
-            state, hard_high, hard_mass = state_of_words(state, hard_high, hard_mass, student, teacher, row, start, unit, True, FORM, CONFIG)
-        lse_t, lse_s, value, h_sum, g_sum = finish(merged_lanes(state, FORM), 0.0, 0.0, FORM, CONFIG)
+            state, hard_high, hard_mass = state_of_words(
+                state, hard_high, hard_mass, student, teacher, row, start, unit, True, FORM, CONFIG
+            )
+        lse_t, lse_s, value, h_sum, g_sum = finish(
+            merged_lanes(state, FORM), 0.0, 0.0, FORM, CONFIG
+        )
         if not CONFIG.BILINEAR:
             f_lanes = tl.zeros([LANES], tl.float32)
             h_lanes = tl.zeros([LANES], tl.float32)
@@ -225,7 +245,9 @@ def whole_row(
         if CONFIG.HARD:
             if CONFIG.TEMPERED:
                 high = tl.max(hard_high, 0)
-                hard_lse = high + tl.math.log2(tl.sum(hard_mass * tl.math.exp2(hard_high - high), 0))
+                hard_lse = high + tl.math.log2(
+                    tl.sum(hard_mass * tl.math.exp2(hard_high - high), 0)
+                )
             tl.store(rows.hard + row, hard_value(student, rows, row, hard_lse, CONFIG))
         tl.store(rows.value + row, value)
         tl.store(stats, lse_s)
@@ -244,7 +266,19 @@ def whole_row(
             # the label's logit is read by every thread before any of them overwrites it
             tl.debug_barrier()
         gradient_pass(
-            student, teacher, rows, row, num_words, unit, lse_s, lse_t, h_sum, g_sum, hard_lse, HELPER, CONFIG
+            student,
+            teacher,
+            rows,
+            row,
+            num_words,
+            unit,
+            lse_s,
+            lse_t,
+            h_sum,
+            g_sum,
+            hard_lse,
+            HELPER,
+            CONFIG,
         )
 
 
@@ -277,7 +311,9 @@ def gradient_pass(
         if CONFIG.S_GRAD:
             d = log_s * 0.0
             if CONFIG.VALUE_GRAD:
-                d = tl.where(weight == 0.0, 0.0, (h - p_s * h_sum) * (weight * rows.inv_temperature))
+                d = tl.where(
+                    weight == 0.0, 0.0, (h - p_s * h_sum) * (weight * rows.inv_temperature)
+                )
             if CONFIG.HARD_GRAD:
                 p = tl.math.exp2(ys * LOG2E - hard_lse) - tl.where(words == word, 1.0, 0.0)
                 d += tl.where(hard_weight == 0.0, 0.0, p * hard_weight)
