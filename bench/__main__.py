@@ -15,7 +15,7 @@ from bench.memory_limit import limit_memory
 from bench.progress import Progress
 from bench.providers import PROVIDERS, Provider, choose
 from bench.records import Run
-from bench.runner import Settings, run_case
+from bench.runner import Settings, out_of_memory_before, run_case
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -116,10 +116,14 @@ def main(argv: list[str] | None = None) -> int:
 def measure_all(
     cases: list[Case], providers: list[Provider], settings: Settings, run: Run, path: Path
 ) -> None:
-    """Case by case; the file is written after each."""
+    """Case by case, sizes growing; what did not fit is not tried with more. Saved after each."""
     with Progress(len(cases) * (len(providers) + 2)) as progress:
+        too_large: set[tuple[str, str]] = set()  # sweeps and providers
         for case in cases:
-            records = run_case(case, providers, settings, progress.show)
+            fitting = [p for p in providers if (case.sweep[0], p.name) not in too_large]
+            records = run_case(case, fitting, settings, progress.show)
+            records += [out_of_memory_before(case, p) for p in providers if p not in fitting]
+            too_large |= {(case.sweep[0], r.provider) for r in records if r.status == "oom"}
             run.records += records
             run.save(path)
             progress.write(table.text(records, run.ceilings["matmul_tflops"]))

@@ -80,6 +80,13 @@ def run_case(
     return list(records.values())
 
 
+def out_of_memory_before(case: Case, provider: Provider) -> Record:
+    """The record of a provider that was out of memory at a smaller size of the same sweep."""
+    record = _blank(case, provider)
+    record.status, record.detail = "oom", "out of memory at a smaller size already"
+    return record
+
+
 def _blank(case: Case, provider: Provider) -> Record:
     return Record(case.family, case.label, case.sweep, case.shape(), case.source, provider.name)
 
