@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch_streamkl.fx_passes.builder import Builder
-from torch_streamkl.fx_passes.slicing import example, name_of
 
 from torch_streamkl import linear_ops
+from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.slicing import example, name_of
 
 MakeBuilder = Callable[[fx.Node], Builder]
 VIEWS = {"reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to"}
@@ -155,6 +155,8 @@ def _row_weights(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
         copies[node] = current
     if name_of(chain.total) == "mean":
         current = build.call(torch.div, current, build.method("numel", current))
+    if not any(name_of(node) in PERMUTATIONS for node in chain.steps):
+        return build.method("flatten", current)
     for node, source in reversed(list(zip(chain.steps, sources, strict=True))):
         if name_of(node) in PERMUTATIONS:
             current = _undone(build, node, current)

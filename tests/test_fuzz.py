@@ -50,7 +50,8 @@ NEAR_MISSES: dict[str, Change] = {
     ),
     "mixed dimensions": lambda s, t, pad: t.softmax(-1) * s.log_softmax(-2),
     "weights along keys": lambda s, t, pad: (
-        t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
+        t.softmax(-1)
+        * (t.log_softmax(-1) - s.log_softmax(-1))
         * torch.linspace(0, 1, s.shape[-1], dtype=s.dtype)
     ),
     "mask after softmax": _after_softmax,
@@ -98,7 +99,7 @@ class Fuzzed(Program):
         elements = NEAR_MISSES[self.near_miss](s, t, pad)
         reduction = self.reduction if self.reduction in FULL_ROWS else "row_mean"
         loss = REDUCTIONS[reduction](elements, pad)
-        return (loss, s.softmax(-1) @ sk) if self.uses_values else loss
+        return (loss, s.softmax(-1).to(sk.dtype) @ sk) if self.uses_values else loss
 
 
 @st.composite

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.report import Report
 

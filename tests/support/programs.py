@@ -310,5 +310,5 @@ class Program:
         else:
             loss = REDUCTIONS[self.reduction](SPELLINGS[self.spelling](s, t), pad)
         if self.uses_values:
-            return loss, s.softmax(-1) @ sk
+            return loss, s.softmax(-1).to(sk.dtype) @ sk
         return loss
