@@ -1,5 +1,7 @@
 """The portable kernels without a GPU: Triton's interpreter against the naive code in float64.
 
+The edge cases of test_attention_numerics.py run in it too.
+
 The interpreter has to be chosen before a kernel is imported, so outside of it this file runs itself
 in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.
 """
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_in_the_interpreter() -> None:
+    numerics = __file__.replace("triton_interpreted", "numerics")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    command += [numerics, "-k", "not reference and not streaming"]
     run = subprocess.run(
         command,
         env={**os.environ, "TRITON_INTERPRET": "1"},

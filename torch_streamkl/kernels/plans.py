@@ -22,6 +22,7 @@ from torch_streamkl.launch import TritonLaunch, dot_precision, triton_launch
 from torch_streamkl.problem import AttentionProblem, Side
 
 LOG2E = 1.4426950408889634
+LOWEST_FILL = -1e29
 MAX_PLANS = 1024
 
 
@@ -49,7 +50,8 @@ class Plan:
         pointwise = functional.bilinear is None or problem.head_mean
         self.helper = helper(functional.text) if pointwise else None
         self.inv_temperature = LOG2E / problem.temperature
-        self.fill = problem.mask_value if problem.mask_value != -math.inf else 0.0
+        # finfo.min is a usual fill, and would be -inf times log2(e)
+        self.fill = 0.0 if problem.mask_value == -math.inf else max(problem.mask_value, LOWEST_FILL)
         self.stats_stride = problem.batch * problem.num_heads * problem.seqlen_q
         self.num_sequences = num_sequences(problem)
         self._stages: dict[str, Stage] = {}
