@@ -24,7 +24,9 @@ bench: $(VENV)/.demo
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	rm -rf build/types && mkdir -p build/types  # mypy sees the layout of the installed package
+	cp -r torch_streamkl build/types/ && cp -r fx_passes build/types/torch_streamkl/
+	cd build/types && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -139,7 +139,7 @@ class Outcome:
     pair: str
     runs: dict[str, Run]
     report: torch_streamkl.Report
-    seqlen: int
+    batch: int
 
     @property
     def loss_difference(self) -> float:
@@ -151,10 +151,14 @@ class Outcome:
         """Norm of the difference of all gradients at the first step over their norm."""
         eager, ours = (self.runs[x].first_gradients for x in ("eager", "streamkl"))
         difference = sum((eager[k] - ours[k]).double().square().sum().item() for k in eager)
-        return math.sqrt(difference / sum(x.double().square().sum().item() for x in eager.values()))
+        return math.sqrt(
+            difference / sum(x.double().square().sum().item() for x in eager.values())
+        )
 
 
-def train(pair: Pair, step: Callable[..., Tensor], data: list[tuple[Tensor, Tensor]], bar: tqdm) -> Run:
+def train(
+    pair: Pair, step: Callable[..., Tensor], data: list[tuple[Tensor, Tensor]], bar: tqdm
+) -> Run:
     """Train the student with AdamW, one batch a step; the first step (which compiles) is not timed."""
     run = Run()
     optimizer = torch.optim.AdamW(pair.student.parameters(), lr=3e-4)
@@ -165,7 +169,9 @@ def train(pair: Pair, step: Callable[..., Tensor], data: list[tuple[Tensor, Tens
         run.losses.append(loss.item())
         if index == 0:
             run.first_gradients = {
-                k: p.grad.detach().cpu() for k, p in pair.student.named_parameters() if p.grad is not None
+                k: p.grad.detach().cpu()
+                for k, p in pair.student.named_parameters()
+                if p.grad is not None
             }
         else:
             run.step_ms.append((time.perf_counter() - start) * 1e3)
@@ -199,22 +205,26 @@ def distil(make: Callable[..., Pair], args: argparse.Namespace) -> Outcome:
     for name in COLORS:
         mine = Pair(pair.name, pair.teacher, copy.deepcopy(pair.student), pair.loss, pair.pads)
         torch._dynamo.reset()
-        step = mine.loss if name == "eager" else torch.compile(
-            mine.loss, backend="streamkl", dynamic=True
+        step = (
+            mine.loss
+            if name == "eager"
+            else torch.compile(mine.loss, backend="streamkl", dynamic=True)
         )  # one compilation for all lengths
         with tqdm(total=len(data), desc=f"{pair.name}: {name}", ncols=90) as bar:
             runs[name] = train(mine, step, data, bar)
         sizes = tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90)
         for seqlen in sizes:
-            (batch,) = batches(1, 1, seqlen, args.device, pads=pair.pads)
+            (batch,) = batches(1, args.batch, seqlen, args.device, pads=pair.pads)
             runs[name].peak[seqlen] = step_memory(mine, step, batch)
-    return Outcome(pair.name, runs, report, args.seqlen)
+    return Outcome(pair.name, runs, report, args.batch)
 
 
 def show(outcome: Outcome) -> None:
     print(f"\n=== {outcome.pair} ===\n{outcome.report}\n")
     print(f"largest relative difference of the loss over all steps  {outcome.loss_difference:.1e}")
-    print(f"relative difference of all gradients, first step        {outcome.gradient_difference:.1e}")
+    print(
+        f"relative difference of all gradients, first step        {outcome.gradient_difference:.1e}"
+    )
     largest = max(next(iter(outcome.runs.values())).peak)
     print(f"{'':10}{'ms per step':>14}{'peak memory, N=' + str(largest):>24}")
     for name, run in outcome.runs.items():
@@ -235,10 +245,12 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
             wide = {"lw": 5, "alpha": 0.5} if name == "eager" else {"lw": 1.5}
             losses.plot(run.losses, color=COLORS[name], label=name, **wide)
             sizes = sorted(run.peak)
-            memory.plot(sizes, [run.peak[n] / 2**20 for n in sizes], "o-", color=COLORS[name], label=name)
+            memory.plot(
+                sizes, [run.peak[n] / 2**20 for n in sizes], "o-", color=COLORS[name], label=name
+            )
         losses.set(title=f"{outcome.pair}: loss", xlabel="step", ylabel="loss")
         memory.set(
-            title="peak memory of a step, one sequence",
+            title=f"peak memory of a step, {outcome.batch} sequences",
             xlabel="sequence length",
             ylabel="MiB",
             xscale="log",
@@ -257,7 +269,9 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.demo", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--steps", type=int, default=20, help="training steps a run")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seqlen", type=int, default=2048 if cuda else 256)
@@ -265,7 +279,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/demo.png"), help="the picture")
     args = parser.parse_args()
     args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    args.memory_seqlens = [1024, 2048, 4096, 8192] if args.device == "cuda" else [256, 512, 1024, 2048]
+    args.memory_seqlens = [1024, 2048, 4096, 8192] if args.device == "cuda" else [256, 512, 1024]
     transformers.logging.set_verbosity_error()
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch")
@@ -275,10 +289,14 @@ def main() -> None:
         show(outcome)
     draw(outcomes, args.out)
     print(f"done in {time.perf_counter() - start:.0f} s on {args.device}")
-    unfused = [x for x in outcomes if not all(s.fused for s in x.report.sites) or not x.report.sites]
+    unfused = [
+        x for x in outcomes if not all(s.fused for s in x.report.sites) or not x.report.sites
+    ]
     left = [x for x in outcomes if x.report.remaining_quadratic]
     if unfused or left:
-        raise SystemExit("a KL site stayed unfused or a quadratic tensor remains: see the reports above")
+        raise SystemExit(
+            "a KL site stayed unfused or a quadratic tensor remains: see the reports above"
+        )
 
 
 if __name__ == "__main__":
