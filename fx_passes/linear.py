@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.operands import canonical, outer_node, weight
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import Bias, Blocked
 
+STUDENT = "streamkl_student"  # of a call's metadata: its scores, their rows' order, is it trained
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 
 
@@ -80,6 +81,10 @@ def emit(
         options["functional"] = functional.text
     order = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
     result = build.call(linear_ops.linear_kl, *(inputs[n] for n in order), **options)
+    tokens = [*geometry.batch, *geometry.heads, *([] if geometry.query is None else [geometry.query])]
+    student = geometry.student.distribution
+    pieces = [geometry.digits[i].pieces[1] for i in tokens]
+    result.meta[STUDENT] = (student.scores, pieces, student.trained)
     return build.call(operator.getitem, result, 0)
 
 

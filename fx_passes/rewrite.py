@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
+from torch_streamkl.fx_passes.labels import share_labels
 from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.linear_sum import sum_in_forward
 from torch_streamkl.fx_passes.obstacles import divergence_like, obstacle
@@ -145,6 +146,7 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     if fused:
         _replace_attention(trace, recognised, region, aliases)
         mode = fake_mode_of(region)
+        share_labels(graph, trace, recognised, lambda node: Builder(node, mode))
         sum_in_forward(graph, lambda node: Builder(node, mode))
         removed += _remove_dead(graph, region.nodes, unused)
     saved = sum(_bytes(n) for n in removed if n in sizes)

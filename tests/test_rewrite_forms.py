@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_streamkl.fx_passes.rewrite import rewrite
 
 from tests.support.comparing import Outcome, compare
 from tests.support.programs import (
@@ -24,6 +23,7 @@ from tests.support.programs import (
     SPELLINGS,
     Program,
 )
+from torch_streamkl.fx_passes.rewrite import rewrite
 
 NEEDS_FULLGRAPH = {"index_rows"}  # a boolean index breaks the graph otherwise
 
@@ -369,3 +369,41 @@ def test_gradient_in_the_forward_under_aot_and_inductor() -> None:
 
     for inner in ("aot_eager", "inductor"):
         fused(loss, hidden_inputs(), inner=inner, dynamic=inner == "aot_eager")
+
+
+def _vocab(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+WITH_LABELS = {
+    "mean": lambda s, y: F.cross_entropy(_vocab(s), y.view(-1)),
+    "float": lambda s, y: F.cross_entropy(_vocab(s.float()), y.reshape(-1), ignore_index=-100),
+    "sum": lambda s, y: F.cross_entropy(_vocab(s), y.view(-1), reduction="sum") / s.shape[0],
+    "module": lambda s, y: nn.CrossEntropyLoss()(_vocab(s), y.view(-1)),
+    "none": lambda s, y: (F.cross_entropy(_vocab(s), y.view(-1), reduction="none") * 0.3).mean(),
+}
+WITH_OTHER_LABELS = {  # other rows, other logits, or another loss: the logits stay
+    "shifted": lambda s, y: F.cross_entropy(_vocab(s[:, :-1]), y[:, 1:].reshape(-1)),
+    "smoothed": lambda s, y: F.cross_entropy(_vocab(s), y.view(-1), label_smoothing=0.1),
+    "classes first": lambda s, y: F.cross_entropy(s.transpose(1, 2), y),
+}
+
+
+@pytest.mark.parametrize("loss", [*WITH_LABELS, *WITH_OTHER_LABELS])
+@pytest.mark.parametrize("first", ["labels", "teacher"])
+def test_cross_entropy_of_labels_shares_the_logits(loss: str, first: str) -> None:
+    of_labels = {**WITH_LABELS, **WITH_OTHER_LABELS}[loss]
+
+    def step(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        s = F.linear(xs, ws)
+        hard = of_labels(s, labels) * 0.5 if first == "labels" else 0.0
+        with torch.no_grad():
+            t = F.linear(xt, wt)
+        soft = F.kl_div((s / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="none").sum(-1)
+        hard = of_labels(s, labels) * 0.5 if first == "teacher" else hard
+        return hard + 4 * (soft * (labels != -100)).mean()
+
+    outcome = compare(step, hidden_inputs(), inner="aot_eager").check()
+    assert outcome.num_fused == 1
+    shared = loss in WITH_LABELS
+    assert (outcome.report.remaining_quadratic == 0) == shared, str(outcome.report)
