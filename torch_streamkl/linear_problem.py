@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -181,12 +182,12 @@ class Wanted:
 # turned inside out (gradients of a block of words, summed over tokens in float32).
 MAX_LOW_PRECISION_SUMS = 34
 
-DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 608}
+DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 512}
 ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
 
 
-def padded(num_words: int) -> int:
-    return -(-num_words // ROW_ALIGNMENT) * ROW_ALIGNMENT
+def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
+    return -(-size // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,23 @@ def ranges(size: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, size))
 
 
-def even_step(size: int, limit: int, multiple: int = 1) -> int:
-    """Step of the fewest nearly equal parts of at most ``limit``, rounded up to a multiple where that fits."""
-    parts = max(1, math.ceil(size / max(1, limit)))
-    step = math.ceil(size / parts)
-    rounded = -(-step // multiple) * multiple
-    return rounded if rounded <= limit else step
+def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
+    """The fewest ranges of at most ``limit``, nearly equal, that start at multiples.
+
+    Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
+    """
+    num_parts = -(-size // limit)
+    for unit in (multiple, 1):
+        ends = [round(i * size / (num_parts * unit)) * unit for i in range(num_parts)]
+        lengths = [stop - start for start, stop in pairwise([*ends, size])]
+        if 0 < min(lengths) and max(lengths) <= limit:
+            break
+    for start, length in zip(ends, lengths, strict=True):
+        yield slice(start, start + length)
+
+
+def even_step(size: int, limit: int, multiple: int) -> int:
+    """Length of the longest of the `even_ranges`."""
+    if limit > multiple:
+        limit -= limit % multiple
+    return max(r.stop - r.start for r in even_ranges(size, limit, multiple))

@@ -17,10 +17,8 @@ from torch_streamkl.kernels.linear_rows import Config, HeadArgs, RowArgs, row_ke
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 
-NUM_WARPS = 8
 LANES_PER_THREAD = 2
 NUM_STAGES = 3
-MAX_PROGRAMS = 1 << 20
 TILE_WIDTH = 8  # words of a thread: 16 bytes of bfloat16
 NO_WEIGHTS = RowWeights(None, None)
 
@@ -74,7 +72,10 @@ def _launch(
     compute_values: bool,
 ) -> None:
     form = problem.functional.bilinear
-    lanes = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 32 * NUM_WARPS * LANES_PER_THREAD
+    # as many threads for few rows as for many: the kernel waits for memory
+    num_warps = 8 if problem.num_tokens > 640 else 16 if problem.num_tokens > 256 else 32
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    lanes = 8 if interpreted else 32 * num_warps * LANES_PER_THREAD
     config = Config(
         LANES=lanes,
         WIDTH=TILE_WIDTH,
@@ -100,14 +101,13 @@ def _launch(
         value_weight=_dense(weights.value),
         hard_weight=_dense(weights.hard),
         labels=_dense(problem.labels),
-        num_rows=problem.num_tokens,
         first_word=problem.first_word,
         ignore_index=problem.ignore_index,
         inv_temperature=1.0 / problem.temperature,
     )
-    row_kernel[(min(problem.num_tokens, MAX_PROGRAMS),)](
+    row_kernel[(problem.num_tokens,)](
         _head(problem.student, student), _head(problem.teacher, teacher), rows,
-        FORM=_form(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config, num_warps=NUM_WARPS,
+        FORM=_form(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config, num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -38,7 +38,6 @@ class RowArgs(NamedTuple):
     value_weight: Any
     hard_weight: Any
     labels: Any
-    num_rows: Any
     first_word: Any
     ignore_index: Any
     inv_temperature: Any
@@ -182,17 +181,8 @@ def row_kernel(
     student, teacher, rows,
     FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Rows dealt out to programs."""
-    for row in range(tl.program_id(0), rows.num_rows, tl.num_programs(0)):
-        whole_row(student, teacher, rows, row.to(tl.int64), FORM, HELPER, CONFIG)
-
-
-@triton.jit
-def whole_row(
-    student, teacher, rows, row,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
     """Values and statistics of a row where VALUES, then its gradients over its logits."""
+    row = tl.program_id(0).to(tl.int64)
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
     unit = rows.inv_temperature * LOG2E
