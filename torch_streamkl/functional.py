@@ -434,11 +434,14 @@ class Functional:
 
     def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""
-        memo: dict[Expr, Tensor] = {}
-        like = variables["P"]
-        exprs = (self.expr, self.student_grad, self.teacher_grad)
-        f, h, g = (evaluate(e, variables, memo).expand_as(like) for e in exprs)
+        f, h, g = self.terms("fhg", variables)
         return f, h, g
+
+    def terms(self, names: str, variables: dict[str, Tensor]) -> list[Tensor]:
+        """Those of f, h and g that are named, in that order."""
+        memo: dict[Expr, Tensor] = {}
+        exprs = {"f": self.expr, "h": self.student_grad, "g": self.teacher_grad}
+        return [evaluate(exprs[n], variables, memo).expand_as(variables["P"]) for n in names]
 
 
 def _js(beta: float) -> Expr:

@@ -227,25 +227,36 @@ def _second_pass(
 def key_sums(
     problem: AttentionProblem, log_t: Tensor, log_s: Tensor, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f, h and g of every key; with a head-averaged teacher g has a value for each of its heads."""
-    per_head = log_t
+    """f, h and g of every key."""
+    variables = _variables(problem, log_t, log_s)
+    f, h, g = problem.functional.terms("fhg", variables)
+    if allowed is not None:
+        f, h, g = (_where_allowed(allowed, x) for x in (f, h, g))
+    return f, h, _per_teacher_head(problem, g, log_t, variables)
+
+
+def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[str, Tensor]:
+    """What a functional is evaluated on: the teacher's heads averaged where the problem says so."""
     if problem.head_mean:
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
         log_t = (torch.log((group - peak).exp_().mean(2)) + peak.squeeze(2)).contiguous()
-    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
-    f, h, g = problem.functional.sums(variables)
-    if allowed is not None:
-        f, h, g = (
-            torch.where(_per_head(allowed, x.shape[1]), x, torch.zeros_like(x)) for x in (f, h, g)
-        )
-    if problem.head_mean:
-        # d logP / d logP_head = P_head / (P heads): each head takes its share of g
-        share = (
-            per_head.unflatten(1, (log_s.shape[1], -1)) - log_t.clamp_min(-1e30).unsqueeze(2)
-        ).exp()
-        g = (share * (g / share.shape[2]).unsqueeze(2)).flatten(1, 2)
-    return f, h, g
+    return {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+
+
+def _per_teacher_head(
+    problem: AttentionProblem, g: Tensor, log_t: Tensor, variables: dict[str, Tensor]
+) -> Tensor:
+    """g for every teacher head: d logP / d logP_head = P_head / (P heads) is a head's share."""
+    if not problem.head_mean:
+        return g
+    mean = variables["logP"].clamp_min(-1e30).unsqueeze(2)
+    share = (log_t.unflatten(1, (g.shape[1], -1)) - mean).exp()
+    return (share * (g / share.shape[2]).unsqueeze(2)).flatten(1, 2)
+
+
+def _where_allowed(allowed: Tensor, x: Tensor) -> Tensor:
+    return torch.where(_per_head(allowed, x.shape[1]), x, torch.zeros_like(x))
 
 
 @dataclass(frozen=True)
@@ -307,14 +318,20 @@ def _backward_sequence(
                 problem.teacher, problem, teacher_rows, keys, allowed, lse_t
             )
             block_s = _log_probabilities(problem.student, problem, rows, keys, allowed, lse_s)
-            _, h, g = key_sums(problem, block_t.scores, block_s.scores, allowed)
+            variables = _variables(problem, block_t.scores, block_s.scores)
+            names = "h" * wanted.student + "g" * wanted.teacher
+            terms = problem.functional.terms(names, variables)
+            if allowed is not None:
+                terms = [_where_allowed(allowed, x) for x in terms]
             if wanted.student:
-                ds = (h - block_s.scores.exp() * h_sum) * row_grad
+                ds = torch.addcmul(terms[0], variables["S"], h_sum, value=-1).mul_(row_grad)
                 _add_gradient(
                     problem, problem.student, rows, keys, ds, block_s.slope, sums[0], sums[1]
                 )
             if wanted.teacher:
-                dt = (g - block_t.scores.exp() * g_sum) * _per_head(row_grad, g.shape[1])
+                g = _per_teacher_head(problem, terms[-1], block_t.scores, variables)
+                own = block_t.scores.exp() if problem.head_mean else variables["P"]
+                dt = torch.addcmul(g, own, g_sum, value=-1).mul_(_per_head(row_grad, g.shape[1]))
                 _add_gradient(
                     problem,
                     problem.teacher,
@@ -337,7 +354,8 @@ def _add_gradient(
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> None:
-    d_dot = d_score * (slope * (side.scale / problem.temperature))
+    """Add what a block contributes to dQ and dK; overwrites ``d_score``."""
+    d_dot = d_score.mul_(slope * (side.scale / problem.temperature))
     kv_heads = _kv_heads(side, rows)
     folded = d_dot.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(
         2, 3
