@@ -35,64 +35,277 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 EMPTY = torch.randn(2, 4, 0, 8)
 CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "not a tensor": (TypeError, "student_q must be a tensor, got list", inputs(student_q=[1.0])),  # type: ignore[arg-type]
-    "dimensions": (ValueError, r"student_k must have 4 dimensions, got shape \(4, 6, 8\)", inputs(student_k=torch.randn(4, 6, 8))),
-    "integers": (TypeError, "teacher_q must be float64, float32, bfloat16 or float16, got torch.int64", inputs(teacher_q=torch.ones(2, 4, 6, 8, dtype=torch.int64))),
-    "last stride": (ValueError, r"the last dimension of teacher_k must be contiguous, got strides \(192, 48, 1, 6\)", inputs(teacher_k=torch.randn(2, 4, 8, 6).transpose(2, 3))),
-    "dtypes": (ValueError, "must share dtype, got torch.float32, torch.float32, torch.float64 and torch.float32", inputs(teacher_q=torch.randn(2, 4, 6, 8).double())),
-    "devices": (ValueError, "must share device, got cpu, cpu, cpu and meta", inputs(teacher_k=torch.randn(2, 4, 6, 8, device="meta"))),
-    "batch": (ValueError, "must share batch size, got 2, 2, 3 and 2", inputs(teacher_q=torch.randn(3, 4, 6, 8))),
-    "seqlen_q": (ValueError, "student_q and teacher_q must share seqlen_q, got 6 and 5", inputs(teacher_q=torch.randn(2, 4, 5, 8))),
-    "seqlen_k": (ValueError, "student_k and teacher_k must share seqlen_k, got 6 and 5", inputs(teacher_k=torch.randn(2, 4, 5, 8))),
-    "head_dim": (ValueError, "student_q and student_k must share head_dim, got 8 and 16", inputs(student_k=torch.randn(2, 4, 6, 16))),
-    "groups": (ValueError, "heads of student_q must be a multiple of that of student_k, got 4 and 3", inputs(student_k=torch.randn(2, 3, 6, 8))),
-    "heads": (ValueError, "must share number of heads, got 4 and 8", inputs(teacher_q=torch.randn(2, 8, 6, 8))),
-    "empty": (ValueError, r"student_k must have no empty dimension, got size 0 at dimension 2 of \(2, 4, 0, 8\)", inputs(student_k=EMPTY, teacher_k=EMPTY)),
-    "divergence": (ValueError, "divergence must be one of 'forward_kl'.*got 'kl'", inputs() | {"divergence": "kl"}),
-    "reduction": (ValueError, "reduction must be one of 'none'.*got 'max'", inputs() | {"reduction": "max"}),
-    "layout": (ValueError, "layout must be one of 'bhnd', 'bnhd', got 'sbhd'", inputs() | {"layout": "sbhd"}),
+    "dimensions": (
+        ValueError,
+        r"student_k must have 4 dimensions, got shape \(4, 6, 8\)",
+        inputs(student_k=torch.randn(4, 6, 8)),
+    ),
+    "integers": (
+        TypeError,
+        "teacher_q must be float64, float32, bfloat16 or float16, got torch.int64",
+        inputs(teacher_q=torch.ones(2, 4, 6, 8, dtype=torch.int64)),
+    ),
+    "last stride": (
+        ValueError,
+        r"the last dimension of teacher_k must be contiguous, got strides \(192, 48, 1, 6\)",
+        inputs(teacher_k=torch.randn(2, 4, 8, 6).transpose(2, 3)),
+    ),
+    "dtypes": (
+        ValueError,
+        "must share dtype, got torch.float32, torch.float32, torch.float64 and torch.float32",
+        inputs(teacher_q=torch.randn(2, 4, 6, 8).double()),
+    ),
+    "devices": (
+        ValueError,
+        "must share device, got cpu, cpu, cpu and meta",
+        inputs(teacher_k=torch.randn(2, 4, 6, 8, device="meta")),
+    ),
+    "batch": (
+        ValueError,
+        "must share batch size, got 2, 2, 3 and 2",
+        inputs(teacher_q=torch.randn(3, 4, 6, 8)),
+    ),
+    "seqlen_q": (
+        ValueError,
+        "student_q and teacher_q must share seqlen_q, got 6 and 5",
+        inputs(teacher_q=torch.randn(2, 4, 5, 8)),
+    ),
+    "seqlen_k": (
+        ValueError,
+        "student_k and teacher_k must share seqlen_k, got 6 and 5",
+        inputs(teacher_k=torch.randn(2, 4, 5, 8)),
+    ),
+    "head_dim": (
+        ValueError,
+        "student_q and student_k must share head_dim, got 8 and 16",
+        inputs(student_k=torch.randn(2, 4, 6, 16)),
+    ),
+    "groups": (
+        ValueError,
+        "heads of student_q must be a multiple of that of student_k, got 4 and 3",
+        inputs(student_k=torch.randn(2, 3, 6, 8)),
+    ),
+    "heads": (
+        ValueError,
+        "must share number of heads, got 4 and 8",
+        inputs(teacher_q=torch.randn(2, 8, 6, 8)),
+    ),
+    "empty": (
+        ValueError,
+        r"student_k must have no empty dimension, got size 0 at dimension 2 of \(2, 4, 0, 8\)",
+        inputs(student_k=EMPTY, teacher_k=EMPTY),
+    ),
+    "divergence": (
+        ValueError,
+        "divergence must be one of 'forward_kl'.*got 'kl'",
+        inputs() | {"divergence": "kl"},
+    ),
+    "reduction": (
+        ValueError,
+        "reduction must be one of 'none'.*got 'max'",
+        inputs() | {"reduction": "max"},
+    ),
+    "layout": (
+        ValueError,
+        "layout must be one of 'bhnd', 'bnhd', got 'sbhd'",
+        inputs() | {"layout": "sbhd"},
+    ),
     "impl": (ValueError, "impl must be one of 'auto'.*got 'cuda'", inputs() | {"impl": "cuda"}),
-    "beta": (ValueError, "beta must lie between 0 and 1, got 1.5", inputs() | {"divergence": "js", "beta": 1.5}),
-    "temperature": (ValueError, "temperature must be positive, got 0.0", inputs() | {"temperature": 0.0}),
-    "softcap": (ValueError, "teacher_softcap must be positive, got -1", inputs() | {"teacher_softcap": -1.0}),
-    "eps": (ValueError, "student_eps must lie between 0 and 1, got -0.1", inputs() | {"student_eps": -0.1}),
-    "clamp": (ValueError, "teacher_clamp must lie between 0 and 1, got 2", inputs() | {"teacher_clamp": 2.0}),
-    "tv with guards": (ValueError, "'tv' takes no logarithm, so eps and clamp do not apply", inputs() | {"divergence": "tv", "student_eps": 1e-3}),
-    "scale": (ValueError, "student_scale must be finite, got nan", inputs() | {"student_scale": math.nan}),
-    "window": (ValueError, "window bounds must be None or at least 0, got right -1", inputs() | {"window": (None, -1)}),
-    "mask shape": (ValueError, r"attn_mask must broadcast to \(2, 4, 6, 6\), got \(2, 6, 6\)", inputs() | {"attn_mask": torch.ones(2, 6, 6, dtype=torch.bool)}),
-    "mask dimensions": (ValueError, "attn_mask must broadcast to .* got 5 dimensions", inputs() | {"attn_mask": torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)}),
-    "mask dtype": (TypeError, "attn_mask must be boolean or floating point, got torch.int64", inputs() | {"attn_mask": torch.ones(6, 6, dtype=torch.int64)}),
-    "mask device": (ValueError, "attn_mask must be on the device of the queries, got meta and cpu", inputs() | {"attn_mask": torch.ones(6, 6, device="meta")}),
-    "mask gradient": (NotImplementedError, "attn_mask gets no gradient from this operator; pass attn_mask.detach()", inputs() | {"attn_mask": torch.zeros(6, 6, requires_grad=True)}),
-    "mask and bias": (NotImplementedError, "an additive attn_mask cannot be combined with a bias; add them up", inputs() | {"attn_mask": torch.zeros(6, 6), "student_bias": torch.zeros(6, 6)}),
-    "bias gradient": (NotImplementedError, "teacher_bias gets no gradient from this operator; pass teacher_bias.detach()", inputs() | {"teacher_bias": torch.zeros(6, 6, requires_grad=True)}),
-    "bias dtype": (TypeError, "student_bias must be boolean or floating point, got torch.int32", inputs() | {"student_bias": torch.zeros(6, 6, dtype=torch.int32)}),
-    "lengths shape": (ValueError, r"key_lengths must have shape \(2,\), got \(3,\)", inputs() | {"key_lengths": torch.ones(3, dtype=torch.int32)}),
-    "lengths dtype": (TypeError, "key_lengths must have dtype torch.int32 or torch.int64, got torch.float32", inputs() | {"key_lengths": torch.ones(2)}),
-    "row mask dtype": (TypeError, "row_mask must be boolean, got torch.float32", inputs() | {"row_mask": torch.ones(6)}),
-    "row mask shape": (ValueError, r"row_mask must broadcast to \(2, 4, 6\), got \(5,\)", inputs() | {"row_mask": torch.ones(5, dtype=torch.bool)}),
-    "slopes shape": (ValueError, r"student_alibi_slopes must have shape \(4,\), got \(2,\)", inputs() | {"student_alibi_slopes": torch.ones(2)}),
-    "slopes gradient": (NotImplementedError, "teacher_alibi_slopes gets no gradient", inputs() | {"teacher_alibi_slopes": torch.ones(4, requires_grad=True)}),
-    "sink shape": (ValueError, r"teacher_sink must have shape \(4,\), got \(4, 1\)", inputs() | {"teacher_sink": torch.ones(4, 1)}),
-    "sink dtype": (TypeError, "student_sink must have dtype .* got torch.int64", inputs() | {"student_sink": torch.ones(4, dtype=torch.int64)}),
-    "head reduction": (ValueError, "head_reduction must be one of None, 'mean', got 'sum'", inputs() | {"head_reduction": "sum"}),
-    "head reduction heads": (ValueError, "teacher heads must be a multiple of the student's, got 6 and 4", inputs(teacher_q=torch.randn(2, 6, 6, 8), teacher_k=torch.randn(2, 6, 6, 8)) | {"head_reduction": "mean"}),
-    "head reduction and additive mask": (NotImplementedError, "must have one head, got 4; pass student_bias and teacher_bias", inputs(teacher_q=torch.randn(2, 8, 6, 8)) | {"head_reduction": "mean", "attn_mask": torch.zeros(4, 6, 6)}),
-    "lse alone": (ValueError, "teacher_lse is used with head_reduction='mean' only", inputs() | {"teacher_lse": torch.zeros(2, 4, 6)}),
-    "lse shape": (ValueError, r"teacher_lse must have shape \(2, 4, 6\), got \(4, 6\)", inputs() | {"head_reduction": "mean", "teacher_lse": torch.zeros(4, 6)}),
-    "lse dtype": (TypeError, "teacher_lse must be float32", inputs() | {"head_reduction": "mean", "teacher_lse": torch.zeros(2, 4, 6).half()}),
-    "triton without a GPU": (NotImplementedError, "impl='triton' needs a GPU .*got device cpu; impl='streaming' computes it", inputs() | {"impl": "triton"}),
-}  # fmt: skip
+    "beta": (
+        ValueError,
+        "beta must lie between 0 and 1, got 1.5",
+        inputs() | {"divergence": "js", "beta": 1.5},
+    ),
+    "temperature": (
+        ValueError,
+        "temperature must be positive, got 0.0",
+        inputs() | {"temperature": 0.0},
+    ),
+    "softcap": (
+        ValueError,
+        "teacher_softcap must be positive, got -1",
+        inputs() | {"teacher_softcap": -1.0},
+    ),
+    "eps": (
+        ValueError,
+        "student_eps must lie between 0 and 1, got -0.1",
+        inputs() | {"student_eps": -0.1},
+    ),
+    "clamp": (
+        ValueError,
+        "teacher_clamp must lie between 0 and 1, got 2",
+        inputs() | {"teacher_clamp": 2.0},
+    ),
+    "tv with guards": (
+        ValueError,
+        "'tv' takes no logarithm, so eps and clamp do not apply",
+        inputs() | {"divergence": "tv", "student_eps": 1e-3},
+    ),
+    "scale": (
+        ValueError,
+        "student_scale must be finite, got nan",
+        inputs() | {"student_scale": math.nan},
+    ),
+    "window": (
+        ValueError,
+        "window bounds must be None or at least 0, got right -1",
+        inputs() | {"window": (None, -1)},
+    ),
+    "mask shape": (
+        ValueError,
+        r"attn_mask must broadcast to \(2, 4, 6, 6\), got \(2, 6, 6\)",
+        inputs() | {"attn_mask": torch.ones(2, 6, 6, dtype=torch.bool)},
+    ),
+    "mask dimensions": (
+        ValueError,
+        "attn_mask must broadcast to .* got 5 dimensions",
+        inputs() | {"attn_mask": torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)},
+    ),
+    "mask dtype": (
+        TypeError,
+        "attn_mask must be boolean or floating point, got torch.int64",
+        inputs() | {"attn_mask": torch.ones(6, 6, dtype=torch.int64)},
+    ),
+    "mask device": (
+        ValueError,
+        "attn_mask must be on the device of the queries, got meta and cpu",
+        inputs() | {"attn_mask": torch.ones(6, 6, device="meta")},
+    ),
+    "mask gradient": (
+        NotImplementedError,
+        "attn_mask gets no gradient from this operator; pass attn_mask.detach()",
+        inputs() | {"attn_mask": torch.zeros(6, 6, requires_grad=True)},
+    ),
+    "mask and bias": (
+        NotImplementedError,
+        "an additive attn_mask cannot be combined with a bias; add them up",
+        inputs() | {"attn_mask": torch.zeros(6, 6), "student_bias": torch.zeros(6, 6)},
+    ),
+    "bias gradient": (
+        NotImplementedError,
+        "teacher_bias gets no gradient from this operator; pass teacher_bias.detach()",
+        inputs() | {"teacher_bias": torch.zeros(6, 6, requires_grad=True)},
+    ),
+    "bias dtype": (
+        TypeError,
+        "student_bias must be boolean or floating point, got torch.int32",
+        inputs() | {"student_bias": torch.zeros(6, 6, dtype=torch.int32)},
+    ),
+    "lengths shape": (
+        ValueError,
+        r"key_lengths must have shape \(2,\), got \(3,\)",
+        inputs() | {"key_lengths": torch.ones(3, dtype=torch.int32)},
+    ),
+    "lengths dtype": (
+        TypeError,
+        "key_lengths must have dtype torch.int32 or torch.int64, got torch.float32",
+        inputs() | {"key_lengths": torch.ones(2)},
+    ),
+    "row mask dtype": (
+        TypeError,
+        "row_mask must be boolean, got torch.float32",
+        inputs() | {"row_mask": torch.ones(6)},
+    ),
+    "row mask shape": (
+        ValueError,
+        r"row_mask must broadcast to \(2, 4, 6\), got \(5,\)",
+        inputs() | {"row_mask": torch.ones(5, dtype=torch.bool)},
+    ),
+    "slopes shape": (
+        ValueError,
+        r"student_alibi_slopes must have shape \(4,\), got \(2,\)",
+        inputs() | {"student_alibi_slopes": torch.ones(2)},
+    ),
+    "slopes gradient": (
+        NotImplementedError,
+        "teacher_alibi_slopes gets no gradient",
+        inputs() | {"teacher_alibi_slopes": torch.ones(4, requires_grad=True)},
+    ),
+    "sink shape": (
+        ValueError,
+        r"teacher_sink must have shape \(4,\), got \(4, 1\)",
+        inputs() | {"teacher_sink": torch.ones(4, 1)},
+    ),
+    "sink dtype": (
+        TypeError,
+        "student_sink must have dtype .* got torch.int64",
+        inputs() | {"student_sink": torch.ones(4, dtype=torch.int64)},
+    ),
+    "head reduction": (
+        ValueError,
+        "head_reduction must be one of None, 'mean', got 'sum'",
+        inputs() | {"head_reduction": "sum"},
+    ),
+    "head reduction heads": (
+        ValueError,
+        "teacher heads must be a multiple of the student's, got 6 and 4",
+        inputs(teacher_q=torch.randn(2, 6, 6, 8), teacher_k=torch.randn(2, 6, 6, 8))
+        | {"head_reduction": "mean"},
+    ),
+    "head reduction and additive mask": (
+        NotImplementedError,
+        "must have one head, got 4; pass student_bias and teacher_bias",
+        inputs(teacher_q=torch.randn(2, 8, 6, 8))
+        | {"head_reduction": "mean", "attn_mask": torch.zeros(4, 6, 6)},
+    ),
+    "lse alone": (
+        ValueError,
+        "teacher_lse is used with head_reduction='mean' only",
+        inputs() | {"teacher_lse": torch.zeros(2, 4, 6)},
+    ),
+    "lse shape": (
+        ValueError,
+        r"teacher_lse must have shape \(2, 4, 6\), got \(4, 6\)",
+        inputs() | {"head_reduction": "mean", "teacher_lse": torch.zeros(4, 6)},
+    ),
+    "lse dtype": (
+        TypeError,
+        "teacher_lse must be float32",
+        inputs() | {"head_reduction": "mean", "teacher_lse": torch.zeros(2, 4, 6).half()},
+    ),
+    "triton without a GPU": (
+        NotImplementedError,
+        "impl='triton' needs a GPU .*got device cpu; impl='streaming' computes it",
+        inputs() | {"impl": "triton"},
+    ),
+}
 
 PACKED_CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "dimensions": (ValueError, "student_q must have 3 dimensions", packed(student_q=torch.randn(1, 6, 4, 8))),
-    "offsets dtype": (TypeError, "cu_seqlens_q must have dtype torch.int32, got torch.int64", packed(cu_seqlens_q=torch.tensor([0, 2, 6]))),
-    "offsets length": (ValueError, r"cu_seqlens_k must have shape \(3,\), got \(2,\)", packed(cu_seqlens_k=torch.tensor([0, 6], dtype=torch.int32))),
-    "no sequence": (ValueError, "must have num_sequences \\+ 1 >= 2 entries, got 1", packed(cu_seqlens_q=torch.zeros(1, dtype=torch.int32), cu_seqlens_k=torch.zeros(1, dtype=torch.int32))),
+    "dimensions": (
+        ValueError,
+        "student_q must have 3 dimensions",
+        packed(student_q=torch.randn(1, 6, 4, 8)),
+    ),
+    "offsets dtype": (
+        TypeError,
+        "cu_seqlens_q must have dtype torch.int32, got torch.int64",
+        packed(cu_seqlens_q=torch.tensor([0, 2, 6])),
+    ),
+    "offsets length": (
+        ValueError,
+        r"cu_seqlens_k must have shape \(3,\), got \(2,\)",
+        packed(cu_seqlens_k=torch.tensor([0, 6], dtype=torch.int32)),
+    ),
+    "no sequence": (
+        ValueError,
+        "must have num_sequences \\+ 1 >= 2 entries, got 1",
+        packed(
+            cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+            cu_seqlens_k=torch.zeros(1, dtype=torch.int32),
+        ),
+    ),
     "longest": (ValueError, "max_seqlen_k must be positive, got 0", packed(max_seqlen_k=0)),
-    "lse shape": (ValueError, r"teacher_lse must have shape \(4, 6\), got \(6, 4\)", packed(head_reduction="mean", teacher_lse=torch.zeros(6, 4))),
-    "row mask": (ValueError, r"row_mask must broadcast to \(1, 4, 6\), got \(5,\)", packed(row_mask=torch.ones(5, dtype=torch.bool))),
-}  # fmt: skip
+    "lse shape": (
+        ValueError,
+        r"teacher_lse must have shape \(4, 6\), got \(6, 4\)",
+        packed(head_reduction="mean", teacher_lse=torch.zeros(6, 4)),
+    ),
+    "row mask": (
+        ValueError,
+        r"row_mask must broadcast to \(1, 4, 6\), got \(5,\)",
+        packed(row_mask=torch.ones(5, dtype=torch.bool)),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

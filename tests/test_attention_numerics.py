@@ -1,4 +1,4 @@
-"""Numbers at the edges: huge scores, underflow, masked rows, guards, impossible keys. Never NaN."""
+"""Numbers at the edges: huge scores, underflow, masked rows, guards, impossible keys; no NaN."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""attention_kl as an operator: schemas, fakes, autograd, autocast, vmap, FLOPs, checkpointing, export."""
+"""attention_kl as an operator: schema, fake, autograd, autocast, vmap, FLOPs, checkpoint, export."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def operator_arguments(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if spec.packed is None:
         spec = replace(spec, seqlen_q=min(spec.seqlen_q, 6), seqlen_k=min(spec.seqlen_k, 9))
     call = build(spec)
-    options = {n: x for n, x in call.options.items()}
+    options = call.options
     public = {**call.tensors, **options}
     inputs = attention.Inputs(*(public.get(n) for n in attention.Inputs._fields))
     layout = attention.PACKED if spec.packed is not None else spec.layout
@@ -109,7 +109,7 @@ def test_fake_with_symbolic_sizes() -> None:
     assert isinstance(value.shape[2], torch.SymInt)
 
 
-# ----------------------------------------------------------------------------- with and without dispatcher
+# ---------------------------------------------------------------------------------- direct calls
 @pytest.mark.parametrize(
     "name", ["forward_kl", "js", "sink", "varlen", "head_mean", "layout_bnhd"]
 )
@@ -156,7 +156,7 @@ def test_learned_scale_is_not_kept_alive() -> None:
     assert not checks._verdicts
 
 
-# ------------------------------------------------------------------------------------ the rest of torch
+# -------------------------------------------------------------------------------- rest of torch
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_gradient_to_one_side_only(side: str) -> None:
     inputs = tensors_of(wanted=side)
@@ -233,7 +233,7 @@ def test_torch_func_derivatives_are_a_clear_error(transform: str) -> None:
         "dual": dual,
         "vmap of grad": lambda: torch.vmap(torch.func.grad(loss))(torch.stack([q, q])),
     }
-    with pytest.raises(NotImplementedError, match="use torch.autograd.grad or backward"):
+    with pytest.raises(NotImplementedError, match=r"use torch\.autograd\.grad or backward"):
         calls[transform]()
 
 

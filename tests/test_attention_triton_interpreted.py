@@ -2,8 +2,8 @@
 
 The edge cases of test_attention_numerics.py run in it too.
 
-The interpreter has to be chosen before a kernel is imported, so outside of it this file runs itself
-in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.
+The interpreter has to be chosen before a kernel is imported, so outside of it this file runs
+itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.
 """
 
 import os

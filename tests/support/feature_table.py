@@ -1,0 +1,110 @@
+"""The feature table of the README: every feature by implementation, each cell backed by a test.
+
+python -m tests.support.feature_table          # rewrite the section of README.md
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.problems import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- features:begin -->", "<!-- features:end -->"
+
+ON_GPU = "Triton, GPU tests"
+FILES = {
+    "reference": "tests/test_attention_reference.py",
+    "CPU (streaming)": "tests/test_attention_streaming.py",
+    "Triton": "tests/test_attention_triton_interpreted.py",
+    ON_GPU: "tests/test_attention_cuda.py",
+}
+
+# feature -> cases of problems.CASES that show it
+FEATURES: dict[str, tuple[str, ...]] = {
+    "forward KL": ("forward_kl",),
+    "reverse KL": ("reverse_kl",),
+    "soft cross-entropy": ("cross_entropy",),
+    "Jeffreys": ("jeffreys",),
+    "generalised Jensen-Shannon (`beta`)": ("js",),
+    "total variation": ("tv",),
+    "`eps` before the log, exact": ("eps",),
+    "lower `clamp` before the log, exact": ("clamp_reached", "clamp_not_reached"),
+    "causal, bottom-right aligned": ("causal", "causal_more_rows_than_keys"),
+    "sliding window": ("window", "window_causal"),
+    "boolean mask, any broadcast": ("mask_bool", "mask_bool_per_head", "mask_padding"),
+    "additive mask": ("mask_additive",),
+    "`masked_fill` with a finite value": ("mask_filled",),
+    "key lengths": ("key_lengths",),
+    "query-row validity": ("row_mask",),
+    "packed sequences": ("varlen", "varlen_causal", "varlen_window"),
+    "softcap per side": ("softcap",),
+    "temperature": ("temperature", "temperature_softcap"),
+    "scale per side, learned scale": ("scale", "scale_tensor"),
+    "bias per side": ("bias",),
+    "ALiBi slopes": ("alibi",),
+    "attention sinks": ("sink", "sink_student", "sink_teacher_two_pass"),
+    "GQA, MQA, other groups per side": ("gqa", "mqa"),
+    "head-averaged teacher": (
+        "head_mean",
+        "head_mean_groups",
+        "head_mean_guards",
+        "head_mean_filled",
+    ),
+    "known `teacher_lse`": ("teacher_lse",),
+    "[B, N, H, D] layout": ("layout_bnhd",),
+    "any strides, no copies": ("strides", "strides_padded"),
+    "other head_dim per side": ("head_dims",),
+    "few rows, long keys": ("split_keys", "split_keys_two_pass", "split_keys_clamp"),
+    "reductions": ("reduction",),
+}
+
+
+DTYPES_ON_GPU = ("bfloat16", "float16", "float32")
+
+
+def ids_of(implementation: str, feature: str) -> list[str]:
+    """Ids of the tests behind a cell."""
+    cases: tuple[str, ...] = FEATURES[feature]
+    if implementation == ON_GPU:
+        cases = tuple(f"{case}-{dtype}" for case in cases for dtype in DTYPES_ON_GPU)
+    return [f"{FILES[implementation]}::test_feature[{case}]" for case in cases]
+
+
+def section() -> str:
+    """The Markdown between the markers."""
+    lines = [
+        BEGIN,
+        "## Features of `attention_kl`",
+        "",
+        "Values and gradients to both sides, against the textbook code in float64. Behind a cell stand",
+        "as many tests as it says: `test_feature[case]` of the file at the head of its column, with the",
+        "cases of `tests/support/problems.py`. The Triton column is the interpreter, in float32 and",
+        "float16. The last column counts the tests that a machine with a GPU runs, in bfloat16, float16",
+        "and float32.",
+        "",
+        "| feature | cases | "
+        + " | ".join(f"[{name}]({file})" for name, file in FILES.items())
+        + " |",
+        "| --- | --- |" + " --- |" * len(FILES),
+    ]
+    for feature, cases in FEATURES.items():
+        counts = {name: len(ids_of(name, feature)) for name in FILES}
+        names = ", ".join(f"`{case}`" for case in cases)
+        cells = [f"{n} tests" if name == ON_GPU else f"yes ({n})" for name, n in counts.items()]
+        lines.append(f"| {feature} | {names} | {' | '.join(cells)} |")
+    return "\n".join([*lines, END])
+
+
+def update(text: str) -> str:
+    """README text with the section up to date, at the end if it was not there."""
+    if BEGIN not in text:
+        return text.rstrip("\n") + "\n\n" + section() + "\n"
+    head, rest = text.split(BEGIN, 1)
+    return head + section() + rest.split(END, 1)[1]
+
+
+if __name__ == "__main__":
+    assert set(CASES) == {case for cases in FEATURES.values() for case in cases}
+    README.write_text(update(README.read_text()))
