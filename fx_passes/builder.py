@@ -22,10 +22,25 @@ from torch_streamkl.fx_passes.values import Blocked
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
+class Selections:
+    """Row selections by boolean masks: the positions of each mask's True entries, made once.
+
+    Their number is not known before the program runs; ``counts`` finds the positions again by the
+    symbol that the analysis has for it.
+    """
+
+    def __init__(self) -> None:
+        self.positions: dict[fx.Node, fx.Node] = {}
+        self.counts: dict[str, fx.Node] = {}
+
+
 class Builder:
     """Inserts before one node; sizes are looked up in the shapes of the given tensors."""
 
-    def __init__(self, before: fx.Node, mode: FakeTensorMode) -> None:
+    def __init__(
+        self, before: fx.Node, mode: FakeTensorMode, selections: Selections | None = None
+    ) -> None:
+        self.selections = selections if selections is not None else Selections()
         self.graph = before.graph
         self.before = before
         self.mode = mode
@@ -61,7 +76,8 @@ class Builder:
         values = fx.map_arg((args, kwargs), example)
         shapes = self.mode.shape_env
         guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
-        with self.mode, guards, torch.enable_grad():
+        fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else guards
+        with self.mode, guards, fresh, torch.enable_grad():
             try:
                 result = run(*values)
             except (ValueError, TypeError, NotImplementedError) as refusal:
@@ -79,9 +95,22 @@ class Builder:
         known = expression(size)
         return known if isinstance(known, int) else self._symbolic(known, tensors)
 
+    def positions(self, mask: fx.Node, count: Size) -> fx.Node:
+        """Where a boolean mask is True, as indices into its flattened entries."""
+        made = self.selections.positions.get(mask)
+        if made is None:
+            build = Builder(mask.next, self.mode)
+            flat = build.method("flatten", mask)
+            made = build.method("squeeze", build.call(torch.nonzero, flat), 1)
+            self.selections.positions[mask] = made
+        self.selections.counts[str(expression(count))] = made
+        return made
+
     def _symbolic(self, wanted: Any, tensors: Sequence[fx.Node]) -> int | fx.Node:
         if wanted.is_Integer:
             return int(wanted)
+        if str(wanted) in self.selections.counts:
+            return self.method("size", self.selections.counts[str(wanted)], 0)
         for tensor in tensors:
             value = example(tensor)
             assert isinstance(value, Tensor)

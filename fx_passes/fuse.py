@@ -36,7 +36,7 @@ from torch_streamkl.fx_passes.geometry import Geometry, geometry
 from torch_streamkl.fx_passes.layout import Layout, Piece
 from torch_streamkl.fx_passes.masks import AxisCondition, AxisTensor
 from torch_streamkl.fx_passes.operands import canonical, outer_node, placed, rows_as_user
-from torch_streamkl.fx_passes.sizes import Size, expression, is_zero, same
+from torch_streamkl.fx_passes.sizes import Size, expression, is_unknown, is_zero, same
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import (
     ABSORBING,
@@ -507,8 +507,10 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
         total = build.method("to", total, like.dtype)
     result = example(total)
     assert isinstance(result, Tensor)
+    # a number of selected rows has a symbol of its own in the rewritten graph
     if len(result.shape) != len(like.shape) or not all(
-        same(a, b) for a, b in zip(result.shape, like.shape, strict=True)
+        same(a, b) or (is_unknown(a) and is_unknown(b))
+        for a, b in zip(result.shape, like.shape, strict=True)
     ):
         raise Blocked(
             f"the fused value has shape {tuple(result.shape)}, the user's {tuple(like.shape)}"

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.sizes import same
 from torch_streamkl.fx_passes.slicing import example, name_of
 
 MakeBuilder = Callable[[fx.Node], Builder]
@@ -103,7 +104,7 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
         return False
     if name in VIEWS | PERMUTATIONS:
         return node.args[0] is x
-    if value.shape != _value(x).shape:
+    if name not in (*PRODUCTS, "masked_fill", "masked_fill_", "where") or not _same_shape(node, x):
         return False
     if name in PRODUCTS:
         in_numerator = node.args[0] is x or name in ("mul", "multiply")
@@ -114,6 +115,11 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
         branches = list(node.args[1:])
         return len(branches) == 2 and node.args[0] is not x and x in branches and 0 in branches
     return False
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    x, y = _value(a).shape, _value(b).shape
+    return len(x) == len(y) and all(same(p, q) for p, q in zip(x, y, strict=True))
 
 
 def _needs_gradient(node: fx.Node) -> bool:

@@ -65,6 +65,11 @@ def canonical(
     if not own.distribution.trained and _requires_grad(x):
         x = build.method("detach", x)
     pieces = _split(operand.layout, side, geometry, own)
+    if not is_keys and any(
+        p.slot.kind == "digit" and not same(p.size, geometry.digits[p.slot.index].size)
+        for p in pieces
+    ):
+        raise Blocked("several heads share their query rows")
     x = _reshaped(build, x, [p.size for p in pieces], tensors)
     order = _order(geometry, is_keys=is_keys, pieces=pieces)
     x = _permuted(build, x, [pieces.index(p) for p in order if p is not None])
@@ -190,8 +195,10 @@ def _with_step(
 ) -> fx.Node:
     if step.kind == "rows":
         assert step.mask is not None
-        index = (*(slice(None),) * step.dim, outer_node(step.mask, outer))
-        return build.call(operator.getitem, x, index)
+        positions = build.positions(outer_node(step.mask, outer), step.length)
+        if step.mask_rank > 1:
+            x = build.method("flatten", x, step.dim, step.dim + step.mask_rank - 1)
+        return build.method("index_select", x, step.dim, positions)
     if not isinstance(step.start, int) or not isinstance(step.length, int):
         raise Blocked("scores are sliced at a position of unknown size")
     if step.kind == "select":

@@ -62,6 +62,7 @@ class Recogniser(MaskRules):
         self._numbering: dict[object, fx.Node] = {}
         self._by_storage: dict[int, list[fx.Node]] = {}
         self._overwritten: set[fx.Node] = set()
+        self._counts: dict[fx.Node, Any] = {}  # number of rows that a boolean index selects
         self._constants(trace.module)
         for node in trace.graph.nodes:
             self._visit(node)
@@ -941,6 +942,7 @@ class Recogniser(MaskRules):
         rank = self.rank[index]
         count = scores.shape_of(node)[dim]
         chosen = self.canonical[index]
+        count = self._counts.setdefault(chosen, count)  # each use has a symbol of its own
         if isinstance(x, Scores):
             return Scores(*scores.selected_rows(x.key, x.layout, dim, chosen, rank, count))
         if dim <= x.key_dim < dim + rank:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.aliasing import Aliases
-from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.builder import Builder, Selections
 from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
 from torch_streamkl.fx_passes.labels import share_labels
 from torch_streamkl.fx_passes.leftover import Leftovers
@@ -25,7 +26,7 @@ from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.remedies import remedy_for
 from torch_streamkl.fx_passes.report import UNKNOWN, Remaining, Report, Site, location_of
 from torch_streamkl.fx_passes.sites import divergence_sites, quadratic_nodes, reason_of
-from torch_streamkl.fx_passes.sizes import same
+from torch_streamkl.fx_passes.sizes import is_unknown, same
 from torch_streamkl.fx_passes.slicing import (
     MATMULS,
     Region,
@@ -136,12 +137,14 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     }
     unused = {n for n in region.nodes if not n.users}
     fused: list[tuple[Candidate, Site]] = []
+    selections = Selections()
     for candidate in candidates:
-        site = _fuse(candidate, region, trace, aliases)
+        site = _fuse(candidate, region, trace, aliases, selections)
         if site.fused:
             fused.append((candidate, site))
         else:
             report.sites.append(site)
+    _reread_counts(sizes, selections)
     removed = _remove_dead(graph, region.nodes, unused)
     if fused:
         _replace_attention(trace, recognised, region, aliases)
@@ -258,12 +261,48 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 # -------------------- replacing
-def _fuse(candidate: Candidate, region: Region, trace: Trace, aliases: Aliases) -> Site:
+def _reread_counts(quadratic: Iterable[fx.Node], selections: Selections) -> None:
+    """Checks of how many rows were selected read that from the positions, not from large tensors."""
+    for node in quadratic:
+        value = example(node)
+        for user in list(node.users):
+            if user.target is torch.ops.aten.sym_size.int and isinstance(value, Tensor):
+                size = value.shape[user.args[1]]  # type: ignore[index]
+                seen = {_entries(x) for x in _inputs_of(node)}
+                masks = [m for m in selections.positions if _entries(m) in seen]
+                if is_unknown(size) and len(masks) == 1:
+                    user.args = (selections.positions[masks[0]], 0)
+
+
+def _entries(node: fx.Node) -> object:
+    """The storage of a boolean tensor and how much of it: views in any order have as many True."""
+    value = example(node)
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        return node
+    return (value.untyped_storage()._cdata, str(value.numel()))
+
+
+def _inputs_of(node: fx.Node) -> set[fx.Node]:
+    """All inputs of an index operation, and of what views of it are made of."""
+    found = set(node.all_input_nodes)
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+        found |= set(node.all_input_nodes)
+    return found
+
+
+def _fuse(
+    candidate: Candidate,
+    region: Region,
+    trace: Trace,
+    aliases: Aliases,
+    selections: Selections,
+) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was."""
     node = candidate.node
     location, code = location_of(node)
     kind, form = describe(candidate.plan)
-    build = Builder(node, fake_mode_of(region))
+    build = Builder(node, fake_mode_of(region), selections)
     try:
         value = example(node)
         assert isinstance(value, Tensor)
@@ -386,6 +425,10 @@ def _bytes(node: fx.Node) -> int:
     return int(hint or 0) * value.element_size()
 
 
+def _plain(shape: Sequence[object]) -> tuple[object, ...]:
+    return tuple(size if isinstance(size, int) else str(size) for size in shape)
+
+
 def _remaining(
     graph: fx.Graph, sizes: dict[fx.Node, fx.Node], recognised: Recogniser
 ) -> list[Remaining]:
@@ -400,5 +443,5 @@ def _remaining(
             if blocked:
                 reason += f" ({blocked})"
             location, _ = location_of(node)
-            remaining.append(Remaining(node.name, tuple(value.shape), location, reason))
+            remaining.append(Remaining(node.name, _plain(value.shape), location, reason))
     return remaining

@@ -420,15 +420,19 @@ def selected_rows(
 ) -> tuple[ScoreKey, Layout]:
     """``scores[mask]``: rows that a boolean index over dimensions dim ... dim + mask_rank selects."""
     indexed = layout[dim : dim + mask_rank]
-    axes = [d[0].axis for d in indexed if len(d) == 1]
-    if len(axes) != mask_rank or any(axis_dim(layout, a) is None for a in axes):
-        raise Blocked("a boolean index on flattened or broadcast dimensions of the scores")
+    pieces = [p for d in indexed for p in d]
+    axes = [p.axis for p in pieces]
+    whole = all(is_one(p.stride) and same(p.size, key.size(p.axis)) for p in pieces)
+    if not pieces or not whole or len(set(axes)) != len(axes):
+        raise Blocked("a boolean index on part of the rows, or on dimensions of size one")
     holders = [o for o in (key.lhs, key.rhs) if axes_of(o.layout) & set(axes)]
     if len(holders) != 1:
         raise Blocked("a boolean index on a dimension that both operands of the scores have")
     operand = holders[0]
-    first = axis_dim(operand.layout, axes[0])
-    if first is None or tuple(operand.layout[first : first + mask_rank]) != indexed:
+    held = [d for d, dim_pieces in enumerate(operand.layout) if axes_of((dim_pieces,)) & set(axes)]
+    first, num_held = held[0], len(held)
+    in_operand = [p for d in operand.layout[first : first + num_held] for p in d]
+    if in_operand != pieces or held != list(range(first, first + num_held)):
         raise Blocked("a boolean index on dimensions that the operand has in another order")
     others = [*key.factors, *key.biases, *(x for x in key.mask or () if isinstance(x, AxisTensor))]
     if any(set(axes) & axes_of(x.layout) for x in others) or any(
@@ -439,8 +443,8 @@ def selected_rows(
         raise Blocked("a boolean index on scores after a mask or a tensor was applied")
     axis = max(a for a, _ in key.sizes) + 1
     new: Dim = (Piece(axis, count),)
-    step = Step("rows", first, mask=mask, mask_rank=mask_rank)
-    operand_layout = (*operand.layout[:first], new, *operand.layout[first + mask_rank :])
+    step = Step("rows", first, length=count, mask=mask, mask_rank=num_held)
+    operand_layout = (*operand.layout[:first], new, *operand.layout[first + num_held :])
     changed = Operand(operand.node, operand_layout, (*operand.steps, step))
     sizes = (*((a, s) for a, s in key.sizes if a not in axes), (axis, count))
     key = replace(key, sizes=sizes, **{"lhs" if operand is key.lhs else "rhs": changed})

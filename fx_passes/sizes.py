@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloorDiv
 
 Size = int | torch.SymInt
@@ -65,3 +66,8 @@ def quotient(a: Size, b: Size) -> Size | None:
 def as_int(size: Size) -> int | None:
     value = expression(size)
     return value if isinstance(value, int) else None
+
+
+def is_unknown(size: Size) -> bool:
+    """Whether a size depends on data: the number of rows that a boolean index selects."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))

@@ -407,3 +407,25 @@ def test_cross_entropy_of_labels_shares_the_logits(loss: str, first: str) -> Non
     assert outcome.num_fused == 1
     shared = loss in WITH_LABELS
     assert (outcome.report.remaining_quadratic == 0) == shared, str(outcome.report)
+
+
+ROW_SELECTIONS = {
+    "elements": lambda s, t, keep: SPELLINGS["kl_div"](s, t)[keep].sum() / keep.sum(),
+    "rows": lambda s, t, keep: SPELLINGS["kl_div"](s, t).sum(-1)[keep].mean(),
+    "selected rows": lambda s, t, keep: SPELLINGS["kl_div"](s, t)[keep].sum(-1).mean(),
+    "logits": lambda s, t, keep: F.kl_div(
+        s[keep].log_softmax(-1), t[keep].softmax(-1), reduction="batchmean"
+    ),
+    "flat": lambda s, t, keep: SPELLINGS["reverse"](
+        _vocab(s)[keep.view(-1)], _vocab(t)[keep.view(-1)]
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("selection", ROW_SELECTIONS)
+def test_rows_are_selected_before_the_product(selection: str) -> None:
+    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        return ROW_SELECTIONS[selection](F.linear(xs, ws), F.linear(xt, wt), labels != -100)
+
+    for inner in ("eager", "aot_eager"):
+        fused(loss, hidden_inputs(), fullgraph=True, inner=inner)
