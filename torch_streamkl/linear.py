@@ -143,7 +143,7 @@ def linear_kl(
         ("student", student_logit_scale, student_softcap),
         ("teacher", teacher_logit_scale, teacher_softcap),
     ):
-        if not math.isfinite(scale):
+        if not -math.inf < scale < math.inf:
             raise ValueError(f"{side}_logit_scale must be finite, got {scale}")
         options[f"{side}_scale"] = float(scale)
         if softcap is not None:
@@ -368,6 +368,8 @@ def _divergence_text(
         raise ValueError(
             f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
         )
-    return functional_text(
-        divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
-    )
+    # literal defaults: under torch.compile(dynamic=True) even a default float is a symbol, and the
+    # functional's text must be a constant
+    beta = beta if divergence == "js" and beta != 0.5 else 0.5
+    constants = [guard if guard != 0.0 else 0.0 for guard in guards.values()]
+    return functional_text(divergence, beta, *constants)

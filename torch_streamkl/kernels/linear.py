@@ -17,9 +17,8 @@ from torch_streamkl.kernels.linear_rows import Config, HeadArgs, RowArgs, row_ke
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 
-LANES_PER_THREAD = 2
-NUM_STAGES = 3
-TILE_WIDTH = 8  # words of a thread: 16 bytes of bfloat16
+TILE_WORDS = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
+TILE_WIDTH = 8  # words of a lane: 16 bytes of bfloat16
 NO_WEIGHTS = RowWeights(None, None)
 
 
@@ -72,14 +71,14 @@ def _launch(
     compute_values: bool,
 ) -> None:
     form = problem.functional.bilinear
-    # as many threads for few rows as for many: the kernel waits for memory
-    num_warps = 8 if problem.num_tokens > 640 else 16 if problem.num_tokens > 256 else 32
+    # few rows take more threads each: the kernel waits for memory
+    num_warps = 8 if problem.num_tokens > 640 else 16
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    lanes = 8 if interpreted else 32 * num_warps * LANES_PER_THREAD
+    narrow = max(student.element_size(), teacher.element_size()) == 2
     config = Config(
-        LANES=lanes,
+        LANES=8 if interpreted else TILE_WORDS // TILE_WIDTH,
         WIDTH=TILE_WIDTH,
-        NUM_STAGES=NUM_STAGES,
+        NUM_STAGES=3 if narrow else 1,
         S_SOFTCAP=problem.student.softcap != 0.0,
         T_SOFTCAP=problem.teacher.softcap != 0.0,
         S_BIAS=problem.student.bias is not None,
