@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.masks import (
     rearranged,
 )
 from torch_streamkl.fx_passes.sizes import Size, is_one
-from torch_streamkl.fx_passes.values import Elements, Number, Scores
+from torch_streamkl.fx_passes.values import Absent, Elements, Number, Scores
 
 Arguments = dict[str, Any]
 EVERYWHERE = BoolTensor(frozenset(), 0)
@@ -271,6 +271,8 @@ class MaskRules:
 
     def _logical(self, node: fx.Node, a: Arguments, *, conjunction: bool) -> object:
         x, y = self.boolean(a["self"]), self.boolean(a["other"])
+        if isinstance(x, Absent) and isinstance(y, Absent) and not conjunction:
+            return y if x.scores.mask is None else x  # keys masked on either side
         if not isinstance(x, BoolTensor) or not isinstance(y, BoolTensor):
             return self.unknown(node)
         if conjunction:

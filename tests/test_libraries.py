@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.comparing import compare
 from tests.support.modules import compare_step
 
 transformers = pytest.importorskip("transformers")
@@ -93,4 +94,67 @@ def test_transformers_attention(family: str, padding: str) -> None:
     outcome = compare_step(make_step, _pair(family), (ids, mask)).check()
     assert outcome.num_graphs == 1
     assert outcome.report.num_fused == 2, outcome.report
+    assert outcome.report.remaining_quadratic == 0, outcome.report
+
+
+# ------------------------------------------------------------------------- losses of libraries
+ROWS, STUDENT, TEACHER, VOCABULARY = 12, 8, 16, 40
+
+
+def _torchtune(name: str) -> Callable[..., Tensor]:
+    losses = pytest.importorskip("torchtune.modules.loss", exc_type=ImportError)
+    loss = getattr(losses, name)()
+
+    def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        return loss(hs @ ws.T, ht @ wt.T, labels, normalize=False)
+
+    return run
+
+
+def _trl(beta: float) -> Callable[..., Tensor]:
+    trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer", exc_type=ImportError)
+    loss = trainer.GKDTrainer.generalized_jsd_loss
+
+    def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        return loss(hs @ ws.T, ht @ wt.T, beta=beta, temperature=2.0)
+
+    return run
+
+
+def _liger(beta: float) -> Callable[..., Tensor]:
+    losses = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss", exc_type=ImportError)
+    loss = losses.LigerFusedLinearJSDFunction.distillation_loss_fn
+
+    def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        return loss(hs @ ws.T, ht @ wt.T, beta=beta, target=labels)
+
+    return run
+
+
+LOSSES = {
+    "torchtune ForwardKLLoss": lambda: _torchtune("ForwardKLLoss"),
+    "torchtune ReverseKLLoss": lambda: _torchtune("ReverseKLLoss"),
+    "torchtune SymmetricKLLoss": lambda: _torchtune("SymmetricKLLoss"),
+    "TRL generalized_jsd_loss, beta 0": lambda: _trl(0),
+    "TRL generalized_jsd_loss, beta 1": lambda: _trl(1),
+    "TRL generalized_jsd_loss, beta 0.5": lambda: _trl(0.5),
+    "Liger JSD, beta 0": lambda: _liger(0),
+    "Liger JSD, beta 1": lambda: _liger(1),
+    "Liger JSD, beta 0.5": lambda: _liger(0.5),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_on_logits(name: str) -> None:
+    """Logits of the same graph go into the library's own code: fused or not, eager's results."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, STUDENT), (VOCABULARY, STUDENT), (ROWS, TEACHER), (VOCABULARY, TEACHER))
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    labels = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    labels[:3] = -100
+    for x in inputs[:2]:
+        x.requires_grad_()
+    outcome = compare(LOSSES[name](), [*inputs, labels], inner="aot_eager").check()
+    print(f"{name}: {outcome.num_fused} of {len(outcome.report.sites)} {outcome.reasons}")
+    assert outcome.num_fused == len(outcome.report.sites) > 0, outcome.report
     assert outcome.report.remaining_quadratic == 0, outcome.report
