@@ -1,15 +1,18 @@
 """The CPU implementation: values, gradients and memory against the naive code in float64."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.problems import CASES, Spec, build
+from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
-from torch_streamkl import launch
+from torch_streamkl import launch, ops, streaming
+from torch_streamkl.attention import functional_text
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,3 +47,39 @@ def test_any_call() -> None:
         check(call.value_and_gradients("streaming"), budget(call))
 
     any_call()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation made, views of what was given aside."""
+
+    def __init__(self, *given: torch.Tensor | None) -> None:
+        super().__init__()
+        self.given = {x.untyped_storage().data_ptr() for x in given if x is not None}
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for x in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in self.given:
+                    self.size = max(self.size, storage.nbytes())
+        return results
+
+
+@pytest.mark.parametrize("name", ["causal", "js", "clamp_reached", "mask_bool", "head_mean"])
+def test_memory_is_a_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 64)
+    call = build(replace(CASES[name], seqlen_q=300, seqlen_k=400))
+    tensors = [call.tensors[n].detach() for n in INPUTS]
+    mask = call.options.get("attn_mask")
+    options = {"head_mean": call.spec.head_mean, "mask": mask}
+    text = functional_text(call.spec.divergence, 0.5, 0.0, 0.0, call.spec.student_clamp, 0.0)
+    problem, _ = ops.problem_of(*tensors, functional=text, **options)
+    with LargestTensor(*tensors, mask) as largest:
+        value, stats = streaming.forward(problem)
+        streaming.backward(problem, stats, value, streaming.Wanted(True, True, True, True))
+    gradients = max(x.untyped_storage().nbytes() for x in tensors)
+    block = 4 * 2**12
+    assert largest.size <= max(block, gradients)
