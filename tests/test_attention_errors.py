@@ -1,4 +1,4 @@
-"""Every call that cannot be is refused before anything runs, with the rule, the value and what to do."""
+"""Every call that cannot be is refused before anything runs, with the rule and the value."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""attention_kl as an operator: schema, fake, autograd, autocast, vmap, FLOPs, checkpoint, export."""
+"""attention_kl as an operator: schema, fake, autograd, autocast, vmap, FLOPs and so on."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class SeenOperators(TorchDispatchMode):
 
 
 def tensors_of(spec: Spec = SMALL, wanted: str = "") -> list[Tensor]:
-    """q and k of both sides; ``wanted`` names the side that gets gradient, both by default."""
+    """q and k of both sides; ``wanted`` names the side with gradient, both by default."""
     tensors = build(spec).tensors
     return [tensors[n].detach().requires_grad_(n.startswith(wanted)) for n in INPUTS]
 
