@@ -4,9 +4,9 @@
 
 T=8192 tokens, widths 3584 and 5120, 152,064 words, bfloat16, forward KL, gradients to the
 student's hidden states and weight. A step is forward plus backward. The providers take turns, so
-that all of them meet the same clocks: at this load the chip is limited by its power. Peaks are above
-the inputs and include the gradients and cuBLAS's workspaces. Errors are against float64, relative in
-norm; one that exceeds twice naive bfloat16's makes the run fail.
+that all of them meet the same clocks: at this load the chip is limited by its power. Peaks are
+above the inputs and include the gradients and cuBLAS's workspaces. Errors are against float64,
+relative in norm; one that exceeds twice naive bfloat16's makes the run fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def make_inputs(num_tokens: int, num_words: int) -> tuple[Tensor, Tensor, Tensor
     return (*(x.requires_grad_() for x in student), *teacher)  # type: ignore[return-value]
 
 
-# ---------------------------------------------------------------------------------------- providers
 def naive(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor) -> Tensor:
     student, teacher = F.linear(xs, ws).log_softmax(-1), F.linear(xt, wt).softmax(-1)
     return F.kl_div(student, teacher, reduction="batchmean")
@@ -85,7 +84,6 @@ def providers(num_tokens: int) -> dict[str, Loss]:
     return found
 
 
-# -------------------------------------------------------------------------------------- measurement
 def step(loss: Loss, inputs: tuple[Tensor, ...]) -> Tensor:
     for x in inputs:
         x.grad = None
@@ -104,7 +102,9 @@ def step_ms(loss: Loss, inputs: tuple[Tensor, ...]) -> float:
 
 
 def peak_bytes(loss: Loss, inputs: tuple[Tensor, ...]) -> int:
-    """Peak of a second step above the inputs; the workspaces of other providers are freed before."""
+    """Peak of a second step above the inputs; the workspaces of other providers are freed
+    before.
+    """
     for x in inputs:
         x.grad = None
     torch._C._cuda_clearCublasWorkspaces()
@@ -138,7 +138,6 @@ def measure(
     return rows
 
 
-# ----------------------------------------------------------------------------------------- accuracy
 @torch.no_grad()
 def truth(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, gradient of the hidden states and of the first words' weights, in float64."""
@@ -165,7 +164,6 @@ def errors(loss: Loss, inputs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) ->
     return dict(zip(names, relative, strict=True))
 
 
-# --------------------------------------------------------------------------------------------- main
 def report(title: str, rows: dict[str, dict[str, float]]) -> None:
     print(f"\n{title}\n{'':28}{'ms':>9}{'min':>8}{'GiB':>8}   errors: loss, dX, dW", flush=True)
     for name, row in rows.items():

@@ -1,5 +1,6 @@
-"""linear_kl against its definition in float64: values and gradients, every option, both strategies,
-few and many chunks."""
+"""linear_kl against its definition in float64: values and gradients, every option, both
+strategies, few and many chunks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "t
 
 
 def heads(num_tokens=10, widths=(8, 12), words=(37, 37), dtype=torch.float64, seed=0, size=1.0):
-    """student_hidden, student_weight, teacher_hidden, teacher_weight, each requiring a gradient."""
+    """student_hidden, student_weight, teacher_hidden, teacher_weight, each requiring a
+    gradient.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = (
         (num_tokens, widths[0]),
@@ -76,7 +79,6 @@ def workspace(request, monkeypatch):
         monkeypatch.setattr(linear_chunks, "workspace_bytes", small)
 
 
-# -------------------------------------------------------------------------------- the definition
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_values_and_gradients(divergence, strategy, workspace):
@@ -164,7 +166,6 @@ def test_extra_words_are_impossible():
     assert not linear_kl(*student_has_fewer, reduction="sum").isnan()
 
 
-# ------------------------------------------------------------------------------------- low precision
 def naive(xs, ws, xt, wt):
     student, teacher = F.linear(xs, ws).float(), F.linear(xt, wt).float()
     return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
@@ -191,6 +192,7 @@ def test_error_is_that_of_naive_code(dtype, strategy, num_chunks, monkeypatch):
     small = lambda problem, _: rows * sum(linear_chunks.row_bytes(problem))  # noqa: E731
     monkeypatch.setattr(linear_chunks, "workspace_bytes", small)
     monkeypatch.setattr(linear_chunks, "TOKEN_MULTIPLE", {"cpu": 1})
+    monkeypatch.setattr(linear_chunks, "WORD_MULTIPLE", 1)
     ours = relative_errors(linear_kl(*inputs, reduction="mean", strategy=strategy), inputs, truth)
     value_eps = torch.finfo(torch.float32).eps * 8
     for error, budget, eps in zip(
@@ -238,7 +240,6 @@ def test_float16_gradients_wait_for_the_loss_scale():
     )
 
 
-# ------------------------------------------------------------------------------- rows that do not count
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
 def test_ignored_rows_add_nothing_even_where_infinite(strategy):
     inputs = heads(6, words=(37, 37))
@@ -267,7 +268,6 @@ def test_label_that_is_no_word_is_nan():
     assert value[3] == 0
 
 
-# ----------------------------------------------------------------------------------------- operators
 def test_opcheck():
     inputs = heads(6, dtype=torch.float32)
     labels = torch.arange(6)
@@ -348,11 +348,10 @@ def test_module_and_drop_in():
     (grad,) = torch.autograd.grad(reverse_kl(xs, xt, ws, wt, chunk_V=16), ws)
     expected = linear_kl(xs, ws, xt, wt, divergence="reverse_kl", reduction="mean")
     torch.testing.assert_close(grad, torch.autograd.grad(expected, ws)[0])
-    with pytest.raises(RuntimeError, match="not have been used|unused|require grad"):
+    with pytest.raises(RuntimeError, match=r"not have been used|unused|require grad"):
         torch.autograd.grad(forward_kl(xs, xt, ws, wt), wt)
 
 
-# --------------------------------------------------------------------------------------------- memory
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operation returns."""
 
@@ -386,6 +385,15 @@ def test_no_tensor_has_tokens_times_words(loop):
     assert largest.elements <= 2**20 // 4
 
 
+def test_a_workspace_that_would_cost_precision_is_refused(monkeypatch):
+    """More chunks than the error budget of 16 bits allows, and words cannot be cut any finer."""
+    monkeypatch.setattr(linear_chunks, "workspace_bytes", lambda *_: 2**12)
+    monkeypatch.setattr(linear_chunks, "TOKEN_MULTIPLE", {"cpu": 1})
+    inputs = heads(400, words=(256, 256), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="max_workspace_mib must be at least 1 for 400 tokens"):
+        linear_kl(*inputs, reduction="mean")
+
+
 def test_a_workspace_without_room_for_a_token_is_refused():
     x, w = torch.randn(2, 2), torch.zeros(300_000, 2)
     with pytest.raises(ValueError, match="max_workspace_mib must hold the logits of a token"):
@@ -402,7 +410,6 @@ def test_ranges_cover_everything_within_the_limit(size, limit, multiple):
     assert all(0 < p.stop - p.start <= step for p in parts)
 
 
-# -------------------------------------------------------------------------------- shards of a vocabulary
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "cross_entropy", "jeffreys"])
 def test_shards_of_the_vocabulary_merge(divergence):
     xs, ws, xt, wt = (x.detach() for x in heads(words=(40, 40)))
@@ -427,7 +434,6 @@ def test_shards_of_the_vocabulary_merge(divergence):
         torch.testing.assert_close(torch.cat([parts[0][i + 1], parts[1][i + 1]]), truth[i + 1])
 
 
-# --------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -1,4 +1,6 @@
-"""linear_kl(): the divergence between two language models from hidden states and LM heads, without the logits."""
+"""linear_kl(): the divergence between two language models from hidden states and LM heads,
+without the logits.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def linear_kl(
     max_workspace_mib: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Divergence between the word distributions of a teacher and a student, without [tokens, words] logits.
+    r"""Divergence between the word distributions of a teacher and a student, without [tokens,
+    words] logits.
 
     Per token, with P the teacher's probabilities and S the student's,
 
@@ -58,38 +61,47 @@ def linear_kl(
 
         s = F.linear(student_hidden, student_weight, student_bias)
         t = F.linear(teacher_hidden, teacher_weight, teacher_bias)
-        F.kl_div((s / temperature).log_softmax(-1), (t / temperature).softmax(-1), reduction="none").sum(-1)
+        log_s, p_t = (s / temperature).log_softmax(-1), (t / temperature).softmax(-1)
+        F.kl_div(log_s, p_t, reduction="none").sum(-1)
 
     Args:
-        student_hidden, teacher_hidden: ``[..., width]`` with the same leading dimensions, the tokens; the widths
-            may differ. float16, bfloat16, float32 or (on the CPU) float64.
-        student_weight, teacher_weight: ``[num_words, width]`` in the dtype of the side's hidden states, with
-            contiguous rows or columns. The vocabularies may differ in size: word j is the same word on both
-            sides, and a word that one side lacks has probability 0 there (its logit is -inf, not 0). Slice
-            the larger weight to compare over the common words instead.
+        student_hidden, teacher_hidden: ``[..., width]`` with the same leading dimensions, the
+            tokens; the widths may differ. float16, bfloat16, float32 or (on the CPU) float64.
+        student_weight, teacher_weight: ``[num_words, width]`` in the dtype of the side's hidden
+            states, with contiguous rows or columns. The vocabularies may differ in size: word j
+            is the same word on both sides, and a word that one side lacks has probability 0 there
+            (its logit is -inf, not 0). Slice the larger weight to compare over the common words
+            instead.
         student_bias, teacher_bias: ``[num_words]``.
-        divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"`` -sum P log S;
-            ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta) KL(S||M) with
-            M = beta P + (1 - beta) S (beta 0 and 1 are forward and reverse KL); ``"tv"`` 0.5 sum |P - S|.
-        temperature: divides the scores of both sides. The T^2 of Hinton's loss is the caller's factor.
-        student_logit_scale, teacher_logit_scale: factor of the logits (bias included), before the softcap.
+        divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"`` -sum
+            P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
+            KL(S||M) with M = beta P + (1 - beta) S (beta 0 and 1 are forward and reverse KL);
+            ``"tv"`` 0.5 sum |P - S|.
+        temperature: divides the scores of both sides. The T^2 of Hinton's loss is the caller's
+            factor.
+        student_logit_scale, teacher_logit_scale: factor of the logits (bias included), before the
+            softcap.
         student_softcap, teacher_softcap: c in ``c * tanh(logit / c)``, before the temperature.
-        student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes log(max(P + eps, clamp)).
-        labels: integer ``[...]``. Adds ``hard_weight`` times the cross-entropy of the student's logits (scaled
-            and capped, at temperature 1) and the label, from the same logits. A token whose label is
-            ``ignore_index`` does not count at all.
-        row_mask: boolean, broadcasts to the tokens; False tokens do not count: value 0, no gradient.
+        student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes log(max(P + eps,
+            clamp)).
+        labels: integer ``[...]``. Adds ``hard_weight`` times the cross-entropy of the student's
+            logits (scaled and capped, at temperature 1) and the label, from the same logits. A
+            token whose label is ``ignore_index`` does not count at all.
+        row_mask: boolean, broadcasts to the tokens; False tokens do not count: value 0, no
+            gradient.
         row_weight: broadcasts to the tokens; factor of each token's value. Gets gradient.
-        reduction: ``"none"``; ``"sum"``; ``"mean"``, the sum over the number of tokens that count (not over
-            the sum of their weights); ``"batchmean"``, the sum over the size of the first dimension.
-        strategy: ``"forward"`` computes the gradients in the forward, by chunks of tokens (four matmuls for the
-            student's), for a reduced result whose gradients have the inputs' dtype; ``"recompute"`` computes the
-            logits again in the backward (six). ``"auto"`` takes the first where the result is reduced, a
-            gradient is needed and no input is float16 (whose gradients may need a loss scale that only
-            the backward knows).
-        max_workspace_mib: limit of the memory for logits beyond inputs and gradients; default 512 MiB on a GPU,
-            40 MiB on the CPU. At least the logits of one token.
-        impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch) or ``"reference"`` (naive, unbounded memory).
+        reduction: ``"none"``; ``"sum"``; ``"mean"``, the sum over the number of tokens that count
+            (not over the sum of their weights); ``"batchmean"``, the sum over the size of the
+            first dimension.
+        strategy: ``"forward"`` computes the gradients in the forward, by chunks of tokens (four
+            matmuls for the student's), for a reduced result whose gradients have the inputs'
+            dtype; ``"recompute"`` computes the logits again in the backward (six). ``"auto"``
+            takes the first where the result is reduced, a gradient is needed and no input is
+            float16 (whose gradients may need a loss scale that only the backward knows).
+        max_workspace_mib: limit of the memory for logits beyond inputs and gradients; default 512
+            MiB on a GPU, 40 MiB on the CPU. At least the logits of one token.
+        impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch) or ``"reference"`` (naive,
+            unbounded memory).
 
     Returns:
         float32 (float64 for float64 inputs) in nats: one value per token, or a scalar.
@@ -97,10 +109,10 @@ def linear_kl(
     Raises:
         ValueError, TypeError, NotImplementedError: before any launch, with the rule and the value.
 
-    Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything after is
-    float32. A word that the student excludes and the teacher does not makes a token +inf. A label that is
-    no word gives NaN. Weight gradients are summed over a bounded number of chunks (NOTE [Sums over chunks]
-    in linear_problem.py), in a fixed order: the same bits on every run.
+    Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
+    after is float32. A word that the student excludes and the teacher does not makes a token +inf.
+    A label that is no word gives NaN. Weight gradients are summed over a bounded number of chunks (NOTE
+    [Sums over chunks] in linear_problem.py), in a fixed order: the same bits on every run.
     """
     named = {
         "student": (student_hidden, student_weight, student_bias),
@@ -176,9 +188,10 @@ def linear_kl(
 class LinearKL(nn.Module):
     """`linear_kl` as a module: options are given once, tensors with every call.
 
-    ``LinearKL(**options)(student_hidden, student_weight, teacher_hidden, teacher_weight, **tensors)`` is
-    ``linear_kl(student_hidden, ..., **tensors, **options)``, with ``reduction="mean"`` by default.
-    The tensors are those of `linear_kl`: biases, labels, row_mask, row_weight.
+    ``LinearKL(**options)(student_hidden, student_weight, teacher_hidden, teacher_weight,
+    **tensors)`` is ``linear_kl(student_hidden, ..., **tensors, **options)``, with
+    ``reduction="mean"`` by default. The tensors are those of `linear_kl`: biases, labels,
+    row_mask, row_weight.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -206,7 +219,6 @@ class LinearKL(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
-# ------------------------------------------------------------------------------------- the two operators
 def _computes_in_forward(strategy: str, reduction: str, tensors: list[Any]) -> bool:
     differentiated = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in tensors[:6]
@@ -216,7 +228,8 @@ def _computes_in_forward(strategy: str, reduction: str, tensors: list[Any]) -> b
     if strategy == "forward":
         if reduction == "none":
             raise ValueError(
-                "strategy='forward' needs a reduced result: the gradient of each token is not known in the forward, got reduction='none'"
+                "strategy='forward' needs a reduced result: the gradient of each token is not "
+                "known in the forward, got reduction='none'"
             )
         return True
     return (
@@ -295,7 +308,6 @@ def _value_dtype(tensors: list[Any]) -> torch.dtype:
     )
 
 
-# ------------------------------------------------------------------------------------------- checks
 def _check_head(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not isinstance(hidden, Tensor):
         raise TypeError(f"{side}_hidden must be a tensor, got {type(hidden).__name__}")

@@ -1,13 +1,14 @@
-"""`linear_kl` in bounded memory: matmuls into a small workspace of logits, and row functions on it.
+"""`linear_kl` in bounded memory: matmuls into a small workspace of logits, and row functions on
+it.
 
 Three loops, the same on every device:
 
 - `forward`: values, by chunks of tokens with all words (two matmuls);
-- `backward`: gradients from saved statistics, by blocks of words with all tokens where they fit: each
-  block of a weight's gradient is then one matmul and the hidden states' gradient is summed over blocks
-  (two matmuls to recompute the logits, two for the gradients of a side);
-- `forward_with_gradients`: both at once by chunks of tokens, for a weighted sum whose weights are known
-  (two matmuls and two for the gradients of a side).
+- `backward`: gradients from saved statistics, by blocks of words with all tokens where they fit:
+  each block of a weight's gradient is then one matmul and the hidden states' gradient is summed
+  over blocks (two matmuls to recompute the logits, two for the gradients of a side);
+- `forward_with_gradients`: both at once by chunks of tokens, for a weighted sum whose weights are
+  known (two matmuls and two for the gradients of a side).
 
 The order of every sum is fixed, so results are the same bits on every run.
 """
@@ -15,6 +16,7 @@ The order of every sum is fixed, so results are the same bits on every run.
 from __future__ import annotations
 
 import functools
+import math
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +26,6 @@ from torch import Tensor
 from torch_streamkl import linear_rows
 from torch_streamkl.functional import Bilinear
 from torch_streamkl.linear_problem import (
-    MAX_LOW_PRECISION_SUMS,
     MIB,
     Chunks,
     Head,
@@ -34,6 +35,7 @@ from torch_streamkl.linear_problem import (
     Wanted,
     even_ranges,
     even_step,
+    max_sums,
     padded,
     ranges,
     row_bytes,
@@ -74,16 +76,25 @@ def backward(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> Gradients:
-    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from the rows' statistics."""
+    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from the rows'
+    statistics.
+    """
     accumulators = [_Gradient(problem, side, wanted) for side in (0, 1)]
     num_words = max(head.num_words for head in problem.heads)
     item = sum(head.hidden.element_size() for head in problem.heads)
     room = workspace_bytes(problem, max_workspace_mib) // item
-    fewest_words = -(-num_words // MAX_LOW_PRECISION_SUMS)
+    fewest_words = -(-num_words // max_sums(problem))
     words_limit = padded(max(room // problem.num_tokens, fewest_words), WORD_MULTIPLE)
     words_step = even_step(num_words, words_limit, WORD_MULTIPLE)
     tokens_limit = max(room // padded(words_step), 1)
     tokens_step = even_step(problem.num_tokens, tokens_limit, _multiple(problem))
+    if -(-problem.num_tokens // tokens_step) > max_sums(problem):
+        needed = -(-problem.num_tokens // max_sums(problem)) * padded(words_step) * item / MIB
+        raise ValueError(
+            f"max_workspace_mib must be at least {math.ceil(needed)} for {problem.num_tokens} tokens and "
+            f"{num_words} words in 16 bits (gradients are rounded with every chunk), "
+            f"got {room * item // MIB}"
+        )
     buffers = [head.hidden.new_empty((tokens_step, padded(words_step))) for head in problem.heads]
     for words in even_ranges(num_words, words_step, WORD_MULTIPLE):
         for chunk in even_ranges(problem.num_tokens, tokens_step, _multiple(problem)):
@@ -108,7 +119,7 @@ def forward_with_gradients(
     if not (wanted.student or wanted.teacher):
         return forward(problem, max_workspace_mib, rows), (None,) * 6
     chunks = gradient_chunks(problem, wanted, max_workspace_mib)
-    if -(-problem.num_tokens // chunks.tokens) > MAX_LOW_PRECISION_SUMS:  # NOTE [Sums over chunks]
+    if -(-problem.num_tokens // chunks.tokens) > max_sums(problem):  # NOTE [Sums over chunks]
         values = forward(problem, max_workspace_mib, rows)
         return values, backward(problem, values, weights, wanted, max_workspace_mib, rows)
     out = RowValues.allocate(problem)
@@ -142,8 +153,8 @@ def forward_with_gradients(
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
     """Row state of a shard of the vocabulary (nats) and the log-sum-exp of its hard-label scores.
 
-    States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the merged
-    statistics `backward` gives each shard's gradients.
+    States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the
+    merged statistics `backward` gives each shard's gradients.
     """
     form = problem.functional.bilinear or Bilinear()
     tokens = _tokens_that_fit(
@@ -164,7 +175,6 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
     return state, torch.cat(hard_lses)
 
 
-# ------------------------------------------------------------------------------------------- chunks
 def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: int) -> Chunks:
     """Chunks of the forward that computes gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
@@ -188,9 +198,10 @@ def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: i
 def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
     """Bytes of weights that all chunks move, apart from what any choice moves.
 
-    A chunk reads the student's weight twice, and reads and writes its gradient, which no other work
-    hides: counted twice. A part of the teacher's tokens reads the teacher's weight; a matmul of fewer
-    rows than two tiles spends its time on that. (Fits an H200 from 384 to 1408 tokens within 1 ms of 70.)
+    A chunk reads the student's weight twice, and reads and writes its gradient, which no other
+    work hides: counted twice. A part of the teacher's tokens reads the teacher's weight; a matmul
+    of fewer rows than two tiles spends its time on that. (Fits an H200 from 384 to 1408 tokens within 1 ms
+    of 70.)
     """
     student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
     num_chunks = -(-problem.num_tokens // chunks.tokens)
@@ -226,8 +237,8 @@ def _logits(head: Head, buffer: Tensor) -> Tensor:
 class SideStream:
     """A second stream of a GPU, and nothing on the CPU.
 
-    Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of the
-    other leave idle, and hides the traffic of the running sum.
+    Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of
+    the other leave idle, and hides the traffic of the running sum.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -235,7 +246,9 @@ class SideStream:
         self.is_busy = False
 
     def fork(self) -> None:
-        """What is given to the side stream from here on starts after all that the current stream has."""
+        """What is given to the side stream from here on starts after all that the current stream
+        has.
+        """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
@@ -261,7 +274,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-# ----------------------------------------------------------------------------------------- gradients
 class _Gradient:
     """Gradients of one side, summed over chunks of tokens and blocks of words."""
 

@@ -1,13 +1,14 @@
-"""The torch.library operators behind `linear_kl`: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
+"""The torch.library operators behind `linear_kl`: schemas, fakes, autograd, autocast, vmap and
+FLOP formulas.
 
 - ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
-- ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the backward
-  multiplies them by the gradient of the sum.
+- ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
+  backward multiplies them by the gradient of the sum.
 
 NOTE [Multiplying stored gradients]
-The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies them in
-place, unless the graph is kept for another backward (then out of place) or is being traced (then
-out of place too: the compiler reuses the buffer that it sees die).
+The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies
+them in place, unless the graph is kept for another backward (then out of place) or is being
+traced (then out of place too: the compiler reuses the buffer that it sees die).
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _TENSORS = (
 )
 _OPTIONS = (
     "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
-    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, int ignore_index=-100, "
-    "SymInt max_workspace_mib=0, str impl='auto'"
+    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
+    "int ignore_index=-100, SymInt max_workspace_mib=0, str impl='auto'"
 )
 _GRADIENTS = (
-    "Tensor student_hidden_grad, Tensor student_weight_grad, Tensor teacher_hidden_grad, Tensor teacher_weight_grad, "
-    "Tensor student_bias_grad, Tensor teacher_bias_grad"
+    "Tensor student_hidden_grad, Tensor student_weight_grad, Tensor teacher_hidden_grad, "
+    "Tensor teacher_weight_grad, Tensor student_bias_grad, Tensor teacher_bias_grad"
 )
 _NUM_TENSORS = 7
 _INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
@@ -51,13 +52,13 @@ _lib.define(
     tags=_TAGS,
 )
 _lib.define(
-    f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, {_TENSORS}, {_OPTIONS})"
-    f" -> ({_GRADIENTS})",
+    f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, "
+    f"{_TENSORS}, {_OPTIONS}) -> ({_GRADIENTS})",
     tags=_TAGS,
 )
 _lib.define(
-    f"linear_kl_sum({_TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, bool[] wanted=[], {_OPTIONS})"
-    f" -> (Tensor total, Tensor value, Tensor hard, {_GRADIENTS})",
+    f"linear_kl_sum({_TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
+    f"bool[] wanted=[], {_OPTIONS}) -> (Tensor total, Tensor value, Tensor hard, {_GRADIENTS})",
     tags=_TAGS,
 )
 linear_kl = torch.ops.torch_streamkl.linear_kl.default
@@ -85,7 +86,9 @@ def problem_of(
     max_workspace_mib: int = 0,
     impl: str = "auto",
 ) -> tuple[LinearProblem, int, str]:
-    """The problem, its workspace limit (0 is the default) and the implementation that was asked for."""
+    """The problem, its workspace limit (0 is the default) and the implementation that was asked
+    for.
+    """
     problem = LinearProblem(
         student=Head(student_hidden, student_weight, student_bias, student_scale, student_softcap),
         teacher=Head(teacher_hidden, teacher_weight, teacher_bias, teacher_scale, teacher_softcap),
@@ -119,7 +122,6 @@ def _triton_limit(problem: LinearProblem) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------- implementations
 def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, workspace, impl = problem_of(*args, **kwargs)
     out = linear_chunks.forward(problem, workspace, row_functions(problem, impl))
@@ -255,7 +257,6 @@ for _name, _implementation, _fake in (
         )
 
 
-# ----------------------------------------------------------------------------------------- autograd
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
@@ -354,7 +355,6 @@ torch.library.register_autograd(
 )
 
 
-# --------------------------------------------------------------------------------------------- vmap
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -399,7 +399,6 @@ torch.library.register_vmap(f"{NAMESPACE}::linear_kl", _vmap, lib=_lib)
 torch.library.register_vmap(f"{NAMESPACE}::linear_kl_sum", _no_vmap, lib=_lib)
 
 
-# -------------------------------------------------------------------------------------------- FLOPs
 def _matmul_flops(hidden: Any, weight: Any) -> int:
     return 2 * hidden[0] * hidden[1] * weight[0]
 

@@ -1,12 +1,12 @@
-"""One KL problem between two LM heads as a value, what its rows produce, and how it is cut into chunks.
+"""One KL problem between two LM heads as a value, what its rows produce, and how it is cut into
+chunks.
 
-`linear_ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row functions
-and the chunk loops take that and nothing else.
+`linear_ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row
+functions and the chunk loops take that and nothing else.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -48,7 +48,8 @@ class LinearProblem:
 
     Word j is the same word on both sides; a word that only one side has is impossible on the other
     (probability 0). ``labels`` adds a second value per row, the cross-entropy of y and the label.
-    ``first_word`` is the index of the heads' first row: a shard of the vocabulary is a problem too.
+    ``first_word`` is the index of the heads' first row: a shard of the vocabulary is a problem
+    too.
     """
 
     student: Head
@@ -82,7 +83,9 @@ class LinearProblem:
         )
 
     def of_words(self, words: slice) -> LinearProblem:
-        """The problem of a range of words (views); a side that has none of them gets an empty head."""
+        """The problem of a range of words (views); a side that has none of them gets an empty
+        head.
+        """
         return replace(
             self,
             student=self.student.of_words(words),
@@ -95,8 +98,8 @@ class LinearProblem:
 class RowValues:
     """What the forward gives per token, and what the backward needs; the log-sum-exps are in nats.
 
-    ``statistics`` [5, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE [Row gradient]
-    in functional.py), lse of the student's y.
+    ``statistics`` [5, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
+    [Row gradient] in functional.py), lse of the student's y.
     """
 
     value: Tensor  # [num_tokens]
@@ -144,7 +147,9 @@ class RowValues:
 
 @dataclass(frozen=True)
 class RowWeights:
-    """Factor of each row's value and of its cross-entropy in the quantity that is differentiated."""
+    """Factor of each row's value and of its cross-entropy in the quantity that is
+    differentiated.
+    """
 
     value: Tensor | None  # [num_tokens] in the compute dtype; None is 0
     hard: Tensor | None
@@ -173,14 +178,21 @@ class Wanted:
         return self.teacher_hidden or self.teacher_weight or self.teacher_bias
 
 
-# ------------------------------------------------------------------------------------------ chunks
 # NOTE [Sums over chunks]
-# A weight's gradient is summed over chunks of tokens in its own dtype. In bfloat16 each addition rounds
-# the running sum once: with n chunks the error's square grows by about n/2 roundings, and naive bfloat16
-# already carries the rounding of the logit gradients. Measured against float64 the sum stays within
-# twice naive's error up to about 38 chunks; this limit keeps a margin. Beyond it the loops are
-# turned inside out (gradients of a block of words, summed over tokens in float32).
+# A weight's gradient is summed over chunks of tokens in its own dtype. In bfloat16 each addition
+# rounds the running sum once: with n chunks the error's square grows by about n/2 roundings, and
+# naive bfloat16 already carries the rounding of the logit gradients. Measured against float64 the
+# sum stays within twice naive's error up to about 38 chunks; this limit keeps a margin. Beyond it
+# `linear_chunks.backward` cuts words as well as tokens, each at most so many times. float32 sums
+# add errors of a matmul's own size, in any number.
 MAX_LOW_PRECISION_SUMS = 34
+
+
+def max_sums(problem: LinearProblem) -> int:
+    """How often a gradient may be added to."""
+    is_low = any(head.hidden.element_size() == 2 for head in problem.heads)
+    return MAX_LOW_PRECISION_SUMS if is_low else 2**31
+
 
 DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 512}
 ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
@@ -194,8 +206,8 @@ def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
 class Chunks:
     """Tokens whose logits are alive at once.
 
-    The teacher's logits are needed only until the student's are turned into their gradient, so they
-    may cover fewer tokens (``teacher_tokens`` divides the work inside a chunk).
+    The teacher's logits are needed only until the student's are turned into their gradient, so
+    they may cover fewer tokens (``teacher_tokens`` divides the work inside a chunk).
     """
 
     tokens: int
@@ -227,7 +239,7 @@ def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
     for unit in (multiple, 1):
         ends = [round(i * size / (num_parts * unit)) * unit for i in range(num_parts)]
         lengths = [stop - start for start, stop in pairwise([*ends, size])]
-        if 0 < min(lengths) and max(lengths) <= limit:
+        if min(lengths) > 0 and max(lengths) <= limit:
             break
     for start, length in zip(ends, lengths, strict=True):
         yield slice(start, start + length)

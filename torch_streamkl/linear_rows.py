@@ -1,7 +1,7 @@
 """Rows of logits in plain torch: values, statistics and the gradient that replaces the logits.
 
-The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through them in
-blocks of words, so that temporaries stay small. `kernels/linear.py` is the same for a GPU.
+The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
+them in blocks of words, so that temporaries stay small. `kernels/linear.py` is the same for a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Block:
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from their whole logits [num_tokens, num_words] of both sides."""
+    """Values and statistics of rows from their whole logits [num_tokens, num_words] of both
+    sides.
+    """
     functional = problem.functional
     state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
     sums = finish(state, functional.bilinear or Bilinear())
@@ -86,7 +88,9 @@ def gradient(
     weights: RowWeights,
     wanted: Wanted,
 ) -> None:
-    """Overwrite logits by the gradient to them (the teacher's where wanted), words taken as they are."""
+    """Overwrite logits by the gradient to them (the teacher's where wanted), words taken as they
+    are.
+    """
     functional = problem.functional
     for s, t in _blocks(problem, student, teacher):
         if functional.bilinear is not None and not wanted.teacher:
@@ -171,7 +175,6 @@ def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
     return {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
 
 
-# -------------------------------------------------------------------------------------- hard labels
 def _counted(problem: LinearProblem) -> Tensor:
     assert problem.labels is not None
     return problem.labels != problem.ignore_index
@@ -204,7 +207,6 @@ def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Ten
     return torch.where(_counted(problem)[:, None], p, 0.0)
 
 
-# ------------------------------------------------------------------------------------------- blocks
 def _blocks(
     problem: LinearProblem, student: Tensor, teacher: Tensor
 ) -> Iterator[tuple[Block, Block]]:

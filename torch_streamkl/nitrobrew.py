@@ -1,7 +1,7 @@
 """Drop-in for Nitrobrew's two functions, with `linear_kl` behind them.
 
-``from torch_streamkl.nitrobrew import forward_kl, reverse_kl``. Everything else that `linear_kl` can do
-(biases, softcaps, labels, row weights, gradients to the teacher) is there, not here.
+``from torch_streamkl.nitrobrew import forward_kl, reverse_kl``. Everything else that `linear_kl`
+can do (biases, softcaps, labels, row weights, gradients to the teacher) is there, not here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ def forward_kl(
     reduction: str = "mean",
     chunk_V: int = 2048,
 ) -> Tensor:
-    """KL(teacher || student) of ``softmax(xt @ wt.T / temperature)`` and ``softmax(xs @ ws.T / temperature)``.
+    """KL(teacher || student) of ``softmax(xt @ wt.T / temperature)`` and ``softmax(xs @ ws.T /
+    temperature)``.
 
     Args:
         xs, xt: ``[batch, tokens, width]`` hidden states of the student and the teacher.
-        ws, wt: ``[num_words, width]`` their LM heads. Gradients go to xs and ws; the teacher is constant.
+        ws, wt: ``[num_words, width]`` their LM heads. Gradients go to xs and ws; the teacher is
+            constant.
         temperature: divides both logits; the T^2 factor is the caller's.
         reduction: ``"mean"`` over tokens, ``"sum"``, ``"batchmean"`` or ``"none"``.
-        chunk_V: bounds the memory for logits by ``batch * tokens * chunk_V`` values of each side (at
-            least the logits of one token).
+        chunk_V: bounds the memory for logits by ``batch * tokens * chunk_V`` values of each side
+            (at least the logits of one token).
     """
     return _kl("forward_kl", xs, xt, ws, wt, temperature, reduction, chunk_V)
 

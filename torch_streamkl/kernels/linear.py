@@ -52,7 +52,9 @@ def gradient(
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply a dense tensor in place by a number on the device; a factor of 1 costs no traffic."""
+    """Multiply a dense tensor in place by a number on the device; a factor of 1 costs no
+    traffic.
+    """
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
     scale_kernel[(triton.cdiv(x.numel(), block),)](
@@ -106,7 +108,8 @@ def _launch(
     )
     row_kernel[(problem.num_tokens,)](
         _head(problem.student, student), _head(problem.teacher, teacher), rows,
-        FORM=_form(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config, num_warps=num_warps,
+        FORM=_form(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config,
+        num_warps=num_warps,
     )  # fmt: skip
 
 

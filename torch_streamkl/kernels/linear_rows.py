@@ -1,8 +1,9 @@
 """Rows of logits, one at a time: values and statistics, and the gradient written over it.
 
-A row is read in tiles [LANES, WIDTH] of consecutive words. Each lane (one thread) keeps a row state of its
-own over the words it sees, so the loop has no reduction across threads; the lanes are merged once at the
-end. Scores are in log2 units, as in `rows.py`, and so are the stored log-sum-exps.
+A row is read in tiles [LANES, WIDTH] of consecutive words. Each lane (one thread) keeps a row
+state of its own over the words it sees, so the loop has no reduction across threads; the lanes
+are merged once at the end. Scores are in log2 units, as in `rows.py`, and so are the stored
+log-sum-exps.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def transformed(z, head, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def state_of_words(state, hard_high, hard_mass, student, teacher, row, start, unit, MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr):  # fmt: skip
+def state_of_words(
+    state, hard_high, hard_mass, student, teacher, row, start, unit,
+    MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
     """Row state, and (maximum, sum) of the student's y, after one tile."""
     zs, in_s, _ = load_words(student, row, start, MASKED, CONFIG.S_BIAS, CONFIG)
     zt, in_t, _ = load_words(teacher, row, start, MASKED, CONFIG.T_BIAS, CONFIG)
@@ -296,7 +300,7 @@ def gradient_pass(
         )
         p_s = tl.exp(log_s)
         p_t = tl.exp(log_t)
-        f, h, g = HELPER(p_t, p_s, log_t, log_s)
+        _, h, g = HELPER(p_t, p_s, log_t, log_s)
         # a row that does not count adds nothing, even where its own gradient is not finite
         if CONFIG.S_GRAD:
             d = log_s * 0.0

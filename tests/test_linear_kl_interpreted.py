@@ -1,0 +1,130 @@
+"""The row kernel of linear_kl without a GPU: Triton's interpreter against the definition in
+float64.
+
+The interpreter has to be chosen before a kernel is imported, so outside of it this file runs
+itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.test_linear_kl import DIVERGENCES, heads, outcome
+from torch_streamkl import linear_chunks, linear_kl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:invalid value:RuntimeWarning",
+    "ignore:overflow:RuntimeWarning",
+    "ignore:divide by zero:RuntimeWarning",
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    assert " passed" in run.stdout or "%]" in run.stdout
+
+
+def check(inputs, **options):
+    """Twice the error of plain torch in the same dtype, and a few roundings of what is summed."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    in_double = {
+        name: x.detach().double().requires_grad_(x.requires_grad) if is_float(x) else x
+        for name, x in options.items()
+    }
+    truth = outcome(exact, **in_double, impl="reference")
+    plain = outcome(inputs, **options, impl="streaming")
+    ours = outcome(inputs, **options, impl="triton")
+    eps = torch.finfo(inputs[0].dtype).eps
+    for got, same, expected in zip(ours, plain, truth, strict=True):
+        finite = expected.isfinite()
+        assert torch.equal(got.isfinite(), finite)
+        if not finite.any():
+            continue
+        error, naive = ((x.double() - expected)[finite].abs().max() for x in (got, same))
+        size = 1 + expected[finite].abs().max()
+        rounding = eps if got.dtype == inputs[0].dtype else torch.finfo(torch.float32).eps
+        assert error <= 2 * naive + 8 * rounding * size
+
+
+def is_float(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_divergences(divergence, dtype):
+    check(heads(3, words=(150, 150), dtype=dtype), divergence=divergence)
+    if dtype == torch.float32:
+        check(heads(3, words=(150, 150), dtype=dtype), divergence=divergence, reduction="mean")
+
+
+@inside
+@pytest.mark.parametrize("strategy", ["forward", "recompute"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_every_option_at_once(strategy, temperature):
+    check(
+        heads(5, words=(77, 77), dtype=torch.float32, size=4.0),
+        student_bias=torch.randn(77).requires_grad_(),
+        teacher_bias=torch.randn(77).requires_grad_(),
+        temperature=temperature,
+        student_logit_scale=0.7,
+        student_softcap=5.0,
+        teacher_softcap=7.0,
+        student_eps=1e-6,
+        labels=torch.tensor([3, -100, 76, 0, 12]),
+        hard_weight=0.3,
+        row_weight=torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5]),
+        reduction="sum",
+        strategy=strategy,
+    )
+
+
+@inside
+@pytest.mark.parametrize("words", [(64, 64), (1, 70), (130, 63)])
+def test_vocabularies_of_any_size(words):
+    for divergence in ("js", "tv") if words[0] < words[1] else ("js", "forward_kl"):
+        check(heads(2, words=words, dtype=torch.float32), divergence=divergence)
+
+
+@inside
+def test_blocks_of_words_in_the_backward(monkeypatch):
+    small = lambda problem, _: 2 * sum(linear_chunks.row_bytes(problem))  # noqa: E731
+    monkeypatch.setattr(linear_chunks, "workspace_bytes", small)
+    monkeypatch.setattr(linear_chunks, "WORD_MULTIPLE", 64)
+    labels = torch.tensor([0, 299, 150, 64, -100])
+    for words in ((300, 300), (300, 200)):
+        inputs = heads(5, words=words, dtype=torch.float32)
+        check(inputs, labels=labels, reduction="mean", strategy="recompute", temperature=2.0)
+
+
+@inside
+def test_extreme_logits():
+    inputs = heads(2, words=(100, 100), dtype=torch.float32, size=1e4)
+    for divergence in DIVERGENCES:
+        assert all(
+            x.isfinite().all() for x in outcome(inputs, divergence=divergence, impl="triton")
+        )
+
+
+@inside
+def test_label_that_is_no_word_is_nan():
+    inputs = heads(3, dtype=torch.float32)
+    value = linear_kl(*inputs, labels=torch.tensor([0, 37, -100]), impl="triton")
+    assert value.isnan().tolist() == [False, True, False]
