@@ -148,7 +148,7 @@ def attention_kl(
         student_softcap,
         teacher_softcap,
         is_causal,
-        None if window is None else tuple(window),
+        None if window is None else (window[0], window[1]),
         student_eps,
         teacher_eps,
         student_clamp,
@@ -240,7 +240,7 @@ def attention_kl_varlen(
         student_softcap,
         teacher_softcap,
         is_causal,
-        None if window is None else tuple(window),
+        None if window is None else (window[0], window[1]),
         student_eps,
         teacher_eps,
         student_clamp,
@@ -337,7 +337,7 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     return value
 
 
-def _operands(inputs: Inputs, settings: Settings) -> tuple[Tensor | None, ...]:
+def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     """The operator's tensors: views of the inputs, apart from a scale that is a tensor and autocast."""
     q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
     if isinstance(settings.student_scale, Tensor):
@@ -431,7 +431,8 @@ def _functional(settings: Settings) -> str:
         raise ValueError(
             f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
         )
-    return functional_text(settings.divergence, settings.beta, *guards.values())
+    text: str = functional_text(settings.divergence, settings.beta, *guards.values())
+    return text
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

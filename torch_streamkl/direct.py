@@ -21,14 +21,16 @@ def attention_kl(tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -
         # Function.apply itself would look for functorch's wrappers among the arguments
         value: Tensor = super(torch.autograd.Function, _AttentionKL).apply(options, *tensors)
         return value
-    return ops.without_autocast(ops.run_forward, *tensors, *options)[0]
+    rows: Tensor = ops.without_autocast(ops.run_forward, *tensors, *options)[0]
+    return rows
 
 
 class _AttentionKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
         results = ops.without_autocast(ops.run_forward, *tensors, *options)
-        value, student_stats, teacher_stats = results
+        value: Tensor = results[0]
+        student_stats, teacher_stats = results[1:]
         ctx.save_for_backward(student_stats, teacher_stats, *tensors)
         ctx.options = options
         ctx.set_materialize_grads(False)

@@ -118,10 +118,9 @@ def _first_pass(
         state = merge(state, state_of_scores(t, s, form, finite=finite), form)
     if problem.mask_value != -math.inf:
         absent = problem.seqlen_k - num_allowed
-        levels = (
-            _masked_level(problem, x, num_allowed) for x in (problem.teacher, problem.student)
-        )
-        state = merge(state, masked_keys_state(*levels, absent), form)
+        level_t = _masked_level(problem, problem.teacher, num_allowed)
+        level_s = _masked_level(problem, problem.student, num_allowed)
+        state = merge(state, masked_keys_state(level_t, level_s, absent), form)
         if track_minima:
             low_t, low_s = (torch.where(absent > 0, -math.inf, x) for x in (low_t, low_s))
     return state, (low_t, low_s)
