@@ -20,6 +20,8 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
 from torch_streamkl import launch
+from torch_streamkl.ops import problem_of
+from torch_streamkl.problem import RowStatistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
@@ -87,3 +89,26 @@ def test_any_call() -> None:
         check(call.value_and_gradients("triton"), budget(call))
 
     any_call()
+
+
+@inside
+@pytest.mark.parametrize("window_right", [None, 0])
+def test_only_marked_blocks_are_computed_again(window_right: int | None) -> None:
+    from torch_streamkl.kernels import attention, attention_forward, plans
+
+    q, k = torch.randn(2, 1, 2, 70, 16).unbind(0)
+    problem = problem_of(q, k, k, q, window_right=window_right)[0]
+    expected, _ = attention.forward(problem)
+    value, stats = RowStatistics.allocate(problem)
+    value.fill_(7.0)
+    blocks, tiles, plan = 5, launch.TritonLaunch(16, 16, 4, 1), plans.plan_of(problem)
+    again = torch.zeros(1, 2, blocks, dtype=torch.int32)
+    again[0, 0, 1] = again[0, 1, 4] = 1
+    attention_forward.forward_again_kernel[(again.numel(),)](
+        again, *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
+        blocks, 2, plan.inv_temperature, plan.fill,
+        FORM=plan.form, HELPER=None, CONFIG=plans.config_of(problem, tiles), **tiles.options(),
+    )  # fmt: skip
+    marked = again.repeat_interleave(16, -1)[..., :70] == 1
+    assert torch.equal(value[marked], expected[marked])
+    assert (value[~marked] == 7.0).all()

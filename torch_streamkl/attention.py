@@ -105,8 +105,8 @@ def attention_kl(
         layout: ``"bhnd"``, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]`` inputs; rows
             are ``[batch, num_heads, seqlen_q]`` either way.
         reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch.
-        impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch, bounded memory) or
-            ``"reference"`` (naive). A choice that cannot run raises.
+        impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"streaming"`` (plain torch, bounded
+            memory) or ``"reference"`` (naive). A choice that cannot run raises.
 
     Returns:
         float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.

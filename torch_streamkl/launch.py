@@ -56,15 +56,28 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-IMPLEMENTATIONS = ("auto", "triton", "streaming", "reference")
+IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")
 MAX_TRITON_HEAD_DIM = 256
-LSE_UNIT = {"triton": math.log(2.0), "streaming": 1.0}  # of stored log-sum-exps, in nats
+LSE_UNIT = {
+    "hopper": math.log(2.0),
+    "triton": math.log(2.0),
+    "streaming": 1.0,
+}  # of stored log-sum-exps, in nats
 
 
 def select_implementation(problem: AttentionProblem, impl: str) -> str:
-    """ "triton" or "streaming"; a choice that cannot run raises, a slow automatic one is logged."""
+    """Which of "hopper", "triton" and "streaming" computes a problem.
+
+    A choice that cannot run raises, a slow automatic one is logged.
+    """
     if impl == "streaming":
         return "streaming"
+    if impl in ("auto", "hopper"):
+        limit = hopper_limit(problem)
+        if limit is None and (impl == "hopper" or _fills_device(problem)):
+            return "hopper"
+        if impl == "hopper":
+            raise NotImplementedError(f"impl='hopper' {limit}; impl='triton' may compute it")
     limit = triton_limit(problem)
     if impl == "triton":
         if limit is not None:
@@ -93,6 +106,72 @@ def triton_limit(problem: AttentionProblem) -> str | None:
     return None
 
 
+def hopper_limit(problem: AttentionProblem) -> str | None:
+    """Why the kernels for Hopper GPUs cannot run a problem, or None."""
+    student, teacher = problem.student, problem.teacher
+    q = student.q
+    if q.device.type != "cuda" or compute_capability(q.device) != (9, 0):
+        return f"needs a GPU of compute capability 9.0, got device {q.device}"
+    if not _has_gluon():
+        return "needs Triton with Gluon for Hopper"
+    if str(q.dtype) not in ("torch.float16", "torch.bfloat16"):
+        return f"takes float16 and bfloat16, got {q.dtype}"
+    dims = (student.head_dim, teacher.head_dim)
+    if dims[0] != dims[1] or dims[0] not in HOPPER_LAUNCHES:
+        return f"takes one head_dim of {tuple(HOPPER_LAUNCHES)} on both sides, got {dims[0]} and {dims[1]}"
+    if student.num_kv_heads != teacher.num_kv_heads or student.num_heads != teacher.num_heads:
+        return "takes as many heads and key heads on both sides"
+    form = problem.functional.bilinear
+    if form is None or form.has_teacher_moment == form.has_student_moment:
+        return f"takes a divergence with logarithms under one of P and S, got {problem.functional.text}"
+    if problem.window_left is not None or problem.window_right not in (None, 0):
+        return "takes no window but is_causal"
+    if problem.has_masked_keys and problem.mask_value != -math.inf:
+        return f"takes masks that remove keys, got mask_value {problem.mask_value}"
+    other = (
+        problem.mask, problem.key_lengths, problem.cu_seqlens_q, problem.teacher_lse,
+        student.bias, teacher.bias, student.alibi_slopes, teacher.alibi_slopes, student.sink, teacher.sink,
+    )  # fmt: skip
+    if (
+        any(x is not None for x in other)
+        or student.softcap
+        or teacher.softcap
+        or problem.head_mean
+    ):
+        return "takes no mask tensor, bias, alibi, sink, softcap, lengths, packing, or known log-sum-exp"
+    if problem.seqlen_q == 0 or problem.seqlen_k == 0:
+        return "takes at least one query and one key"
+    for x in (student.q, student.k, teacher.q, teacher.k):
+        outer = [n for size, n in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+        if x.stride(3) != 1 or any(n <= 0 or n % 8 for n in outer) or not _aligned_to_16(x):
+            return f"takes tensors aligned to 16 bytes in every row, got strides {x.stride()}"
+    return None
+
+
+def _aligned_to_16(x: torch.Tensor) -> bool:
+    # a fake tensor has no address
+    return type(x) not in (torch.Tensor, torch.nn.Parameter) or x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    try:
+        from triton.experimental.gluon.nvidia import hopper  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _fills_device(problem: AttentionProblem) -> bool:
+    """Whether blocks of rows alone occupy the GPU; otherwise the portable kernels split the keys."""
+    return triton_launch(problem, "forward").num_splits == 1
+
+
 @dataclass(frozen=True)
 class TritonLaunch:
     """Tile sizes and pipelining of one kernel."""
@@ -105,6 +184,26 @@ class TritonLaunch:
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """Tiles of the Hopper forward; the keys always have two slots of shared memory."""
+
+    block_m: int  # query rows of a warp group
+    block_n: int  # keys of a tile
+    q_in_registers: bool  # and one matmul in flight at a time, or both
+
+
+# Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
+HOPPER_LAUNCHES = {64: HopperLaunch(64, 64, False), 128: HopperLaunch(64, 64, True)}
+# of the portable kernel that repeats marked blocks of rows: block_m is that of HOPPER_LAUNCHES
+HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
+
+
+def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
+    """Configuration of the forward kernel on Hopper."""
+    return HOPPER_LAUNCHES[problem.student.head_dim]
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
@@ -126,7 +225,7 @@ def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> 
     # multiprocessor.
     if wide:
         return TritonLaunch(32, 32, 4, 1) if head_dim > 64 else TritonLaunch(64, 32, 4, 2)
-    small = shared_kib < 160
+    small = shared_kib < 200  # sm_80 spills with the larger tiles
     if kernel == "forward":
         return TritonLaunch(64, 64, 4, 2) if head_dim <= 128 else TritonLaunch(64, 32, 4, 1)
     if head_dim <= 64:

@@ -130,16 +130,21 @@ def problem_of(
 
 def run_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, impl = problem_of(*args, **kwargs)
-    value, stats = _forward_of(select_implementation(problem, impl), problem)
+    value, stats = _module(select_implementation(problem, impl)).forward(problem)
     return value, stats.student, stats.teacher
 
 
-def _forward_of(implementation: str, problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    if implementation == "triton":
-        from torch_streamkl.kernels import attention as kernels
+def _module(implementation: str) -> Any:
+    """The module whose forward and backward compute an implementation, imported when first used."""
+    if implementation == "hopper":
+        from torch_streamkl.kernels import hopper_attention
 
-        return kernels.forward(problem)
-    return streaming.forward(problem)
+        return hopper_attention
+    if implementation == "triton":
+        from torch_streamkl.kernels import attention
+
+        return attention
+    return streaming
 
 
 def run_backward(
@@ -153,13 +158,7 @@ def run_backward(
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
     flags = Wanted(*wanted)
-    implementation = select_implementation(problem, impl)
-    if implementation == "triton":
-        from torch_streamkl.kernels import attention as kernels
-
-        grads = kernels.backward(problem, stats, grad, flags)
-    else:
-        grads = streaming.backward(problem, stats, grad, flags)
+    grads = _module(select_implementation(problem, impl)).backward(problem, stats, grad, flags)
     inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
     a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, inputs, strict=True))
     return a, b, c, d

@@ -21,6 +21,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 TARGETS = {
@@ -35,6 +36,17 @@ _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.bool: "i1",
     torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """What stands for a Gluon TensorDescriptor, which wants an address."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ class Resources:
 def record_launches(target: str) -> Iterator[list[Launch]]:
     """Inside, launches are recorded and tensors are fake, on a device that looks like the target."""
     from torch_streamkl import launch
+    from torch_streamkl.kernels import hopper_attention, plans
 
     launches: list[Launch] = []
 
@@ -71,8 +84,10 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
         "shared_memory_kib": SHARED_LIMIT_KIB[target],
     }
     saved = {name: getattr(launch, name) for name in patches}
-    original = JITFunction.run
+    original, descriptor = JITFunction.run, hopper_attention.TensorDescriptor
+    plans.clear_plans()  # they keep the tiles chosen for another target
     try:
+        hopper_attention.TensorDescriptor = Descriptor
         JITFunction.run = run
         for name, value in patches.items():
             setattr(launch, name, lambda _device, value=value: value)
@@ -80,6 +95,8 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
             yield launches
     finally:
         JITFunction.run = original
+        hopper_attention.TensorDescriptor = descriptor
+        plans.clear_plans()
         for name, value in saved.items():
             setattr(launch, name, value)
 
@@ -92,6 +109,9 @@ def compile_launch(launch: Launch, target: str) -> Resources:
     constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
 
     def describe(value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, Descriptor):
+            dtype = _TYPES[value.base.dtype]
+            return f"tensordesc<{dtype}{value.block_shape},{value.layout!r}>"
         if isinstance(value, tuple):
             parts = [describe(v, (*path, i)) for i, v in enumerate(value)]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -113,7 +133,8 @@ def compile_launch(launch: Launch, target: str) -> Resources:
             constants[(index,)] = launch.args[name]
         else:
             signature[name] = describe(launch.args[name], (index,))
-    source = ASTSource(
+    source_of = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = source_of(
         fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
     )
     kernel = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
@@ -137,3 +158,16 @@ def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
 @functools.cache
 def _tool(name: str) -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def ptxas_messages(ptx: str) -> str:
+    """What ptxas says of a kernel for sm_90a, warnings of serialised wgmma (C75xx) included."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        for name in ("ptxas", "ptxas-blackwell"):  # the one that knows the version of this PTX
+            command = [str(_tool(name)), "-v", "-arch=sm_90a", str(source), "-o", str(binary)]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            if run.returncode == 0:
+                return run.stderr
+    raise RuntimeError(run.stderr)

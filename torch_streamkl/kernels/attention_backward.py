@@ -33,19 +33,24 @@ def score_gradient(
     """d(value)/d(score) of one side from log2-probabilities."""
     P = tl.math.exp2(log_t)
     S = tl.math.exp2(log_s)
+    own = S if STUDENT else P
     if POINTWISE:
         _, h, g = HELPER(P, S, log_t * LN2, log_s * LN2)
-        d = h if STUDENT else g
-    elif STUDENT:
-        d = FORM.TS * P
+        return (h if STUDENT else g) - own * key_sum
+    gain = -key_sum
+    if STUDENT:
         if FORM.ST != 0.0 or FORM.SS != 0.0:
-            d += S * (weighted_logs(S, log_t, log_s, FORM.ST, FORM.SS) + (FORM.SS + FORM.S))
+            gain += weighted_logs(S, log_t, log_s, FORM.ST, FORM.SS) + (FORM.SS + FORM.S)
+        d = own * gain
+        if FORM.TS != 0.0:
+            d += FORM.TS * P
     else:
-        d = FORM.ST * S
         if FORM.TT != 0.0 or FORM.TS != 0.0:
-            d += P * (weighted_logs(P, log_t, log_s, FORM.TT, FORM.TS) + (FORM.TT + FORM.T))
-    own = S if STUDENT else P
-    return d - own * key_sum
+            gain += weighted_logs(P, log_t, log_s, FORM.TT, FORM.TS) + (FORM.TT + FORM.T)
+        d = own * gain
+        if FORM.ST != 0.0:
+            d += FORM.ST * S
+    return d
 
 
 @triton.jit

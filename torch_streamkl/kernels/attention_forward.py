@@ -290,6 +290,26 @@ def forward_kernel(
 
 
 @triton.jit
+def forward_again_kernel(
+    again_ptr, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    num_blocks, num_heads, inv_temperature, fill,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """`forward_kernel` for the blocks of rows [batch, num_heads, num_blocks] that again_ptr marks."""
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    if CONFIG.HAS_RIGHT:
+        block = num_blocks - 1 - block
+    if tl.load(again_ptr + pid - pid % num_blocks + block) == 0:
+        return
+    forward_kernel(
+        student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        num_blocks, num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+    )  # fmt: skip
+
+
+
+@triton.jit
 def state_kernel(
     student, teacher, masks, state_ptr, field_stride, split_stride,
     num_blocks, num_heads, keys_per_split, inv_temperature, FORM: tl.constexpr, CONFIG: tl.constexpr,

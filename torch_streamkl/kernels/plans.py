@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch_streamkl.functional import Bilinear
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.launch import TritonLaunch, dot_precision, triton_launch
+from torch_streamkl.launch import HopperLaunch, TritonLaunch, dot_precision, triton_launch
 from torch_streamkl.problem import AttentionProblem, Side
 
 LOG2E = 1.4426950408889634
@@ -173,7 +173,7 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def _stage(problem: AttentionProblem, kernel: str) -> Stage:
     launch = triton_launch(problem, kernel)
-    config = _config(problem, launch)
+    config = config_of(problem, launch)
     longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q
     num_blocks = triton.cdiv(longest, launch.block_m)
     key_blocks = triton.cdiv(longest_keys(problem), launch.block_n)
@@ -223,7 +223,8 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     )
 
 
-def _config(problem: AttentionProblem, launch: TritonLaunch) -> Config:
+def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) -> Config:
+    """Compile-time choices of a kernel."""
     functional, student, teacher = problem.functional, problem.student, problem.teacher
     guarded = functional.guarded
     return Config(

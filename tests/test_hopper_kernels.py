@@ -1,0 +1,141 @@
+"""The Hopper forward on a GPU of compute capability 9.0, and who it takes and refuses anywhere."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.support.problems import Spec, build
+from tests.support.tolerances import budget, check
+from torch_streamkl import attention_kl, launch
+from torch_streamkl.functional import DIVERGENCES
+from torch_streamkl.ops import problem_of
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")
+PLAIN = Spec(batch=2, heads=4, student_kv_heads=2, teacher_kv_heads=2, dtype=torch.bfloat16)
+SIZES = [(1, 1), (1, 300), (63, 64), (65, 129), (128, 640), (200, 333), (257, 512)]
+
+
+def spec(head_dim: int, **options: Any) -> Spec:
+    return replace(PLAIN, student_dim=head_dim, teacher_dim=head_dim, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [*SIZES, (300, 127)])  # the last has rows without keys
+def test_sizes(sizes: tuple[int, int], is_causal: bool, head_dim: int) -> None:
+    call = build(spec(head_dim, seqlen_q=sizes[0], seqlen_k=sizes[1], is_causal=is_causal))
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "cross_entropy"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strides", ["transposed", "padded"])
+def test_forms(strides: str, dtype: torch.dtype, divergence: str, head_dim: int) -> None:
+    call = build(
+        spec(
+            head_dim, divergence=divergence, dtype=dtype, strides=strides,
+            seqlen_q=150, seqlen_k=400, is_causal=True, temperature=1.5,
+        )
+    )  # fmt: skip
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Which blocks of rows each call marked to be computed again."""
+    from torch_streamkl.kernels import attention_forward
+
+    seen: list[torch.Tensor] = []
+    kernel = attention_forward.forward_again_kernel
+
+    class Recording:
+        def __getitem__(self, grid: Any) -> Any:
+            def run(again: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+                seen.append(again.clone())
+                kernel[grid](again, *args, **kwargs)
+
+            return run
+
+    monkeypatch.setattr(attention_forward, "forward_again_kernel", Recording())
+    return seen
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("score_size", "some"), [(1.0, False), (60.0, True), (1e4, True)])
+def test_both_sides_of_the_condition(
+    score_size: float, some: bool, head_dim: int, marked: list[torch.Tensor]
+) -> None:
+    call = build(spec(head_dim, seqlen_q=300, seqlen_k=400, score_size=score_size))
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    assert bool(marked[0].any()) == some
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_same_bits_on_every_run() -> None:
+    call = build(spec(128, seqlen_q=300, seqlen_k=500)).to(device="cuda")
+    first = call.value_and_gradients("hopper")
+    for _ in range(3):
+        again = call.value_and_gradients("hopper")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_needs_a_hopper_gpu() -> None:
+    x = torch.randn(1, 1, 8, 64)
+    with pytest.raises(NotImplementedError, match="compute capability 9.0, got device cpu"):
+        attention_kl(x, x, x, x, impl="hopper")
+
+
+LIMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "fits": ({}, ""),
+    "causal": ({"window_right": 0}, ""),
+    "window": ({"window_right": 3}, "takes no window"),
+    "jeffreys": ({"functional": DIVERGENCES["jeffreys"]}, "logarithms under one of P and S"),
+    "tv": ({"functional": DIVERGENCES["tv"]}, "logarithms under one of P and S"),
+    "softcap": ({"student_softcap": 20.0}, "takes no mask tensor"),
+    "filled": ({"window_right": 0, "mask_value": -1e4}, "masks that remove keys"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
+    options, reason = LIMITS[name]
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
+    limit = launch.hopper_limit(problem_of(x, x, x, x, **options)[0])
+    assert limit is None if not reason else reason in str(limit)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "row_stride", "dtype", "reason"),
+    [
+        (96, 96, torch.bfloat16, "takes one head_dim of"),
+        (128, 128, torch.float32, "takes float16 and bfloat16"),
+        (128, 129, torch.bfloat16, "aligned to 16 bytes"),
+    ],
+)
+def test_limits_of_tensors(
+    head_dim: int,
+    row_stride: int,
+    dtype: torch.dtype,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
+    strides = (512 * row_stride, 256 * row_stride, row_stride, 1)
+    with FakeTensorMode():
+        x = torch.empty_strided((1, 2, 256, head_dim), strides, device="cuda", dtype=dtype)
+    limit = launch.hopper_limit(problem_of(x, x, x, x)[0])
+    assert reason in str(limit)

@@ -1,0 +1,70 @@
+"""Kernels compile for GPUs that are not here: they fit shared memory, do not spill, keep wgmma asynchronous."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.offline import (
+    SHARED_LIMIT_KIB,
+    TARGETS,
+    Launch,
+    compile_launch,
+    ptxas_messages,
+    record_launches,
+)
+from torch_streamkl.functional import DIVERGENCES
+from torch_streamkl.ops import problem_of
+from torch_streamkl.problem import AttentionProblem
+from torch_streamkl.streaming import Wanted
+
+
+def problem(head_dim: int, divergence: str = "forward_kl", **options: Any) -> AttentionProblem:
+    q, k = (
+        torch.empty(1, heads, 1024, head_dim, dtype=torch.bfloat16, device="cuda")
+        for heads in (32, 8)
+    )
+    scale = head_dim**-0.5
+    arguments = dict(functional=DIVERGENCES[divergence], student_scale=scale, teacher_scale=scale)
+    return problem_of(q, k, q, k, **arguments, **options)[0]
+
+
+def portable_launches(target: str) -> list[Launch]:
+    from torch_streamkl.kernels import attention
+
+    with record_launches(target) as launches:
+        p = problem(128, window_right=0)
+        _, stats = attention.forward(p)
+        grad = torch.empty(1, 32, 1024, device="cuda")
+        attention.backward(p, stats, grad, Wanted(True, True, False, False))
+    return launches
+
+
+# Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
+STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", 128): 64}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_portable(target: str) -> None:
+    launches = portable_launches(target)
+    assert len(launches) == 3
+    for launch in launches:
+        built = compile_launch(launch, target)
+        assert built.shared_bytes <= SHARED_LIMIT_KIB[target] * 1024, launch.kernel.__name__
+        assert built.spill_bytes <= STACK.get((target, launch.kernel.__name__), 0)
+
+
+@pytest.mark.parametrize(("head_dim", "divergence"), [(128, "forward_kl"), (64, "reverse_kl")])
+def test_hopper(head_dim: int, divergence: str) -> None:
+    from torch_streamkl.kernels import hopper_attention
+
+    with record_launches("sm_90") as launches:
+        hopper_attention.forward(problem(head_dim, divergence))
+    forward, again = launches
+    built = compile_launch(forward, "sm_90")
+    assert built.shared_bytes <= SHARED_LIMIT_KIB["sm_90"] * 1024
+    assert built.spill_bytes <= STACK.get(("sm_90", head_dim), 0)
+    assert built.asm["ptx"].count("wgmma.mma_async") > 0
+    assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
+    assert compile_launch(again, "sm_90").spill_bytes == 0

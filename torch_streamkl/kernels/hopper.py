@@ -1,0 +1,82 @@
+"""What the Hopper kernels share: wgmma, sums per thread, and the order of both.
+
+NOTE [Matmuls under arithmetic]
+A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel issues
+the matmuls of the next tile, reduces the current one, and then waits. Two things undo that. ptxas
+serialises every wgmma (message C7514) when an accumulator is in flight across a loop's back edge:
+loops are unrolled by two, each half with its own registers. And the compilers move arithmetic that
+nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
+
+NOTE [Two slots]
+Tiles of keys alternate between two slots of shared memory, so that the loop unrolled by two knows
+its slots at compile time. Tile i of `num_tiles` sits in slot (i + num_tiles) % 2 and is the
+(i // 2)-th user of its slot: any number of tiles works, and the loop over pairs begins with slot 0.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+
+# Triton 3.6 has it under the second name
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+NUM_WARPS = gl.constexpr(4)  # of a warp group
+LANES = gl.constexpr(4)  # that share a row of a wgmma accumulator
+
+
+@gluon.jit
+def exp2(x):
+    """2^x in one instruction; results below 2^-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def before_wait_pair(a, b):
+    """As before_wait, for two."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.f32 p, $4, 0fFF7FFFFF; setp.eq.and.f32 p, $5, 0fFF7FFFFF, p; "
+        "setp.eq.and.f32 p, $6, 0fFF7FFFFF, p; setp.eq.and.f32 p, $7, 0fFF7FFFFF, p; "
+        "@p nanosleep.u32 1; mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7; }",
+        "=f,=f,=f,=f,f,f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def after_issue(a, b):
+    """a and b; a pause that no number asks for, so that the matmul above is issued early."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.f32 p, $4, 0fFF7FFFFF; @p nanosleep.u32 1; "
+        "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7; }",
+        "=f,=f,=f,=f,f,f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def before_wait(a):
+    """a, computed by this point of the program: a pause that no number asks for reads it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.f32 p, $2, 0fFF7FFFFF; setp.eq.and.f32 p, $3, 0fFF7FFFFF, p; "
+        "@p nanosleep.u32 1; mov.f32 $0, $2; mov.f32 $1, $3; }",
+        "=f,=f,f,f", [a], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def lane_sum(x):
+    """[M, N] accumulator -> [M, LANES]: each thread sums the columns that it holds, no shuffles."""
+    y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
+    return gl.sum(gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4]), 2)
+
+
+@gluon.jit
+def flat(tile):
+    """[1, 1, rows, head_dim] of shared memory -> [rows, head_dim]."""
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def start_scores(a, tile, zero):
+    """Issue a @ tile^T; `zero` gives the shape."""
+    return warpgroup_mma(a, flat(tile).permute((1, 0)), zero, use_acc=False, is_async=True)

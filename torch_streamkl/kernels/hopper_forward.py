@@ -1,0 +1,425 @@
+"""The forward on Hopper: one warp loads, two warp groups of 64 rows each reduce.
+
+The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and the
+student of forward KL. Tiles come from the last key to the first, so that those that need a mask
+come first. Every warp group runs on its own; the barriers of the slots are all that ties them.
+
+NOTE [Fixed bases]
+The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima. The
+rest is summed relative to the maxima found so far, which stay fixed: no maxima, no rescaling, no
+exchange between threads. With x the score less the base, a sum of 2^x over at most 2^23 keys is as
+good as one relative to the true maximum if it is finite and at least 2^-80: no term overflowed, and
+what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of
+2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d itself
+does, and is good if it is finite. A row that fails marks its block, and the launch that follows
+(`attention_forward.forward_again_kernel`) computes marked blocks again and leaves the others alone.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+
+from torch_streamkl.kernels.arguments import State
+from torch_streamkl.kernels.attention_forward import store_rows
+from torch_streamkl.kernels.hopper import (
+    NUM_WARPS,
+    after_issue,
+    async_load,
+    before_wait,
+    before_wait_pair,
+    exp2,
+    flat,
+    lane_sum,
+    start_scores,
+)
+from torch_streamkl.kernels.rows import LOW, finish, moment, update
+
+SMALLEST_SUM = gl.constexpr(2.0**-80)
+LARGEST = gl.constexpr(3.0e38)
+GROUPS = gl.constexpr(2)  # warp groups that reduce
+LOADER_REGISTERS = gl.constexpr(24)
+GROUP_REGISTERS = gl.constexpr(240)
+
+
+class Tiles(NamedTuple):
+    """Shared memory: queries of each warp group, two slots of keys of both sides, barriers."""
+
+    other_q: Any
+    weight_q: Any
+    other_k: Any
+    weight_k: Any
+    q_bar: Any
+    other_full: Any
+    weight_full: Any
+    other_empty: Any
+    weight_empty: Any
+
+
+class Block(NamedTuple):
+    """The block of rows of a program, and the tiles of keys it meets."""
+
+    b: Any
+    h: Any
+    bh: Any
+    m0: Any
+    num_tiles: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    other_scale: Any
+    weight_scale: Any
+
+
+class Outputs(NamedTuple):
+    value: Any
+    s_stats: Any
+    t_stats: Any
+    stats_stride: Any
+    again: Any
+    num_flags: Any  # blocks of 64 rows of a head
+
+
+@gluon.jit
+def load_all(
+    other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: queries once, then every tile of keys into the slot that has become empty."""
+    mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
+    for group in gl.static_range(GROUPS):
+        row = block.m0 + group * BLOCK_M
+        async_load(other_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.other_q.index(group))
+        async_load(weight_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.weight_q.index(group))
+    for i in range(block.num_tiles):
+        slot = (i + block.num_tiles) & 1
+        phase = ((i >> 1) & 1) ^ 1
+        row = (block.num_tiles - 1 - i) * BLOCK_N
+        mbarrier.wait(tiles.other_empty.index(slot), phase)
+        mbarrier.expect(tiles.other_full.index(slot), other_k.block_type.nbytes)
+        async_load(
+            other_k,
+            [block.b, other_h, row, 0],
+            tiles.other_full.index(slot),
+            tiles.other_k.index(slot),
+        )
+        mbarrier.wait(tiles.weight_empty.index(slot), phase)
+        mbarrier.expect(tiles.weight_full.index(slot), weight_k.block_type.nbytes)
+        async_load(
+            weight_k,
+            [block.b, weight_h, row, 0],
+            tiles.weight_full.index(slot),
+            tiles.weight_k.index(slot),
+        )
+
+
+@gluon.jit
+def update_tiles(
+    state, oq, wq, tiles, block, rows, count, zero,
+    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Running state after the first `count` tiles, masked element by element."""
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
+    for i in range(count):
+        slot = (i + block.num_tiles) & 1
+        phase = (i >> 1) & 1
+        mbarrier.wait(tiles.other_full.index(slot), phase)
+        o = start_scores(oq, tiles.other_k.index(slot), zero)
+        mbarrier.wait(tiles.weight_full.index(slot), phase)
+        w = start_scores(wq, tiles.weight_k.index(slot), zero)
+        o, w = warpgroup_mma_wait(0, deps=[o, w])
+        mbarrier.arrive(tiles.other_empty.index(slot), count=1)
+        mbarrier.arrive(tiles.weight_empty.index(slot), count=1)
+        cols = (block.num_tiles - 1 - i) * BLOCK_N + gl.arange(0, BLOCK_N, layout=col_layout)
+        allowed = gl.expand_dims(cols, 0) < block.seqlen_k
+        if CAUSAL:
+            limit = rows + (block.seqlen_k - block.seqlen_q)
+            allowed &= gl.expand_dims(cols, 0) <= gl.expand_dims(limit, 1)
+        o = gl.where(allowed, o * block.other_scale, -float("inf"))
+        w = gl.where(allowed, w * block.weight_scale, -float("inf"))
+        if WEIGHT_IS_TEACHER:
+            state = update(state, w, o, allowed, True, FORM, CONFIG)
+        else:
+            state = update(state, o, w, allowed, True, FORM, CONFIG)
+    return state
+
+
+@gluon.jit
+def sum_pairs(
+    oq,
+    wq,
+    tiles,
+    block,
+    start,
+    base_o,
+    base_w,
+    zero,
+    C_WEIGHT: gl.constexpr,
+    C_OTHER: gl.constexpr,
+):
+    """Sums per thread over the even number of tiles from `start` on, a tile's matmuls together."""
+    sum_o = lane_sum(zero)
+    sum_w = sum_o
+    mom = sum_o
+    mbarrier.wait(tiles.other_full.index(0), (start >> 1) & 1)
+    mbarrier.wait(tiles.weight_full.index(0), (start >> 1) & 1)
+    o0 = start_scores(oq, tiles.other_k.index(0), zero)
+    w0 = start_scores(wq, tiles.weight_k.index(0), zero)
+    o, w = warpgroup_mma_wait(0, deps=[o0, w0])
+    mbarrier.arrive(tiles.other_empty.index(0), count=1)
+    mbarrier.arrive(tiles.weight_empty.index(0), count=1)
+    for i in range(start, block.num_tiles, 2):
+        phase = ((i + 1) >> 1) & 1
+        mbarrier.wait(tiles.other_full.index(1), phase)
+        mbarrier.wait(tiles.weight_full.index(1), phase)
+        o1 = start_scores(oq, tiles.other_k.index(1), zero)
+        w1 = start_scores(wq, tiles.weight_k.index(1), zero)
+        base_o, base_w = after_issue(base_o, base_w)
+        o = o * block.other_scale - gl.expand_dims(base_o, 1)
+        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
+        sum_o += lane_sum(exp2(o))
+        ew = exp2(w)
+        sum_w += lane_sum(ew)
+        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+        mom, sum_o = before_wait_pair(mom, sum_o)
+        o, w = warpgroup_mma_wait(0, deps=[o1, w1])
+        mbarrier.arrive(tiles.other_empty.index(1), count=1)
+        mbarrier.arrive(tiles.weight_empty.index(1), count=1)
+        # past the end the matmuls read what slot 0 still holds, and nobody reads them
+        more = i + 2 < block.num_tiles
+        phase = ((i + 2) >> 1) & 1
+        mbarrier.wait(tiles.other_full.index(0), phase, pred=more)
+        mbarrier.wait(tiles.weight_full.index(0), phase, pred=more)
+        o0 = start_scores(oq, tiles.other_k.index(0), zero)
+        w0 = start_scores(wq, tiles.weight_k.index(0), zero)
+        base_o, base_w = after_issue(base_o, base_w)
+        o = o * block.other_scale - gl.expand_dims(base_o, 1)
+        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
+        sum_o += lane_sum(exp2(o))
+        ew = exp2(w)
+        sum_w += lane_sum(ew)
+        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+        mom, sum_o = before_wait_pair(mom, sum_o)
+        o, w = warpgroup_mma_wait(0, deps=[o0, w0])
+        mbarrier.arrive(tiles.other_empty.index(0), count=1, pred=more)
+        mbarrier.arrive(tiles.weight_empty.index(0), count=1, pred=more)
+    return sum_o, sum_w, mom
+
+
+@gluon.jit
+def sum_halves(
+    oq,
+    wq,
+    tiles,
+    block,
+    start,
+    base_o,
+    base_w,
+    zero,
+    C_WEIGHT: gl.constexpr,
+    C_OTHER: gl.constexpr,
+):
+    """As sum_pairs with one matmul in flight: fewer registers, room for queries in registers."""
+    sum_o = lane_sum(zero)
+    sum_w = sum_o
+    mom = sum_o
+    mbarrier.wait(tiles.other_full.index(0), (start >> 1) & 1)
+    o0 = start_scores(oq, tiles.other_k.index(0), zero)
+    o = warpgroup_mma_wait(0, deps=[o0])
+    mbarrier.arrive(tiles.other_empty.index(0), count=1)
+    for i in range(start, block.num_tiles, 2):
+        mbarrier.wait(tiles.weight_full.index(0), (i >> 1) & 1)
+        w0 = start_scores(wq, tiles.weight_k.index(0), zero)
+        base_o, base_w = after_issue(base_o, base_w)
+        o = o * block.other_scale - gl.expand_dims(base_o, 1)
+        sum_o = before_wait(sum_o + lane_sum(exp2(o)))
+        w = warpgroup_mma_wait(0, deps=[w0])
+        mbarrier.arrive(tiles.weight_empty.index(0), count=1)
+        phase = ((i + 1) >> 1) & 1
+        mbarrier.wait(tiles.other_full.index(1), phase)
+        o1 = start_scores(oq, tiles.other_k.index(1), zero)
+        base_o, base_w = after_issue(base_o, base_w)
+        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
+        ew = exp2(w)
+        sum_w += lane_sum(ew)
+        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+        mom, sum_w = before_wait_pair(mom, sum_w)
+        o = warpgroup_mma_wait(0, deps=[o1])
+        mbarrier.arrive(tiles.other_empty.index(1), count=1)
+        mbarrier.wait(tiles.weight_full.index(1), phase)
+        w1 = start_scores(wq, tiles.weight_k.index(1), zero)
+        base_o, base_w = after_issue(base_o, base_w)
+        o = o * block.other_scale - gl.expand_dims(base_o, 1)
+        sum_o = before_wait(sum_o + lane_sum(exp2(o)))
+        w = warpgroup_mma_wait(0, deps=[w1])
+        mbarrier.arrive(tiles.weight_empty.index(1), count=1)
+        # past the end the matmul reads what slot 0 still holds, and nobody reads it
+        more = i + 2 < block.num_tiles
+        mbarrier.wait(tiles.other_full.index(0), ((i + 2) >> 1) & 1, pred=more)
+        o0 = start_scores(oq, tiles.other_k.index(0), zero)
+        base_o, base_w = after_issue(base_o, base_w)
+        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
+        ew = exp2(w)
+        sum_w += lane_sum(ew)
+        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+        mom, sum_w = before_wait_pair(mom, sum_w)
+        o = warpgroup_mma_wait(0, deps=[o0])
+        mbarrier.arrive(tiles.other_empty.index(0), count=1, pred=more)
+    return sum_o, sum_w, mom
+
+
+@gluon.jit
+def with_sums(state, base_o, base_w, sum_o, sum_w, mom, WEIGHT_IS_TEACHER: gl.constexpr):
+    """The state with sums relative to its own maxima added."""
+    if WEIGHT_IS_TEACHER:
+        return State(
+            base_w, state.l_t + sum_w, base_o, state.l_s + sum_o, state.a + mom, state.b,
+            state.low_t, state.low_s, state.count,
+        )  # fmt: skip
+    else:
+        return State(
+            base_o, state.l_t + sum_o, base_w, state.l_s + sum_w, state.a, state.b + mom,
+            state.low_t, state.low_s, state.count,
+        )  # fmt: skip
+
+
+@gluon.jit
+def doubtful(state):
+    """Rows whose sums relative to a fixed base may be wrong; NaN compares false."""
+    good = (state.l_t >= SMALLEST_SUM) & (state.l_t <= LARGEST)
+    good &= (state.l_s >= SMALLEST_SUM) & (state.l_s <= LARGEST)
+    good &= (gl.abs(state.a) <= LARGEST) & (gl.abs(state.b) <= LARGEST)
+    return good == 0
+
+
+@gluon.jit
+def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """rows.empty_state in a layout."""
+    low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
+    zero = gl.full([BLOCK_M], 0.0, gl.float32, layout=layout)
+    return State(low, zero, low, zero, zero, zero, -low, -low, zero)
+
+
+@gluon.jit
+def reduce_rows(
+    tiles, block, outputs, GROUP: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    FORM: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """One warp group: values and statistics of its rows."""
+    BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
+    C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    row_layout: gl.constexpr = gl.SliceLayout(1, mma)
+    first = block.m0 + GROUP * BLOCK_M
+    rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
+    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=mma)
+    complete = block.seqlen_k  # keys that all rows may see
+    if CAUSAL:
+        complete = gl.maximum(
+            gl.minimum(block.seqlen_k, first + block.seqlen_k - block.seqlen_q + 1), 0
+        )
+    # with an even number of tiles left for the loop over pairs
+    num_masked = gl.maximum(block.num_tiles - complete // BLOCK_N, 1)
+    num_masked = gl.minimum(num_masked + ((block.num_tiles - num_masked) & 1), block.num_tiles)
+    oq = flat(tiles.other_q.index(GROUP))
+    wq = flat(tiles.weight_q.index(GROUP))
+    mbarrier.wait(tiles.q_bar, 0)
+    if Q_IN_REGISTERS:
+        operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+        oq = oq.load(operand)
+        wq = wq.load(operand)
+    state = update_tiles(
+        empty(BLOCK_M, row_layout), oq, wq, tiles, block, rows, num_masked, zero,
+        WEIGHT_IS_TEACHER, CAUSAL, FORM, CONFIG,
+    )  # fmt: skip
+    if num_masked < block.num_tiles:
+        m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
+        m_w = state.m_t if WEIGHT_IS_TEACHER else state.m_s
+        base_o = gl.where(m_o == LOW, 0.0, m_o)
+        base_w = gl.where(m_w == LOW, 0.0, m_w)
+        if Q_IN_REGISTERS:
+            sum_o, sum_w, mom = sum_halves(
+                oq, wq, tiles, block, num_masked, base_o, base_w, zero, C_WEIGHT, C_OTHER
+            )
+        else:
+            sum_o, sum_w, mom = sum_pairs(
+                oq, wq, tiles, block, num_masked, base_o, base_w, zero, C_WEIGHT, C_OTHER
+            )
+        state = with_sums(
+            state, base_o, base_w,
+            gl.convert_layout(gl.sum(sum_o, 1), row_layout),
+            gl.convert_layout(gl.sum(sum_w, 1), row_layout),
+            gl.convert_layout(gl.sum(mom, 1), row_layout),
+            WEIGHT_IS_TEACHER,
+        )  # fmt: skip
+        # every doubtful row marks its block
+        flags = outputs.again + block.bh * outputs.num_flags + rows // BLOCK_M
+        gl.store(flags, 1, mask=doubtful(state) & (rows < block.seqlen_q))
+    lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
+    row = block.bh.to(gl.int64) * block.seqlen_q + rows
+    store_rows(
+        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, row, rows < block.seqlen_q,
+        lse_t, lse_s, value, h_sum, g_sum,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_kernel(
+    other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags,
+    num_blocks, num_heads, other_group, weight_group, seqlen_q, seqlen_k, other_scale, weight_scale,
+    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    FORM: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    HEAD_DIM: gl.constexpr = CONFIG.S_DIM
+    pid = gl.program_id(0)
+    position = pid % num_blocks
+    bh = pid // num_blocks
+    if CAUSAL:
+        position = num_blocks - 1 - position  # causal rows grow: the longest first
+    b = bh // num_heads
+    h = bh % num_heads
+    m0 = position * (GROUPS * BLOCK_M)
+    num_tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
+    if CAUSAL:
+        stop = gl.minimum(m0 + GROUPS * BLOCK_M, seqlen_q) + seqlen_k - seqlen_q
+        num_tiles = gl.maximum(gl.minimum(num_tiles, (stop + BLOCK_N - 1) // BLOCK_N), 0)
+    block = Block(b, h, bh, m0, num_tiles, seqlen_q, seqlen_k, other_scale, weight_scale)
+
+    queries: gl.constexpr = [GROUPS, 1, 1, BLOCK_M, HEAD_DIM]
+    keys: gl.constexpr = [2, 1, 1, BLOCK_N, HEAD_DIM]
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles = Tiles(
+        gl.allocate_shared_memory(other_q.dtype, queries, other_q.layout),
+        gl.allocate_shared_memory(weight_q.dtype, queries, weight_q.layout),
+        gl.allocate_shared_memory(other_k.dtype, keys, other_k.layout),
+        gl.allocate_shared_memory(weight_k.dtype, keys, weight_k.layout),
+        gl.allocate_shared_memory(gl.int64, [1], bars),
+        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
+    )
+    mbarrier.init(tiles.q_bar, count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(tiles.other_full.index(slot), count=1)
+        mbarrier.init(tiles.weight_full.index(slot), count=1)
+        mbarrier.init(tiles.other_empty.index(slot), count=GROUPS)
+        mbarrier.init(tiles.weight_empty.index(slot), count=GROUPS)
+    outputs = Outputs(value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags)
+    gl.warp_specialize(
+        [
+            (reduce_rows, (tiles, block, outputs, gl.constexpr(0), WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG)),
+            (reduce_rows, (tiles, block, outputs, gl.constexpr(1), WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG)),
+            (load_all, (other_q, other_k, weight_q, weight_k, tiles, block, h // other_group, h // weight_group, BLOCK_M, BLOCK_N)),
+        ],
+        [NUM_WARPS, 1],
+        [GROUP_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
