@@ -228,6 +228,8 @@ class MaskRules:
             if inside == outside:
                 return EVERYWHERE if inside else EVERYWHERE.inverted()
             return known.mask if inside else known.mask.inverted()
+        if isinstance(known, Number) and isinstance(number, Number):
+            return EVERYWHERE if _holds(op, known.value, number.value) else EVERYWHERE.inverted()
         x, y = self._integer(left), self._integer(right)
         if isinstance(x, Affine) or isinstance(y, Affine):
             difference = _difference(x, y)

@@ -19,9 +19,10 @@ from torch_streamkl.functional import ONE, ZERO, apply, const
 from torch_streamkl.fx_passes import element_rules as elements
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes import score_rules as scores
+from torch_streamkl.fx_passes.constants import Folding
 from torch_streamkl.fx_passes.layout import Layout
 from torch_streamkl.fx_passes.mask_rules import MaskRules
-from torch_streamkl.fx_passes.masks import AnyKey, BoolTensor, Choice, to_axes
+from torch_streamkl.fx_passes.masks import Affine, AnyKey, BoolTensor, Choice, to_axes
 from torch_streamkl.fx_passes.sizes import is_one, same
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.tracing import Trace
@@ -63,6 +64,7 @@ class Recogniser(MaskRules):
         self._by_storage: dict[int, list[fx.Node]] = {}
         self._overwritten: set[fx.Node] = set()
         self._counts: dict[fx.Node, Any] = {}  # number of rows that a boolean index selects
+        self.folding = Folding()
         self._constants(trace.module)
         for node in trace.graph.nodes:
             self._visit(node)
@@ -95,6 +97,10 @@ class Recogniser(MaskRules):
             self._note_storage(node)
         if node in self.reasons:
             return
+        if _is_pure(node):
+            self.folding.visit(node)
+            if not isinstance(value, (Number, Affine)):
+                value = self.folding.meaning(node) or value
         if value is None and isinstance(node.meta.get("val"), Tensor):
             value = self.unknown(node)
         if value is not None:
