@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.functional import ZERO, Expr, apply, const
+from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.layout import Layout, axis_dim
 from torch_streamkl.fx_passes.masks import BoolTensor, axes_in, to_axes
@@ -30,6 +30,7 @@ from torch_streamkl.fx_passes.values import (
     mentions,
     prob,
     renumbered,
+    variables,
 )
 
 
@@ -51,6 +52,8 @@ def _distribution(scores: Scores, dim: int, trained: bool) -> Distribution:
     pieces = scores.layout[dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("softmax over a dimension that is not one axis of the scores")
+    if scores.key.padded not in (None, pieces[0].axis):
+        raise Blocked("softmax over the rows of padded scores")
     return Distribution(scores.key, pieces[0].axis, trained)
 
 
@@ -92,7 +95,9 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
         minus = [replace(t, expr=-t.expr) for t in b.terms] if op == "sub" else list(b.terms)
         return replace(a, terms=_collected([*a.terms, *minus]))
     if op == "mul":
-        terms = [Term(x.expr * y.expr, x.factors + y.factors) for x in a.terms for y in b.terms]
+        terms = [
+            Term(_product(x.expr, y.expr), x.factors + y.factors) for x in a.terms for y in b.terms
+        ]
         return replace(a, terms=_collected(terms))
     x, y = a.single(), b.single()
     if op == "div" and y is not None:
@@ -122,6 +127,57 @@ def unary(op: str, a: Elements) -> Elements:
     if op == "exp":
         e = _without_lse(e)
     return replace(a, terms=(Term(apply(op, e)),))
+
+
+def takes_part(a: Elements) -> Elements:
+    """Whether a key has a probability: always, or ``logP > lowest`` where scores were padded."""
+    padded = [k for k, d in enumerate(a.parts) if d.scores.padded is not None]
+    if not padded:
+        return a.map(lambda _: ONE)
+    if len(a.parts) != 1 or a.single() is None:
+        raise Blocked("a condition on padded probabilities and others")
+    return replace(a, terms=(Term(apply("gt", log_prob(0), const(FLOOR_OF_EXP))),))
+
+
+def needs_probability(a: Elements, condition: Expr | None) -> bool:
+    """Whether every addend has the probability as a factor that the condition is about."""
+    e = a.single()
+    numbers = set() if condition is None else variables(condition)
+    if e is None or len(numbers) != 1:
+        return False
+    wanted = prob(numbers.pop())
+    return all(wanted in _factors(addend)[1] for _, addend in _distributed(e, 1.0))
+
+
+def kept_where(a: Elements, condition: Expr | None, *, inverted: bool) -> Elements:
+    """The value where a condition on probabilities holds (or does not), 0 elsewhere."""
+    e = a.single()
+    if e is None or condition is None:
+        raise Blocked("a condition on probabilities and values that carry row weights")
+    branches = (ZERO, e) if inverted else (e, ZERO)
+    return replace(a, terms=(Term(apply("where", condition, *branches)),))
+
+
+def _product(a: Expr, b: Expr) -> Expr:
+    """a * b; a probability makes a condition on itself, ``P * where(P > 0, x, 0)``, needless."""
+    for x, y in ((a, b), (b, a)):
+        if y.op == "where" and y.args[0].op == "gt" and y.args[2] == ZERO:
+            asked = y.args[0].args[0]
+            if asked.op in ("P", "logP") and prob(int(asked.value)) in _factors(x)[1]:
+                return x * y.args[1]
+    return a * b
+
+
+def _distributed(e: Expr, sign: float) -> list[tuple[float, Expr]]:
+    """The expression as a sum, products distributed over sums."""
+    if e.op == "mul":
+        for inner, other in ((0, 1), (1, 0)):
+            if e.args[inner].op in ("add", "sub", "neg"):
+                parts = _addends(e.args[inner], sign)
+                return [y for s, x in parts for y in _distributed(x * e.args[other], s)]
+    if e.op in ("add", "sub", "neg"):
+        return [y for s, x in _addends(e, sign) for y in _distributed(x, s)]
+    return [(sign, e)]
 
 
 def not_negative(a: Elements) -> bool:

@@ -135,6 +135,11 @@ def _call(
     if parts[student].averaged:
         raise Blocked("the student's probabilities are averaged over heads")
     shape = geometry(parts[teacher], layouts[teacher], parts[student], layouts[student], key_dim)
+    if parts[teacher].scores.padded is not None or parts[student].scores.padded is not None:
+        if not linear.applies(shape):
+            raise Blocked("scores are padded to another number of keys")
+        if functional.absent != 0.0:
+            raise Blocked("keys that neither side has would contribute to the divergence")
     mask = _masks(shape, functional)
     for side in (parts[teacher].scores, parts[student].scores):
         if side.capped < 0 or not math.isfinite(side.scale):

@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.masks import (
     rearranged,
 )
 from torch_streamkl.fx_passes.sizes import Size, is_one
-from torch_streamkl.fx_passes.values import Absent, Elements, Number, Scores
+from torch_streamkl.fx_passes.values import Absent, Blocked, Elements, Number, Scores
 
 Arguments = dict[str, Any]
 EVERYWHERE = BoolTensor(frozenset(), 0)
@@ -251,6 +251,9 @@ class MaskRules:
     def op_bitwise_not(self, node: fx.Node, a: Arguments) -> object:
         x = self.boolean(a["self"])
         if isinstance(x, Elements):
+            e = x.single()
+            if e not in (ONE, ZERO):
+                raise Blocked("the opposite of a condition on probabilities")
             return x.map(lambda e: ZERO if e == ONE else ONE)
         return x.inverted() if isinstance(x, BoolTensor) else self.unknown(node)
 

@@ -967,7 +967,15 @@ class Recogniser(MaskRules):
         x = self.value(a["self"])
         if not isinstance(x, Scores):
             return self._no_rule(node, "pad")
-        raise Blocked("scores are padded to another vocabulary size")
+        widths, value = a["pad"], self.value(a.get("value"))
+        constant = a.get("mode", "constant") == "constant"
+        if not constant or len(widths) != 2 or widths[0] != 0 or not isinstance(value, Number):
+            raise Blocked("scores are padded in a way other than behind the last key")
+        if value.value != -math.inf:
+            raise Blocked(f"scores are padded with {value.value:g}, which takes part in the softmax")
+        return scores.padded(x, scores.shape_of(node)[-1])
+
+    op_constant_pad_nd = op_pad
 
     # -------------------- masks on values
     def op_masked_fill(self, node: fx.Node, a: Arguments) -> object:
@@ -1083,6 +1091,14 @@ class Recogniser(MaskRules):
     def _where_expression(self, condition: Elements, x: object, y: object) -> Elements:
         """where with a condition on probabilities, such as P > 0."""
         e = condition.single()
+        kept, dropped = (y, x) if e is not None and e.op == "ge" else (x, y)
+        if e is not None and e.op in ("gt", "ge") and isinstance(kept, Elements):
+            condition, aligned = elements.aligned(condition, kept)
+            e = condition.single()
+            if dropped is None or _is_zero(dropped):
+                if elements.needs_probability(aligned, e):
+                    return kept  # what the condition drops is 0 in any case
+                return elements.kept_where(aligned, e, inverted=kept is y)
         if e in (ONE, ZERO):
             chosen = x if e == ONE else y
             if isinstance(chosen, Elements):
@@ -1110,12 +1126,12 @@ class Recogniser(MaskRules):
             raise reason
 
     def compared(self, op: str, x: Elements, value: float) -> object:
-        """A comparison of probabilities with a number: P > 0 holds for every key that takes part."""
+        """P > 0, which a probability that underflows misses, or P <= 0."""
         e = x.single()
         if e is not None and e.op == "P" and value == 0.0 and op in ("gt", "ne"):
-            return x.map(lambda _: ONE)
+            return x.map(lambda p: apply("gt", p, ZERO))
         if e is not None and e.op == "P" and value == 0.0 and op in ("le", "eq"):
-            return x.map(lambda _: ZERO)
+            return x.map(lambda p: apply("ge", ZERO, p))
         raise Blocked("a comparison of probabilities with a number")
 
     def finite(self, x: object, *, infinite: bool) -> object:
@@ -1123,10 +1139,19 @@ class Recogniser(MaskRules):
         if isinstance(x, Scores):
             if not infinite:
                 raise Blocked("isfinite of scores")
+            if x.key.padded is not None:
+                raise Blocked("isinf of scores that were padded with -inf")
             return Absent(x.key)
         if isinstance(x, Elements):
-            return x.map(lambda _: ZERO if infinite else ONE)
+            part = elements.takes_part(x)
+            return part.map(lambda e: ZERO if e == ONE else -e) if infinite else part
         return None
+
+
+def _is_zero(x: object) -> bool:
+    if isinstance(x, Elements):
+        return x.single() == ZERO
+    return isinstance(x, Number) and x.value == 0.0
 
 
 def symbolic_size(x: object) -> torch.SymInt | None:

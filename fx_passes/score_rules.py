@@ -281,9 +281,23 @@ def multiplied(scores: Scores, factor: Factor) -> Scores:
     return scores.with_key(factors=(*key.factors, factor), biases=biases)
 
 
+def padded(scores: Scores, size: Size) -> Scores:
+    """Scores with -inf behind the last one of their last dimension: words that this side lacks."""
+    key, (*rows, last) = scores.key, scores.layout
+    if len(last) != 1 or axis_dim(scores.layout, last[0].axis) != len(rows) or key.padded is not None:
+        raise Blocked("scores are padded along a dimension that is not one axis of them")
+    axis = last[0].axis
+    if key.mask is not None or any(axis in axes_of(x.layout) for x in key.factors):
+        raise Blocked("scores are padded after they were masked or multiplied by a tensor")
+    sizes = tuple((a, size if a == axis else s) for a, s in key.sizes)
+    return Scores(replace(key, sizes=sizes, padded=axis), (*rows, (Piece(axis, size),)))
+
+
 def with_tanh(scores: Scores) -> Scores:
     """tanh(scores); times a constant it is a softcap."""
     key = scores.key
+    if key.padded is not None:
+        raise Blocked("tanh of scores that were padded before")
     if key.capped or key.biases or key.mask is not None:
         raise Blocked("tanh of scores that were capped, biased or masked before")
     return scores.with_key(capped=1.0)
@@ -292,6 +306,8 @@ def with_tanh(scores: Scores) -> Scores:
 def with_bias(scores: Scores, node: fx.Node, layout: Layout, weight: float = 1.0) -> Scores:
     """scores + weight * tensor."""
     key = scores.key
+    if key.padded is not None:
+        raise Blocked("a tensor is added to scores after they were padded")
     if key.mask is not None and key.fill > ABSORBING:
         raise Blocked("a tensor is added to scores after they were masked with a moderate value")
     return scores.with_key(biases=(*key.biases, Bias(node, layout, weight)), added=True)
@@ -366,6 +382,8 @@ def part(
     axis = pieces[0].axis
     if length is not None and same(length, pieces[0].size):
         return key, layout
+    if axis == key.padded:
+        raise Blocked("some of the keys are used after the scores were padded")
     if any(axis in axes_of(x.layout) for x in (*key.factors, *key.biases)):
         raise Blocked("scores are sliced after a tensor was added or multiplied")
     lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))

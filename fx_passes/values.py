@@ -94,6 +94,7 @@ class ScoreKey:
     mask: Mask | None = None
     fill: float = 0.0
     exact_fill: bool = True
+    padded: int | None = None  # axis that goes on behind the keys' last one, with scores of -inf
     dtype: torch.dtype | None = None  # of the product, to which a linear layer rounds its logits
     added: bool = (
         False  # a mask or bias was added to the scores: gradient flows through its masked keys

@@ -328,3 +328,24 @@ def test_keeps_its_value(program: Case, gradient: str) -> None:
     outcome = compare(program, Program(gradient=gradient).inputs()).check()
     assert outcome.report.sites, "a site that looks like a divergence must be in the report"
     assert all(outcome.reasons), "a site that stays must say why"
+
+
+def dropped_where_the_other_underflows(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq * 40, tk)  # many of the teacher's probabilities are exactly 0
+    kept = torch.where(
+        t.softmax(-1) > 0, s.softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1)), 0.0
+    )
+    return kept.sum(-1).mean()
+
+
+def filled_where_the_other_underflows(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq * 40, tk)
+    p = t.softmax(-1)
+    return (-p * s.log_softmax(-1)).masked_fill(p <= 0, 0.0).sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    "program", [dropped_where_the_other_underflows, filled_where_the_other_underflows]
+)
+def test_probabilities_that_underflow(program: Case) -> None:
+    compare(program, Program().inputs()).check()

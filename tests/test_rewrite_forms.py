@@ -429,3 +429,58 @@ def test_rows_are_selected_before_the_product(selection: str) -> None:
 
     for inner in ("eager", "aot_eager"):
         fused(loss, hidden_inputs(), fullgraph=True, inner=inner)
+
+
+def _padded(x: Tensor, size: int, value: float = float("-inf")) -> Tensor:
+    return F.pad(x, (0, size - x.shape[-1]), value=value)
+
+
+PADDED = {
+    "teacher": lambda s, t: F.kl_div(
+        s.log_softmax(-1), _padded(t, s.shape[-1]).softmax(-1), reduction="batchmean"
+    ),
+    "finite": lambda s, t: (
+        torch.where(
+            torch.isfinite(lt := _padded(t, s.shape[-1]).log_softmax(-1)),
+            lt.exp() * (lt - s.log_softmax(-1)),
+            torch.zeros_like(s),
+        )
+        .sum(-1)
+        .mean()
+    ),
+    "positive": lambda s, t: (
+        torch.where(
+            (p := _padded(t, s.shape[-1]).softmax(-1)) > 0, p * (p.log() - s.log_softmax(-1)), 0.0
+        )
+        .sum(-1)
+        .mean()
+    ),
+    "reverse where finite": lambda s, t: (
+        torch.where(
+            torch.isfinite(lt := _padded(t, s.shape[-1]).log_softmax(-1)),
+            s.softmax(-1) * (s.log_softmax(-1) - lt),
+            torch.zeros_like(s),
+        )
+        .sum(-1)
+        .mean()
+    ),
+    "common words": lambda s, t: F.kl_div(
+        s[..., : t.shape[-1]].log_softmax(-1), t.softmax(-1), reduction="batchmean"
+    ),
+}
+PADDED_AND_LEFT = {  # padding that takes part
+    "zeros": lambda s, t: F.kl_div(
+        s.log_softmax(-1), _padded(t, s.shape[-1], 0.0).softmax(-1), reduction="batchmean"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", [*PADDED, *PADDED_AND_LEFT])
+def test_vocabularies_of_different_sizes(form: str) -> None:
+    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        return {**PADDED, **PADDED_AND_LEFT}[form](F.linear(xs, ws), F.linear(xt, wt))
+
+    xs, ws, xt, wt, labels = hidden_inputs()
+    outcome = compare(loss, [xs, ws, xt, wt[:-6].clone(), labels]).check()
+    assert outcome.num_fused == (form in PADDED), str(outcome.report)
+    assert torch.isfinite(outcome.compiled.outputs[0]).all()
