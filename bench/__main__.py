@@ -14,7 +14,7 @@ from bench.cases import Case, select, suite
 from bench.memory_limit import limit_memory
 from bench.progress import Progress
 from bench.providers import PROVIDERS, Provider, choose
-from bench.records import Run
+from bench.records import Run, command_line
 from bench.runner import Settings, out_of_memory_before, run_case
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     run = Run(
-        command=" ".join(["python -m bench", *argv]),
+        command=command_line("bench", argv),
         machine=machine.describe(device, options.commit),
         dtype=str(dtype).removeprefix("torch."),
         ceilings={

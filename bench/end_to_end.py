@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bench import machine, table
 from bench.measure import OutOfMemory, guarded, peak_mib, release, synchronize
 from bench.memory_limit import limit_memory
-from bench.records import Run
+from bench.records import Run, command_line
 
 LossFunction = Callable[[Tensor], Tensor]
 OBJECTIVES = ("attention", "attention+logits")
@@ -211,9 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     limit_memory(device, options.memory_limit_gib)
     run = Run(
-        command=" ".join(
-            ["python -m bench.end_to_end", *(sys.argv[1:] if argv is None else argv)]
-        ),
+        command=command_line("bench.end_to_end", sys.argv[1:] if argv is None else argv),
         machine=machine.describe(device, options.commit),
         dtype=str(dtype).removeprefix("torch."),
         ceilings={},

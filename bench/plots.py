@@ -30,6 +30,8 @@ def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
         paths.append(path)
     for objective in dict.fromkeys(row["objective"] for row in run.end_to_end):
         rows = [row for row in run.end_to_end if row["objective"] == objective]
+        if len({row["context"] for row in rows if row["status"] == "ok"}) < 2:
+            continue  # no curve
         path = folder / f"{stem}-end-to-end-{objective.replace('+', '-')}.png"
         title = f"training step, {rows[0]['pair']}, KL of {objective}, {run.machine['device']}"
         _time_and_memory(_end_to_end_curves(rows), title, "context in tokens", path)
@@ -38,12 +40,12 @@ def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
 
 
 def sweeps(run: Run, family: str) -> dict[str, list[Record]]:
-    """Cases that differ in size only and have at least three sizes, most sizes first."""
+    """Cases that differ in size only and have at least two sizes, most sizes first."""
     groups: dict[str, list[Record]] = {}
     for record in run.records:
         if record.family == family and record.status not in ("unavailable", "error"):
             groups.setdefault(record.sweep[0], []).append(record)
-    long = {name: rs for name, rs in groups.items() if len({r.sweep[1] for r in rs}) >= 3}
+    long = {name: rs for name, rs in groups.items() if len({r.sweep[1] for r in rs}) >= 2}
     return dict(sorted(long.items(), key=lambda item: -len({r.sweep[1] for r in item[1]})))
 
 

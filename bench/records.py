@@ -46,6 +46,15 @@ class Record:
         return self.tflops[mode] / rate if rate and mode in self.tflops else None
 
 
+def command_line(module: str, arguments: list[str]) -> str:
+    """What to type for the same run, without where its records went."""
+    shown = list(arguments)
+    if "--json" in shown:
+        position = shown.index("--json")
+        del shown[position : position + 2]
+    return " ".join(["python -m", module, *shown])
+
+
 @dataclass
 class Run:
     """All records of one invocation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ attention on a CPU) at the same shape, both measured in the same run. Peaks are 
 and include the gradients. Errors are relative, against float64. A provider whose error exceeds
 twice that of the naive code in the same dtype plus one rounding is red and is compared with
 nothing.
+Other programs ran on the CPU machine during its run: compare providers within a case only.
 """
 
 
@@ -68,8 +70,9 @@ def _run(stem: str, run: Run, pictures: list[str]) -> str:
 
 
 def load(folder: Path) -> dict[str, Run]:
-    """Every record of a folder by stem."""
-    return {path.stem: Run.load(path) for path in sorted(folder.glob("*.json"))}
+    """Every run of a folder by stem; records of other measurements have no schema of ours."""
+    paths = [p for p in sorted(folder.glob("*.json")) if "schema" in json.loads(p.read_text())]
+    return {path.stem: Run.load(path) for path in paths}
 
 
 def picture_names(folder: Path, stems: list[str]) -> dict[str, list[str]]:
@@ -84,8 +87,8 @@ def picture_names(folder: Path, stems: list[str]) -> dict[str, list[str]]:
 
 def main() -> int:
     runs = load(FOLDER)
-    for path in FOLDER.glob("*.png"):
-        path.unlink()
+    for name in sum(picture_names(FOLDER, list(runs)).values(), []):
+        (FOLDER / name).unlink()
     for stem, run in runs.items():
         plots.draw_all(run, FOLDER, stem)
     TARGET.write_text(render(runs, picture_names(FOLDER, list(runs))))

@@ -245,7 +245,8 @@ def made_up_run() -> Run:
     row = {"step_ms": 1.0, "tokens_per_s": 64e3, "peak_mib": 3.0, "loss": 0.5}
     run.end_to_end = [
         {**common, "context": 64, "status": "ok", **row},
-        {**common, "context": 128, "status": "oom", "detail": "too much"},
+        {**common, "context": 128, "status": "ok", **row},
+        {**common, "context": 256, "status": "oom", "detail": "too much"},
     ]
     return run
 
