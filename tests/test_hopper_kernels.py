@@ -97,6 +97,23 @@ def test_needs_a_hopper_gpu() -> None:
         attention_kl(x, x, x, x, impl="hopper")
 
 
+@pytest.mark.parametrize(("in_auto", "rows"), [(True, 8192), (True, 64), (False, 8192)])
+def test_choice(in_auto: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(launch, "shared_memory_kib", lambda _: 227)
+    monkeypatch.setattr(launch, "HOPPER_IN_AUTO", in_auto)
+    with FakeTensorMode():
+        q, k = (
+            torch.empty(1, 2, n, 128, device="cuda", dtype=torch.bfloat16) for n in (rows, 16384)
+        )
+    problem = problem_of(q, k, q, k)[0]
+    assert launch.select_implementation(problem, "hopper") == "hopper"
+    # few blocks of rows: the portable kernels split the keys
+    expected = "hopper" if in_auto and rows > 64 else "triton"
+    assert launch.select_implementation(problem, "auto") == expected
+
+
 LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "fits": ({}, ""),
     "causal": ({"window_right": 0}, ""),

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not here: they fit shared memory, do not spill, keep wgmma asynchronous."""
+"""Kernels for GPUs that are not here: they compile, fit, do not spill, keep wgmma asynchronous."""
 
 import re
 from typing import Any

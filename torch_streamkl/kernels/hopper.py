@@ -1,8 +1,8 @@
 """What the Hopper kernels share: wgmma, sums per thread, and the order of both.
 
 NOTE [Matmuls under arithmetic]
-A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel issues
-the matmuls of the next tile, reduces the current one, and then waits. Two things undo that. ptxas
+A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel
+issues the matmuls of the next tile, reduces the current one, and then waits. Two things undo that. ptxas
 serialises every wgmma (message C7514) when an accumulator is in flight across a loop's back edge:
 loops are unrolled by two, each half with its own registers. And the compilers move arithmetic that
 nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
@@ -10,7 +10,8 @@ nothing needs yet below the next wait, tile after tile: `before_wait` reads the 
 NOTE [Two slots]
 Tiles of keys alternate between two slots of shared memory, so that the loop unrolled by two knows
 its slots at compile time. Tile i of `num_tiles` sits in slot (i + num_tiles) % 2 and is the
-(i // 2)-th user of its slot: any number of tiles works, and the loop over pairs begins with slot 0.
+(i // 2)-th user of its slot: any number of tiles works, and the loop over pairs begins with
+slot 0.
 """
 
 from triton.experimental import gluon
@@ -65,7 +66,7 @@ def before_wait(a):
 
 @gluon.jit
 def lane_sum(x):
-    """[M, N] accumulator -> [M, LANES]: each thread sums the columns that it holds, no shuffles."""
+    """[M, N] accumulator -> [M, LANES]: each thread sums its columns, no shuffles."""
     y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
     return gl.sum(gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4]), 2)
 

@@ -6,7 +6,6 @@ The backward is the portable one, which reads the same row statistics.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -59,7 +58,8 @@ def _launch(
         descriptor(other.q, launch.block_m), descriptor(other.k, launch.block_n),
         descriptor(weight.q, launch.block_m), descriptor(weight.k, launch.block_n),
         *outputs, again, num_flags,
-        blocks, problem.num_heads, _group(other), _group(weight), problem.seqlen_q, problem.seqlen_k,
+        blocks, problem.num_heads, _group(other), _group(weight),
+        problem.seqlen_q, problem.seqlen_k,
         _log2_scale(problem, other), _log2_scale(problem, weight),
         WEIGHT_IS_TEACHER=by_teacher, CAUSAL=problem.window_right is not None,
         Q_IN_REGISTERS=launch.q_in_registers, FORM=form, CONFIG=config_of(problem, launch),
@@ -73,14 +73,14 @@ def _launch(
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [1, 1, rows, head_dim] of a tensor [batch, heads, seqlen, head_dim]; 0 past its end."""
+    """Tiles [1, 1, rows, head_dim] of [batch, heads, seqlen, head_dim]; 0 past its end."""
     block = [1, 1, rows, x.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), _strides(x.shape, x.stride()), block, layout)
 
 
 def _strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    # the stride of a dimension of size 1 means nothing, and the hardware wants multiples of 16 bytes
+    # the stride of a dimension of size 1 means nothing, but must be a multiple of 16 bytes
     outer = zip(shape[:3], strides[:3], strict=True)
     return [*(shape[3] if size == 1 else stride for size, stride in outer), 1]
 

@@ -1,18 +1,18 @@
 """The forward on Hopper: one warp loads, two warp groups of 64 rows each reduce.
 
-The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and the
-student of forward KL. Tiles come from the last key to the first, so that those that need a mask
-come first. Every warp group runs on its own; the barriers of the slots are all that ties them.
+The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
+the student of forward KL. Tiles come from the last key to the first, so that those that need a
+mask come first. Every warp group runs on its own; the barriers of the slots are all that ties them.
 
 NOTE [Fixed bases]
-The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima. The
-rest is summed relative to the maxima found so far, which stay fixed: no maxima, no rescaling, no
-exchange between threads. With x the score less the base, a sum of 2^x over at most 2^23 keys is as
-good as one relative to the true maximum if it is finite and at least 2^-80: no term overflowed, and
-what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of
-2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d itself
-does, and is good if it is finite. A row that fails marks its block, and the launch that follows
-(`attention_forward.forward_again_kernel`) computes marked blocks again and leaves the others alone.
+The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
+The rest is summed relative to the maxima found so far, which stay fixed: no maxima, no rescaling,
+no exchange between threads. With x the score less the base, a sum of 2^x over at most 2^23 keys is
+as good as one relative to the true maximum if it is finite and at least 2^-80: no term overflowed,
+and what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a
+sum of 2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d
+itself does, and is good if it is finite. A row that fails marks its block, and the launch that
+follows (`attention_forward.forward_again_kernel`) computes marked blocks again, and no others.
 """
 
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every tile of keys into the slot that has become empty."""
+    """The loading warp: queries once, then every tile of keys into the slot that is empty."""
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         row = block.m0 + group * BLOCK_M
@@ -116,7 +116,8 @@ def load_all(
 @gluon.jit
 def update_tiles(
     state, oq, wq, tiles, block, rows, count, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
+    FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Running state after the first `count` tiles, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
@@ -364,15 +365,16 @@ def reduce_rows(
     lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
     row = block.bh.to(gl.int64) * block.seqlen_q + rows
     store_rows(
-        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, row, rows < block.seqlen_q,
-        lse_t, lse_s, value, h_sum, g_sum,
+        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride,
+        row, rows < block.seqlen_q, lse_t, lse_s, value, h_sum, g_sum,
     )  # fmt: skip
 
 
 @gluon.jit
 def forward_kernel(
-    other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags,
-    num_blocks, num_heads, other_group, weight_group, seqlen_q, seqlen_k, other_scale, weight_scale,
+    other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    again_ptr, num_flags, num_blocks, num_heads, other_group, weight_group,
+    seqlen_q, seqlen_k, other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -416,9 +418,18 @@ def forward_kernel(
     outputs = Outputs(value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags)
     gl.warp_specialize(
         [
-            (reduce_rows, (tiles, block, outputs, gl.constexpr(0), WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG)),
-            (reduce_rows, (tiles, block, outputs, gl.constexpr(1), WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG)),
-            (load_all, (other_q, other_k, weight_q, weight_k, tiles, block, h // other_group, h // weight_group, BLOCK_M, BLOCK_N)),
+            (reduce_rows, (
+                tiles, block, outputs, gl.constexpr(0),
+                WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG,
+            )),
+            (reduce_rows, (
+                tiles, block, outputs, gl.constexpr(1),
+                WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG,
+            )),
+            (load_all, (
+                other_q, other_k, weight_q, weight_k, tiles, block,
+                h // other_group, h // weight_group, BLOCK_M, BLOCK_N,
+            )),
         ],
         [NUM_WARPS, 1],
         [GROUP_REGISTERS, LOADER_REGISTERS],
