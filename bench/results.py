@@ -87,8 +87,9 @@ def picture_names(folder: Path, stems: list[str]) -> dict[str, list[str]]:
 
 def main() -> int:
     runs = load(FOLDER)
-    for name in sum(picture_names(FOLDER, list(runs)).values(), []):
-        (FOLDER / name).unlink()
+    for names in picture_names(FOLDER, list(runs)).values():
+        for name in names:
+            (FOLDER / name).unlink()
     for stem, run in runs.items():
         plots.draw_all(run, FOLDER, stem)
     TARGET.write_text(render(runs, picture_names(FOLDER, list(runs))))
