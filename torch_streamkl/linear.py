@@ -111,10 +111,10 @@ def linear_kl(
 
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
     after is float32. A word that the student excludes and the teacher does not makes a token +inf.
-    A label that is no word gives NaN. Weight gradients are summed over a bounded number of chunks (NOTE
-    [Sums over chunks] in linear_problem.py), in a fixed order: the same bits on every run.
+    A label that is no word gives NaN. Weight gradients are summed over a bounded number of chunks
+    (NOTE [Sums over chunks] in linear_problem.py), in a fixed order: the same bits on every run.
     """
-    named = {
+    named: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
         "student": (student_hidden, student_weight, student_bias),
         "teacher": (teacher_hidden, teacher_weight, teacher_bias),
     }
@@ -131,8 +131,8 @@ def linear_kl(
         "device",
         {
             f"{side}_{name}": x.device
-            for side, xs in named.items()
-            for name, x in zip(("hidden", "weight"), xs, strict=False)
+            for side, (hidden, weight, _) in named.items()
+            for name, x in (("hidden", hidden), ("weight", weight))
         },
     )
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
@@ -169,8 +169,8 @@ def linear_kl(
         labels = labels.reshape(-1)
         of_labels = labels != ignore_index
         counted = of_labels if counted is None else counted & of_labels
-    weight = None if row_weight is None else _broadcast("row_weight", row_weight, tokens, device)
-    tensors = [
+    factor = None if row_weight is None else _broadcast("row_weight", row_weight, tokens, device)
+    tensors: list[Any] = [
         _as_matmul_operand(x)
         for x in (
             student_hidden.flatten(0, -2),
@@ -181,8 +181,8 @@ def linear_kl(
     ]
     tensors += [student_bias, teacher_bias, labels]
     if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
-        return _sum_in_forward(tensors, options, counted, weight, hard_weight, reduction, tokens)
-    return _per_token(tensors, options, counted, weight, hard_weight, reduction, tokens)
+        return _sum_in_forward(tensors, options, counted, factor, hard_weight, reduction, tokens)
+    return _per_token(tensors, options, counted, factor, hard_weight, reduction, tokens)
 
 
 class LinearKL(nn.Module):
@@ -257,7 +257,8 @@ def _sum_in_forward(
     factor = factor / _denominator(counted, reduction, tokens)
     hard_factor = None if tensors[6] is None else factor * hard_weight
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors[:6]]
-    return linear_ops.linear_kl_sum(*tensors, factor, hard_factor, wanted, **options)[0]
+    total: Tensor = linear_ops.linear_kl_sum(*tensors, factor, hard_factor, wanted, **options)[0]
+    return total
 
 
 def _per_token(
@@ -313,13 +314,15 @@ def _check_head(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
         raise TypeError(f"{side}_hidden must be a tensor, got {type(hidden).__name__}")
     if hidden.ndim < 2:
         raise ValueError(
-            f"{side}_hidden must have dimensions [..., tokens, width], got shape {tuple(hidden.shape)}"
+            f"{side}_hidden must have dimensions [..., tokens, width], got shape "
+            f"{tuple(hidden.shape)}"
         )
     if not isinstance(weight, Tensor):
         raise TypeError(f"{side}_weight must be a tensor, got {type(weight).__name__}")
     if weight.ndim != 2:
         raise ValueError(
-            f"{side}_weight must have dimensions [num_words, width], got shape {tuple(weight.shape)}"
+            f"{side}_weight must have dimensions [num_words, width], got shape "
+            f"{tuple(weight.shape)}"
         )
     for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):
         if x.dtype not in checks.FLOAT_DTYPES:
@@ -384,4 +387,5 @@ def _divergence_text(
     # functional's text must be a constant
     beta = beta if divergence == "js" and beta != 0.5 else 0.5
     constants = [guard if guard != 0.0 else 0.0 for guard in guards.values()]
-    return functional_text(divergence, beta, *constants)
+    text: str = functional_text(divergence, beta, *constants)
+    return text

@@ -91,8 +91,8 @@ def backward(
     if -(-problem.num_tokens // tokens_step) > max_sums(problem):
         needed = -(-problem.num_tokens // max_sums(problem)) * padded(words_step) * item / MIB
         raise ValueError(
-            f"max_workspace_mib must be at least {math.ceil(needed)} for {problem.num_tokens} tokens and "
-            f"{num_words} words in 16 bits (gradients are rounded with every chunk), "
+            f"max_workspace_mib must be at least {math.ceil(needed)} for {problem.num_tokens} "
+            f"tokens and {num_words} words in 16 bits (gradients are rounded with every chunk), "
             f"got {room * item // MIB}"
         )
     buffers = [head.hidden.new_empty((tokens_step, padded(words_step))) for head in problem.heads]
@@ -200,8 +200,7 @@ def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
 
     A chunk reads the student's weight twice, and reads and writes its gradient, which no other
     work hides: counted twice. A part of the teacher's tokens reads the teacher's weight; a matmul
-    of fewer rows than two tiles spends its time on that. (Fits an H200 from 384 to 1408 tokens within 1 ms
-    of 70.)
+    of fewer rows than two tiles spends its time on that.
     """
     student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
     num_chunks = -(-problem.num_tokens // chunks.tokens)
@@ -218,8 +217,9 @@ def _tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: in
     limit = workspace // bytes_per_token
     if limit < 1:
         raise ValueError(
-            f"max_workspace_mib must hold the logits of a token, {sum(row_bytes(problem)) / MIB:.2f} "
-            f"MiB with the student's and the teacher's words, got {workspace // MIB}"
+            "max_workspace_mib must hold the logits of a token, "
+            f"{sum(row_bytes(problem)) / MIB:.2f} MiB with the student's and the teacher's words, "
+            f"got {workspace // MIB}"
         )
     return even_step(problem.num_tokens, limit, _multiple(problem))
 

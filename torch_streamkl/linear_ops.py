@@ -109,7 +109,8 @@ def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
         return linear_rows
     from torch_streamkl.kernels import linear as kernels
 
-    return kernels
+    module: ModuleType = kernels
+    return module
 
 
 def _triton_limit(problem: LinearProblem) -> str | None:
@@ -300,9 +301,9 @@ def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     for index in _INPUTS:
         if needs[index] and not wanted[index]:
             raise RuntimeError(
-                f"linear_kl_sum was called with wanted={ctx.wanted}, but input {index} requires a gradient; "
-                "wanted says which of student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias and "
-                "teacher_bias get one"
+                f"linear_kl_sum was called with wanted={ctx.wanted}, but input {index} requires a "
+                "gradient; wanted says which of student_hidden, student_weight, teacher_hidden, "
+                "teacher_weight, student_bias and teacher_bias get one"
             )
     if grad is None:
         return (None,) * ctx.num_inputs
@@ -400,7 +401,8 @@ torch.library.register_vmap(f"{NAMESPACE}::linear_kl_sum", _no_vmap, lib=_lib)
 
 
 def _matmul_flops(hidden: Any, weight: Any) -> int:
-    return 2 * hidden[0] * hidden[1] * weight[0]
+    flops: int = 2 * hidden[0] * hidden[1] * weight[0]
+    return flops
 
 
 @register_flop_formula(torch.ops.torch_streamkl.linear_kl)

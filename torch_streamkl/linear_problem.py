@@ -199,7 +199,7 @@ ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast mat
 
 
 def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
-    return -(-size // multiple) * multiple
+    return int(-(-size // multiple) * multiple)
 
 
 @dataclass(frozen=True)
@@ -249,4 +249,4 @@ def even_step(size: int, limit: int, multiple: int) -> int:
     """Length of the longest of the `even_ranges`."""
     if limit > multiple:
         limit -= limit % multiple
-    return max(r.stop - r.start for r in even_ranges(size, limit, multiple))
+    return max(int(r.stop - r.start) for r in even_ranges(size, limit, multiple))
