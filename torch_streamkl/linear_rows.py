@@ -76,7 +76,9 @@ def partial_state(
             and problem.student.bias is None
             and problem.teacher.bias is None
         )
-        state = merge(state, state_of_scores(t.score, s.score, form, finite=finite), form)
+        state = merge(
+            state, state_of_scores(t.score, s.score, form, finite=finite, overwrite=False), form
+        )
     return state, hard_lse
 
 
@@ -113,11 +115,11 @@ def gradient(
 
 
 def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) -> Tensor:
-    """h - S H of a functional that is linear in the log-probabilities; overwrites the scores.
+    """h - S H of a functional that is linear in the log-probabilities.
 
     h = ts P + S (st log P + ss log S + ss + s).
     """
-    log_s, log_t = s.sub_(_shift(rows.student_lse)), t.sub_(_shift(rows.teacher_lse))
+    log_s, log_t = s - _shift(rows.student_lse), t - _shift(rows.teacher_lse)
     level = (form.ss + form.s - rows.student_sum)[:, None]
     if form.has_student_moment:
         p_s = log_s.exp()
@@ -232,7 +234,8 @@ def _block(problem: LinearProblem, head: Head, logits: Tensor, words: slice) -> 
     y, slope = _transformed(
         head, logits[:, words], None if head.bias is None else head.bias[words], dtype
     )
-    return Block(words, y, y / problem.temperature, slope)
+    score = y if problem.temperature == 1.0 else y / problem.temperature
+    return Block(words, y, score, slope)
 
 
 def _transformed(

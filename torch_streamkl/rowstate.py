@@ -40,14 +40,17 @@ class RowState:
         return RowState(low, zero, low, zero, zero, zero)
 
 
-def state_of_scores(t: Tensor, s: Tensor, form: Bilinear, *, finite: bool) -> RowState:
-    """State of one block of scores [..., rows, keys]; overwrites both blocks.
+def state_of_scores(
+    t: Tensor, s: Tensor, form: Bilinear, *, finite: bool, overwrite: bool = True
+) -> RowState:
+    """State of one block of scores [..., rows, keys]; overwrites both blocks unless
+    told not to.
 
     ``finite`` promises that no score is -inf, which saves the guards.
     """
     m_t, m_s = t.amax(-1), s.amax(-1)
-    dt = t.sub_(_without_infinity(m_t).unsqueeze(-1))
-    ds = s.sub_(_without_infinity(m_s).unsqueeze(-1))
+    base_t, base_s = _without_infinity(m_t).unsqueeze(-1), _without_infinity(m_s).unsqueeze(-1)
+    dt, ds = (t.sub_(base_t), s.sub_(base_s)) if overwrite else (t - base_t, s - base_s)
     et, es = dt.exp(), ds.exp()
     zero = torch.zeros_like(m_t)
     a = _moment(et, dt, ds, form.tt, form.ts, finite) if form.has_teacher_moment else zero
@@ -58,7 +61,7 @@ def state_of_scores(t: Tensor, s: Tensor, form: Bilinear, *, finite: bool) -> Ro
 def _moment(weight: Tensor, dt: Tensor, ds: Tensor, ct: float, cs: float, finite: bool) -> Tensor:
     # sum(w * (ct dt + cs ds)); w = 0 beside an infinite difference contributes 0
     if ct == -cs:
-        x = torch.sub(dt, ds).mul_(ct)
+        x = torch.sub(dt, ds) if ct == 1.0 else torch.sub(dt, ds).mul_(ct)
     elif ct == 0.0:
         x = ds * cs
     elif cs == 0.0:
