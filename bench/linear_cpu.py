@@ -2,9 +2,9 @@
 
     python -m bench.linear_cpu --out bench/results/linear_cpu.json
 
-T=512 tokens, width 768, 50,257 words, float32, forward KL, gradients to the student's hidden states
-and weight. Seconds are those of the process (one thread), so that other work on the machine counts
-little. Peaks are resident memory above the inputs and the two gradients.
+T=512 tokens, width 768, 50,257 words, float32, forward KL, gradients to the student's hidden
+states and weight. Seconds are those of the process (one thread), so that other work on the machine
+counts little. Peaks are resident memory above the inputs and the two gradients.
 """
 
 from __future__ import annotations
