@@ -2,10 +2,10 @@
 
 NOTE [Matmuls under arithmetic]
 A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel
-issues the matmuls of the next tile, reduces the current one, and then waits. Two things undo that. ptxas
-serialises every wgmma (message C7514) when an accumulator is in flight across a loop's back edge:
-loops are unrolled by two, each half with its own registers. And the compilers move arithmetic that
-nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
+issues the matmuls of the next tile, reduces the current one, and then waits. Two things undo that.
+ptxas serialises every wgmma (message C7514) when an accumulator is in flight across a loop's back
+edge: loops are unrolled by two, each half with its own registers. And compilers move arithmetic
+that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
 NOTE [Two slots]
 Tiles of keys alternate between two slots of shared memory, so that the loop unrolled by two knows

@@ -2,7 +2,7 @@
 
 The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
 the student of forward KL. Tiles come from the last key to the first, so that those that need a
-mask come first. Every warp group runs on its own; the barriers of the slots are all that ties them.
+mask come first. Every warp group runs on its own; only the barriers of the slots tie them.
 
 NOTE [Fixed bases]
 The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
