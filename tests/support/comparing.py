@@ -49,7 +49,8 @@ class Result:
 
 @dataclass
 class Outcome:
-    """What the rewrite did and, for each output and gradient, its error and the error it may have."""
+    """What the rewrite did and, for each output and gradient, its error and the error it may have.
+    """
 
     report: Report
     eager: Result
@@ -113,9 +114,13 @@ def compare(
     fullgraph: bool = False,
     options: dict[str, Any] | None = None,
     reset: bool = True,
+    largest_score: float = 0.0,
 ) -> Outcome:
     """Run ``fn(*inputs)`` in eager, compiled, and in float64, with gradients to inputs that
     require them.
+
+    ``largest_score`` budgets the rounding of large scores: a fused backward rebuilds probabilities
+    as exp(score - lse), whose relative error is a rounding of the score.
     """
     if reset:
         torch._dynamo.reset()
@@ -152,7 +157,7 @@ def compare(
             of_eager = [*map(max, of_eager, _distances(eager_near, truth_near, truth_near))]
             of_inputs = [*map(max, of_inputs, _distances(truth_near, truth, eager))]
             outcome.allowed = [
-                2 * x + y + _last_digit(a, exact)
+                2 * x + y + _last_digit(a, exact) * (1 + largest_score)
                 for x, y, a, exact in zip(
                     of_eager, of_inputs, eager.tensors(), truth.tensors(), strict=True
                 )
@@ -163,7 +168,8 @@ def compare(
 
 
 def _distances(result: Result, exact: Result, where: Result) -> list[float]:
-    """Largest difference of each result from the exact one, where that and ``where`` are finite."""
+    """Largest difference of each result from the exact one, where that and ``where`` are finite.
+    """
     distances = []
     for x, y, z in zip(result.tensors(), exact.tensors(), where.tensors(), strict=True):
         if x is None or y is None or z is None:
