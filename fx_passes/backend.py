@@ -54,14 +54,15 @@ def streamkl(
     if inner == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
-        return aot_eager(gm, example_inputs)
+        return aot_eager(gm, list(example_inputs))  # type: ignore[arg-type]
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = chained(CacheKey(ours), previous)
-    return compile_fx(gm, example_inputs, config_patches=patches)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[arg-type]
+    return compiled
 
 
 def inductor_options(*, strict: bool = False, explain: bool = False) -> dict[str, Any]:
@@ -149,6 +150,7 @@ class PreGradPass(CustomGraphPass):
         self.key = CacheKey(ours)
 
     def __call__(self, graph: fx.Graph) -> None:
+        assert graph.owning_module is not None
         _rewrite_and_report(graph.owning_module, self.ours)
 
     def uuid(self) -> str:

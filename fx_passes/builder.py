@@ -60,10 +60,11 @@ class Builder:
 
     def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """The same operation with some of its inputs replaced."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
-        if node.op == "call_function":
+        given: Any = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
+        args, kwargs = given
+        if callable(node.target):
             return self.call(node.target, *args, **kwargs)
-        return self.method(str(node.target), *args, **kwargs)
+        return self.method(node.target, *args, **kwargs)
 
     def _insert(
         self,
@@ -73,7 +74,8 @@ class Builder:
         kwargs: dict[str, Any],
         run: Callable[[Any, Any], Any],
     ) -> fx.Node:
-        values = fx.map_arg((args, kwargs), example)
+        look_up: Any = example
+        values = fx.map_arg((args, kwargs), look_up)
         shapes = self.mode.shape_env
         guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
         fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else guards

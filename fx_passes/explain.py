@@ -37,7 +37,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 def _uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What the user gave to torch.compile."""
     if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
-        return fn._orig_mod  # type: ignore[no-any-return]
+        return fn._orig_mod
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 

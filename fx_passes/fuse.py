@@ -490,7 +490,7 @@ def _spoken(functional: Functional) -> str:
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Insert the calls; the returned node has the value, shape and dtype of ``like``."""
     rows = planned.rows
-    total: fx.Node | None = None
+    total: Any = None
     for call in planned.calls:
         value = _emit_call(build, call, outer, rows)
         coefficient = call.coefficient * rows.weight

@@ -160,7 +160,9 @@ class Leftovers:
             # the lowest number, not -inf: a row without any key stays uniform, as the user's code
             # has it
             low = -math.inf if key.fill == -math.inf else torch.finfo(dtype).min
-            zero = build.call(torch.zeros, (), dtype=dtype, device=example(nodes[0]).device)  # type: ignore[union-attr]
+            query = example(nodes[0])
+            assert isinstance(query, Tensor)
+            zero = build.call(torch.zeros, (), dtype=dtype, device=query.device)
             total = build.call(torch.where, keep, zero, low)
         bias = add_up_biases(build, key, STUDENT, place, nodes, self.outer)
         if bias is not None:

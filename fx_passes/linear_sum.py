@@ -82,7 +82,7 @@ def _chain(call: fx.Node) -> Chain | None:
     if len(call.users) != 1:
         return None
     (current,) = call.users
-    steps = []
+    steps: list[fx.Node] = []
     while len(current.users) == 1:
         previous, (current,) = current, current.users
         name = name_of(current)
@@ -174,7 +174,7 @@ def _row_weights(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
 def _undone(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
     if name_of(node) != "permute":
         return build.method(name_of(node), x, *node.args[1:])
-    given = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+    given: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
     order = [int(d) % len(given) for d in given]
     return build.method("permute", x, tuple(order.index(d) for d in range(len(order))))
 

@@ -206,6 +206,12 @@ def _with_step(
     return build.method("narrow", x, step.dim, step.start, step.length)
 
 
+def _dtype(x: fx.Node) -> torch.dtype:
+    value = example(x)
+    assert isinstance(value, Tensor)
+    return value.dtype
+
+
 def _requires_grad(x: fx.Node) -> bool:
     value = example(x)
     return isinstance(value, Tensor) and value.requires_grad
@@ -239,13 +245,13 @@ def _with_factors(
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
     """The queries times tensors that multiply all scores: scalars, or one value per row."""
-    dtype = example(x).dtype  # type: ignore[union-attr]
+    dtype = _dtype(x)
     for factor in factors:
         node = outer_node(factor.node, outer)
         if factor.layout:
             node = _placed(build, node, factor.layout, slots, side, geometry)
         x = build.call(torch.div if factor.divides else torch.mul, x, node)
-        if isinstance(example(x), Tensor) and example(x).dtype != dtype:  # type: ignore[union-attr]
+        if _dtype(x) != dtype:
             x = build.method("to", x, dtype)
     return x
 

@@ -27,6 +27,7 @@ from torch_streamkl.fx_passes.sizes import is_one, same
 from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.tracing import Trace
 from torch_streamkl.fx_passes.values import (
+    ABSORBING,
     Absent,
     Blocked,
     Elements,
@@ -204,7 +205,7 @@ class Recogniser(MaskRules):
 
     # ---------------------------------------------------------------------------- score producers
     def op_matmul(self, node: fx.Node, a: Arguments) -> object:
-        lhs, rhs = (self.canonical[n] for n in node.args[:2])  # type: ignore[index, union-attr]
+        lhs, rhs = (self.canonical[n] for n in node.args[:2])  # type: ignore[index]
         probabilities = self.value(node.args[0])
         if isinstance(probabilities, Elements) and not isinstance(
             self.value(node.args[1]), Elements
@@ -311,7 +312,7 @@ class Recogniser(MaskRules):
 
     def _scores_plus_number(self, x: Scores, value: float) -> Scores:
         # a constant does not change a softmax, but it changes masked scores relative to nothing
-        if x.key.mask is not None and x.key.fill > scores.ABSORBING:
+        if x.key.mask is not None and x.key.fill > ABSORBING:
             raise Blocked(
                 "a number is added to scores after they were masked with a moderate value"
             )
@@ -332,7 +333,7 @@ class Recogniser(MaskRules):
                     outside,
                     inside,
                 )
-            if mask is not None and inside == 0.0 and outside <= scores.ABSORBING:
+            if mask is not None and inside == 0.0 and outside <= ABSORBING:
                 return scores.masked(x, mask, outside, added=True)
         return scores.with_bias(x, *self._dense(other, x.layout), sign)
 

@@ -202,7 +202,7 @@ def _below(operand: Operand) -> Operand | None:
         case "to" | "_to_copy" | "contiguous" | "alias" | "clone":
             found = layout if _is_upcast(source, node) else None
         case "unsqueeze":
-            dim = int(node.args[1]) % rank  # type: ignore[call-overload]
+            dim = int(node.args[1]) % rank  # type: ignore[arg-type]
             found = (*layout[:dim], *layout[dim + 1 :]) if layout[dim] == () else None
         case "expand":
             found = _unexpanded(layout, shape)
@@ -384,7 +384,8 @@ def part(
         return key, layout
     if axis == key.padded:
         raise Blocked("some of the keys are used after the scores were padded")
-    if any(axis in axes_of(x.layout) for x in (*key.factors, *key.biases)):
+    tensors: list[Factor | Bias] = [*key.factors, *key.biases]
+    if any(axis in axes_of(x.layout) for x in tensors):
         raise Blocked("scores are sliced after a tensor was added or multiplied")
     lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))
     mask = (
@@ -452,7 +453,8 @@ def selected_rows(
     in_operand = [p for d in operand.layout[first : first + num_held] for p in d]
     if in_operand != pieces or held != list(range(first, first + num_held)):
         raise Blocked("a boolean index on dimensions that the operand has in another order")
-    others = [*key.factors, *key.biases, *(x for x in key.mask or () if isinstance(x, AxisTensor))]
+    masks = [x for x in key.mask or () if isinstance(x, AxisTensor)]
+    others: list[Factor | Bias | AxisTensor] = [*key.factors, *key.biases, *masks]
     if any(set(axes) & axes_of(x.layout) for x in others) or any(
         set(axes) & {a for a, _ in x.coefficients}
         for x in key.mask or ()
@@ -465,5 +467,6 @@ def selected_rows(
     operand_layout = (*operand.layout[:first], new, *operand.layout[first + num_held :])
     changed = Operand(operand.node, operand_layout, (*operand.steps, step))
     sizes = (*((a, s) for a, s in key.sizes if a not in axes), (axis, count))
-    key = replace(key, sizes=sizes, **{"lhs" if operand is key.lhs else "rhs": changed})
+    lhs, rhs = (changed if x is operand else x for x in (key.lhs, key.rhs))
+    key = replace(key, sizes=sizes, lhs=lhs, rhs=rhs)
     return key, (*layout[:dim], new, *layout[dim + mask_rank :])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -83,7 +83,7 @@ def _is_call(node: fx.Node, name: str) -> bool:
 
 
 def reason_of(
-    site: fx.Node, recognised: Recogniser, plans: dict[fx.Node, object]
+    site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
     """Why a site stays: the nearest thing behind it, or before it, that blocked the analysis, and
     the node of the trace that did.

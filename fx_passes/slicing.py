@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -99,10 +100,10 @@ def _written_arguments(
     node: fx.Node, target: torch._ops.OpOverload | torch._ops.OpOverloadPacket
 ) -> list[object]:
     """Arguments that the schema (of any overload) marks as written."""
-    overloads = [target]
+    overloads: list[Any] = [target]
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
-    written = []
+    written: list[object] = []
     for overload in overloads:
         arguments = overload._schema.arguments
         given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | node.kwargs
@@ -125,7 +126,7 @@ def _asks_for_in_place(node: fx.Node) -> bool:
     return index < len(node.args) and node.args[index] is True
 
 
-def _nodes_in(arguments: object) -> list[fx.Node]:
+def _nodes_in(arguments: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(arguments, lambda n: found.append(n))
     return found

@@ -184,7 +184,7 @@ def _parse_node(node: ast.AST, text: str) -> Expr:
             return apply(name, *(_parse_node(a, text) for a in args))
     raise ValueError(
         f"a divergence expression may use {', '.join(VARIABLES)}, numbers, + - * / and {', '.join(sorted(ARITY))}, "
-        f"got {ast.unparse(node)!r} in {text!r}"  # type: ignore[arg-type]
+        f"got {ast.unparse(node)!r} in {text!r}"
     )
 
 
@@ -331,8 +331,8 @@ def _polynomial(e: Expr) -> dict[Monomial, float] | None:
     elif e.op == "mul":
         for k1, v1 in a.items():
             for k2, v2 in b.items():
-                k = tuple(x + y for x, y in zip(k1, k2, strict=True))
-                result[k] = result.get(k, 0.0) + v1 * v2  # type: ignore[index, arg-type]
+                i, j, m, n = (x + y for x, y in zip(k1, k2, strict=True))
+                result[i, j, m, n] = result.get((i, j, m, n), 0.0) + v1 * v2
     else:
         if set(b) != {(0, 0, 0, 0)}:
             return None

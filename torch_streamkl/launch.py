@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -261,7 +261,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory_kib(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin // 1024
 
 
 def dot_precision(dtype: torch.dtype) -> str:

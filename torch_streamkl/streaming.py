@@ -479,9 +479,9 @@ def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | Non
         device = problem.student.q.device
         i = torch.arange(first, last + 1, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)[None, :]
-        if crosses_left:
+        if crosses_left and left is not None:
             allowed = j >= i - left
-        if crosses_right:
+        if crosses_right and right is not None:
             below = j <= i + right
             allowed = below if allowed is None else allowed & below
         assert allowed is not None
