@@ -639,7 +639,7 @@ def add_up_biases(
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node | None:
     """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
-    total: fx.Node | None = None
+    total: Any = None
     for bias in key.biases:
         node = outer_node(bias.node, outer)
         value = example(node)
@@ -666,7 +666,7 @@ def _mask_options(
         options["window_left"] = build.size(mask.window_left, tensors)
     if mask.window_right is not None:
         options["window_right"] = build.size(mask.window_right, tensors)
-    total: fx.Node | None = None
+    total: Any = None
     for literal in mask.tensors:
         node = outer_node(literal.node, outer)
         x = placed(build, node, literal.layout, 1, call.geometry, tensors)
