@@ -239,6 +239,8 @@ def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> 
         return TritonLaunch(64, 64, 4, 2) if kernel == "dq" else TritonLaunch(64, 64, 4, 1)
     if head_dim <= 128 and not small:
         return TritonLaunch(64, 64, 4, 2) if kernel == "dq" else TritonLaunch(64, 64, 4, 1)
+    if head_dim <= 128:
+        return TritonLaunch(64, 32, 4, 1)
     return TritonLaunch(64, 32, 4, 1) if kernel == "dq" else TritonLaunch(32, 64, 4, 1)
 
 
