@@ -490,13 +490,13 @@ def _spoken(functional: Functional) -> str:
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Insert the calls; the returned node has the value, shape and dtype of ``like``."""
     rows = planned.rows
-    total: Any = None
+    total: fx.Node | None = None
     for call in planned.calls:
-        value = _emit_call(build, call, outer, rows)
+        term = _emit_call(build, call, outer, rows)
         coefficient = call.coefficient * rows.weight
         if coefficient != 1.0:
-            value = build.call(torch.mul, value, coefficient)
-        total = value if total is None else build.call(torch.add, total, value)
+            term = build.call(torch.mul, term, coefficient)
+        total = term if total is None else build.call(torch.add, total, term)
     assert total is not None
     if tuple(rows.reduced) == (rows.elements.key_dim,):
         if not rows.keepdim:
@@ -639,7 +639,7 @@ def add_up_biases(
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node | None:
     """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
-    total: Any = None
+    total: fx.Node | None = None
     for bias in key.biases:
         node = outer_node(bias.node, outer)
         value = example(node)
@@ -666,7 +666,7 @@ def _mask_options(
         options["window_left"] = build.size(mask.window_left, tensors)
     if mask.window_right is not None:
         options["window_right"] = build.size(mask.window_right, tensors)
-    total: Any = None
+    total: fx.Node | None = None
     for literal in mask.tensors:
         node = outer_node(literal.node, outer)
         x = placed(build, node, literal.layout, 1, call.geometry, tensors)
