@@ -12,7 +12,7 @@ from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
 from torch_streamkl import launch, ops, streaming
-from torch_streamkl.attention import functional_text
+from torch_streamkl.divergence import functional_text
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks, direct, ops, reference
-from torch_streamkl.functional import NAMES, named
+from torch_streamkl.divergence import divergence_text
 from torch_streamkl.launch import IMPLEMENTATIONS
 
 LAYOUTS = ("bhnd", "bnhd")
@@ -416,38 +416,17 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
 
 
 def _functional(settings: Settings) -> str:
-    checks.one_of("divergence", settings.divergence, NAMES)
     checks.one_of("reduction", settings.reduction, REDUCTIONS)
     checks.one_of("impl", settings.impl, IMPLEMENTATIONS)
-    checks.in_unit_interval("beta", settings.beta)
     checks.positive("temperature", settings.temperature)
-    guards = {
-        name: getattr(settings, name)
-        for name in ("student_eps", "teacher_eps", "student_clamp", "teacher_clamp")
-    }
-    for name, guard in guards.items():
-        checks.in_unit_interval(name, guard)
-    if settings.divergence == "tv" and any(guards.values()):
-        raise ValueError(
-            f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
-        )
-    text: str = functional_text(settings.divergence, settings.beta, *guards.values())
-    return text
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def functional_text(
-    divergence: str,
-    beta: float,
-    student_eps: float,
-    teacher_eps: float,
-    student_clamp: float,
-    teacher_clamp: float,
-) -> str:
-    """The expression that the operator takes; a constant to torch.compile, which cannot trace the
-    parser.
-    """
-    return named(divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp).text
+    return divergence_text(
+        settings.divergence,
+        settings.beta,
+        settings.student_eps,
+        settings.teacher_eps,
+        settings.student_clamp,
+        settings.teacher_clamp,
+    )
 
 
 def _check_offsets(inputs: Inputs, settings: Settings) -> None:
@@ -491,7 +470,7 @@ def _check_side(side: str, q: Tensor, inputs: Inputs, settings: Settings) -> Non
     if softcap is not None:
         checks.positive(f"{side}_softcap", softcap)
     scale = _scale(getattr(settings, f"{side}_scale"), q)
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # also of a symbolic number
         raise ValueError(f"{side}_scale must be finite, got {scale}")
     for name in (f"{side}_alibi_slopes", f"{side}_sink"):
         x = getattr(inputs, name)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_streamkl import checks, linear_ops, linear_reference
-from torch_streamkl.attention import functional_text
-from torch_streamkl.functional import NAMES
+from torch_streamkl.divergence import divergence_text
 
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
 STRATEGIES = ("auto", "forward", "recompute")
@@ -137,7 +136,7 @@ def linear_kl(
     )
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
     options: dict[str, Any] = {
-        "functional": _divergence_text(
+        "functional": divergence_text(
             divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
         ),
         "temperature": float(temperature),
@@ -359,33 +358,3 @@ def _broadcast(name: str, x: Tensor, tokens: tuple[int, ...], device: torch.devi
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     return checks.check_broadcast(name, x, tokens, device).expand(tokens).reshape(-1)
-
-
-def _divergence_text(
-    divergence: str,
-    beta: float,
-    student_eps: float,
-    teacher_eps: float,
-    student_clamp: float,
-    teacher_clamp: float,
-) -> str:
-    checks.one_of("divergence", divergence, NAMES)
-    checks.in_unit_interval("beta", beta)
-    guards = {
-        "student_eps": student_eps,
-        "teacher_eps": teacher_eps,
-        "student_clamp": student_clamp,
-        "teacher_clamp": teacher_clamp,
-    }
-    for name, guard in guards.items():
-        checks.in_unit_interval(name, guard)
-    if divergence == "tv" and any(guards.values()):
-        raise ValueError(
-            f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
-        )
-    # literal defaults: under torch.compile(dynamic=True) even a default float is a symbol, and the
-    # functional's text must be a constant
-    beta = beta if divergence == "js" and beta != 0.5 else 0.5
-    constants = [guard if guard != 0.0 else 0.0 for guard in guards.values()]
-    text: str = functional_text(divergence, beta, *constants)
-    return text

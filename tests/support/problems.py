@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import attention_kl, attention_kl_varlen, ops
-from torch_streamkl.attention import functional_text
+from torch_streamkl.divergence import functional_text
 
 INPUTS = ("student_q", "student_k", "teacher_q", "teacher_k")
 SINKS = ("student_sink", "teacher_sink")
