@@ -77,6 +77,8 @@ def verdict_of(outcome: Outcome) -> str:
 def row_of(case: dict[str, Any], outcome: Outcome) -> Row:
     """The case's line: errors are relative to the largest value, in float32."""
     reason = "; ".join(sorted(set(outcome.reasons)))
+    if not outcome.report.sites:
+        reason = "no two distributions meet in the graph"
     remaining = outcome.report.remaining_quadratic
     if outcome.num_fused and remaining:
         reason = "; ".join(filter(None, (reason, f"{remaining} quadratic tensors remain")))
