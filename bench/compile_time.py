@@ -1,8 +1,9 @@
 """What the rewrite adds to compilation: `python -m bench.compile_time --json FILE`.
 
 A transformers pair of 12 layers each with a KL in every layer is compiled in a process of its own
-with cold caches, once by plain Inductor and once by the backend. The share is the time in rewrite()
-over the time that plain Inductor needs for the same program, tracing by Dynamo left out of both.
+with cold caches, once by plain Inductor and once by the backend. The share is the time in
+rewrite() over the time that plain Inductor needs for the same program, tracing by Dynamo left out
+of both.
 """
 
 from __future__ import annotations

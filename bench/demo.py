@@ -1,4 +1,4 @@
-"""`make demo`: distil real transformers with naive attention losses, eager and with backend="streamkl".
+"""`make demo`: distil real transformers with naive attention losses, eager and compiled.
 
 An encoder pair (BERT, padded batch) and a causal decoder pair (Llama, grouped heads), built from a
 configuration with random weights, read real text as bytes. Both train a few steps twice, in eager
@@ -32,7 +32,7 @@ PAD = 0
 
 
 def attention_kl(teacher_maps: list[Tensor], student_maps: list[Tensor]) -> Tensor:
-    """The naive loss, as users of output_attentions write it: masked probabilities are exactly 0."""
+    """The naive loss, as users of output_attentions write it: masked probabilities are 0."""
     loss = torch.zeros((), device=student_maps[0].device)
     for teacher, student in zip(teacher_maps, student_maps, strict=True):
         p, q = teacher.float().clamp_min(1e-12), student.float().clamp_min(1e-12)
@@ -159,7 +159,7 @@ class Outcome:
 def train(
     pair: Pair, step: Callable[..., Tensor], data: list[tuple[Tensor, Tensor]], bar: tqdm
 ) -> Run:
-    """Train the student with AdamW, one batch a step; the first step (which compiles) is not timed."""
+    """Train the student with AdamW, one batch a step; the first, which compiles, is untimed."""
     run = Run()
     optimizer = torch.optim.AdamW(pair.student.parameters(), lr=3e-4)
     for index, (ids, mask) in enumerate(data):
@@ -196,8 +196,8 @@ def distil(make: Callable[..., Pair], args: argparse.Namespace) -> Outcome:
     """Train one pair in eager mode and compiled, from the same weights on the same batches."""
     pair = make(args.device, args.dtype)
     data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
-    # transformers installs its recording hooks in the first call that asks for attention maps, under
-    # a lock that torch.compile cannot trace.
+    # transformers installs its recording hooks in the first call that asks for attention maps,
+    # under a lock that torch.compile cannot trace.
     with torch.no_grad():
         pair.loss(pair.teacher, pair.student, *data[0])
     report = torch_streamkl.explain(pair.loss, pair.teacher, pair.student, *data[0])
@@ -223,7 +223,8 @@ def show(outcome: Outcome) -> None:
     print(f"\n=== {outcome.pair} ===\n{outcome.report}\n")
     print(f"largest relative difference of the loss over all steps  {outcome.loss_difference:.1e}")
     print(
-        f"relative difference of all gradients, first step        {outcome.gradient_difference:.1e}"
+        "relative difference of all gradients, first step        "
+        f"{outcome.gradient_difference:.1e}"
     )
     largest = max(next(iter(outcome.runs.values())).peak)
     print(f"{'':10}{'ms per step':>14}{'peak memory, N=' + str(largest):>24}")

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Largest number of bytes that were allocated at once during ``call()``, above what was before.
+    """Largest number of bytes allocated at once during ``call()``, above what was before.
 
     On a GPU the caching allocator counts. On the CPU the profiler records every allocation and
     release of a tensor, which is exact and unlike the resident set size has no noise, but makes
@@ -22,7 +22,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as recorded:
         call()
     current = highest = 0
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]

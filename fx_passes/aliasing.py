@@ -45,5 +45,6 @@ class Aliases:
                 if self.position[write] > self.first_use[node]:
                     where, _ = location_of(write)
                     raise Blocked(
-                        f"{node.name} is modified in place after the scores are computed, at {where}"
+                        f"{node.name} is modified in place after the scores are computed, "
+                        f"at {where}"
                     )

@@ -1,4 +1,4 @@
-"""Rows in which every key has a huge negative number added: eager's values and gradients for them."""
+"""Eager's values and gradients for rows in which every key has a huge negative number added."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch_streamkl.fx_passes.slicing import example
 # probabilities are uniform. A fused operator's forward agrees, but it rebuilds the probabilities
 # in its backward as exp(score - lse), where lse = lowest + log(num_keys) has lost the logarithm:
 # they come out as 1 instead of 1 / num_keys. Such rows are common: the first rows of a causal
-# sequence with padding on the left. Keys that are removed by a boolean mask or by -inf do not have
-# this problem.
+# sequence with padding on the left. Keys removed by a boolean mask or by -inf are free of this.
 
 
 def rows_with_keys(

@@ -595,7 +595,7 @@ def _without_empty_rows(
     tensors: list[fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node:
-    """No gradient to rows of which a dense additive mask leaves nothing; both sides are uniform there."""
+    """No gradient to rows of which a dense additive mask leaves nothing: they are uniform."""
     shape = call.geometry
     biases = [options[n] for n in ("teacher_bias", "student_bias") if n in options]
     result = example(value)

@@ -151,7 +151,7 @@ def _query(sides: Sequence[SideGeometry]) -> int | None:
 
 
 def _heads(rest: Sequence[int], sides: Sequence[SideGeometry]) -> tuple[int, ...]:
-    """The last digit, and with it the one before when queries of several heads share their keys."""
+    """The last digit, and with it the one before where queries of several heads share keys."""
     if not rest:
         return ()
     heads = [rest[-1]]

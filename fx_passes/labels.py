@@ -1,7 +1,8 @@
 """A cross-entropy with labels beside a distillation loss shares the operator's logits.
 
-Most trainers add the two. Left alone, the cross-entropy keeps the student's logits alive, which are what
-`linear_kl` avoids; with ``labels`` the operator returns the cross-entropy per token as well.
+Most trainers add the two. Left alone, the cross-entropy keeps the student's logits alive, which
+are what `linear_kl` avoids; with ``labels`` the operator returns the cross-entropy per token as
+well.
 """
 
 from __future__ import annotations

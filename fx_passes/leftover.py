@@ -123,7 +123,7 @@ class Leftovers:
         options: dict[str, Any],
         dtype: torch.dtype,
     ) -> fx.Node | None:
-        """Which rows have a key, None where all have (or where eager makes NaN of those without)."""
+        """Which rows have a key; None where all have, or where eager makes NaN of the others."""
         total = options.get("attn_mask")
         key = place.student.distribution.scores
         removed = key.fill == -math.inf and not key.biases
@@ -157,8 +157,7 @@ class Leftovers:
             keep = x if keep is None else build.call(torch.logical_and, keep, x)
         total = None
         if keep is not None:
-            # the lowest number, not -inf: a row without any key stays uniform, as the user's code
-            # has it
+            # the lowest number, not -inf: a row without keys stays uniform, as in the user's code
             low = -math.inf if key.fill == -math.inf else torch.finfo(dtype).min
             query = example(nodes[0])
             assert isinstance(query, Tensor)

@@ -50,7 +50,7 @@ def _is_head(side: SideGeometry) -> bool:
 def emit(
     build: Builder, geometry: Geometry, functional: Functional, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The value per token, with the geometry's digits as one dimension each of batch, heads, rows."""
+    """The value per token, with the geometry's digits as dimensions: batch, heads, rows."""
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {}
     sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}
@@ -81,7 +81,9 @@ def emit(
         options["functional"] = functional.text
     order = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
     result = build.call(linear_ops.linear_kl, *(inputs[n] for n in order), **options)
-    tokens = [*geometry.batch, *geometry.heads, *([] if geometry.query is None else [geometry.query])]
+    tokens = [*geometry.batch, *geometry.heads]
+    if geometry.query is not None:
+        tokens.append(geometry.query)
     student = geometry.student.distribution
     pieces = [geometry.digits[i].pieces[1] for i in tokens]
     result.meta[STUDENT] = (student.scores, pieces, student.trained)

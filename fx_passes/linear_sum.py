@@ -95,7 +95,7 @@ def _chain(call: fx.Node) -> Chain | None:
 
 
 def _is_linear(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a node is a view of ``x``, or x times weights of its shape, or x where a mask holds."""
+    """Whether a node is a view of ``x``, x times weights of its shape, or x where a mask holds."""
     name, others = name_of(node), [a for a in node.all_input_nodes if a is not x]
     value = example(node)
     if not isinstance(value, Tensor) or node.op not in ("call_function", "call_method"):

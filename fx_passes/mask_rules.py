@@ -75,8 +75,7 @@ class MaskRules:
             node = self.canonical[source]
         return node, dims
 
-    # -------------------------------------------------------------------------------------
-    # creation
+    # ------------------------------------------------------------------------------------ creation
     def op_arange(self, node: fx.Node, a: Arguments) -> object:
         start, step = a.get("start", 0), a.get("step", 1)
         if not all(isinstance(x, (int, torch.SymInt)) for x in (start, step)) or not isinstance(
@@ -128,8 +127,7 @@ class MaskRules:
             return x.conjunction(kept) or self.unknown(node)
         return self.unknown(node)
 
-    # -----------------------------------------------------------------------------------
-    # arithmetic
+    # ---------------------------------------------------------------------------------- arithmetic
     def mask_sum(self, node: fx.Node, left: object, right: object, sign: float) -> object:
         x, y = self._integer(left), self._integer(right)
         match x, y:
@@ -194,8 +192,7 @@ class MaskRules:
             return x.meta["val"]
         return None
 
-    # ----------------------------------------------------------------------------------
-    # comparisons
+    # --------------------------------------------------------------------------------- comparisons
     def op_ge(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "ge", a["self"], a["other"])
 
@@ -246,8 +243,7 @@ class MaskRules:
     def op_isfinite(self, node: fx.Node, a: Arguments) -> object:
         return self.finite(self.value(a["self"]), infinite=False) or self.unknown(node)
 
-    # ----------------------------------------------------------------------------------------
-    # logic
+    # --------------------------------------------------------------------------------------- logic
     def op_bitwise_not(self, node: fx.Node, a: Arguments) -> object:
         x = self.boolean(a["self"])
         if isinstance(x, Elements):
@@ -384,8 +380,7 @@ class MaskRules:
             )
         return x if x is not None else self.unknown(node)
 
-    # ------------------------------------------------------------------------------- two-valued
-    # tensors
+    # -------------------------------------------------------------------------- two-valued tensors
     def mask_masked_fill(self, node: fx.Node, a: Arguments) -> object:
         x, mask, fill = self.value(a["self"]), self.boolean(a["mask"]), self.value(a["value"])
         if isinstance(x, Number) and isinstance(mask, BoolTensor) and isinstance(fill, Number):

@@ -187,7 +187,7 @@ class AxisCondition:
 
 @dataclass(frozen=True)
 class AxisTensor:
-    """An opaque mask; ``layout`` places the scores' axes in the dimensions of ``node``'s tensor."""
+    """An opaque mask; ``layout`` places the scores' axes in the dimensions of its tensor."""
 
     node: fx.Node
     layout: Layout

@@ -442,7 +442,7 @@ class Recogniser(MaskRules):
         return RowFactor(self.canonical[other], x.rank, selects, keeps, divides)
 
     def _raw(self, x: Scores, like: Elements, node: object) -> Elements:
-        """Raw scores beside probabilities: log-probability + log-sum-exp along the same dimension."""
+        """Raw scores beside probabilities: log-probability + log-sum-exp along one dimension."""
         dim = like.key_dim - (like.rank - len(x.layout))
         if dim < 0:
             raise Blocked("scores and probabilities of different ranks are combined")
@@ -973,7 +973,9 @@ class Recogniser(MaskRules):
         if not constant or len(widths) != 2 or widths[0] != 0 or not isinstance(value, Number):
             raise Blocked("scores are padded in a way other than behind the last key")
         if value.value != -math.inf:
-            raise Blocked(f"scores are padded with {value.value:g}, which takes part in the softmax")
+            raise Blocked(
+                f"scores are padded with {value.value:g}, which takes part in the softmax"
+            )
         return scores.padded(x, scores.shape_of(node)[-1])
 
     op_constant_pad_nd = op_pad

@@ -8,8 +8,9 @@ _REMEDIES = (
     (
         "not made from scores in this graph|not made in this graph",
         "compute the scores and softmaxes of both sides in the compiled function of the KL; "
-        "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called function "
-        "torch._dynamo.config.nested_graph_breaks = True keeps its caller's part together",
+        "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called "
+        "function torch._dynamo.config.nested_graph_breaks = True keeps its caller's part "
+        "together",
     ),
     (
         "leaves the graph before it is summed",

@@ -33,8 +33,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Remaining:
-    """A tensor of queries x keys (or tokens x vocabulary) that the compiled program still makes.
-    """
+    """A tensor of queries x keys or tokens x vocabulary that the compiled program still makes."""
 
     name: str
     shape: tuple[object, ...]

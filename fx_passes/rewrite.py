@@ -260,9 +260,9 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-# -------------------- replacing
+# --------------------------------------------------------------------------------------- replacing
 def _reread_counts(quadratic: Iterable[fx.Node], selections: Selections) -> None:
-    """Checks of how many rows were selected read that from the positions, not from large tensors."""
+    """Checks of how many rows were selected read it from the positions, not from large tensors."""
     for node in quadratic:
         value = example(node)
         for user in list(node.users):

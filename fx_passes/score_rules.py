@@ -80,7 +80,7 @@ def scores_of_linear(
 def scores_of_einsum(
     equation: str, operands: Sequence[fx.Node], out_shape: Sequence[Size]
 ) -> Scores:
-    """A two-operand einsum without repeated labels whose contracted labels are in both operands."""
+    """A two-operand einsum without repeated labels, contracted over labels of both operands."""
     left, _, out = _without_dots(equation, [len(shape_of(x)) for x in operands]).partition("->")
     labels = left.split(",")
     if len(labels) != 2 or "->" not in equation:
@@ -160,7 +160,7 @@ def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
 
 
 def peeled(operand: Operand) -> Operand:
-    """The operand below transposes, casts and head repetition, which the operators do themselves."""
+    """The operand below transposes, casts and head repetition, which operators do themselves."""
     while True:
         below = _below(operand)
         if below is None:
@@ -229,8 +229,9 @@ def _op_name(node: fx.Node) -> str:
 def _is_upcast(source: fx.Node, node: fx.Node) -> bool:
     """The same values on the same device: products of the narrow type are exact in float32."""
     a, b = source.meta["val"], node.meta["val"]
-    return bool(a.device == b.device and (a.dtype == b.dtype or torch.promote_types(a.dtype, b.dtype) == b.dtype)
-                and b.dtype != torch.float64)  # fmt: skip
+    if a.device != b.device or b.dtype == torch.float64:
+        return False
+    return bool(a.dtype == b.dtype or torch.promote_types(a.dtype, b.dtype) == b.dtype)
 
 
 def _unexpanded(layout: Layout, shape: Sequence[Size]) -> Layout:
@@ -284,7 +285,11 @@ def multiplied(scores: Scores, factor: Factor) -> Scores:
 def padded(scores: Scores, size: Size) -> Scores:
     """Scores with -inf behind the last one of their last dimension: words that this side lacks."""
     key, (*rows, last) = scores.key, scores.layout
-    if len(last) != 1 or axis_dim(scores.layout, last[0].axis) != len(rows) or key.padded is not None:
+    if (
+        len(last) != 1
+        or axis_dim(scores.layout, last[0].axis) != len(rows)
+        or key.padded is not None
+    ):
         raise Blocked("scores are padded along a dimension that is not one axis of them")
     axis = last[0].axis
     if key.mask is not None or any(axis in axes_of(x.layout) for x in key.factors):
@@ -437,7 +442,7 @@ def _part_of_literal(
 def selected_rows(
     key: ScoreKey, layout: Layout, dim: int, mask: fx.Node, mask_rank: int, count: Size
 ) -> tuple[ScoreKey, Layout]:
-    """``scores[mask]``: rows that a boolean index over dimensions dim ... dim + mask_rank selects."""
+    """``scores[mask]``: rows that a boolean index over mask_rank dimensions from dim selects."""
     indexed = layout[dim : dim + mask_rank]
     pieces = [p for d in indexed for p in d]
     axes = [p.axis for p in pieces]

@@ -1,9 +1,9 @@
-"""Where a program computes something like a divergence, fused or not, so that the report misses
-none.
+"""Where a program computes something like a divergence, fused or not: the report misses none.
 
-A site is where two distributions first meet and one of them is a logarithm: the product or the difference
-of a divergence, a mixture, or a call of kl_div. Each distribution is known by the tensor that its
-softmax (or logarithm) is taken of; that mark is followed through everything but matmuls.
+A site is where two distributions first meet and one of them is a logarithm: the product or the
+difference of a divergence, a mixture, or a call of kl_div. Each distribution is known by the
+tensor that its softmax (or logarithm) is taken of; that mark is followed through everything but
+matmuls.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A region starts at the seeds (softmax and its hand-written forms, kl_div, cross_entropy), reaches
 backwards to the matmuls that make the scores and through the code that makes the masks, and
-forwards to the first scalar. Only regions are analysed; the rest of the program is never looked
-at.
+forwards to the first scalar. Only regions are analysed, never the rest of the program.
 """
 
 from __future__ import annotations
@@ -20,25 +19,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
 # inputs of these are operands of a score matmul: leaves of the region
 MATMULS = {
-    "matmul",
-    "bmm",
-    "mm",
-    "einsum",
-    "baddbmm",
-    "addmm",
-    "linear",
-    "__matmul__",
-    "__rmatmul__",
-}
+    "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
+}  # fmt: skip
 # never part of a score or a mask, and the door to the rest of the network
 WALLS = {
-    "embedding", "scaled_dot_product_attention", "layer_norm", "rms_norm", "group_norm", "batch_norm",
-    "conv1d", "conv2d", "conv3d", "conv_transpose2d", "gelu", "silu", "multi_head_attention_forward",
-    "checkpoint", "all_reduce", "all_gather",
+    "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "layer_norm", "rms_norm", "group_norm", "batch_norm", "gelu", "silu",
+    "conv1d", "conv2d", "conv3d", "conv_transpose2d", "checkpoint", "all_reduce", "all_gather",
 }  # fmt: skip
 OPERAND_VIEWS = {
-    "transpose", "permute", "swapaxes", "swapdims", "t", "float", "to", "contiguous", "unsqueeze", "expand",
-    "reshape", "view", "repeat_interleave", "getitem", "getattr", "double", "half", "bfloat16",
+    "transpose", "permute", "swapaxes", "swapdims", "t", "contiguous", "unsqueeze", "expand",
+    "reshape", "view", "repeat_interleave", "getitem", "getattr",
+    "to", "float", "double", "half", "bfloat16",
 }  # fmt: skip
 MAX_NODES = 4000
 
@@ -220,7 +212,7 @@ def _is_operation(node: fx.Node) -> bool:
 
 
 def _is_softmax_by_hand(node: fx.Node) -> bool:
-    """``exp(scores - max)``: an exponential of what a matmul made, up to a few element-wise steps."""
+    """``exp(scores - max)``: an exponential of what a matmul made, up to a few steps."""
     if name_of(node) != "exp" or not is_tensor(node):
         return False
     frontier = list(node.all_input_nodes)
@@ -244,8 +236,7 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
         inside.add(current)
         inputs = current.all_input_nodes
         if name_of(current) in MATMULS:
-            # below an operand only what the operators do themselves: transposes, casts, repeated
-            # heads
+            # below an operand only what operators do themselves: transposes, casts, repeated heads
             for operand in inputs:
                 while name_of(operand) in OPERAND_VIEWS and _is_operation(operand):
                     inside.add(operand)

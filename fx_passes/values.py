@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.sizes import Size
 
 
 class Blocked(Exception):
-    """The analysis cannot represent an operation; the message is the reason in the user's terms."""
+    """The analysis cannot represent an operation; the message says why in the user's terms."""
 
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down

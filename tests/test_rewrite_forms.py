@@ -222,7 +222,7 @@ def test_gradient_of_a_learned_temperature() -> None:
     fused(loss, [*Program().inputs()[:4], torch.tensor(-0.5, requires_grad=True)])
 
 
-# -------------------- language-model heads
+# ---------------------------------------------------------------------------- language-model heads
 ROWS, VOCAB, DIM, TEACHER = 12, 40, 8, 16
 HEADS_OF_MODELS = {
     "linear": lambda x, w: F.linear(x, w),

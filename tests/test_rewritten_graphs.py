@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import Tensor, fx
-from torch_streamkl.fx_passes.rewrite import rewrite
 
 from tests.support.programs import Program
 from tests.test_rewrite_forms import hidden_inputs
+from torch_streamkl.fx_passes.rewrite import rewrite
 
 
 def rewritten(fn: Callable[..., Any], inputs: list[Any]) -> str:

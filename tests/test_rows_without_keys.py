@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.report import Report
 

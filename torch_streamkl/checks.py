@@ -56,7 +56,8 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    for x in tensors:  # noqa: SIM110, a generator costs more than the rest of the function
+    # a loop: a generator costs more than the rest of the function
+    for x in tensors:
         if x is not None and type(x) is not Tensor and type(x) is not Parameter:
             return False
     return True

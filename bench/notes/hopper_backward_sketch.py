@@ -2,8 +2,8 @@
 
 dQ ran on an H200 at D=64: right, 2.58 ms full and 1.28 causal at B=1 H=32 N=8192, slower than the
 portable kernel. dQ at D=128 and dK compile without serialised wgmma and have not run. `own` is the
-side whose gradient a launch computes; tiles that need a mask come first; the arguments are those of
-the portable kernels with tensor descriptors of [1, 1, 64, head_dim] tiles for q and k.
+side whose gradient a launch computes; tiles that need a mask come first; the arguments are those
+of the portable kernels with tensor descriptors of [1, 1, 64, head_dim] tiles for q and k.
 """
 
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class Inner(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Pointers to the row statistics of batch element b, and factors that make a dot product a score."""
+    """Pointers to the row statistics of batch element b, and the scales of both sides' scores."""
 
     own_lse: Any
     other_lse: Any
@@ -315,7 +315,8 @@ def dk_operand(
         key_sums = slots.index(slot * NUM_STATISTICS + 2).load(layout)
         d = own_gradient(
             own * stats.own_scale - gl.expand_dims(own_lse, 0),
-            other * stats.other_scale - gl.expand_dims(other_lse, 0), gl.expand_dims(key_sums, 0), STUDENT, FORM,
+            other * stats.other_scale - gl.expand_dims(other_lse, 0),
+            gl.expand_dims(key_sums, 0), STUDENT, FORM,
         )  # fmt: skip
     return d * gl.expand_dims(grad, 0)
 
@@ -335,7 +336,8 @@ def dk_kernel(
     own_q, own_k, other_q, other_k, grad_ptr, own_stats, other_stats, stats_stride,
     dk_ptr, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_heads, num_kv_heads,
     seqlen_q, seqlen_k, own_scale, other_scale,
-    GROUP: gl.constexpr, STUDENT: gl.constexpr, CAUSAL: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    GROUP: gl.constexpr, STUDENT: gl.constexpr, CAUSAL: gl.constexpr,
+    FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
@@ -359,7 +361,8 @@ def dk_kernel(
     num_row_tiles = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     masked_tiles = block * 0
     if CAUSAL:
-        # row i sees key j where j <= i + offset; a tile is complete where its first row sees the last key
+        # row i sees key j where j <= i + offset; a tile is complete where its first row sees the
+        # last key
         first_tile = gl.minimum(gl.maximum(n0 - offset, 0) // BLOCK_M, num_row_tiles)
         last_key = gl.minimum(n0 + BLOCK_N, seqlen_k) - 1
         complete = (gl.maximum(last_key - offset, 0) + BLOCK_M - 1) // BLOCK_M
