@@ -67,7 +67,7 @@ def operator_arguments(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (*attention._operands(inputs, settings), *checked), {}
 
 
-# ------------------------------------------------------------------------------------------ opcheck
+# ----------------------------------------------------------------------------------------- opcheck
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name: str) -> None:

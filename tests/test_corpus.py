@@ -28,7 +28,9 @@ def committed() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_is_exact_and_the_table_is_current(name: str, committed: dict[str, tuple[str, str]]) -> None:
+def test_is_exact_and_the_table_is_current(
+    name: str, committed: dict[str, tuple[str, str]]
+) -> None:
     outcome = run_case(BY_NAME[name]).check()
     row = row_of(BY_NAME[name], outcome)
     assert committed[name] == (row.verdict, table.escaped(row.reason))

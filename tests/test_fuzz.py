@@ -1,8 +1,8 @@
 """Programs put together at random keep eager's values and gradients, fused or not.
 
-Every choice of `Program` is drawn independently: spelling, mask, scale, producer, reduction, what gets
-gradient, dtype, shapes, and sometimes a change that makes the program a near miss. CI runs 500 programs,
-STREAMKL_FUZZ_PROGRAMS=5000 runs as many.
+Every choice of `Program` is drawn independently: spelling, mask, scale, producer, reduction, what
+gets gradient, dtype, shapes, and sometimes a change that makes the program a near miss. CI runs
+500 programs, STREAMKL_FUZZ_PROGRAMS=5000 runs as many.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ def problem(head_dim: int, divergence: str = "forward_kl", **options: Any) -> At
         for heads in (32, 8)
     )
     scale = head_dim**-0.5
-    arguments = dict(functional=DIVERGENCES[divergence], student_scale=scale, teacher_scale=scale)
-    return problem_of(q, k, q, k, **arguments, **options)[0]
+    scales = {"student_scale": scale, "teacher_scale": scale}
+    functional = DIVERGENCES[divergence]
+    return problem_of(q, k, q, k, functional=functional, **scales, **options)[0]
 
 
 def portable_launches(target: str) -> list[Launch]:

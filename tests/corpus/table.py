@@ -1,4 +1,4 @@
-"""Write docs/corpus.md: what the rewrite makes of every loss of the corpus. python -m tests.corpus.table"""
+"""Write docs/corpus.md, what becomes of every corpus loss: `python -m tests.corpus.table`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from tests.corpus.outcomes import Row, row_of, run_case
 PATH = Path(__file__).parents[2] / "docs" / "corpus.md"
 HEAD = """# The corpus: what happens to real losses
 
-Each line is one of the {total} losses in `tests/corpus/naive_losses.py`, which follow the operations of public
-distillation code. They are compiled with `backend="streamkl"` (float32, static shapes, training) and
-compared with float64: the errors are relative to the largest value of the loss and of each gradient.
-{fused} of them are fused completely. `{heads}` have language-model heads inside the graph; a loss on
-logits alone is left as it is, because the matrices that could be avoided exist before it starts.
+Each line is one of the {total} losses in `tests/corpus/naive_losses.py`, which follow the
+operations of public distillation code. They are compiled with `backend="streamkl"` (float32,
+static shapes, training) and compared with float64: the errors are relative to the largest value
+of the loss and of each gradient. {fused} of them are fused completely. `{heads}` have
+language-model heads inside the graph; a loss on logits alone is left as it is, because the
+matrices that could be avoided exist before it starts.
 
 Written by `python -m tests.corpus.table`; `tests/test_corpus.py` checks that it is current.
 
 | case | verdict | reason | loss error | gradient error |
 | --- | --- | --- | --- | --- |
 """
-LINE = re.compile(r"^\| `(?P<case>[^`]+)` \| (?P<verdict>[^|]*) \| (?P<reason>.*) \| (\S+) \| (\S+) \|$")
+LINE = re.compile(
+    r"^\| `(?P<case>[^`]+)` \| (?P<verdict>[^|]*) \| (?P<reason>.*) \| (\S+) \| (\S+) \|$"
+)
 
 
 def render(rows: Sequence[Row]) -> str:
     """The page."""
     fused = sum(row.verdict.startswith("fused") for row in rows)
     lines = [
-        f"| `{r.case}` | {r.verdict} | {escaped(r.reason)} | {r.loss_error:.0e} | {r.gradient_error:.0e} |"
+        f"| `{r.case}` | {r.verdict} | {escaped(r.reason)} "
+        f"| {r.loss_error:.0e} | {r.gradient_error:.0e} |"
         for r in rows
     ]
     return HEAD.format(total=len(rows), fused=fused, heads="/lm_head") + "\n".join(lines) + "\n"

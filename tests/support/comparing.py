@@ -1,8 +1,8 @@
 """Run a program in eager and compiled with the rewrite, and say how far each is from float64.
 
-A compiled program passes when its error is at most twice eager's own error, plus what one rounding of
-every input does to the result: no constant is tuned. Eager's error is the largest over the inputs
-and a few roundings of them, because a single number can be exact by luck.
+A compiled program passes when its error is at most twice eager's own error, plus what one rounding
+of every input does to the result: no constant is tuned. Eager's error is the largest over the
+inputs and a few roundings of them, because a single number can be exact by luck.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class Result:
 
 @dataclass
 class Outcome:
-    """What the rewrite did and, for each output and gradient, its error and the error it may have.
-    """
+    """What the rewrite did and, for each output and gradient, its error and what is allowed."""
 
     report: Report
     eager: Result
@@ -91,7 +90,10 @@ class Outcome:
             zip(self.eager.tensors(), self.compiled.tensors(), strict=True)
         ):
             if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
-                return f"result {i} is {y.dtype} {tuple(y.shape)}, eager's is {x.dtype} {tuple(x.shape)}"
+                return (
+                    f"result {i} is {y.dtype} {tuple(y.shape)}, "
+                    f"eager's is {x.dtype} {tuple(x.shape)}"
+                )
         for i, (error, allowed) in enumerate(zip(self.errors, self.allowed, strict=True)):
             if not error <= allowed:
                 return f"result {i} is off by {error:.3e}, allowed {allowed:.3e}\n{self.report}"
@@ -168,8 +170,7 @@ def compare(
 
 
 def _distances(result: Result, exact: Result, where: Result) -> list[float]:
-    """Largest difference of each result from the exact one, where that and ``where`` are finite.
-    """
+    """Largest difference of each result from the exact one, where it and ``where`` are finite."""
     distances = []
     for x, y, z in zip(result.tensors(), exact.tensors(), where.tensors(), strict=True):
         if x is None or y is None or z is None:

@@ -79,10 +79,10 @@ def section() -> str:
         "## Features of `attention_kl`",
         "",
         "Values and gradients to both sides, against the textbook code in float64. Behind a cell",
-        "stand as many tests as it says: `test_feature[case]` of the file at the head of its column,",
-        "with the cases of `tests/support/problems.py`. The Triton column is the interpreter, in",
-        "float32 and float16. The last column counts the tests that a machine with a GPU runs, in",
-        "bfloat16, float16 and float32.",
+        "stand as many tests as it says: `test_feature[case]` of the file at the head of its",
+        "column, with the cases of `tests/support/problems.py`. The Triton column is the",
+        "interpreter, in float32 and float16. The last column counts the tests that a machine",
+        "with a GPU runs, in bfloat16, float16 and float32.",
         "",
         "| feature | cases | "
         + " | ".join(f"[{name}]({file})" for name, file in FILES.items())

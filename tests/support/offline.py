@@ -11,7 +11,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ TARGETS = {
 SHARED_LIMIT_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 _TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.bool: "i1",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "i1",
+    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class Resources:
 
 @contextlib.contextmanager
 def record_launches(target: str) -> Iterator[list[Launch]]:
-    """Inside, launches are recorded and tensors are fake, on a device that looks like the target."""
+    """Inside, launches are recorded and tensors fake, on a device that looks like the target."""
     from torch_streamkl import launch
     from torch_streamkl.kernels import hopper_attention, plans
 
@@ -145,7 +145,10 @@ def compile_launch(launch: Launch, target: str) -> Resources:
 def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
     if target.startswith("gfx"):
         text = asm["amdgcn"]
-        field: Callable[[str], int] = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
+
+        def field(key: str) -> int:
+            return int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
+
         return field("vgpr_count"), 4 * field("vgpr_spill_count")
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"

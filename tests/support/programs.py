@@ -1,7 +1,7 @@
 """Naive divergence programs put together from independent choices, as people write them.
 
-A `Program` is one choice per dimension: how scores are made, scaled and masked, how the divergence is
-spelled and reduced, what gets gradient. The tests of forms vary one dimension at a time, the
+A `Program` is one choice per dimension: how scores are made, scaled and masked, how the divergence
+is spelled and reduced, what gets gradient. The tests of forms vary one dimension at a time, the
 fuzzer all. Attention programs take (sq, sk, tq, tk, pad); sizes of student and teacher differ
 where they may.
 """
@@ -47,7 +47,7 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
 
 def _from_bshd(q: Tensor, k: Tensor) -> Tensor:
     """Projections [batch, seq, heads * dim] split into heads."""
-    b, h, n, d = q.shape
+    b, h, _, d = q.shape
     flat = [x.transpose(1, 2).reshape(b, -1, h * d) for x in (q, k)]
     q, k = (x.view(b, -1, h, d).permute(0, 2, 1, 3) for x in flat)
     return torch.matmul(q, k.transpose(-1, -2))

@@ -1,8 +1,8 @@
 """Error budgets: twice what the naive code in the same dtype errs by, plus rounding of results.
 
 `truth` is the naive code in float64 on the same (already rounded) inputs. The naive float32 code
-can be lucky on a small problem, so an output may also be off by a few units in the last place of the
-quantities it is computed from, in the accumulation dtype.
+can be lucky on a small problem, so an output may also be off by a few units in the last place of
+the quantities it is computed from, in the accumulation dtype.
 """
 
 from __future__ import annotations
