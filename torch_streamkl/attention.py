@@ -70,9 +70,9 @@ def attention_kl(
         student_q, teacher_q: ``[batch, num_heads, seqlen_q, head_dim]``; head_dim may differ per
             side.
         student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_kv_heads divides
-            num_heads and may differ per side (grouped heads). float16, bfloat16, float32 or (on the
-            CPU) float64, one dtype for all four; any strides with a contiguous last dimension,
-            nothing is copied.
+            num_heads and may differ per side (grouped heads). float16, bfloat16, float32 or (on
+            the CPU) float64, one dtype for all four; any strides with a contiguous last
+            dimension, nothing is copied.
         divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"``
             -sum P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
             KL(S||M) with M = beta P + (1 - beta) S (generalised Jensen-Shannon as in GKD; beta 0
@@ -105,8 +105,8 @@ def attention_kl(
         layout: ``"bhnd"``, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]`` inputs; rows
             are ``[batch, num_heads, seqlen_q]`` either way.
         reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch.
-        impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"streaming"`` (plain torch, bounded
-            memory) or ``"reference"`` (naive). A choice that cannot run raises.
+        impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"streaming"`` (plain torch,
+            bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
 
     Returns:
         float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.
@@ -256,8 +256,9 @@ def attention_kl_varlen(
     return value.squeeze(0) if reduction == "none" else value
 
 
-# What a call is made of, as two tuples: the tensors, and everything else. Together with the tensors'
-# metadata the second decides whether a call is legal, so that verdict is kept (checks.remembered).
+# What a call is made of, as two tuples: the tensors, and everything else. Together with the
+# tensors' metadata the second decides whether a call is legal, so that verdict is kept
+# (checks.remembered).
 class Inputs(NamedTuple):
     """The tensors of a call, as the caller gave them."""
 
@@ -338,7 +339,7 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
-    """The operator's tensors: views of the inputs, apart from a scale that is a tensor and autocast."""
+    """The operator's tensors: views of the inputs unless a scale is a tensor or autocast is on."""
     q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
     if isinstance(settings.student_scale, Tensor):
         q_s = (q_s * settings.student_scale).to(q_s.dtype)
@@ -375,9 +376,9 @@ def _autocast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
-# ------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------ checks
 def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
-    """The operator's options after its tensors, in the schema's order; raises on what cannot be."""
+    """The operator's options after its tensors, in the schema's order; raises on illegal ones."""
     packed = settings.layout == PACKED
     for name, x in zip(Inputs._fields[:4], inputs[:4], strict=True):
         checks.check_tensor(name, x, ndim=3 if packed else 4)
@@ -494,8 +495,8 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
         return
     if settings.head_reduction is None:
         raise ValueError(
-            "teacher_lse is used with head_reduction='mean' only; one pass needs no log-sum-exp in "
-            "advance"
+            "teacher_lse is used with head_reduction='mean' only; "
+            "one pass needs no log-sum-exp in advance"
         )
     packed = settings.layout == PACKED
     shape = tuple(teacher_q.shape[1:3] if packed else teacher_q.shape[:3])

@@ -64,7 +64,7 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def refuse_transforms(operator: str) -> None:
-    """The derivatives that an operator has are autograd's; torch.func's would be silently wrong."""
+    """An operator's derivatives are autograd's; those of torch.func would be silently wrong."""
     interpreter = torch._C._functorch.peek_interpreter_stack()
     differentiated = interpreter is not None and interpreter.key() in (
         torch._C._functorch.TransformType.Grad,
@@ -100,13 +100,14 @@ def check_attention_inputs(
         same("head_dim", {f"{side}_q": q.shape[3], f"{side}_k": k.shape[3]})
         if q.shape[1] % max(k.shape[1], 1):
             raise ValueError(
-                f"the number of heads of {side}_q must be a multiple of that of {side}_k, got {q.shape[1]} and {k.shape[1]}"
+                f"the number of heads of {side}_q must be a multiple of that of {side}_k, "
+                f"got {q.shape[1]} and {k.shape[1]}"
             )
     if head_mean:
         if teacher_q.shape[1] % max(student_q.shape[1], 1):
             raise ValueError(
-                "with head_reduction='mean' the number of teacher heads must be a multiple of the student's, "
-                f"got {teacher_q.shape[1]} and {student_q.shape[1]}"
+                "with head_reduction='mean' the number of teacher heads must be a multiple of the "
+                f"student's, got {teacher_q.shape[1]} and {student_q.shape[1]}"
             )
     else:
         same("number of heads", {"student_q": student_q.shape[1], "teacher_q": teacher_q.shape[1]})
@@ -114,7 +115,8 @@ def check_attention_inputs(
         for dim, size in enumerate(x.shape):
             if size == 0:
                 raise ValueError(
-                    f"{name} must have no empty dimension, got size 0 at dimension {dim} of {tuple(x.shape)}"
+                    f"{name} must have no empty dimension, "
+                    f"got size 0 at dimension {dim} of {tuple(x.shape)}"
                 )
 
 
@@ -205,5 +207,6 @@ def no_gradient(name: str, x: Tensor | None) -> None:
     """The operator has no gradient to this tensor: refuse rather than drop it."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{name} gets no gradient from this operator; pass {name}.detach() or keep plain torch code"
+            f"{name} gets no gradient from this operator; "
+            f"pass {name}.detach() or keep plain torch code"
         )

@@ -1,8 +1,9 @@
 """Eager calls in one step, without the dispatcher.
 
 Two trips through the dispatcher with 28 arguments cost several times what a small kernel does. A
-call on plain tensors (`checks.is_plain`) that nothing watches (no compiler, no mode, no functorch transform, no tensor
-subclass) goes straight to the implementation; whatever wants to see the operator still does.
+call on plain tensors (`checks.is_plain`) that nothing watches (no compiler, no mode, no functorch
+transform, no tensor subclass) goes straight to the implementation; whatever wants to see the
+operator still does.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def _parse_node(node: ast.AST, text: str) -> Expr:
         case ast.Call(func=ast.Name(id=name), args=args) if name in ARITY:
             return apply(name, *(_parse_node(a, text) for a in args))
     raise ValueError(
-        f"a divergence expression may use {', '.join(VARIABLES)}, numbers, + - * / and {', '.join(sorted(ARITY))}, "
-        f"got {ast.unparse(node)!r} in {text!r}"
+        f"a divergence expression may use {', '.join(VARIABLES)}, numbers, + - * / and "
+        f"{', '.join(sorted(ARITY))}, got {ast.unparse(node)!r} in {text!r}"
     )
 
 
@@ -361,7 +361,8 @@ class Bilinear:
 
 
 _BILINEAR_FIELDS: dict[Monomial, str] = {
-    (1, 0, 1, 0): "tt", (1, 0, 0, 1): "ts", (0, 1, 1, 0): "st", (0, 1, 0, 1): "ss", (1, 0, 0, 0): "t", (0, 1, 0, 0): "s",
+    (1, 0, 1, 0): "tt", (1, 0, 0, 1): "ts", (0, 1, 1, 0): "st", (0, 1, 0, 1): "ss",
+    (1, 0, 0, 0): "t", (0, 1, 0, 0): "s",
 }  # fmt: skip
 
 

@@ -36,9 +36,9 @@ _ARGUMENTS = (
     "Tensor? student_sink=None, Tensor? teacher_sink=None, Tensor? key_lengths=None, "
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? teacher_lse=None, "
     "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
-    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, float? mask_value=None, "
-    "SymInt? window_left=None, SymInt? window_right=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
-    "bool head_mean=False, str impl='auto'"
+    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
+    "float? mask_value=None, SymInt? window_left=None, SymInt? window_right=None, "
+    "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto'"
 )
 _NUM_TENSORS = 15
 _STUDENT_SINK, _TEACHER_SINK = 9, 10
@@ -54,7 +54,8 @@ _lib.define(
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 _lib.define(
-    f"attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, bool[] wanted, {_ARGUMENTS})"
+    "attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
+    f"bool[] wanted, {_ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
@@ -135,7 +136,7 @@ def run_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _module(implementation: str) -> Any:
-    """The module whose forward and backward compute an implementation, imported when first used."""
+    """The module with an implementation's forward and backward, imported when first used."""
     if implementation == "hopper":
         from torch_streamkl.kernels import hopper_attention
 
@@ -264,8 +265,7 @@ def without_autocast(implementation: Any, *args: Any) -> Any:
 
 
 def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -> Tensor:
-    # dlogP_j / dsink = -exp(sink - lse) for every key j, and the sum over keys of df/dlogP_j is
-    # stored
+    # dlogP_j / dsink = -exp(sink - lse) for every key j; the sum over j of df/dlogP_j is stored
     lse, key_sum = stats.unbind(0)
     grad = grad.repeat_interleave(lse.shape[1] // grad.shape[1], dim=1)
     mass = torch.exp(sink.to(lse.dtype)[:, None] - lse * lse_unit)
@@ -287,8 +287,14 @@ torch.library.register_autograd(
 
 
 _BATCHED = (0, 1, 2, 3, 4, 5, 6, 11, 14)  # tensors with a leading batch dimension
-_UNBATCHED_NAMES = {7: "student_alibi_slopes", 8: "teacher_alibi_slopes", 9: "student_sink", 10: "teacher_sink",
-                    12: "cu_seqlens_q", 13: "cu_seqlens_k"}  # fmt: skip
+_UNBATCHED_NAMES = {
+    7: "student_alibi_slopes",
+    8: "teacher_alibi_slopes",
+    9: "student_sink",
+    10: "teacher_sink",
+    12: "cu_seqlens_q",
+    13: "cu_seqlens_k",
+}
 
 
 def _vmap(

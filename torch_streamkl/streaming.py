@@ -100,7 +100,7 @@ def _first_pass(
     form: Bilinear,
     track_minima: bool,
 ) -> tuple[RowState, tuple[Tensor, Tensor]]:
-    """Row state over all keys and, where asked, the lowest teacher and student score of each row."""
+    """Row state over all keys and, where asked, each row's lowest teacher and student score."""
     shape = tuple(problem.student.q[rows.batch, rows.heads, rows.queries, 0].shape)
     like = problem.student.q.new_empty((), dtype=problem.compute_dtype)
     state = RowState.empty(shape, like)
@@ -135,8 +135,9 @@ def _count(allowed: Tensor | None, keys: slice, rows: Rows) -> Tensor | int:
 
 
 def _masked_level(problem: AttentionProblem, side: Side, num_allowed: Tensor) -> Tensor:
-    """Score of the keys that are not allowed; without a sink a row of only those may as well have 0
-    (see reference.py).
+    """Score of the keys that are not allowed.
+
+    Without a sink a row of only those may as well have 0 (see reference.py).
     """
     if side.sink is not None:
         return torch.full_like(num_allowed, problem.mask_value)
@@ -235,7 +236,7 @@ def key_sums(
 
 
 def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[str, Tensor]:
-    """What a functional is evaluated on: the teacher's heads averaged where the problem says so."""
+    """What a functional is evaluated on, with the teacher's heads averaged where wanted."""
     if problem.head_mean:
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
@@ -279,7 +280,7 @@ class Wanted:
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients to student_q, student_k, teacher_q and teacher_k for per-row gradients ``grad``."""
+    """Gradients to student_q, student_k, teacher_q, teacher_k for per-row gradients ``grad``."""
     inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
     flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
     sums = [

@@ -163,8 +163,8 @@ def _dk(
         (
             *plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride,
             dk, *dk.stride()[:3], side.scale / problem.temperature,
-            num_blocks, problem.num_heads, side.num_kv_heads, problem.num_heads // side.num_kv_heads,
-            plan.inv_temperature,
+            num_blocks, problem.num_heads, side.num_kv_heads,
+            problem.num_heads // side.num_kv_heads, plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,

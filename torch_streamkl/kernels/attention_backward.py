@@ -65,8 +65,8 @@ def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
 
 @triton.jit
 def gradient_tile(
-    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum, student, teacher, masks, seq, inv_temperature,
-    STUDENT: tl.constexpr, MASKED: tl.constexpr,
+    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum, student, teacher, masks, seq,
+    inv_temperature, STUDENT: tl.constexpr, MASKED: tl.constexpr,
     FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale."""
@@ -105,7 +105,7 @@ def gradient_tile(
 def load_statistics(
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr
 ):
-    """lse_t, lse_s, the key sum of the wanted side and the incoming gradient of a block of rows."""
+    """lse_t, lse_s, key sum of the wanted side and incoming gradient of a block of rows."""
     lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
     lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
     sums_ptr = (s_stats_ptr if STUDENT else t_stats_ptr) + stats_stride
@@ -130,8 +130,8 @@ def dq_over(
             rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
         )
         d = gradient_tile(
-            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, key_sum, student, teacher, masks, seq,
-            inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, key_sum,
+            student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
         )  # fmt: skip
         k = ks if STUDENT else kt
         acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
@@ -141,7 +141,8 @@ def dq_over(
 @triton.jit
 def dq_kernel(
     student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dq_ptr, dq_b, dq_h, dq_m, dq_scale, num_blocks, num_heads, keys_per_split, split_stride, inv_temperature,
+    dq_ptr, dq_b, dq_h, dq_m, dq_scale,
+    num_blocks, num_heads, keys_per_split, split_stride, inv_temperature,
     STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows over a share of the keys (all of them with one split)."""
@@ -199,7 +200,8 @@ def dq_kernel(
 
 @triton.jit
 def dk_over(
-    acc, start, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq, first_row,
+    acc, start, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+    student, teacher, masks, seq, first_row,
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
     STUDENT: tl.constexpr, MASKED: tl.constexpr,
     FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
@@ -224,8 +226,9 @@ def dk_over(
             STUDENT,
         )
         d = gradient_tile(
-            Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum,
-            student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+            Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans,
+            lse_t, lse_s, key_sum, student, teacher, masks, seq,
+            inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
         )  # fmt: skip
         q = qs if STUDENT else qt
         acc = tl.dot(
@@ -237,7 +240,8 @@ def dk_over(
 @triton.jit
 def dk_kernel(
     student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dk_ptr, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_heads, num_kv_heads, group, inv_temperature,
+    dk_ptr, dk_b, dk_h, dk_n, dk_scale,
+    num_blocks, num_heads, num_kv_heads, group, inv_temperature,
     STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys of one key head: the sum over the query heads that share it."""
@@ -253,8 +257,7 @@ def dk_kernel(
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # without the option the compiler hoists address arithmetic out of this loop until registers
-    # spill
+    # without the option address arithmetic is hoisted out of this loop until registers spill
     for member in tl.range(0, group, num_stages=1, disable_licm=True):
         h = kv * group + member
         seq = bind_sequence(masks, b, h, CONFIG)
@@ -278,19 +281,22 @@ def dk_kernel(
             stop = first
         if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
             acc = dk_over(
-                acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq,
-                first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+                student, teacher, masks, seq, first_row,
+                grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
                 STUDENT, True, FORM, HELPER, CONFIG,
             )  # fmt: skip
         if not CONFIG.DENSE:
             acc = dk_over(
-                acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq,
-                first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+                student, teacher, masks, seq, first_row,
+                grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
                 STUDENT, False, FORM, HELPER, CONFIG,
             )  # fmt: skip
         acc = dk_over(
-            acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound, student, teacher, masks, seq,
-            first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+            acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+            student, teacher, masks, seq, first_row,
+            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
             STUDENT, True, FORM, HELPER, CONFIG,
         )  # fmt: skip
     acc *= dk_scale

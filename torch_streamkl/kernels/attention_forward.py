@@ -70,7 +70,7 @@ def score_tile(
 
 @triton.jit
 def load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG: tl.constexpr):
-    """The block of rows that starts at m0: queries of both sides and what else stays for all keys."""
+    """The block of rows that starts at m0: queries of both sides and all that no key changes."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
     t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
@@ -265,8 +265,8 @@ def forward_kernel(
             again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
         if again:
             sums = sums_between(
-                0, seq.num_keys, m0, finite_lse(lse_t), finite_lse(lse_s), rows, student, teacher, masks, seq,
-                inv_temperature, HELPER, CONFIG,
+                0, seq.num_keys, m0, finite_lse(lse_t), finite_lse(lse_s), rows,
+                student, teacher, masks, seq, inv_temperature, HELPER, CONFIG,
             )  # fmt: skip
             if CONFIG.FILLED:
                 sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER, CONFIG)
@@ -295,7 +295,7 @@ def forward_again_kernel(
     num_blocks, num_heads, inv_temperature, fill,
     FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`forward_kernel` for the blocks of rows [batch, num_heads, num_blocks] that again_ptr marks."""
+    """`forward_kernel` for the blocks [batch, num_heads, num_blocks] that again_ptr marks."""
     pid = tl.program_id(0)
     block = pid % num_blocks
     if CONFIG.HAS_RIGHT:
@@ -308,11 +308,11 @@ def forward_again_kernel(
     )  # fmt: skip
 
 
-
 @triton.jit
 def state_kernel(
     student, teacher, masks, state_ptr, field_stride, split_stride,
-    num_blocks, num_heads, keys_per_split, inv_temperature, FORM: tl.constexpr, CONFIG: tl.constexpr,
+    num_blocks, num_heads, keys_per_split, inv_temperature,
+    FORM: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """State of one share of the keys, written as nine fields of state_ptr."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -419,8 +419,9 @@ def merge_kernel(
 
 @triton.jit
 def sums_kernel(
-    student, teacher, masks, s_stats_ptr, t_stats_ptr, again_ptr, sums_ptr, field_stride, split_stride,
-    num_blocks, num_heads, keys_per_split, inv_temperature, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    student, teacher, masks, s_stats_ptr, t_stats_ptr, again_ptr, sums_ptr, field_stride,
+    split_stride, num_blocks, num_heads, keys_per_split, inv_temperature,
+    HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Second pass over one share of the keys: f, h, g and the count as four fields of sums_ptr."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -443,8 +444,8 @@ def sums_kernel(
     lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
     lo = split * keys_per_split
     sums = sums_between(
-        lo, lo + keys_per_split, m0, lse_t, lse_s, rows, student, teacher, masks, seq, inv_temperature,
-        HELPER, CONFIG,
+        lo, lo + keys_per_split, m0, lse_t, lse_s, rows, student, teacher, masks, seq,
+        inv_temperature, HELPER, CONFIG,
     )  # fmt: skip
     out = sums_ptr + split.to(tl.int64) * split_stride + row
     tl.store(out, sums.value, mask=inside)

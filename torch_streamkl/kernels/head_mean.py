@@ -1,8 +1,8 @@
 """Kernels for a teacher that is the mean over a group of heads (head_reduction="mean").
 
 The mean is over probabilities, so the log-sum-exps of all heads come first (`lse_kernel`); every
-other kernel rebuilds the mean tile by tile from the heads of a group. Everything is in log2 units, as
-elsewhere. A gradient to one teacher head needs its share of the mean, P_r / (num_heads mean).
+other kernel rebuilds the mean tile by tile from the heads of a group. Everything is in log2 units,
+as elsewhere. A gradient to one teacher head needs its share of the mean, P_r / (num_heads mean).
 """
 
 import triton
@@ -63,13 +63,13 @@ def load_lse(lse_ptr, masks, seq, b, head, num_heads, offs_m):
     return finite_lse(tl.load(lse_ptr + row, mask=offs_m < seq.num_rows, other=0.0))
 
 
-# --------------------------------------------------------------------------------- log-sum-exps first
+# ------------------------------------------------------------------------------ log-sum-exps first
 @triton.jit
 def lse_kernel(
     side, masks, stats_ptr, num_blocks, num_heads, ratio, inv_temperature, fill,
     STUDENT: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of a block of rows of one head; ``ratio`` heads share the mask of a student head."""
+    """Log-sum-exp of a block of rows of one head; ``ratio`` heads share a student head's mask."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     HAS_SINK: tl.constexpr = CONFIG.S_SINK if STUDENT else CONFIG.T_SINK
@@ -118,7 +118,7 @@ def lse_kernel(
     tl.store(out, lse, mask=offs_m < seq.num_rows)
 
 
-# ------------------------------------------------------------------------------------------ the mean
+# ---------------------------------------------------------------------------------------- the mean
 @triton.jit
 def add_head(top, mass, x):
     """Add probabilities exp2(x) to a sum kept as mass * exp2(top): none of them may underflow."""
@@ -154,7 +154,7 @@ def mean_tile(
 
 @triton.jit
 def share_of_mean(log_head, log_mean, ratio):
-    """P_r / (num_heads * mean): what one head's probability contributes to the mean's logarithm."""
+    """P_r / (num_heads * mean): what one head's probability adds to the mean's logarithm."""
     return tl.math.exp2(log_head - tl.maximum(log_mean, LOW)) / ratio
 
 
@@ -165,7 +165,7 @@ def mean_sums_kernel(
     num_blocks, num_heads, ratio, inv_temperature, fill,
     RATIO_BLOCK: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Value and H of a block of rows of a student head, and G of each teacher head of its group."""
+    """Value and H of a block of rows of a student head, G of each teacher head of its group."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0)
@@ -249,15 +249,16 @@ def mean_sums_kernel(
     tl.store(out, g_sums, mask=inside[:, None] & (members[None, :] < ratio))
 
 
-# ---------------------------------------------------------------------------------------- gradients
+# --------------------------------------------------------------------------------------- gradients
 @triton.jit
 def mean_gradient_tile(
     student, teacher, masks, seq, b, h, head, ratio, num_heads, offs_m, offs_n,
     s_stats_ptr, t_stats_ptr, s_stride, t_stride, inv_temperature,
     STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """d(value)/d(q.k) up to the scale, of student head h or of teacher head ``head`` of its group, and
-    the tiles of q and k that it belongs to.
+    """d(value)/d(q.k) up to the scale, with the tiles of q and k that it belongs to.
+
+    It is that of student head h, or of teacher head ``head`` of its group.
     """
     teacher_heads = num_heads * ratio
     inside = offs_m < seq.num_rows
@@ -377,7 +378,8 @@ def mean_dk_kernel(
             offs_m = m0 + tl.arange(0, BLOCK_M)
             d, q, _k = mean_gradient_tile(
                 student, teacher, masks, seq, b, h, head, ratio, num_heads, offs_m, offs_n,
-                s_stats_ptr, t_stats_ptr, s_stride, t_stride, inv_temperature, STUDENT, HELPER, CONFIG,
+                s_stats_ptr, t_stats_ptr, s_stride, t_stride, inv_temperature,
+                STUDENT, HELPER, CONFIG,
             )  # fmt: skip
             row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
             grad = tl.load(grad_ptr + row, mask=offs_m < seq.num_rows, other=0.0)

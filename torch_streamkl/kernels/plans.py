@@ -51,7 +51,8 @@ class Plan:
         self.helper = helper(functional.text) if pointwise else None
         self.inv_temperature = LOG2E / problem.temperature
         # finfo.min is a usual fill, and would be -inf times log2(e)
-        self.fill = 0.0 if problem.mask_value == -math.inf else max(problem.mask_value, LOWEST_FILL)
+        fill = problem.mask_value
+        self.fill = 0.0 if fill == -math.inf else max(fill, LOWEST_FILL)
         self.stats_stride = problem.batch * problem.num_heads * problem.seqlen_q
         self.num_sequences = num_sequences(problem)
         self._stages: dict[str, Stage] = {}
@@ -98,7 +99,7 @@ class Plan:
         options: dict[str, int],
         tensors: tuple[Tensor | None, ...],
     ) -> None:
-        """Launch a kernel; ``constants`` are its compile-time arguments, the last in its signature.
+        """Launch a kernel; ``constants`` are its compile-time arguments, last in its signature.
 
         ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
         another kernel for.
@@ -141,8 +142,9 @@ def clear_plans() -> None:
 def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
     s, t = problem.student, problem.teacher
     return (
-        s.q, s.k, t.q, t.k, s.bias, t.bias, s.alibi_slopes, t.alibi_slopes, s.sink, t.sink, problem.mask,
-        problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.teacher_lse,
+        s.q, s.k, t.q, t.k, s.bias, t.bias, s.alibi_slopes, t.alibi_slopes, s.sink, t.sink,
+        problem.mask, problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k,
+        problem.teacher_lse,
     )  # fmt: skip
 
 
@@ -151,7 +153,8 @@ def _key(problem: AttentionProblem) -> Any:
     key: list[Any] = [
         s.q.device, torch.get_float32_matmul_precision(), problem.functional.text,
         s.scale, s.softcap, t.scale, t.softcap, problem.temperature, problem.mask_value,
-        problem.window_left, problem.window_right, problem.head_mean, problem.max_seqlen_q, problem.max_seqlen_k,
+        problem.window_left, problem.window_right, problem.head_mean,
+        problem.max_seqlen_q, problem.max_seqlen_k,
     ]  # fmt: skip
     for x in tensors_of(problem):
         if x is None:

@@ -111,8 +111,10 @@ def merge(x, y, FORM: tl.constexpr):
         x.l_t * ext + y.l_t * eyt,
         m_s,
         x.l_s * exs + y.l_s * eys,
-        rebased(x.a, x.l_t, ext, xt, xs, FORM.TT, FORM.TS) + rebased(y.a, y.l_t, eyt, yt, ys, FORM.TT, FORM.TS),
-        rebased(x.b, x.l_s, exs, xt, xs, FORM.ST, FORM.SS) + rebased(y.b, y.l_s, eys, yt, ys, FORM.ST, FORM.SS),
+        rebased(x.a, x.l_t, ext, xt, xs, FORM.TT, FORM.TS)
+        + rebased(y.a, y.l_t, eyt, yt, ys, FORM.TT, FORM.TS),
+        rebased(x.b, x.l_s, exs, xt, xs, FORM.ST, FORM.SS)
+        + rebased(y.b, y.l_s, eys, yt, ys, FORM.ST, FORM.SS),
         tl.minimum(x.low_t, y.low_t),
         tl.minimum(x.low_s, y.low_s),
         x.count + y.count,

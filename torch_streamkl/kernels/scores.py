@@ -1,4 +1,4 @@
-"""Score tiles for Triton: loads, dot products, the score transform, masks; shared by all kernels."""
+"""Score tiles for Triton: loads, dot products, the score transform, masks; for all kernels."""
 
 import triton
 import triton.language as tl
