@@ -102,9 +102,7 @@ def step_ms(loss: Loss, inputs: tuple[Tensor, ...]) -> float:
 
 
 def peak_bytes(loss: Loss, inputs: tuple[Tensor, ...]) -> int:
-    """Peak of a second step above the inputs; the workspaces of other providers are freed
-    before.
-    """
+    """Peak of a second step above the inputs, with other providers' workspaces freed before."""
     for x in inputs:
         x.grad = None
     torch._C._cuda_clearCublasWorkspaces()

@@ -268,9 +268,7 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
 def reduced(
     a: Elements, dims: Sequence[int], keepdim: bool, mean: bool, shape: Sequence[Size]
 ) -> Rows | Elements:
-    """sum or mean over dimensions: rows when the keys are among them, averaged probabilities if
-    not.
-    """
+    """sum or mean over dimensions: rows if the keys are among them, else averaged ones."""
     if a.key_dim not in dims:
         return averaged(a, dims, keepdim, mean)
     divisors = tuple(shape[d] for d in dims) if mean else ()

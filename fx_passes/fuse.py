@@ -163,8 +163,7 @@ def _named(expr: Expr, teacher: int, student: int) -> Expr:
 def _without_duplicates(
     elements: Elements, expr: Expr
 ) -> tuple[Expr, list[Distribution], list[Layout]]:
-    """One variable per distribution, where a detached and a live use of it can be told apart
-    exactly.
+    """One variable per distribution, if its detached and live uses can be told apart exactly.
 
     The gradient of sum_j P_j logP_j through logP is sum_j dP_j = 0, so whether the log of an
     entropy term is detached does not matter as long as the weight is live. Any other mixture of
@@ -422,9 +421,7 @@ def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size
 def _fill(
     teacher: ScoreKey, student: ScoreKey, functional: Functional, is_masked: bool
 ) -> float | None:
-    """The operator's mask_value: None removes keys, which is exact unless a whole row can be
-    masked.
-    """
+    """The operator's mask_value: None removes keys, exact unless a whole row can be masked."""
     if not is_masked:
         return None
     fills = (teacher.fill, student.fill)

@@ -1,5 +1,4 @@
-"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where nothing else needs the
-map.
+"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where the map is unused.
 
 Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
 which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a
@@ -38,9 +37,7 @@ class Leftovers:
     alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
 
     def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
-        """A node with the value of ``probabilities @ values``; raises Blocked when it cannot be
-        one.
-        """
+        """A node with the value of ``probabilities @ values``, or raises Blocked."""
         elements = attention.probabilities
         distribution, layout = elements.parts[0], elements.layouts[0]
         key = distribution.scores

@@ -1,5 +1,4 @@
-"""A weighted sum of `linear_kl` rows becomes `linear_kl_sum`, which has its gradients after the
-forward.
+"""A weighted sum of `linear_kl` rows becomes `linear_kl_sum`: gradients after its forward.
 
 The per-token operator computes the logits again in the backward: six matmuls for the student where
 four are enough when the weight of each token in the loss is known before. It is known when the
@@ -76,9 +75,7 @@ def _wanted(call: fx.Node) -> list[bool]:
 
 
 def _chain(call: fx.Node) -> Chain | None:
-    """The operations from the operator's rows to a scalar, or None when they are not linear in
-    them.
-    """
+    """The operations from the operator's rows to a scalar, or None when not linear in them."""
     if len(call.users) != 1:
         return None
     (current,) = call.users

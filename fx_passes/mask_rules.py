@@ -431,9 +431,7 @@ def _conditions(op: str, d: Affine) -> BoolTensor:
 
 
 def _same_entries(source: Sequence[Size], target: Sequence[Size]) -> list[int | None] | None:
-    """Where the dimensions of a reshaped tensor come from when only sizes of 1 were added or
-    dropped.
-    """
+    """Where a reshaped tensor's dimensions come from when only sizes of 1 come or go."""
     kept = [d for d, size in enumerate(source) if not is_one(size)]
     order: list[int | None] = []
     for size in target:

@@ -64,8 +64,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A boolean tensor whose values are not known; ``dims`` are the dimensions it is broadcast
-    along.
+    """A boolean tensor of unknown values; ``dims`` are the dimensions it is broadcast along.
 
     ``node`` holds it before it was expanded or unsqueezed: dimension d of the mask is dimension
     ``dims[d]`` of the node's tensor, None where the mask does not vary.

@@ -23,9 +23,7 @@ from torch_streamkl.fx_passes.values import Blocked, Factor, Operand, Step
 
 @dataclass(frozen=True)
 class Slot:
-    """A position in the operator's tensor: ("digit", i), ("averaged", i), ("key", 0) or ("dim",
-    i).
-    """
+    """A position in the operator's tensor: ("digit" or "averaged" or "key" or "dim", index)."""
 
     kind: str
     index: int = 0

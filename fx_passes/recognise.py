@@ -113,9 +113,7 @@ class Recogniser(MaskRules):
             self._by_storage.setdefault(value.untyped_storage()._cdata, []).append(node)
 
     def _note_writes(self, node: fx.Node) -> None:
-        """After a write, other views of the storage no longer hold what the analysis knows of
-        them.
-        """
+        """After a write, what the analysis knows of other views of the storage is void."""
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
             return

@@ -121,9 +121,7 @@ def _bytes(count: int) -> str:
 
 
 def location_of(node: fx.Node) -> tuple[str, str]:
-    """file:line of the innermost frame of the user's code that a node came from, and the line's
-    text.
-    """
+    """file:line, and its text, of the innermost frame of the user's code behind a node."""
     trace = node.meta.get("stack_trace")
     if not trace:
         return UNKNOWN, ""

@@ -1,6 +1,4 @@
-"""Rules that make and change score matrices: matmuls, operands, scales, softcap, biases, masks,
-slices.
-"""
+"""Rules that make and change scores: matmuls, operands, scales, softcap, biases, masks, slices."""
 
 from __future__ import annotations
 
@@ -116,9 +114,7 @@ def scores_of_einsum(
 
 
 def _without_dots(equation: str, ranks: Sequence[int]) -> str:
-    """The equation with labels in place of ``...``, which stands for the last of the leading
-    dimensions.
-    """
+    """The equation with labels in place of ``...``, the last of the leading dimensions."""
     equation = equation.replace(" ", "")
     left, arrow, out = equation.partition("->")
     terms = left.split(",")
@@ -319,9 +315,7 @@ def with_bias(scores: Scores, node: fx.Node, layout: Layout, weight: float = 1.0
 
 
 def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> Scores:
-    """scores where the mask holds and ``fill`` elsewhere (``added``: fill was added to the
-    scores).
-    """
+    """scores where the mask holds and ``fill`` elsewhere (``added``: it was added to them)."""
     key = scores.key
     if fill != -float("inf") and fill <= ABSORBING_BELOW:
         fill = ABSORBING

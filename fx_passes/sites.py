@@ -85,9 +85,7 @@ def _is_call(node: fx.Node, name: str) -> bool:
 def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
-    """Why a site stays: the nearest thing behind it, or before it, that blocked the analysis, and
-    the node of the trace that did.
-    """
+    """Why a site stays: the nearest thing behind or before it that blocked, and its node."""
     for node in _near(site, "users"):
         reason = recognised.reasons.get(node) or plans.get(node)
         if isinstance(reason, str):
@@ -135,9 +133,9 @@ def _near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
 def quadratic_nodes(
     trace: Trace, recognised: Recogniser, sites: Sequence[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """The user's nodes with one value per query and key on the path of a site, and their nodes in
-    the trace: scores, probabilities and what is made of them, as long as it has as many entries.
+    """The user's nodes with a value per query and key on a site's path, and the trace's nodes.
 
+    These are scores, probabilities and what is made of them, as long as it has as many entries.
     The logits of a language-model loss beside a divergence are not on its path.
     """
     families = _Families(trace, recognised)

@@ -53,9 +53,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor that multiplies (or divides) the dot products: a scalar, or one value per row or
-    key.
-    """
+    """A tensor that multiplies or divides dot products: a scalar, or a value per row or key."""
 
     node: fx.Node
     layout: Layout

@@ -51,9 +51,7 @@ def _run(root: Path, *requests: str) -> list[dict[str, Any]]:
 
 
 def _uses(result: dict[str, Any]) -> tuple[int, int, int]:
-    """Hits, misses and bypasses of the AOTAutograd cache, which stands in front of the FX graph
-    cache.
-    """
+    """Hits, misses and bypasses of the AOTAutograd cache, in front of the FX graph cache."""
     return tuple(result[f"autograd_cache_{e}"] for e in ("hit", "miss", "bypass"))  # type: ignore[return-value]
 
 

@@ -52,9 +52,7 @@ def _pair(family: str) -> tuple[nn.Module, nn.Module]:
 def _step(
     family: str, teacher: nn.Module, student: nn.Module, ids: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention maps of mapped layers, on probabilities, with the clamp that a masked probability
-    needs.
-    """
+    """Attention maps of mapped layers, on probabilities, with the clamp that masking needs."""
     options = {"output_attentions": True, "output_hidden_states": True}
     if mask is not None:
         options["attention_mask"] = mask

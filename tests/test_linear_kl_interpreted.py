@@ -1,5 +1,4 @@
-"""The row kernel of linear_kl without a GPU: Triton's interpreter against the definition in
-float64.
+"""The row kernel of linear_kl without a GPU: Triton's interpreter against float64.
 
 The interpreter has to be chosen before a kernel is imported, so outside of it this file runs
 itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.

@@ -1,6 +1,4 @@
-"""Programs that look like a fusable divergence and are not: they keep their value, and the report
-says why.
-"""
+"""Programs that only look like a fusable divergence keep their value; the report says why."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Attention left over by a fused KL, in rows whose every key is masked: eager's value and
-gradients.
-"""
+"""Attention left over by a fused KL keeps eager's values and gradients in fully masked rows."""
 
 from __future__ import annotations
 

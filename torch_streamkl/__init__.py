@@ -1,6 +1,4 @@
-"""Streaming distillation losses for PyTorch: fused operators and the torch.compile backend
-"streamkl".
-"""
+"""Streaming distillation losses: fused operators and the torch.compile backend "streamkl"."""
 
 from typing import TYPE_CHECKING, Any
 

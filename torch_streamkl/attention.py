@@ -51,8 +51,7 @@ def attention_kl(
     reduction: str = "none",
     impl: str = "auto",
 ) -> Tensor:
-    r"""Divergence between the attention distributions of a teacher and a student, without the
-    maps.
+    r"""Divergence between the attention distributions of teacher and student, without the maps.
 
     With P = softmax over keys of the teacher's scores and S of the student's, per query row
 

@@ -1,5 +1,4 @@
-"""Input checks from metadata alone: they run on fake tensors, before any launch, and change
-nothing.
+"""Input checks from metadata alone: they run on fake tensors, before any launch.
 
 Each error states the rule and the value that broke it.
 """
@@ -80,9 +79,7 @@ def refuse_transforms(operator: str) -> None:
 def check_attention_inputs(
     student_q: Tensor, student_k: Tensor, teacher_q: Tensor, teacher_k: Tensor, head_mean: bool
 ) -> None:
-    """q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim] of both
-    sides fit.
-    """
+    """q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim] fit."""
     named = {
         "student_q": student_q,
         "student_k": student_k,

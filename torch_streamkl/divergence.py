@@ -16,7 +16,7 @@ def divergence_text(
     student_clamp: float,
     teacher_clamp: float,
 ) -> str:
-    """The expression of a divergence as users name it; raises where the combination means nothing."""
+    """The expression of a divergence as users name it; raises on meaningless combinations."""
     checks.one_of("divergence", divergence, NAMES)
     checks.in_unit_interval("beta", beta)
     guards = {
@@ -31,8 +31,8 @@ def divergence_text(
         raise ValueError(
             f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
         )
-    # Under torch.compile(dynamic=True) every float is a symbol, default values too. __float__ makes a
-    # constant of it: the expression is part of the operator's call.
+    # Under torch.compile(dynamic=True) every float is a symbol, default values too. __float__
+    # makes a constant of it: the expression is part of the operator's call.
     constants = [guard.__float__() for guard in guards.values()]
     text: str = functional_text(divergence, beta.__float__(), *constants)
     return text

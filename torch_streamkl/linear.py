@@ -1,6 +1,4 @@
-"""linear_kl(): the divergence between two language models from hidden states and LM heads,
-without the logits.
-"""
+"""linear_kl(): the divergence between two language models' heads, without the logits."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def linear_kl(
     max_workspace_mib: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Divergence between the word distributions of a teacher and a student, without [tokens,
-    words] logits.
+    r"""Divergence between the word distributions of teacher and student, without the logits.
 
     Per token, with P the teacher's probabilities and S the student's,
 

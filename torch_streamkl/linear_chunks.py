@@ -1,5 +1,4 @@
-"""`linear_kl` in bounded memory: matmuls into a small workspace of logits, and row functions on
-it.
+"""`linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
 
 Three loops, the same on every device:
 
@@ -76,9 +75,7 @@ def backward(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> Gradients:
-    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from the rows'
-    statistics.
-    """
+    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from statistics."""
     accumulators = [_Gradient(problem, side, wanted) for side in (0, 1)]
     num_words = max(head.num_words for head in problem.heads)
     item = sum(head.hidden.element_size() for head in problem.heads)
@@ -246,9 +243,7 @@ class SideStream:
         self.is_busy = False
 
     def fork(self) -> None:
-        """What is given to the side stream from here on starts after all that the current stream
-        has.
-        """
+        """What the side stream gets from here on starts after all that the current one has."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 

@@ -1,5 +1,4 @@
-"""The torch.library operators behind `linear_kl`: schemas, fakes, autograd, autocast, vmap and
-FLOP formulas.
+"""The operators behind `linear_kl`: schemas, fakes, autograd, autocast, vmap, FLOP formulas.
 
 - ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
 - ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
@@ -86,9 +85,7 @@ def problem_of(
     max_workspace_mib: int = 0,
     impl: str = "auto",
 ) -> tuple[LinearProblem, int, str]:
-    """The problem, its workspace limit (0 is the default) and the implementation that was asked
-    for.
-    """
+    """The problem, its workspace limit (0 is the default) and the wanted implementation."""
     problem = LinearProblem(
         student=Head(student_hidden, student_weight, student_bias, student_scale, student_softcap),
         teacher=Head(teacher_hidden, teacher_weight, teacher_bias, teacher_scale, teacher_softcap),

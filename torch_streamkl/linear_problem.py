@@ -1,5 +1,4 @@
-"""One KL problem between two LM heads as a value, what its rows produce, and how it is cut into
-chunks.
+"""One KL problem between two LM heads as a value, what its rows produce, and its chunks.
 
 `linear_ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row
 functions and the chunk loops take that and nothing else.
@@ -83,9 +82,7 @@ class LinearProblem:
         )
 
     def of_words(self, words: slice) -> LinearProblem:
-        """The problem of a range of words (views); a side that has none of them gets an empty
-        head.
-        """
+        """The problem of a range of words (views); a side without them gets an empty head."""
         return replace(
             self,
             student=self.student.of_words(words),
@@ -147,9 +144,7 @@ class RowValues:
 
 @dataclass(frozen=True)
 class RowWeights:
-    """Factor of each row's value and of its cross-entropy in the quantity that is
-    differentiated.
-    """
+    """Factor of each row's value and cross-entropy in the differentiated quantity."""
 
     value: Tensor | None  # [num_tokens] in the compute dtype; None is 0
     hard: Tensor | None

@@ -38,9 +38,7 @@ class Block:
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from their whole logits [num_tokens, num_words] of both
-    sides.
-    """
+    """Values and statistics of rows from both sides' whole logits [num_tokens, num_words]."""
     functional = problem.functional
     state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
     sums = finish(state, functional.bilinear or Bilinear())
@@ -90,9 +88,7 @@ def gradient(
     weights: RowWeights,
     wanted: Wanted,
 ) -> None:
-    """Overwrite logits by the gradient to them (the teacher's where wanted), words taken as they
-    are.
-    """
+    """Overwrite logits by their gradient (the teacher's where wanted), words as they are."""
     functional = problem.functional
     for s, t in _blocks(problem, student, teacher):
         if functional.bilinear is not None and not wanted.teacher:

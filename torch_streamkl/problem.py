@@ -112,9 +112,7 @@ class AttentionProblem:
         return self.cu_seqlens_q is not None
 
     def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
-        """Row range, key range and problem (views) of each packed sequence; reads the offsets on
-        the host.
-        """
+        """Row range, key range and problem of each packed sequence; reads offsets on the host."""
         assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         offsets = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)
         for (i0, j0), (i1, j1) in pairwise(offsets):

@@ -43,8 +43,7 @@ class RowState:
 def state_of_scores(
     t: Tensor, s: Tensor, form: Bilinear, *, finite: bool, overwrite: bool = True
 ) -> RowState:
-    """State of one block of scores [..., rows, keys]; overwrites both blocks unless
-    told not to.
+    """State of a block of scores [..., rows, keys]; overwrites both unless told not to.
 
     ``finite`` promises that no score is -inf, which saves the guards.
     """

@@ -417,9 +417,7 @@ def _log_probabilities(
 
 
 def _folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Queries [batch, kv_heads, group * queries, head_dim]: the heads that share keys as rows of
-    one matmul.
-    """
+    """Queries [batch, kv_heads, group * queries, head_dim]: heads that share keys as rows."""
     kv_heads = _kv_heads(side, rows)
     q = rows.of(side.q).to(dtype)
     return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)
@@ -467,9 +465,7 @@ def _key_blocks(problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows) 
 
 
 def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | None:
-    """Boolean [batch or 1, heads or 1, queries, keys], or None when every key of the block is
-    allowed.
-    """
+    """Boolean [batch or 1, heads or 1, queries, keys], or None when every key is allowed."""
     offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
     first, last = rows.queries.start + offset, rows.queries.stop - 1 + offset
     left, right = problem.window_left, problem.window_right
@@ -498,9 +494,7 @@ def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | Non
 
 
 def _broadcast_block(x: Tensor, rows: Rows, keys: slice) -> Tensor:
-    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k], still
-    broadcasting.
-    """
+    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
     index = (rows.batch, rows.heads, rows.queries, keys)
     return x[tuple(r if size > 1 else slice(None) for r, size in zip(index, x.shape, strict=True))]
 

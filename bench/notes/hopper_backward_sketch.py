@@ -361,8 +361,7 @@ def dk_kernel(
     num_row_tiles = (seqlen_q + BLOCK_M - 1) // BLOCK_M
     masked_tiles = block * 0
     if CAUSAL:
-        # row i sees key j where j <= i + offset; a tile is complete where its first row sees the
-        # last key
+        # row i sees key j where j <= i + offset; a tile is complete where row 0 sees its last key
         first_tile = gl.minimum(gl.maximum(n0 - offset, 0) // BLOCK_M, num_row_tiles)
         last_key = gl.minimum(n0 + BLOCK_N, seqlen_k) - 1
         complete = (gl.maximum(last_key - offset, 0) + BLOCK_M - 1) // BLOCK_M

@@ -25,9 +25,7 @@ NUM_ROUNDINGS = 5  # draws of a rounding of the inputs
 
 
 class InFloat64(TorchFunctionMode):
-    """Programs that ask for float32 get float64: ``.float()``, ``dtype=torch.float32``,
-    ``.to(...)``.
-    """
+    """Programs that ask for float32, by ``.float()``, ``dtype=`` or ``.to()``, get float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
@@ -118,8 +116,7 @@ def compare(
     reset: bool = True,
     largest_score: float = 0.0,
 ) -> Outcome:
-    """Run ``fn(*inputs)`` in eager, compiled, and in float64, with gradients to inputs that
-    require them.
+    """Run ``fn(*inputs)`` in eager, compiled, and in float64, with gradients to its inputs.
 
     ``largest_score`` budgets the rounding of large scores: a fused backward rebuilds probabilities
     as exp(score - lse), whose relative error is a rounding of the score.

@@ -30,9 +30,7 @@ Step = Callable[..., Tensor]
 
 
 class Exact(TorchFunctionMode):
-    """Code that asks for float32 gets float64; with a seed probabilities and log-sum-exps are
-    rounded.
-    """
+    """Code that asks for float32 gets float64; a seed rounds probabilities and log-sum-exps."""
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()

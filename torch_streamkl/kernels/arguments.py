@@ -1,5 +1,4 @@
-"""What a kernel takes, grouped: runtime arguments of a side, of the masks, and the compile-time
-CONFIG.
+"""What a kernel takes, grouped: runtime arguments of sides and masks, compile-time CONFIG.
 
 NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them
 whole to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a
@@ -84,9 +83,7 @@ class Config(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Coefficients of a bilinear functional (functional.Bilinear), compile-time; FORM inside the
-    kernels.
-    """
+    """Coefficients of a functional.Bilinear, compile-time; FORM inside the kernels."""
 
     TT: float
     TS: float
@@ -97,9 +94,7 @@ class Form(NamedTuple):
 
 
 class State(NamedTuple):
-    """Running state of a block of rows (rowstate.RowState in base 2) and what guards and fills
-    need.
-    """
+    """Running state of a block of rows: rowstate.RowState in base 2, and for guards and fills."""
 
     m_t: Any
     l_t: Any

@@ -1,5 +1,4 @@
-"""The portable backward: dQ by blocks of rows and dK by blocks of keys, each recomputing the
-scores.
+"""The portable backward: dQ by blocks of rows, dK by blocks of keys, both recompute scores.
 
 Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
 the bits are the same on every run. STUDENT chooses whose gradient a launch computes.

@@ -190,9 +190,7 @@ def with_masked_sums(
 
 @triton.jit
 def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
-    """Whether a row of the block has a probability below a clamp, so that the closed form does not
-    hold.
-    """
+    """Whether a row has a probability below a clamp, so that the closed form does not hold."""
     above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
     above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
     empty = (state.l_t == 0.0) & (state.l_s == 0.0)
@@ -374,9 +372,7 @@ def merge_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr,
     num_blocks, num_heads, fill, FORM: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Unite the shares of a block of rows; again_ptr says per block whether a second pass has to
-    run.
-    """
+    """Unite the shares of a block of rows; again_ptr marks blocks that need a second pass."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     bh = pid // num_blocks

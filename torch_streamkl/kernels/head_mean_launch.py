@@ -9,13 +9,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.kernels import head_mean as kernels
-from torch_streamkl.kernels.plans import (
-    LOG2E,
-    Stage,
-    longest_keys,
-    plan_of,
-    tensors_of,
-)
+from torch_streamkl.kernels.plans import LOG2E, Stage, longest_keys, plan_of, tensors_of
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
 

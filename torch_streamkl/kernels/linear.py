@@ -52,9 +52,7 @@ def gradient(
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply a dense tensor in place by a number on the device; a factor of 1 costs no
-    traffic.
-    """
+    """Multiply a dense tensor in place by a number on the device; 1 costs no traffic."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
     scale_kernel[(triton.cdiv(x.numel(), block),)](

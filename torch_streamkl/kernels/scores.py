@@ -116,8 +116,7 @@ def transformed(
     dot, side, bound, seq, rows, cols, inside, inv_temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) where there is a
-    softcap.
+    """Scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) with a softcap.
 
     ``inv_temperature`` is log2(e) / temperature, and ``side.scale`` includes it unless a softcap
     stands between the two.
@@ -201,9 +200,7 @@ def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 
 @triton.jit
 def key_range(masks, seq, first_row, last_row, CONFIG: tl.constexpr):
-    """Keys [start, stop) that some row of a block may see, and [full_start, full_stop) that all
-    may.
-    """
+    """Keys [start, stop) that some row of a block may see, [full_start, full_stop) all rows."""
     start = 0
     stop = seq.num_valid
     full_start = 0
@@ -219,9 +216,7 @@ def key_range(masks, seq, first_row, last_row, CONFIG: tl.constexpr):
 
 @triton.jit
 def row_range(masks, seq, first_key, last_key, CONFIG: tl.constexpr):
-    """Rows [start, stop) that may see some key of a block, and [full_start, full_stop) that see
-    all.
-    """
+    """Rows [start, stop) that may see some key of a block, [full_start, full_stop) all keys."""
     start = 0
     stop = seq.num_rows
     full_start = 0
