@@ -12,11 +12,11 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # Also what takes hours: the whole corpus in every mode, 5,000 generated programs.
 test-all: $(VENV)/.test
-	STREAMKL_TEST_ALL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	STREAMKL_FULL_CORPUS=1 STREAMKL_FUZZ_PROGRAMS=5000 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python -m bench $(BENCH_ARGS)

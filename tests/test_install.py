@@ -41,8 +41,10 @@ def _run(*command: str | Path, cwd: Path, **variables: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("editable", [False, True], ids=["install", "editable"])
 def test_backend_is_found_by_name(tmp_path: Path, editable: bool) -> None:
-    pytest.importorskip("pip")
-    pytest.importorskip("setuptools")
+    installed = Path(torch.__file__).parents[1]
+    # looked up, not imported: setuptools gives up its own distutils in a process that imports pip
+    if not all((installed / name).is_dir() for name in ("pip", "setuptools")):
+        pytest.skip("pip and setuptools are not installed beside torch")
     source, home = tmp_path / "source", tmp_path / "home"
     source.mkdir()
     for name in PARTS:
@@ -51,7 +53,7 @@ def test_backend_is_found_by_name(tmp_path: Path, editable: bool) -> None:
     venv.create(home, with_pip=False, symlinks=True)
     (site_packages,) = home.glob("lib/python*/site-packages")
     # torch and the build tools as they are here, without what their .pth files would run
-    (site_packages / "base.pth").write_text(str(Path(torch.__file__).parents[1]))
+    (site_packages / "base.pth").write_text(str(installed))
     python = home / "bin" / "python"
     options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
     requirement = ["--editable", source] if editable else [source]

@@ -49,7 +49,9 @@ def run_case(case: dict[str, Any], setting: Setting = TABLE_SETTING) -> Outcome:
             inner=inner,
             dynamic=setting.dynamic,
             training=setting.training,
-            fullgraph=case["fullgraph"],
+            # with every number a symbol Dynamo cannot trace F.dropout(training=p > 0), with or
+            # without us: it breaks the graph there
+            fullgraph=case["fullgraph"] and not setting.dynamic,
         )
 
 

@@ -7,6 +7,7 @@ the quantities it is computed from, in the accumulation dtype.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,9 @@ def budget(call: Call) -> Budget:
 def _cancelled_size(output: str, call: Call, value: float) -> float:
     """Size of what an output is a difference of: log-sum-exps, or shares of a row's gradient."""
     if output == "value":
-        return max(_score_size(side, call) for side in ("student", "teacher"))
+        # a log-sum-exp is at most the largest score plus the logarithm of the number of keys
+        num_keys = math.log(max(call.tensors["student_k"].shape[:-1]))
+        return max(_score_size(side, call) for side in ("student", "teacher")) + num_keys
     if output.endswith("_sink"):
         return 1.0 + value
     side, kind = output.split("_")
