@@ -40,7 +40,25 @@ def budget(call: Call) -> Budget:
         # an exponent is off by the rounding of its score, and with it every probability
         units = 8.0 if name == "value" else 8.0 + score_size
         atol[name] = 2 * error + size * output + units * accumulation * (inner + size)
+        atol[name] += _scale_rounding(name, call, inner, truth["value"])
     return Budget(truth, atol)
+
+
+def _scale_rounding(output: str, call: Call, inner: float, values: Tensor) -> float:
+    """What the rounding of q * scale to the inputs' dtype costs, where the scale is a tensor.
+
+    Every score of a side is off by at most ``delta``. A divergence moves by at most sum |S - P|
+    times that, which for KL(P || S) is at most sqrt(2 KL) delta (Pinsker).
+    """
+    sides = [s for s in ("student", "teacher") if isinstance(call.options[f"{s}_scale"], Tensor)]
+    if not sides:
+        return 0.0
+    delta = torch.finfo(call.spec.dtype).eps / 2 * sum(_score_size(side, call) for side in sides)
+    if output != "value":
+        return 2 * delta * inner
+    if call.spec.divergence != "forward_kl":
+        return 2 * delta * (1.0 + inner)
+    return delta * math.sqrt(2 * float(values.nan_to_num(0, 0, 0).abs().max()))
 
 
 def _cancelled_size(output: str, call: Call, value: float) -> float:
