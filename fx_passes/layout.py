@@ -100,12 +100,6 @@ def squeeze(layout: Layout, dims: Sequence[int]) -> Layout:
     return tuple(d for i, d in enumerate(layout) if not (i in dims and d == ()))
 
 
-def align(a: Layout, b: Layout) -> tuple[Layout, Layout]:
-    """Both layouts with leading dimensions of size 1 added to the shorter one."""
-    rank = max(len(a), len(b))
-    return ((),) * (rank - len(a)) + a, ((),) * (rank - len(b)) + b
-
-
 def axis_dim(layout: Layout, axis: int) -> int | None:
     """The dimension that is exactly the whole axis, or None."""
     for i, dim in enumerate(layout):

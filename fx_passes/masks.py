@@ -157,15 +157,6 @@ def rearranged(mask: BoolTensor, order: Sequence[int | None]) -> BoolTensor:
     return BoolTensor(frozenset(moved(x) for x in mask.literals), len(order), mask.negative)
 
 
-def varies(literal: Literal, dim: int) -> bool:
-    """Whether a literal depends on a dimension."""
-    return (
-        literal.coefficients[dim] != 0
-        if isinstance(literal, Linear)
-        else literal.dims[dim] is not None
-    )
-
-
 @dataclass(frozen=True)
 class AxisCondition:
     """``sum(coefficient * index of axis) + constant >= 0``."""

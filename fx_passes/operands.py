@@ -57,11 +57,7 @@ def canonical(
 ) -> fx.Node:
     """An operand as [batch, heads, rows or keys, head_dim]."""
     own = (geometry.teacher, geometry.student)[side]
-    x = outer_node(operand.node, outer)
-    for step in operand.steps:
-        x = _with_step(build, x, step, outer)
-    if not own.distribution.trained and _requires_grad(x):
-        x = build.method("detach", x)
+    x = _source(build, operand, own, outer)
     pieces = _split(operand.layout, side, geometry, own)
     if not is_keys and any(
         p.slot.kind == "digit" and not same(p.size, geometry.digits[p.slot.index].size)
@@ -75,9 +71,7 @@ def canonical(
         build, x, [p.slot for p in order if p is not None], factors, side, geometry, outer
     )
     x = _to_four_dimensions(build, x, order, geometry, own, tensors, is_keys=is_keys)
-    value = example(x)
-    assert isinstance(value, Tensor)
-    return x if value.dtype == dtype else build.method("to", x, dtype)
+    return x if _dtype(x) == dtype else build.method("to", x, dtype)
 
 
 def weight(
@@ -90,20 +84,24 @@ def weight(
 ) -> fx.Node:
     """An operand that holds keys only, as [keys, width]."""
     own = (geometry.teacher, geometry.student)[side]
-    x = outer_node(operand.node, outer)
-    for step in operand.steps:
-        x = _with_step(build, x, step, outer)
-    if not own.distribution.trained and _requires_grad(x):
-        x = build.method("detach", x)
+    x = _source(build, operand, own, outer)
     pieces = _split(operand.layout, side, geometry, own)
     x = _reshaped(build, x, [p.size for p in pieces], [x])
     kinds = [p.slot.kind for p in pieces]
     ones = [d for d, kind in enumerate(kinds) if kind == "one"]
     x = _permuted(build, x, [*ones, kinds.index("key"), kinds.index("dim")])
     x = _squeezed(build, x, 0, len(ones))
-    value = example(x)
-    assert isinstance(value, Tensor)
-    return x if value.dtype == dtype else build.method("to", x, dtype)
+    return x if _dtype(x) == dtype else build.method("to", x, dtype)
+
+
+def _source(
+    build: Builder, operand: Operand, own: SideGeometry, outer: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """The user's tensor of an operand, narrowed and detached as its scores are."""
+    x = outer_node(operand.node, outer)
+    for step in operand.steps:
+        x = _with_step(build, x, step, outer)
+    return x if own.distribution.trained or not _requires_grad(x) else build.method("detach", x)
 
 
 @dataclass(frozen=True)

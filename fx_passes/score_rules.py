@@ -27,10 +27,6 @@ from torch_streamkl.fx_passes.values import (
     Step,
 )
 
-# A finite fill this low takes part in no softmax of float32 scores that a model can produce,
-# unless every key of the row has it: adding it to a score gives the fill itself.
-ABSORBING_BELOW = -1e30
-
 
 def shape_of(node: fx.Node) -> Sequence[Size]:
     value = node.meta["val"]
@@ -317,7 +313,7 @@ def with_bias(scores: Scores, node: fx.Node, layout: Layout, weight: float = 1.0
 def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> Scores:
     """scores where the mask holds and ``fill`` elsewhere (``added``: it was added to them)."""
     key = scores.key
-    if fill != -float("inf") and fill <= ABSORBING_BELOW:
+    if fill != -float("inf") and fill <= ABSORBING:
         fill = ABSORBING
     if added and fill > ABSORBING:
         raise Blocked(

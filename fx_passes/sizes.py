@@ -63,11 +63,6 @@ def quotient(a: Size, b: Size) -> Size | None:
     return a // b
 
 
-def as_int(size: Size) -> int | None:
-    value = expression(size)
-    return value if isinstance(value, int) else None
-
-
 def is_unknown(size: Size) -> bool:
     """Whether a size depends on data: the number of rows that a boolean index selects."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))

@@ -70,7 +70,9 @@ class Bias:
     factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
 
 
-ABSORBING = -1e30  # fill of masks so low that a score added to them changes nothing
+# A finite fill this low takes part in no softmax of float32 scores that a model can produce,
+# unless every key of the row has it: adding it to a score gives the fill itself.
+ABSORBING = -1e30
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,6 @@ class Elements:
     @property
     def rank(self) -> int:
         return len(self.layouts[0])
-
-    @property
-    def mentions_log(self) -> bool:
-        return any(mentions(t.expr, "logP") for t in self.terms)
 
     def map(self, change: Callable[[Expr], Expr]) -> Elements:
         return replace(self, terms=tuple(replace(t, expr=change(t.expr)) for t in self.terms))

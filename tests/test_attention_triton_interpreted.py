@@ -6,9 +6,6 @@ The interpreter has to be chosen before a kernel is imported, so outside of it t
 itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.support.interpreter import inside, outside, quiet, run_interpreted
 from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
@@ -23,29 +21,13 @@ from torch_streamkl import launch
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import RowStatistics
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:invalid value:RuntimeWarning",
-    "ignore:overflow:RuntimeWarning",
-    "ignore:divide by zero:RuntimeWarning",
-)
+pytestmark = quiet
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@outside
 def test_in_the_interpreter() -> None:
     numerics = __file__.replace("triton_interpreted", "numerics")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    command += [numerics, "-k", "not reference and not streaming"]
-    run = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
-    assert "100%]" in run.stdout
+    run_interpreted(__file__, numerics, "-k", "not reference and not streaming")
 
 
 @inside

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,9 @@ class Fuzzed(Program):
 
 @st.composite
 def programs(draw: st.DrawFn) -> Fuzzed:
-    choose = lambda options: draw(st.sampled_from(sorted(options)))  # noqa: E731
+    def choose(options: Iterable[str]) -> str:
+        return draw(st.sampled_from(sorted(options)))
+
     calls = draw(st.integers(0, 3)) == 0
     return Fuzzed(
         producer=choose(PRODUCERS),

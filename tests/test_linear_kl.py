@@ -67,12 +67,20 @@ def assert_is_definition(inputs, rtol=1e-10, atol=1e-11, **options):
         torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol)
 
 
+def limit_workspace(patch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """Room for the logits of so many tokens."""
+
+    def small(problem: object, _: object) -> int:
+        return num_rows * sum(linear_chunks.row_bytes(problem))
+
+    patch.setattr(linear_chunks, "workspace_bytes", small)
+
+
 @pytest.fixture(params=["one chunk", "many chunks"])
 def workspace(request, monkeypatch):
     """Room for everything, or for the logits of three tokens."""
     if request.param == "many chunks":
-        small = lambda problem, _: 3 * sum(linear_chunks.row_bytes(problem))  # noqa: E731
-        monkeypatch.setattr(linear_chunks, "workspace_bytes", small)
+        limit_workspace(monkeypatch, num_rows=3)
 
 
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
@@ -130,8 +138,7 @@ def test_shapes(
     if has_labels:
         options["labels"] = torch.arange(num_tokens) % words[0]
     with pytest.MonkeyPatch.context() as patch:
-        small = lambda problem, _: rows * sum(linear_chunks.row_bytes(problem))  # noqa: E731
-        patch.setattr(linear_chunks, "workspace_bytes", small)
+        limit_workspace(patch, rows)
         assert_is_definition(inputs, reduction="sum", **options)
 
 
@@ -185,8 +192,7 @@ def test_error_is_that_of_naive_code(dtype, strategy, num_chunks, monkeypatch):
     truth = [loss.detach(), *torch.autograd.grad(loss, exact)]
     allowed = relative_errors(naive(*inputs), inputs, truth)
     rows = num_tokens // num_chunks
-    small = lambda problem, _: rows * sum(linear_chunks.row_bytes(problem))  # noqa: E731
-    monkeypatch.setattr(linear_chunks, "workspace_bytes", small)
+    limit_workspace(monkeypatch, rows)
     monkeypatch.setattr(linear_chunks, "TOKEN_MULTIPLE", {"cpu": 1})
     monkeypatch.setattr(linear_chunks, "WORD_MULTIPLE", 1)
     ours = relative_errors(linear_kl(*inputs, reduction="mean", strategy=strategy), inputs, truth)

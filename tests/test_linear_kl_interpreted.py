@@ -6,37 +6,19 @@ itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests o
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.test_linear_kl import DIVERGENCES, heads, outcome
+from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.test_linear_kl import DIVERGENCES, heads, limit_workspace, outcome
 from torch_streamkl import linear_chunks, linear_kl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:invalid value:RuntimeWarning",
-    "ignore:overflow:RuntimeWarning",
-    "ignore:divide by zero:RuntimeWarning",
-)
+pytestmark = quiet
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@outside
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
-    assert "100%]" in run.stdout
+    run_interpreted(__file__)
 
 
 def check(inputs, **options):
@@ -104,8 +86,7 @@ def test_vocabularies_of_any_size(words):
 
 @inside
 def test_blocks_of_words_in_the_backward(monkeypatch):
-    small = lambda problem, _: 2 * sum(linear_chunks.row_bytes(problem))  # noqa: E731
-    monkeypatch.setattr(linear_chunks, "workspace_bytes", small)
+    limit_workspace(monkeypatch, num_rows=2)
     monkeypatch.setattr(linear_chunks, "WORD_MULTIPLE", 64)
     labels = torch.tensor([0, 299, 150, 64, -100])
     for words in ((300, 300), (300, 200)):

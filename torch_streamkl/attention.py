@@ -205,8 +205,9 @@ def attention_kl_varlen(
         decreasing. Their
             values are not read on the host.
         max_seqlen_q, max_seqlen_k: bounds on the sequence lengths; a sequence longer than that is
-        wrong. Everything else as in `attention_kl`; dense masks and biases do not apply to packed
-        sequences.
+            wrong.
+
+    Everything else as in `attention_kl`; dense masks and biases do not apply to packed sequences.
 
     Returns:
         ``[num_heads, total_q]`` per-row values in float32 nats, or a scalar; ``"batchmean"``

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import math
 import os
@@ -164,7 +165,7 @@ def _aligned_to_16(x: torch.Tensor) -> bool:
 @functools.cache
 def _has_gluon() -> bool:
     try:
-        from triton.experimental.gluon.nvidia import hopper  # noqa: F401
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     except ImportError:
         return False
     return True

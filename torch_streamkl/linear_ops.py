@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from torch_streamkl import linear_chunks, linear_rows
 from torch_streamkl.functional import Functional
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
-from torch_streamkl.ops import NAMESPACE, _without_autocast
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
@@ -240,19 +240,9 @@ def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return rows.value.new_empty(()), rows.value, rows.hard, *_gradient_fakes(problem, wanted)
 
 
-for _name, _implementation, _fake in (
-    ("linear_kl", _forward, _forward_fake),
-    ("linear_kl_backward", _backward, _backward_fake),
-    ("linear_kl_sum", _sum, _sum_fake),
-):
-    _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
-    for _device in ("CPU", "CUDA"):
-        _lib.impl(
-            _name,
-            _without_autocast(getattr(torch.ops.torch_streamkl, _name).default, _device),
-            f"Autocast{_device}",
-        )
+register(_lib, "linear_kl", _forward, _forward_fake)
+register(_lib, "linear_kl_backward", _backward, _backward_fake)
+register(_lib, "linear_kl_sum", _sum, _sum_fake)
 
 
 def _setup_context(
@@ -338,16 +328,10 @@ def _may_overwrite(stored: list[Tensor]) -> bool:
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise NotImplementedError(
-        "linear_kl can be differentiated once; use impl='reference' for higher derivatives"
-    )
-
-
 torch.library.register_autograd(
     f"{NAMESPACE}::linear_kl", _autograd, setup_context=_setup_context, lib=_lib
 )
-torch.library.register_autograd(f"{NAMESPACE}::linear_kl_backward", _no_double_backward, lib=_lib)
+register_no_double_backward(_lib, "linear_kl")
 torch.library.register_autograd(
     f"{NAMESPACE}::linear_kl_sum", _sum_autograd, setup_context=_setup_sum_context, lib=_lib
 )

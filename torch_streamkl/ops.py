@@ -21,9 +21,9 @@ from torch_streamkl.checks import is_plain
 from torch_streamkl.functional import Functional
 from torch_streamkl.launch import LSE_UNIT, select_implementation
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.streaming import Wanted
 
-NAMESPACE = "torch_streamkl"
 _lib = Library(NAMESPACE, "DEF")
 
 # NOTE [Flat arguments]
@@ -187,29 +187,8 @@ def _backward_fake(
     return a, b, c, d
 
 
-def _without_autocast(op: Any, device: str) -> Any:
-    # Inside the operator nothing may be cast again; the public functions cast what a matmul would.
-    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(key):
-            return op(*args, **kwargs)
-
-    return call
-
-
-for _name, _implementation, _fake in (
-    ("attention_kl", run_forward, _forward_fake),
-    ("attention_kl_backward", run_backward, _backward_fake),
-):
-    _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
-    for _device in ("CPU", "CUDA"):
-        _lib.impl(
-            _name,
-            _without_autocast(getattr(torch.ops.torch_streamkl, _name).default, _device),
-            f"Autocast{_device}",
-        )
+register(_lib, "attention_kl", run_forward, _forward_fake)
+register(_lib, "attention_kl_backward", run_backward, _backward_fake)
 
 
 def _setup_context(
@@ -257,7 +236,7 @@ def gradients(
 
 
 def without_autocast(implementation: Any, *args: Any) -> Any:
-    """What the dispatcher does for the operator (see `_without_autocast`)."""
+    """What the dispatcher does for the operator (see registration.py)."""
     if not torch._C._is_any_autocast_enabled():
         return implementation(*args)
     with torch._C._DisableAutocast():
@@ -272,18 +251,10 @@ def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -
     return -(grad * key_sum * mass).sum((0, 2)).to(sink.dtype)
 
 
-def _no_double_backward(*_: Any) -> None:
-    raise NotImplementedError(
-        "attention_kl can be differentiated once; use impl='reference' for higher derivatives"
-    )
-
-
 torch.library.register_autograd(
     f"{NAMESPACE}::attention_kl", _autograd, setup_context=_setup_context, lib=_lib
 )
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_kl_backward", _no_double_backward, lib=_lib
-)
+register_no_double_backward(_lib, "attention_kl")
 
 
 _BATCHED = (0, 1, 2, 3, 4, 5, 6, 11, 14)  # tensors with a leading batch dimension

@@ -30,7 +30,10 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             func = Tensor.double
-        wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x in FLOATS else x  # noqa: E731
+
+        def wide(x: Any) -> Any:
+            return torch.float64 if isinstance(x, torch.dtype) and x in FLOATS else x
+
         return func(*tree_map(wide, args), **tree_map(wide, kwargs or {}))
 
 
