@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_streamkl.kernels.attention_backward import score_gradient
 from torch_streamkl.kernels.attention_forward import finite_lse
 from torch_streamkl.kernels.hopper import NUM_WARPS, async_load, flat, start_scores
+from torch_streamkl.kernels.rows import score_gradient
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
@@ -100,7 +100,7 @@ def load_tile(inner, i, slot, GROUP: gl.constexpr):
 
 @gluon.jit
 def own_gradient(own_log, other_log, key_sum, STUDENT: gl.constexpr, FORM: gl.constexpr):
-    """attention_backward.score_gradient with sides named by whose gradient it is."""
+    """rows.score_gradient with sides named by whose gradient it is."""
     if STUDENT:
         return score_gradient(other_log, own_log, key_sum, True, False, FORM, None)
     else:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from torch_streamkl.kernels.arguments import Rows
 from torch_streamkl.kernels.attention_forward import finite_lse, load_rows, row_offset
-from torch_streamkl.kernels.rows import LN2
+from torch_streamkl.kernels.rows import place_of, score_gradient
 from torch_streamkl.kernels.scores import (
     allowed_tile,
     bind_sequence,
@@ -22,44 +22,6 @@ from torch_streamkl.kernels.scores import (
     teacher_scores,
     teacher_tile,
 )
-
-
-@triton.jit
-def score_gradient(
-    log_t, log_s, key_sum,
-    STUDENT: tl.constexpr, POINTWISE: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr,
-):  # fmt: skip
-    """d(value)/d(score) of one side from log2-probabilities."""
-    P = tl.math.exp2(log_t)
-    S = tl.math.exp2(log_s)
-    own = S if STUDENT else P
-    if POINTWISE:
-        _, h, g = HELPER(P, S, log_t * LN2, log_s * LN2)
-        return (h if STUDENT else g) - own * key_sum
-    gain = -key_sum
-    if STUDENT:
-        if FORM.ST != 0.0 or FORM.SS != 0.0:
-            gain += weighted_logs(S, log_t, log_s, FORM.ST, FORM.SS) + (FORM.SS + FORM.S)
-        d = own * gain
-        if FORM.TS != 0.0:
-            d += FORM.TS * P
-    else:
-        if FORM.TT != 0.0 or FORM.TS != 0.0:
-            gain += weighted_logs(P, log_t, log_s, FORM.TT, FORM.TS) + (FORM.TT + FORM.T)
-        d = own * gain
-        if FORM.ST != 0.0:
-            d += FORM.ST * S
-    return d
-
-
-@triton.jit
-def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
-    # CT logP + CS logS in nats, and 0 where the weight in front of it is 0
-    if CT == -CS:
-        x = (log_t - log_s) * (CT * LN2)
-    else:
-        x = log_t * (CT * LN2) + log_s * (CS * LN2)
-    return tl.where(weight == 0.0, 0.0, x)
 
 
 @triton.jit
@@ -148,10 +110,8 @@ def dq_kernel(
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
-    pid = tl.program_id(0)
     split = tl.program_id(1)
-    block = pid % num_blocks
-    bh = pid // num_blocks
+    block, bh = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block
     b = bh // num_heads
@@ -247,10 +207,10 @@ def dk_kernel(
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
-    pid = tl.program_id(0)
-    b = (pid // num_blocks) // num_kv_heads
-    kv = (pid // num_blocks) % num_kv_heads
-    n0 = (pid % num_blocks) * BLOCK_N
+    block, sequence = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    b = sequence // num_kv_heads
+    kv = sequence % num_kv_heads
+    n0 = block * BLOCK_N
     sizes = bind_sequence(masks, b, kv * group, CONFIG)
     if n0 >= sizes.num_keys:
         return

@@ -17,6 +17,7 @@ from torch_streamkl.kernels.rows import (
     finish,
     masked_level,
     merge,
+    place_of,
     update,
     with_masked_keys,
 )
@@ -235,12 +236,40 @@ def forward_kernel(
     num_blocks, num_heads, inv_temperature, fill,
     FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    pid = tl.program_id(0)
-    block = pid % num_blocks
-    bh = pid // num_blocks
+    """Values and statistics of a block of rows."""
+    block, bh = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block  # causal rows grow: the longest first
+    forward_block(
+        block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_again_kernel(
+    again_ptr, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    num_blocks, num_heads, inv_temperature, fill,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """`forward_kernel` for the blocks [batch, num_heads, num_blocks] that again_ptr marks."""
+    pid = tl.program_id(0)
+    if tl.load(again_ptr + pid) == 0:
+        return
+    forward_block(
+        pid % num_blocks, pid // num_blocks,
+        student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_block(
+    block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    num_heads, inv_temperature, fill,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     b = bh // num_heads
     h = bh % num_heads
     seq = bind_sequence(masks, b, h, CONFIG)
@@ -285,25 +314,6 @@ def forward_kernel(
         h_sum,
         g_sum,
     )
-
-
-@triton.jit
-def forward_again_kernel(
-    again_ptr, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_blocks, num_heads, inv_temperature, fill,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """`forward_kernel` for the blocks [batch, num_heads, num_blocks] that again_ptr marks."""
-    pid = tl.program_id(0)
-    block = pid % num_blocks
-    if CONFIG.HAS_RIGHT:
-        block = num_blocks - 1 - block
-    if tl.load(again_ptr + pid - pid % num_blocks + block) == 0:
-        return
-    forward_kernel(
-        student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-        num_blocks, num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from torch_streamkl.kernels.hopper import (
     lane_sum,
     start_scores,
 )
-from torch_streamkl.kernels.rows import LOW, finish, moment, update
+from torch_streamkl.kernels.rows import LOW, finish, moment, place_of, update
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(3.0e38)
@@ -381,9 +381,7 @@ def forward_kernel(
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     HEAD_DIM: gl.constexpr = CONFIG.S_DIM
-    pid = gl.program_id(0)
-    position = pid % num_blocks
-    bh = pid // num_blocks
+    position, bh = place_of(gl.program_id(0), num_blocks, CAUSAL)
     if CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     b = bh // num_heads

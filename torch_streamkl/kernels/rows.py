@@ -14,6 +14,24 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOW = tl.constexpr(-1.0e30)
 
+# NOTE [Order of programs]
+# Under a causal mask blocks differ in work, and programs start in the order of their number. The
+# longest blocks of all heads come first, so that short ones fill the end; but only of so many
+# heads at a time, whose keys stay in the cache together.
+HEADS_AT_ONCE = tl.constexpr(8)
+
+
+@triton.jit
+def place_of(pid, num_blocks, INTERLEAVED: tl.constexpr):
+    """(block, batch and head) of a program: NOTE [Order of programs] where INTERLEAVED."""
+    if INTERLEAVED:
+        first = pid // (num_blocks * HEADS_AT_ONCE) * HEADS_AT_ONCE
+        num_heads = tl.minimum(tl.num_programs(0) // num_blocks - first, HEADS_AT_ONCE)
+        inside = pid - first * num_blocks
+        return inside // num_heads, first + inside % num_heads
+    else:
+        return pid % num_blocks, pid // num_blocks
+
 
 @triton.jit
 def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
@@ -210,3 +228,41 @@ def expectation(
     lost = (mom != mom) & (mass == mass) & (other_mass == other_mass)
     e = tl.where(lost, float("inf"), e)
     return tl.where(mass == 0.0, 0.0, e)
+
+
+@triton.jit
+def score_gradient(
+    log_t, log_s, key_sum,
+    STUDENT: tl.constexpr, POINTWISE: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr,
+):  # fmt: skip
+    """d(value)/d(score) of one side from log2-probabilities."""
+    P = tl.math.exp2(log_t)
+    S = tl.math.exp2(log_s)
+    own = S if STUDENT else P
+    if POINTWISE:
+        _, h, g = HELPER(P, S, log_t * LN2, log_s * LN2)
+        return (h if STUDENT else g) - own * key_sum
+    gain = -key_sum
+    if STUDENT:
+        if FORM.ST != 0.0 or FORM.SS != 0.0:
+            gain += weighted_logs(S, log_t, log_s, FORM.ST, FORM.SS) + (FORM.SS + FORM.S)
+        d = own * gain
+        if FORM.TS != 0.0:
+            d += FORM.TS * P
+    else:
+        if FORM.TT != 0.0 or FORM.TS != 0.0:
+            gain += weighted_logs(P, log_t, log_s, FORM.TT, FORM.TS) + (FORM.TT + FORM.T)
+        d = own * gain
+        if FORM.ST != 0.0:
+            d += FORM.ST * S
+    return d
+
+
+@triton.jit
+def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
+    # CT logP + CS logS in nats, and 0 where the weight in front of it is 0
+    if CT == -CS:
+        x = (log_t - log_s) * (CT * LN2)
+    else:
+        x = log_t * (CT * LN2) + log_s * (CS * LN2)
+    return tl.where(weight == 0.0, 0.0, x)
