@@ -14,7 +14,8 @@ from tests.support.offline import (
     ptxas_messages,
     record_launches,
 )
-from torch_streamkl.functional import DIVERGENCES
+from torch_streamkl import linear_problem
+from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import AttentionProblem
 from torch_streamkl.streaming import Wanted
@@ -69,3 +70,30 @@ def test_hopper(head_dim: int, divergence: str) -> None:
     assert built.asm["ptx"].count("wgmma.mma_async") > 0
     assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
     assert compile_launch(again, "sm_90").spill_bytes == 0
+
+
+def head(width: int) -> linear_problem.Head:
+    hidden, weight = (
+        torch.empty(rows, width, dtype=torch.bfloat16, device="cuda") for rows in (512, 152064)
+    )
+    return linear_problem.Head(hidden, weight)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "tv"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_of_logits(target: str, divergence: str) -> None:
+    from torch_streamkl.kernels import linear
+
+    with record_launches(target) as launches:
+        p = linear_problem.LinearProblem(
+            head(3584), head(5120), Functional.of(DIVERGENCES[divergence])
+        )
+        student, teacher = (torch.empty(512, 152064, device="cuda").bfloat16() for _ in range(2))
+        weights = linear_problem.RowWeights(torch.empty(512, device="cuda"), None)
+        wanted = linear_problem.Wanted(student_hidden=True, student_weight=True)
+        out = linear_problem.RowValues.allocate(p)
+        linear.values_and_gradient(p, student, teacher, out, weights, wanted)
+    (launch,) = launches
+    built = compile_launch(launch, target)
+    assert built.shared_bytes <= SHARED_LIMIT_KIB[target] * 1024
+    assert built.spill_bytes == 0

@@ -48,6 +48,8 @@ Gradients = tuple[
 
 TOKEN_MULTIPLE = {"cpu": 16, "cuda": 128}  # rows of a matmul tile
 WORD_MULTIPLE = 256
+# cuBLAS takes 32 MiB for every stream: with less room than this, more tokens are worth more
+SIDE_STREAM_MIB = 256
 
 
 def forward(
@@ -124,7 +126,8 @@ def forward_with_gradients(
     student = _logits_buffer(problem.student, chunks.tokens)
     teacher = _logits_buffer(problem.teacher, chunks.teacher_tokens)
     all_words = slice(0, max(head.num_words for head in problem.heads))
-    side = SideStream(student.device)
+    has_room = workspace_bytes(problem, max_workspace_mib) >= SIDE_STREAM_MIB * MIB
+    side = SideStream(student.device, has_room)
     for chunk in even_ranges(problem.num_tokens, chunks.tokens, _multiple(problem)):
         parts = list(ranges(chunk.stop - chunk.start, chunks.teacher_tokens))
         for part in parts:
@@ -181,14 +184,14 @@ def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: i
     if wanted.teacher:  # its logits become a gradient too, and live as long as the student's
         return best
     multiple = _multiple(problem)
-    for parts in (2, 3, 4):
-        limit = int(workspace / (student_bytes + teacher_bytes / parts))
-        tokens = even_step(problem.num_tokens, limit, multiple)
-        part = -(-tokens // parts)
-        chunks = Chunks(tokens, padded(part, multiple if part >= 2 * multiple else multiple // 2))
-        size = chunks.tokens * student_bytes + chunks.teacher_tokens * teacher_bytes
-        if size <= workspace and _traffic(problem, chunks) < _traffic(problem, best):
-            best = chunks
+    for num_chunks in range(1, -(-problem.num_tokens // whole) + 1):
+        tokens = padded(-(-problem.num_tokens // num_chunks), max(multiple // 8, 1))
+        for parts in (1, 2, 3, 4):
+            part = padded(-(-tokens // parts), max(multiple // 2, 1))
+            chunks = Chunks(tokens, min(part, tokens))
+            size = chunks.tokens * student_bytes + chunks.teacher_tokens * teacher_bytes
+            if size <= workspace and _traffic(problem, chunks) < _traffic(problem, best):
+                best = chunks
     return best
 
 
@@ -196,14 +199,17 @@ def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
     """Bytes of weights that all chunks move, apart from what any choice moves.
 
     A chunk reads the student's weight twice, and reads and writes its gradient, which no other
-    work hides: counted twice. A part of the teacher's tokens reads the teacher's weight; a matmul
-    of fewer rows than two tiles spends its time on that.
+    work hides: counted twice, and more where the last tile of tokens is not full. A part of the
+    teacher's tokens reads the teacher's weight; a matmul of fewer rows than two tiles spends its
+    time on that.
     """
     student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
     num_chunks = -(-problem.num_tokens // chunks.tokens)
     num_parts = -(-chunks.tokens // chunks.teacher_tokens)
-    thin = max(1.0, 2 * _multiple(problem) / chunks.teacher_tokens)
-    return num_chunks * (6 * student + num_parts * thin * teacher)
+    multiple = _multiple(problem)
+    waste = padded(chunks.tokens, multiple) / chunks.tokens
+    thin = max(1.0, 2 * multiple / chunks.teacher_tokens)
+    return num_chunks * (6 * waste * student + num_parts * thin * teacher)
 
 
 def _multiple(problem: LinearProblem) -> int:
@@ -232,14 +238,14 @@ def _logits(head: Head, buffer: Tensor) -> Tensor:
 
 
 class SideStream:
-    """A second stream of a GPU, and nothing on the CPU.
+    """A second stream of a GPU where it is wanted, and nothing on the CPU.
 
     Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of
     the other leave idle, and hides the traffic of the running sum.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = _side_stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, is_wanted: bool) -> None:
+        self.stream = _side_stream(device) if is_wanted and device.type == "cuda" else None
         self.is_busy = False
 
     def fork(self) -> None:

@@ -226,12 +226,12 @@ def ranges(size: int, step: int) -> Iterator[slice]:
 
 
 def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
-    """The fewest ranges of at most ``limit``, nearly equal, that start at multiples.
+    """The fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
 
     Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
     """
     num_parts = -(-size // limit)
-    for unit in (multiple, 1):
+    for unit in (max(multiple >> shift, 1) for shift in (0, 1, 2, 3, 16)):
         ends = [round(i * size / (num_parts * unit)) * unit for i in range(num_parts)]
         lengths = [stop - start for start, stop in pairwise([*ends, size])]
         if min(lengths) > 0 and max(lengths) <= limit:

@@ -18,6 +18,7 @@ from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 
 TILE_WORDS = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
+FEW_ROWS = 384  # that do not give every multiprocessor of an H200 three
 TILE_WIDTH = 8  # words of a lane: 16 bytes of bfloat16
 NO_WEIGHTS = RowWeights(None, None)
 
@@ -71,14 +72,14 @@ def _launch(
     compute_values: bool,
 ) -> None:
     form = problem.functional.bilinear
-    # few rows take more threads each: the kernel waits for memory
-    num_warps = 8 if problem.num_tokens > 640 else 16
+    # few rows take more threads each, and more loads ahead: the kernel waits for memory
+    num_warps, num_stages = (8, 3) if problem.num_tokens > FEW_ROWS else (16, 4)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     narrow = max(student.element_size(), teacher.element_size()) == 2
     config = Config(
         LANES=8 if interpreted else TILE_WORDS // TILE_WIDTH,
         WIDTH=TILE_WIDTH,
-        NUM_STAGES=3 if narrow else 1,
+        NUM_STAGES=num_stages if narrow else 1,
         S_SOFTCAP=problem.student.softcap != 0.0,
         T_SOFTCAP=problem.teacher.softcap != 0.0,
         S_BIAS=problem.student.bias is not None,

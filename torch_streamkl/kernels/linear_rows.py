@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 
 from torch_streamkl.kernels.arguments import State
-from torch_streamkl.kernels.rows import LN2, LOG2E, LOW, empty_state, finish, rebased, update
+from torch_streamkl.kernels.rows import (
+    LN2,
+    LOG2E,
+    LOW,
+    empty_state,
+    finish,
+    rebased,
+    score_gradient,
+    update,
+)
 from torch_streamkl.kernels.scores import tanh
 
 
@@ -42,6 +51,19 @@ class RowArgs(NamedTuple):
     first_word: Any
     ignore_index: Any
     inv_temperature: Any
+
+
+class RowStats(NamedTuple):
+    """What the gradient of a row needs besides its logits."""
+
+    lse_s: Any
+    lse_t: Any
+    h_sum: Any
+    g_sum: Any
+    hard_lse: Any
+    weight: Any
+    hard_weight: Any
+    word: Any  # of the label
 
 
 class Config(NamedTuple):
@@ -87,35 +109,39 @@ def load_words(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFI
 
 
 @triton.jit
-def transformed(z, head, SOFTCAP: tl.constexpr):
-    """y and d(y)/d(logit)."""
+def scores_of(
+    head, row, start, unit,
+    MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile (-inf where no word is), d(y)/d(logit), and which words exist."""
+    z, inside, words = load_words(head, row, start, MASKED, BIAS, CONFIG)
     if SOFTCAP:
         capped = tanh(z * (head.scale / head.softcap))
-        return capped * head.softcap, head.scale * (1.0 - capped * capped)
+        score = capped * (head.softcap * unit)
+        slope = head.scale * (1.0 - capped * capped)
     else:
-        return z * head.scale, z * 0.0 + head.scale
+        score = z * (head.scale * unit)
+        slope = head.scale
+    if MASKED:
+        score = tl.where(inside, score, -float("inf"))
+    return score, slope, inside, words
 
 
 @triton.jit
 def state_of_words(
-    state, hard_high, hard_mass, student, teacher, row, start, unit,
+    state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
     MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Row state, and (maximum, sum) of the student's y, after one tile."""
-    zs, in_s, _ = load_words(student, row, start, MASKED, CONFIG.S_BIAS, CONFIG)
-    zt, in_t, _ = load_words(teacher, row, start, MASKED, CONFIG.T_BIAS, CONFIG)
-    ys, _ = transformed(zs, student, CONFIG.S_SOFTCAP)
-    yt, _ = transformed(zt, teacher, CONFIG.T_SOFTCAP)
-    s = ys * unit
-    t = yt * unit
-    if MASKED:
-        s = tl.where(in_s, s, -float("inf"))
-        t = tl.where(in_t, t, -float("inf"))
+    s, _, in_s, _ = scores_of(
+        student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
+    )
+    t, _, _, _ = scores_of(
+        teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
+    )
     state = update(state, t, s, in_s, MASKED or CONFIG.S_BIAS or CONFIG.T_BIAS, FORM, CONFIG)
     if CONFIG.HARD and CONFIG.TEMPERED:
-        y = ys * LOG2E
-        if MASKED:
-            y = tl.where(in_s, y, -float("inf"))
+        y = s * temperature
         high = tl.maximum(hard_high, tl.max(y, 1))
         hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.sum(
             tl.math.exp2(y - high[:, None]), 1
@@ -147,18 +173,6 @@ def merged_lanes(state, FORM: tl.constexpr):
 
 
 @triton.jit
-def log_probabilities(student, teacher, row, start, unit, lse_s, lse_t, CONFIG: tl.constexpr):
-    """(log S, y, slope) and (log P, slope) of a tile, -inf where a side has no such word."""
-    zs, in_s, words = load_words(student, row, start, True, CONFIG.S_BIAS, CONFIG)
-    zt, in_t, _ = load_words(teacher, row, start, True, CONFIG.T_BIAS, CONFIG)
-    ys, slope_s = transformed(zs, student, CONFIG.S_SOFTCAP)
-    yt, slope_t = transformed(zt, teacher, CONFIG.T_SOFTCAP)
-    log_s = tl.where(in_s, (ys * unit - lse_s) * LN2, -float("inf"))
-    log_t = tl.where(in_t, (yt * unit - lse_t) * LN2, -float("inf"))
-    return log_s, log_t, ys, slope_s, slope_t, in_s, in_t, words
-
-
-@triton.jit
 def label_of(rows, row):
     """The label's index among the words at hand, and whether the row counts."""
     label = tl.load(rows.labels + row).to(tl.int64)
@@ -175,7 +189,9 @@ def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
     )
     if CONFIG.S_BIAS:
         z += tl.load(student.bias + word, mask=is_word, other=0.0).to(tl.float32)
-    y, _ = transformed(z, student, CONFIG.S_SOFTCAP)
+    y = z * student.scale
+    if CONFIG.S_SOFTCAP:
+        y = tanh(y / student.softcap) * student.softcap
     value = tl.where(is_word, (hard_lse - y * LOG2E) * LN2, float("nan"))
     return tl.where(counted, value, 0.0)
 
@@ -190,51 +206,32 @@ def row_kernel(
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
     unit = rows.inv_temperature * LOG2E
+    temperature = 1.0 / rows.inv_temperature
     num_words = tl.maximum(student.num_words, teacher.num_words)
+    whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
     stats = rows.statistics + row
     stride = rows.statistics_stride.to(tl.int64)
     if CONFIG.VALUES:
         state = empty_state(LANES)
         hard_high = tl.full([LANES], LOW, tl.float32)
         hard_mass = tl.zeros([LANES], tl.float32)
-        whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
         for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
             state, hard_high, hard_mass = state_of_words(
-                state,
-                hard_high,
-                hard_mass,
-                student,
-                teacher,
-                row,
-                start,
-                unit,
-                False,
-                FORM,
-                CONFIG,
-            )
+                state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
+                False, FORM, CONFIG,
+            )  # fmt: skip
         for start in range(whole, num_words, TILE):
             state, hard_high, hard_mass = state_of_words(
-                state, hard_high, hard_mass, student, teacher, row, start, unit, True, FORM, CONFIG
-            )
+                state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
+                True, FORM, CONFIG,
+            )  # fmt: skip
         lse_t, lse_s, value, h_sum, g_sum = finish(
             merged_lanes(state, FORM), 0.0, 0.0, FORM, CONFIG
         )
         if not CONFIG.BILINEAR:
-            f_lanes = tl.zeros([LANES], tl.float32)
-            h_lanes = tl.zeros([LANES], tl.float32)
-            g_lanes = tl.zeros([LANES], tl.float32)
-            for start in range(0, num_words, TILE):
-                log_s, log_t, _, _, _, in_s, in_t, _ = log_probabilities(
-                    student, teacher, row, start, unit, lse_s, lse_t, CONFIG
-                )
-                f, h, g = HELPER(tl.exp(log_t), tl.exp(log_s), log_t, log_s)
-                exists = in_s | in_t
-                f_lanes += tl.sum(tl.where(exists, f, 0.0), 1)
-                h_lanes += tl.sum(tl.where(exists, h, 0.0), 1)
-                g_lanes += tl.sum(tl.where(exists, g, 0.0), 1)
-            value = tl.sum(f_lanes, 0)
-            h_sum = tl.sum(h_lanes, 0)
-            g_sum = tl.sum(g_lanes, 0)
+            value, h_sum, g_sum = pointwise_sums(
+                student, teacher, row, num_words, unit, lse_s, lse_t, HELPER, CONFIG
+            )
         hard_lse = lse_s
         if CONFIG.HARD:
             if CONFIG.TEMPERED:
@@ -259,64 +256,101 @@ def row_kernel(
         if CONFIG.VALUES:
             # the label's logit is read by every thread before any of them overwrites it
             tl.debug_barrier()
-        gradient_pass(
-            student,
-            teacher,
-            rows,
-            row,
-            num_words,
-            unit,
-            lse_s,
-            lse_t,
-            h_sum,
-            g_sum,
-            hard_lse,
-            HELPER,
-            CONFIG,
-        )
+        # a side without any word has the log-sum-exp -inf
+        lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
+        lse_t = tl.where(lse_t == -float("inf"), 0.0, lse_t)
+        weight = 0.0
+        if CONFIG.VALUE_GRAD:
+            weight = tl.load(rows.value_weight + row).to(tl.float32)
+        word = num_words.to(tl.int64)
+        hard_weight = 0.0
+        if CONFIG.HARD_GRAD:
+            word, counted = label_of(rows, row)
+            hard_weight = tl.where(counted, tl.load(rows.hard_weight + row).to(tl.float32), 0.0)
+        row_stats = RowStats(lse_s, lse_t, h_sum, g_sum, hard_lse, weight, hard_weight, word)
+        # from the last word to the first: what was read last is still in the cache
+        for start in range(whole, num_words, TILE):
+            store_gradient(
+                student, teacher, row, start, unit, rows.inv_temperature, temperature, row_stats,
+                True, FORM, HELPER, CONFIG,
+            )  # fmt: skip
+        for done in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
+            store_gradient(
+                student, teacher, row, whole - TILE - done, unit, rows.inv_temperature,
+                temperature, row_stats, False, FORM, HELPER, CONFIG,
+            )  # fmt: skip
 
 
 @triton.jit
-def gradient_pass(
-    student, teacher, rows, row, num_words, unit, lse_s, lse_t, h_sum, g_sum, hard_lse,
+def pointwise_sums(
+    student, teacher, row, num_words, unit, lse_s, lse_t,
     HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the row's logits by the gradient to them."""
+    """f, h and g of a functional that the row state does not give, summed over words."""
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
-    weight = 0.0
-    hard_weight = 0.0
-    word = num_words.to(tl.int64)
-    if CONFIG.VALUE_GRAD:
-        weight = tl.load(rows.value_weight + row).to(tl.float32)
-    if CONFIG.HARD_GRAD:
-        word, counted = label_of(rows, row)
-        hard_weight = tl.where(counted, tl.load(rows.hard_weight + row).to(tl.float32), 0.0)
-    # a side without any word has the log-sum-exp -inf
     lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
     lse_t = tl.where(lse_t == -float("inf"), 0.0, lse_t)
-    for start in tl.range(0, num_words, TILE, num_stages=CONFIG.NUM_STAGES):
-        log_s, log_t, ys, slope_s, slope_t, in_s, in_t, words = log_probabilities(
-            student, teacher, row, start, unit, lse_s, lse_t, CONFIG
+    f_lanes = tl.zeros([CONFIG.LANES], tl.float32)
+    h_lanes = tl.zeros([CONFIG.LANES], tl.float32)
+    g_lanes = tl.zeros([CONFIG.LANES], tl.float32)
+    for start in range(0, num_words, TILE):
+        s, _, in_s, _ = scores_of(
+            student, row, start, unit, True, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
         )
-        p_s = tl.exp(log_s)
-        p_t = tl.exp(log_t)
-        _, h, g = HELPER(p_t, p_s, log_t, log_s)
-        # a row that does not count adds nothing, even where its own gradient is not finite
-        if CONFIG.S_GRAD:
-            d = log_s * 0.0
-            if CONFIG.VALUE_GRAD:
-                d = tl.where(
-                    weight == 0.0, 0.0, (h - p_s * h_sum) * (weight * rows.inv_temperature)
-                )
-            if CONFIG.HARD_GRAD:
-                p = tl.math.exp2(ys * LOG2E - hard_lse) - tl.where(words == word, 1.0, 0.0)
-                d += tl.where(hard_weight == 0.0, 0.0, p * hard_weight)
-            ptrs = student.logits + row * student.stride + words
-            tl.store(ptrs, (d * slope_s).to(student.logits.dtype.element_ty), mask=in_s)
-        if CONFIG.T_GRAD:
-            d = tl.where(weight == 0.0, 0.0, (g - p_t * g_sum) * (weight * rows.inv_temperature))
-            ptrs = teacher.logits + row * teacher.stride + words
-            tl.store(ptrs, (d * slope_t).to(teacher.logits.dtype.element_ty), mask=in_t)
+        t, _, in_t, _ = scores_of(
+            teacher, row, start, unit, True, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
+        )
+        log_s = s - lse_s
+        log_t = t - lse_t
+        f, h, g = HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
+        exists = in_s | in_t
+        f_lanes += tl.sum(tl.where(exists, f, 0.0), 1)
+        h_lanes += tl.sum(tl.where(exists, h, 0.0), 1)
+        g_lanes += tl.sum(tl.where(exists, g, 0.0), 1)
+    return tl.sum(f_lanes, 0), tl.sum(h_lanes, 0), tl.sum(g_lanes, 0)
+
+
+@triton.jit
+def store_gradient(
+    student, teacher, row, start, unit, inv_temperature, temperature, stats,
+    MASKED: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Overwrite a tile of the row's logits by the gradient to them."""
+    s, s_slope, in_s, words = scores_of(
+        student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
+    )
+    t, t_slope, in_t, _ = scores_of(
+        teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
+    )
+    POINTWISE: tl.constexpr = not CONFIG.BILINEAR
+    log_s = s - stats.lse_s
+    log_t = t - stats.lse_t
+    factor = stats.weight * inv_temperature
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    if CONFIG.S_GRAD:
+        d = tl.zeros_like(s)
+        if CONFIG.VALUE_GRAD:
+            d = score_gradient(log_t, log_s, stats.h_sum, True, POINTWISE, FORM, HELPER)
+            d = tl.where(stats.weight == 0.0, 0.0, d * (factor * s_slope))
+        if CONFIG.HARD_GRAD:
+            p = tl.math.exp2(s * temperature - stats.hard_lse)
+            p = (p - tl.where(words == stats.word, 1.0, 0.0)) * (stats.hard_weight * s_slope)
+            d += tl.where(stats.hard_weight == 0.0, 0.0, p)
+        store_words(student, row, words, d, in_s, MASKED)
+    if CONFIG.T_GRAD:
+        d = score_gradient(log_t, log_s, stats.g_sum, False, POINTWISE, FORM, HELPER)
+        d = tl.where(stats.weight == 0.0, 0.0, d * (factor * t_slope))
+        store_words(teacher, row, words, d, in_t, MASKED)
+
+
+@triton.jit
+def store_words(head, row, words, d, inside, MASKED: tl.constexpr):
+    ptrs = head.logits + row * head.stride + words
+    d = d.to(head.logits.dtype.element_ty)
+    if MASKED:
+        tl.store(ptrs, d, mask=inside)
+    else:
+        tl.store(ptrs, d)
 
 
 @triton.jit
