@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from bench.machine import describe
 from torch_streamkl import attention_kl, ops
 
-TEST_FILE = "tests/test_attention_cuda.py"
+TEST_FILES = ("tests/test_attention_cuda.py", "tests/test_hopper_kernels.py")
 
 
 def small_call_overhead() -> dict[str, Any]:
@@ -98,11 +99,11 @@ def _graph_us(call: Callable[[], None], copies: int = 50) -> float:
     return sorted(times)[10] * 1e3
 
 
-def run_tests(processes: int, expression: str) -> dict[str, str]:
-    """Outcome of every test: "passed", "skipped" or the last lines of its failure."""
-    pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+def run_tests(processes: int, expression: str, limit_s: float) -> dict[str, str]:
+    """Outcome of every test: "passed", "skipped", the message of its failure, or "no outcome"."""
+    pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider"]
     listed = subprocess.run(
-        [*pytest, "--collect-only", TEST_FILE, "-k", expression],
+        [*pytest, "-q", "--collect-only", *TEST_FILES, "-k", expression],
         capture_output=True,
         text=True,
         check=False,
@@ -110,19 +111,35 @@ def run_tests(processes: int, expression: str) -> dict[str, str]:
     ids = [line for line in listed.splitlines() if "::" in line]
     if not ids:
         raise RuntimeError(f"no tests were collected:\n{listed[-2000:]}")
-    running = [
-        subprocess.Popen([*pytest, "-rA", "--tb=short", *share], stdout=subprocess.PIPE, text=True)
-        for share in (ids[i::processes] for i in range(min(processes, len(ids))))
-    ]
-    outcomes = {}
-    for process in running:
-        output = process.communicate()[0]
-        found = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (\S+)(.*)$", output, flags=re.M)
-        for outcome, test, detail in found:
-            outcomes[test] = outcome.lower() + detail
-        if process.returncode:
-            print(output[-6000:], flush=True)
-    return {test: outcomes.get(test, "no outcome") for test in ids}
+    stop = time.time() + limit_s
+    outcomes = dict.fromkeys(ids, "no outcome")
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for i in range(min(processes, len(ids))):
+            log = Path(folder) / f"{i}.log"
+            with log.open("w") as output:
+                command = [*pytest, "-v", "--tb=short", *ids[i::processes]]
+                process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            running.append((process, log))
+        for process, log in running:
+            try:
+                process.wait(max(0.0, stop - time.time()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            output_text = log.read_text()
+            outcomes |= outcomes_of(output_text)
+            if process.returncode:
+                print(output_text[-4000:], flush=True)
+    return outcomes
+
+
+def outcomes_of(output: str) -> dict[str, str]:
+    """Test ids and outcomes in what `pytest -v` printed, a failure with its first line."""
+    found = re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", output, flags=re.M)
+    outcomes = {test: outcome.lower() for test, outcome in found}
+    messages = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$", output, flags=re.M)
+    return outcomes | {test: f"failed: {message}" for test, message in messages}
 
 
 def main() -> None:
@@ -131,6 +148,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--commit", default="")
     parser.add_argument("-k", default="", dest="expression")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="of the tests' run")
     options = parser.parse_args()
     result: dict[str, Any] = {
         "command": "python -m bench.native_operators",
@@ -141,7 +159,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     started = time.time()
-    result["tests"] = run_tests(options.processes, options.expression)
+    result["tests"] = run_tests(options.processes, options.expression, options.limit_s)
     passed = sum(outcome == "passed" for outcome in result["tests"].values())
     result["summary"] = f"{passed} of {len(result['tests'])} passed"
     print(result["summary"], f"in {time.time() - started:.0f} s")
