@@ -6,6 +6,7 @@ variable only when they put its axes in the same dimensions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,9 +15,10 @@ from torch import fx
 from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.layout import Layout, axis_dim
-from torch_streamkl.fx_passes.masks import BoolTensor, axes_in, to_axes
+from torch_streamkl.fx_passes.masks import BoolTensor, Mask, axes_in, to_axes
 from torch_streamkl.fx_passes.sizes import Size
 from torch_streamkl.fx_passes.values import (
+    IMPROBABLE,
     Blocked,
     Distribution,
     Elements,
@@ -25,12 +27,16 @@ from torch_streamkl.fx_passes.values import (
     Rows,
     Scores,
     Term,
+    conditions_in,
     log_prob,
     lse,
     mentions,
+    partly_within,
     prob,
     renumbered,
     variables,
+    where_within,
+    within,
 )
 
 
@@ -146,7 +152,8 @@ def needs_probability(a: Elements, condition: Expr | None) -> bool:
     if e is None or len(numbers) != 1:
         return False
     wanted = prob(numbers.pop())
-    return all(wanted in _factors(addend)[1] for _, addend in _distributed(e, 1.0))
+    kept = where_within(e, True)
+    return all(wanted in _factors(addend)[1] for _, addend in _distributed(kept, 1.0))
 
 
 def kept_where(a: Elements, condition: Expr | None, *, inverted: bool) -> Elements:
@@ -185,7 +192,7 @@ def not_negative(a: Elements) -> bool:
     e = a.single()
     if e is None:
         return False
-    coefficient, factors = _factors(e)
+    coefficient, factors = _factors(where_within(e, True))
     return coefficient >= 0.0 and [f.op for f in factors] == ["P"]
 
 
@@ -229,22 +236,46 @@ def masked_after(
 ) -> Elements:
     """Entries set to 0 where the mask does not hold.
 
-    Conditions that every distribution was masked with already change nothing: those entries have
-    no probability. Conditions on rows alone keep or drop whole rows. Anything else changes the
-    sum.
+    Conditions on rows alone keep or drop whole rows. Conditions on keys have to be the mask of one
+    distribution, and no other may lack a key that they keep, or part of every distribution's mask:
+    see NOTE [Masks after the softmax] in mask_plan.py. Anything else changes the sum.
     """
-    on_rows = False
-    for distribution, layout in zip(a.parts, a.layouts, strict=True):
-        conditions = to_axes(mask, layout, node_rank)
-        if conditions is None:
-            raise Blocked(
-                "a mask that is not a conjunction of conditions is applied after the softmax"
-            )
-        rest = conditions - (distribution.scores.mask or frozenset())
-        if any(distribution.axis in axes_in(x) for x in rest):
-            raise Blocked("a mask on keys is applied after the softmax")
-        on_rows = on_rows or bool(rest)
-    return with_row_factor(a, factor()) if on_rows else a
+    conditions = [_conditions(mask, layout, node_rank) for layout in a.layouts]
+    own = [d.scores.mask or frozenset() for d in a.parts]
+    beyond = [c - known for c, known in zip(conditions, own, strict=True)]
+    if not _on_keys(a, conditions) or (any(beyond) and not _on_keys(a, beyond)):
+        return with_row_factor(a, factor()) if any(beyond) else a
+    equal = [
+        k for k, d in enumerate(a.parts) if conditions[k] == own[k] and d.scores.fill <= IMPROBABLE
+    ]
+    if not any(beyond):
+        if all(d.scores.fill == -math.inf for d in a.parts):
+            return a  # what the mask drops has no probability
+        condition = within(equal[0]) if equal else partly_within(0)
+    elif (
+        equal
+        and not a.parts[equal[0]].averaged
+        and all(known <= c for c, known in zip(conditions, own, strict=True))
+    ):
+        condition = within(equal[0])
+    else:
+        raise Blocked("a mask on keys is applied after the softmax")
+    return a.map(lambda e: apply("where", condition, e, ZERO))
+
+
+def _conditions(mask: BoolTensor, layout: Layout, node_rank: Mapping[fx.Node, int]) -> Mask:
+    found = to_axes(mask, layout, node_rank)
+    if found is None:
+        raise Blocked(
+            "a mask that is not a conjunction of conditions is applied after the softmax"
+        )
+    return found
+
+
+def _on_keys(a: Elements, masks: Sequence[Mask]) -> bool:
+    """Whether a distribution's mask in the list has a condition on its keys."""
+    pairs = zip(a.parts, masks, strict=True)
+    return any(d.axis in axes_in(condition) for d, mask in pairs for condition in mask)
 
 
 def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) -> Elements:
@@ -273,6 +304,10 @@ def reduced(
         return averaged(a, dims, keepdim, mean)
     divisors = tuple(shape[d] for d in dims) if mean else ()
     terms, offsets, constant = [], [], 0.0
+    share = _share_within(a)
+    if share is not None and tuple(dims) == (a.key_dim,):
+        rows = replace(a, terms=())
+        return Rows(rows, (a.key_dim,), keepdim, 1.0, divisors, (), share, constant_within=True)
     for term in a.terms:
         expr, term_offsets, term_constant = split_constants(term.expr)
         if term.factors and (term_offsets or term_constant):
@@ -285,6 +320,17 @@ def reduced(
         raise Blocked("a log-sum-exp is summed over rows together with the keys")
     elements = replace(a, terms=tuple(terms))
     return Rows(elements, tuple(sorted(dims)), keepdim, 1.0, divisors, tuple(offsets), constant)
+
+
+def _share_within(a: Elements) -> float | None:
+    """c of ``c * P`` with its own mask applied again: the sum is c, or 0 in rows without keys."""
+    e = a.single()
+    if e is None or where_within(e, False) != ZERO:
+        return None
+    coefficient, factors = _factors(where_within(e, True))
+    if [f.op for f in factors] != ["P"]:
+        return None
+    return coefficient if conditions_in(e) == {within(int(factors[0].value))} else None
 
 
 def split_constants(e: Expr) -> tuple[Expr, list[tuple[int, float]], float]:
@@ -372,6 +418,7 @@ def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
         a.divisors,
         _added(a.offsets, b.offsets),
         a.constant + b.constant,
+        a.constant_within or b.constant_within,
     )
 
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.emit import add_up_biases
 from torch_streamkl.fx_passes.empty_rows import rows_with_keys, uniform_rows, window_tensor
-from torch_streamkl.fx_passes.fuse import MaskPlan, add_up_biases, masks_of
 from torch_streamkl.fx_passes.geometry import Geometry, geometry
+from torch_streamkl.fx_passes.mask_plan import MaskPlan, masks_of
 from torch_streamkl.fx_passes.operands import canonical, outer_node, placed, rows_as_user, shape
 from torch_streamkl.fx_passes.sizes import Size, expression, quotient, same
 from torch_streamkl.fx_passes.slicing import example

@@ -28,6 +28,7 @@ from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.tracing import Trace
 from torch_streamkl.fx_passes.values import (
     ABSORBING,
+    IMPROBABLE,
     Absent,
     Blocked,
     Elements,
@@ -42,6 +43,7 @@ from torch_streamkl.fx_passes.values import (
     Scores,
     Shifted,
     Stacked,
+    where_within,
 )
 
 Arguments = dict[str, Any]
@@ -457,6 +459,8 @@ class Recogniser(MaskRules):
             raise Blocked("a value is divided by a sum over keys")
         if y.reduced != (x.key_dim,) or y.constant == 0.0:
             raise Blocked("a value is divided by a sum over other dimensions")
+        if y.constant_within and any(where_within(t.expr, False) != ZERO for t in x.terms):
+            raise Blocked("a value is divided by a sum over keys that is 0 in rows without keys")
         return elements.with_constant("mul", x, 1.0 / y.constant)
 
     # ------------------------------------------------------------------------------------- softmax
@@ -1075,19 +1079,16 @@ class Recogniser(MaskRules):
         )
 
     def _rows_with_keys(self, x: Elements, mask: AnyKey, node: object, keeps: bool) -> Elements:
-        """Only rows that have a key count; a fused row without keys is 0 in any case."""
-        for distribution, layout in zip(x.parts, x.layouts, strict=True):
-            full = lay.unsqueeze(layout, mask.dim) if not mask.keepdim else layout
-            conditions = to_axes(mask.mask, full, self.rank) if mask.dim == x.key_dim else None
-            if conditions is None or conditions != distribution.scores.mask:
-                return elements.with_row_factor(
-                    x, self._row_factor(x, node, selects=True, keeps=keeps)
-                )
-        return (
-            x
-            if keeps
-            else elements.with_row_factor(x, self._row_factor(x, node, selects=True, keeps=False))
-        )
+        """Only rows that have a key count: as if the mask were applied to every value."""
+        is_own = keeps and mask.keepdim and mask.dim == x.key_dim
+        if is_own and all(
+            d.scores.fill <= IMPROBABLE and d.scores.mask == to_axes(mask.mask, layout, self.rank)
+            for d, layout in zip(x.parts, x.layouts, strict=True)
+        ):
+            return elements.masked_after(
+                x, mask.mask, self.rank, lambda: self._row_factor(x, node)
+            )
+        return elements.with_row_factor(x, self._row_factor(x, node, selects=True, keeps=keeps))
 
     def _where_expression(self, condition: Elements, x: object, y: object) -> Elements:
         """where with a condition on probabilities, such as P > 0."""
@@ -1118,13 +1119,16 @@ class Recogniser(MaskRules):
             assert isinstance(mask, BoolTensor)
             boolean = mask
         try:
-            return elements.masked_after(x, boolean, self.rank, lambda: self._row_factor(x, node))
+            return self._times_boolean(x, boolean, node)
         except Blocked as reason:
             value = node.meta["val"] if isinstance(node, fx.Node) else None
             dim = value.dim() - (x.rank - x.key_dim) if isinstance(value, Tensor) else -1
             if dim < 0 or not isinstance(value, Tensor) or is_one(value.shape[dim]):
                 return elements.with_row_factor(x, self._row_factor(x, node))
             raise reason
+
+    def _times_boolean(self, x: Elements, mask: BoolTensor, node: object) -> Elements:
+        return elements.masked_after(x, mask, self.rank, lambda: self._row_factor(x, node))
 
     def compared(self, op: str, x: Elements, value: float) -> object:
         """P > 0, which a probability that underflows misses, or P <= 0."""

@@ -1,6 +1,6 @@
 """rewrite(gm): find the KL sites of a Dynamo graph and replace each by a streaming operator.
 
-Stages, one file each: slicing -> tracing -> recognise -> fuse -> (this file) replace and clean up.
+Stages: slicing -> tracing -> recognise -> plan -> emit -> (this file) replace and clean up.
 The work is done on a copy of the graph, which takes the original's place only when everything
 succeeded: a program that compiles without the rewrite compiles with it.
 """
@@ -17,14 +17,17 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder, Selections
-from torch_streamkl.fx_passes.fuse import Plan, describe, emit, plan
+from torch_streamkl.fx_passes.describe import describe
+from torch_streamkl.fx_passes.emit import emit
 from torch_streamkl.fx_passes.labels import share_labels
 from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.linear_sum import sum_in_forward
 from torch_streamkl.fx_passes.obstacles import divergence_like, obstacle
+from torch_streamkl.fx_passes.plan import Plan, plan
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.remedies import remedy_for
 from torch_streamkl.fx_passes.report import UNKNOWN, Remaining, Report, Site, location_of
+from torch_streamkl.fx_passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.sites import divergence_sites, quadratic_nodes, reason_of
 from torch_streamkl.fx_passes.sizes import is_unknown, same
 from torch_streamkl.fx_passes.slicing import (
@@ -145,10 +148,12 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
         else:
             report.sites.append(site)
     _reread_counts(sizes, selections)
+    if fused:
+        mode = fake_mode_of(region)
+        shapes_as_sizes(region, sizes, lambda node: Builder(node, mode))
     removed = _remove_dead(graph, region.nodes, unused)
     if fused:
         _replace_attention(trace, recognised, region, aliases)
-        mode = fake_mode_of(region)
         share_labels(graph, trace, recognised, lambda node: Builder(node, mode))
         sum_in_forward(graph, lambda node: Builder(node, mode))
         removed += _remove_dead(graph, region.nodes, unused)

@@ -73,6 +73,8 @@ class Bias:
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,
 # unless every key of the row has it: adding it to a score gives the fill itself.
 ABSORBING = -1e30
+# Beside any score that a model makes, one this low has no probability in float32.
+IMPROBABLE = -1e4
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Elements:
-    """One value per key: a sum of terms over the variables P_k, logP_k, lse_k of ``parts[k]``.
+    """One value per key: a sum of terms over the `VARIABLES` of ``parts[k]``.
 
     ``layouts[k]`` places the axes of distribution k in the tensor's dimensions; all of them have
     their key axis in ``key_dim``. ``row_index`` is a boolean index that selected rows of the
@@ -197,13 +199,26 @@ def lse(k: int) -> Expr:
     return Expr("lse", (), float(k))
 
 
+def within(k: int) -> Expr:
+    """1 at the keys that distribution k's mask allows: a mask applied after the softmax."""
+    return Expr("within", (), float(k))
+
+
+def partly_within(k: int) -> Expr:
+    """1 at the keys that some of the conditions of distribution k's mask allow."""
+    return Expr("partly_within", (), float(k))
+
+
+VARIABLES = ("P", "logP", "lse", "within", "partly_within")
+
+
 def mentions(e: Expr, op: str) -> bool:
     return e.op == op or any(mentions(a, op) for a in e.args)
 
 
 def variables(e: Expr) -> set[int]:
     """Indices of the distributions an expression mentions."""
-    if e.op in ("P", "logP", "lse"):
+    if e.op in VARIABLES:
         return {int(e.value)}
     found: set[int] = set()
     for a in e.args:
@@ -211,9 +226,23 @@ def variables(e: Expr) -> set[int]:
     return found
 
 
+def where_within(e: Expr, holds: bool) -> Expr:
+    """The expression at keys where every mask applied after the softmax holds, or none does."""
+    if e.op == "where" and e.args[0].op in ("within", "partly_within"):
+        return where_within(e.args[1 if holds else 2], holds)
+    return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e
+
+
+def conditions_in(e: Expr) -> set[Expr]:
+    """The masks that were applied after a softmax."""
+    if e.op in ("within", "partly_within"):
+        return {e}
+    return set().union(*(conditions_in(a) for a in e.args))
+
+
 def renumbered(e: Expr, number: dict[int, int]) -> Expr:
     """The expression with distribution indices replaced."""
-    if e.op in ("P", "logP", "lse"):
+    if e.op in VARIABLES:
         return Expr(e.op, (), float(number[int(e.value)]))
     return apply(e.op, *(renumbered(a, number) for a in e.args)) if e.args else e
 
@@ -235,6 +264,7 @@ class Rows:
         tuple[Distribution, float], ...
     ] = ()  # + coefficient * log-sum-exp of its scores
     constant: float = 0.0
+    constant_within: bool = False  # the constant is 0 in rows without keys
 
     def scaled(self, factor: float) -> Rows:
         return replace(

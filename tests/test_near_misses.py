@@ -109,7 +109,50 @@ def entropy_alone(sq, sk, tq, tk, pad):
     return -(s.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
 
 
+def window(x: Tensor, width: int = 3) -> Tensor:
+    return causal(x).triu(1 - width)
+
+
+def within_the_window(sq, sk, tq, tk, pad, *, student=-1e9, keep=window, tail=0.0):
+    """A sum over the student's window of a teacher that sees all earlier keys."""
+    s, t = maps(sq, sk, tq, tk)
+    p = t.masked_fill(~causal(t), -1e9).softmax(-1)
+    q = s.masked_fill(~window(s), student).softmax(-1)
+    m = (0.5 * (p + q) + 1e-6).log()
+    kept = p * ((p + 1e-6).log() - m) * keep(s)
+    return (kept + tail * q * ((q + 1e-6).log() - m)).sum(-1).mean()
+
+
+def a_window_with_a_moderate_value(*args):
+    return within_the_window(*args, student=-5.0)
+
+
+def a_window_stricter_than_both(*args):
+    return within_the_window(*args, keep=lambda s: window(s, 2))
+
+
+def a_window_wider_than_the_student_s(*args):
+    return within_the_window(*args, keep=causal)
+
+
+def a_window_on_one_of_two_terms(*args):
+    return within_the_window(*args, tail=1.0)
+
+
+def masks_of_which_neither_has_the_other(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    later = causal(t).mT
+    p = t.masked_fill(~later, -1e9).softmax(-1)
+    q = s.masked_fill(~causal(s), -1e9).softmax(-1)
+    return (p * ((p + 1e-6).log() - (q + 1e-6).log()) * causal(s)).sum(-1).mean()
+
+
 LEFT_ALONE: list[tuple[Case, str]] = [
+    (a_window_with_a_moderate_value, "a mask on keys is applied after the softmax"),
+    (a_window_stricter_than_both, "a mask on keys is applied after the softmax"),
+    (a_window_wider_than_the_student_s, "masked differently"),
+    (a_window_on_one_of_two_terms, "a mask on keys is applied after the softmax"),
+    (masks_of_which_neither_has_the_other, "a mask on keys is applied after the softmax"),
     (softmax_over_queries_on_one_side, "different dimensions"),
     (softmax_over_heads, "a dimension that both operands of the scores have"),
     (weights_along_keys, "weights that vary along the keys"),
@@ -273,6 +316,50 @@ def a_fully_masked_row_in_cross_entropy(sq, sk, tq, tk, pad):
     return -(t.softmax(-1) * s.log_softmax(-1)).sum(-1)
 
 
+def masked_twice(sq, sk, tq, tk, pad, *, fill=-1e9, again=lambda x, keep: x * keep):
+    """The first row has no key: its probabilities are uniform, and the mask drops them again."""
+    keep = causal(sq[..., :1] @ sq[..., :1].mT).tril(-1)
+    s, t = (x.masked_fill(~keep, fill) for x in maps(sq, sk, tq, tk))
+    return again(-t.softmax(-1) * s.log_softmax(-1), keep).sum(-1)
+
+
+def masked_twice_with_the_lowest_number(*args):
+    return masked_twice(*args, fill=torch.finfo(torch.float32).min)
+
+
+def masked_twice_with_a_moderate_value(*args):
+    return masked_twice(*args, fill=-5.0)
+
+
+def masked_twice_by_masked_fill(*args):
+    return masked_twice(*args, fill=-1e4, again=lambda x, keep: x.masked_fill(~keep, 0.0))
+
+
+def masked_twice_by_where(*args):
+    return masked_twice(*args, again=lambda x, keep: torch.where(keep, x, 0.0))
+
+
+def rows_without_keys_dropped(*args):
+    def dropped(x: Tensor, keep: Tensor) -> Tensor:
+        return torch.where(keep.any(-1, keepdim=True), x, 0.0)
+
+    return masked_twice(*args, fill=torch.finfo(torch.float32).min, again=dropped)
+
+
+def a_part_of_the_mask_again(sq, sk, tq, tk, pad):
+    keys = pad[:, None, None, :]
+    keep = keys & causal(sq[..., :1] @ sq[..., :1].mT).tril(-1)
+    s, t = (x.masked_fill(~keep, -1e9) for x in maps(sq, sk, tq, tk))
+    return (-t.softmax(-1) * s.log_softmax(-1) * keys).sum(-1)
+
+
+def probabilities_masked_again(sq, sk, tq, tk, pad):
+    keep = causal(sq[..., :1] @ sq[..., :1].mT).tril(-1)
+    s, t = (x.masked_fill(~keep, -1e9) for x in maps(sq, sk, tq, tk))
+    p, q = t.softmax(-1) * keep, s.softmax(-1)
+    return (q * ((q + 1e-6).log() - (p + 1e-6).log())).sum(-1)
+
+
 def keys_change_afterwards(sq, sk, tq, tk, pad):
     keys = sk * 1.0
     s, t = maps(
@@ -315,6 +402,14 @@ KEEP_THEIR_VALUE = [
     rows_reweighted_by_the_divergence,
     a_fully_masked_row,
     a_fully_masked_row_in_cross_entropy,
+    masked_twice,
+    masked_twice_with_the_lowest_number,
+    masked_twice_with_a_moderate_value,
+    masked_twice_by_masked_fill,
+    masked_twice_by_where,
+    rows_without_keys_dropped,
+    a_part_of_the_mask_again,
+    probabilities_masked_again,
     keys_change_afterwards,
     scores_change_afterwards,
 ]

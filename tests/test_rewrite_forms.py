@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,60 @@ def fused(program: Any, inputs: list[Any], **options: Any) -> Outcome:
     assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
     assert outcome.report.remaining_quadratic == 0, str(outcome.report)
     return outcome
+
+
+# -------------------- a mask on keys after the softmax: the sum over the stricter side's keys
+def _forward(p: Tensor, q: Tensor) -> Tensor:
+    return p * ((p + 1e-9).log() - (q + 1e-9).log())
+
+
+def _mixture(p: Tensor, q: Tensor) -> Tensor:
+    m = 0.5 * (p + q)
+    return _forward(p, m) + _forward(q, m)
+
+
+def within_the_student_s_keys(form, stricter, wider, sq, sk, tq, tk, pad):
+    scores = (sq @ sk.mT / 3.0).masked_fill(~stricter(sq, pad), torch.finfo(sq.dtype).min)
+    teacher_scores = (tq @ tk.mT / 3.0).masked_fill(~wider(sq, pad), torch.finfo(sq.dtype).min)
+    s, t = scores.softmax(-1), teacher_scores.softmax(-1)
+    values = form(t, s) if form is not None else _forward(s, t)  # the stricter side as teacher
+    rows = (values * stricter(sq, pad)).sum(-1)
+    count = stricter(sq, pad).expand_as(values).any(-1).sum()
+    return rows.sum() / count.clamp(min=1)
+
+
+def _causal(q: Tensor, pad: Tensor) -> Tensor:
+    return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+
+
+STRICTER = {
+    "window": (lambda q, pad: _causal(q, pad).triu(-3), _causal),
+    "pad": (lambda q, pad: _causal(q, pad) & pad[:, None, None, :], _causal),
+    "strict": (lambda q, pad: _causal(q, pad).tril(-1), _causal),  # a row without keys
+    "all": (_causal, lambda q, pad: torch.ones_like(_causal(q, pad))),
+}
+
+
+@pytest.mark.parametrize("form", [_forward, _mixture, None])
+@pytest.mark.parametrize("mask", STRICTER)
+@pytest.mark.parametrize("gradient", ["student", "both"])
+def test_sum_over_the_keys_of_the_stricter_side(mask: str, form: Any, gradient: str) -> None:
+    program = functools.partial(within_the_student_s_keys, form, *STRICTER[mask])
+    outcome = compare(program, Program(gradient=gradient).inputs()).check()
+    assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
+    # the count of rows is the user's own: it makes its mask of queries x keys
+    assert outcome.report.remaining_quadratic <= 1, str(outcome.report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sum_over_the_keys_of_the_stricter_side_elsewhere(
+    dtype: torch.dtype, dynamic: bool
+) -> None:
+    program = functools.partial(within_the_student_s_keys, _mixture, *STRICTER["window"])
+    inputs = Program(gradient="both").inputs(dtype=dtype)
+    outcome = compare(program, inputs, dynamic=dynamic).check()
+    assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
 
 
 # -------------------- one dimension of choice at a time

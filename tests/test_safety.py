@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from tests.support.comparing import compare
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
-from torch_streamkl.fx_passes import backend, fuse, slicing
+from torch_streamkl.fx_passes import backend, emit, mask_plan, plan, slicing
 from torch_streamkl.fx_passes import rewrite as rewriting
 from torch_streamkl.fx_passes.report import Report
 
@@ -268,12 +268,13 @@ STAGES = [
     (rewriting, "quadratic_nodes"),
     (rewriting, "describe"),
     (rewriting, "emit"),
+    (rewriting, "shapes_as_sizes"),
     (rewriting, "_remove_dead"),
     (rewriting, "Leftovers"),
     (rewriting, "_remaining"),
-    (fuse, "canonical"),
-    (fuse, "geometry"),
-    (fuse, "masks_of"),
+    (emit, "canonical"),
+    (plan, "geometry"),
+    (mask_plan, "masks_of"),
     (torch.fx.Graph, "lint"),
 ]
 
