@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_streamkl import launch_table
+from torch_streamkl.launch_table import LaunchKey, MeasuredLaunch
+
 if TYPE_CHECKING:
     from torch_streamkl.problem import AttentionProblem
 
@@ -80,7 +83,7 @@ def select_implementation(problem: AttentionProblem, impl: str) -> str:
         return "streaming"
     if impl in ("auto", "hopper"):
         limit = hopper_limit(problem)
-        if limit is None and (impl == "hopper" or (HOPPER_IN_AUTO and _fills_device(problem))):
+        if limit is None and (impl == "hopper" or _prefers_hopper(problem)):
             return "hopper"
         if impl == "hopper":
             raise NotImplementedError(f"impl='hopper' {limit}; impl='triton' may compute it")
@@ -176,6 +179,13 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _prefers_hopper(problem: AttentionProblem) -> bool:
+    """Whether "auto" takes the kernels for Hopper: what was measured, otherwise the default."""
+    measured = measured_launch(problem, "forward")
+    wanted = HOPPER_IN_AUTO if measured is None else measured.implementation == "hopper"
+    return wanted and _fills_device(problem)
+
+
 def _fills_device(problem: AttentionProblem) -> bool:
     """Whether blocks of rows alone occupy the GPU; otherwise the portable kernels split keys."""
     return triton_launch(problem, "forward").num_splits == 1
@@ -220,13 +230,63 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
     widest = max(problem.student.head_dim, problem.teacher.head_dim)
     wide = str(problem.student.q.dtype) == "torch.float32"
     device = problem.student.q.device
-    if device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
+    measured = measured_launch(problem, kernel)
+    if measured is not None:
+        launch = TritonLaunch(
+            measured.block_m, measured.block_n, measured.num_warps, measured.num_stages
+        )
+    elif device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
         launch = TritonLaunch(16, 16, 4, 1)
     else:
         launch = _default_launch(kernel, widest, wide, shared_memory_kib(device))
     if kernel == "dk":
         return launch
     return replace(launch, num_splits=_num_splits(problem, launch))
+
+
+def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | None:
+    """What the user's launch table (launch_table.py) has for a kernel of a problem."""
+    if not is_tunable(problem):
+        return None
+    name = device_name(problem.student.q.device)
+    return launch_table.find(name, launch_key(problem, kernel))
+
+
+def is_tunable(problem: AttentionProblem) -> bool:
+    """Whether launches measured for plain problems are known to fit this one.
+
+    Mask tensors, biases and second passes need registers and shared memory that the tuner's
+    problems do not: the defaults leave room for them.
+    """
+    sides = (problem.student, problem.teacher)
+    return not (
+        problem.mask is not None
+        or problem.functional.bilinear is None
+        or problem.head_mean
+        or any(side.bias is not None or side.softcap for side in sides)
+    )
+
+
+def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
+    """What a measured launch of a problem is kept under."""
+    packed = problem.is_packed
+    lengths = (
+        (problem.max_seqlen_q, problem.max_seqlen_k)
+        if packed
+        else (problem.seqlen_q, problem.seqlen_k)
+    )
+    return LaunchKey(
+        kernel,
+        _padded(problem.student.head_dim),
+        _padded(problem.teacher.head_dim),
+        problem.student.q.element_size(),
+        problem.window_right is not None,
+        max(lengths),
+    )
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
@@ -253,6 +313,14 @@ def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
     wanted = 2 * multiprocessors(problem.student.q.device)
     tiles = _ceil_div(problem.seqlen_k, launch.block_n)
     return max(1, min(wanted // max(programs, 1), tiles // 4, 128))
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """What launch tables call a device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "interpreter"
+    return torch.cuda.get_device_name(device)
 
 
 @functools.cache

@@ -1,0 +1,451 @@
+"""Find the fastest launches of the attention kernels for your shapes, on this machine's GPU.
+
+    python -m torch_streamkl.tune --heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --causal
+
+Every candidate runs first in a process of its own kind (--jobs of them, which also compile in
+parallel): one that does not compile, fit or come back is skipped. Of the others those count whose
+results agree with the default launch's, and the fastest is timed against the default once more.
+The winners go to a JSON file (launch_table.py) that later processes load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl import launch, launch_table, ops
+from torch_streamkl.launch import TritonLaunch
+from torch_streamkl.launch_table import KERNELS, LaunchKey, LaunchTable, MeasuredLaunch
+from torch_streamkl.problem import AttentionProblem, RowStatistics
+from torch_streamkl.streaming import Wanted
+
+TIMED_MS = 60.0  # of device time for a candidate
+LEAST_GAIN = 1.02  # over the default; less is noise
+ROUNDS = 5  # of the fastest against the default
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Two tiles of scores stay in registers: fewer a thread leave the multiprocessor idle, more spill.
+SCORES_PER_THREAD = (16, 64)
+
+Timer = Callable[[Callable[[], Any]], float]  # milliseconds of a call
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem to tune for."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    student_head_dim: int
+    teacher_head_dim: int
+    seqlen: int
+    is_causal: bool
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        dims = f"{self.student_head_dim}"
+        if self.teacher_head_dim != self.student_head_dim:
+            dims += f" from {self.teacher_head_dim}"
+        causal = ", causal" if self.is_causal else ""
+        return (
+            f"batch {self.batch}, {self.num_heads} heads ({self.num_kv_heads} of keys) of {dims}, "
+            f"{self.seqlen} queries and keys, {self.dtype}{causal}"
+        )
+
+    def problem(self) -> AttentionProblem:
+        """Random inputs, the same ones every time."""
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def normal(heads: int, head_dim: int) -> Tensor:
+            shape = (self.batch, heads, self.seqlen, head_dim)
+            x = torch.randn(shape, generator=generator, device=self.device)
+            return x.to(DTYPES[self.dtype])
+
+        sides = [
+            (normal(self.num_heads, dim), normal(self.num_kv_heads, dim))
+            for dim in (self.student_head_dim, self.teacher_head_dim)
+        ]
+        return ops.problem_of(
+            *sides[0], *sides[1],
+            student_scale=self.student_head_dim**-0.5, teacher_scale=self.teacher_head_dim**-0.5,
+            window_right=0 if self.is_causal else None,
+        )[0]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one launch; runtime_ms is infinite where it did not count."""
+
+    kernel: str
+    launch: TritonLaunch | None  # None is the forward for Hopper
+    runtime_ms: float
+    remark: str = ""
+
+
+class Workload:
+    """One shape on the device: its kernels, and what the default launches gave."""
+
+    def __init__(self, shape: Shape) -> None:
+        from torch_streamkl.kernels import attention
+
+        self.problem = shape.problem()
+        self.device = launch.device_name(self.problem.student.q.device)
+        with launch_table.replaced(launch_table.new_table(self.device)):  # the defaults
+            self.defaults = {k: launch.triton_launch(self.problem, k) for k in KERNELS}
+            self.value, self.stats = attention.forward(self.problem)
+        self.grad = torch.ones_like(self.value)
+
+    def key(self, kernel: str) -> LaunchKey:
+        return launch.launch_key(self.problem, kernel)
+
+    def run(self, kernel: str) -> tuple[Tensor, ...]:
+        """The results of a kernel, as the launchers choose its tiles."""
+        from torch_streamkl.kernels import attention
+
+        if kernel == "forward":
+            return self._forward(attention)
+        wanted = Wanted(kernel == "dq", kernel == "dk", False, False)
+        grads = attention.backward(self.problem, self.stats, self.grad, wanted)
+        return tuple(g for g in grads if g is not None)
+
+    def run_hopper(self) -> tuple[Tensor, ...]:
+        from torch_streamkl.kernels import hopper_attention
+
+        return self._forward(hopper_attention)
+
+    def _forward(self, module: Any) -> tuple[Tensor, ...]:
+        value, stats = module.forward(self.problem)
+        return value, _finite(stats, student=True), _finite(stats, student=False)
+
+    def table(self, kernel: str, tiles: TritonLaunch) -> LaunchTable:
+        """A table that makes the launchers choose these tiles."""
+        entry = measured(self.key(kernel), "triton", tiles, 1.0, 1.0)
+        return launch_table.new_table(self.device).updated((entry,))
+
+
+def _finite(stats: RowStatistics, student: bool) -> Tensor:
+    lse, key_sum = (stats.student if student else stats.teacher).unbind(0)
+    return torch.stack((lse.nan_to_num(neginf=0.0), key_sum), -1)
+
+
+def measured(
+    key: LaunchKey, implementation: str, tiles: TritonLaunch, runtime_ms: float, default_ms: float
+) -> MeasuredLaunch:
+    sizes = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
+    return MeasuredLaunch(key, implementation, *sizes, runtime_ms, default_ms)
+
+
+def candidates(default: TritonLaunch) -> list[TritonLaunch]:
+    """The default first, then every tile whose scores fit registers."""
+    default = replace(default, num_splits=1)
+    low, high = SCORES_PER_THREAD
+    others = [
+        TritonLaunch(block_m, block_n, num_warps, num_stages)
+        for block_m in (32, 64, 128)
+        for block_n in (32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (1, 2, 3)
+        if low <= block_m * block_n // (32 * num_warps) <= high
+    ]
+    return [default, *(x for x in others if x != default)]
+
+
+# ------------------------------------------------------------------------------- one kernel
+def tune_kernel(
+    workload: Workload,
+    kernel: str,
+    launches: Iterable[tuple[TritonLaunch, str]],
+    timer: Timer,
+    show: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Trial], MeasuredLaunch]:
+    """Time launches, each with why it cannot run or "", the default first; what is to be kept."""
+    trials: list[Trial] = []
+    expected: tuple[Tensor, ...] = ()
+    for tiles, refusal in launches:
+        show(f"{kernel} {describe(tiles)}")
+        with launch_table.replaced(workload.table(kernel, tiles)):
+            call = lambda: workload.run(kernel)  # noqa: E731
+            trial = _trial(kernel, tiles, call, expected, refusal, timer)
+        if not trials:
+            if trial.remark:
+                raise RuntimeError(f"the default launch of {kernel} failed: {trial.remark}")
+            with launch_table.replaced(workload.table(kernel, tiles)):
+                expected = workload.run(kernel)
+        trials.append(trial)
+    default = trials[0]
+    best = min(trials, key=lambda trial: trial.runtime_ms)
+    if best is not default:
+        show(f"{kernel} {describe(best.launch)} against the default")
+        best, default = _decide(workload, kernel, best, default, timer)
+    fastest, runtime_ms, implementation = best.launch, best.runtime_ms, "triton"
+    if kernel == "forward" and launch.hopper_limit(workload.problem) is None:
+        show("forward for Hopper")
+        trial = _trial(kernel, None, workload.run_hopper, expected, "", timer)
+        trials.append(trial)
+        if trial.runtime_ms < runtime_ms:
+            implementation, runtime_ms = "hopper", trial.runtime_ms
+    assert fastest is not None
+    entry = measured(workload.key(kernel), implementation, fastest, runtime_ms, default.runtime_ms)
+    return trials, entry
+
+
+def _trial(
+    kernel: str,
+    tiles: TritonLaunch | None,
+    call: Callable[[], tuple[Tensor, ...]],
+    expected: tuple[Tensor, ...],
+    refusal: str,
+    timer: Timer,
+) -> Trial:
+    if refusal:
+        return Trial(kernel, tiles, math.inf, refusal)
+    _poison(expected)
+    try:
+        found = call()
+        error = largest_error(found, expected)
+        if not error <= 1.0:
+            return Trial(kernel, tiles, math.inf, f"differs from the default ({error:.1e})")
+        return Trial(kernel, tiles, timer(call))
+    except Exception as error:  # a launch that cannot run is a result; the others go on
+        return Trial(kernel, tiles, math.inf, first_line(error))
+
+
+def _decide(
+    workload: Workload, kernel: str, best: Trial, default: Trial, timer: Timer
+) -> tuple[Trial, Trial]:
+    """The winner and the default, timed in turns."""
+    taken: dict[int, list[float]] = {0: [], 1: []}
+    for _ in range(ROUNDS):
+        for i, trial in enumerate((best, default)):
+            assert trial.launch is not None
+            with launch_table.replaced(workload.table(kernel, trial.launch)):
+                taken[i].append(timer(lambda: workload.run(kernel)))
+    best = replace(best, runtime_ms=statistics.median(taken[0]))
+    default = replace(default, runtime_ms=statistics.median(taken[1]))
+    wins = best.runtime_ms * LEAST_GAIN <= default.runtime_ms
+    return (best if wins else default), default
+
+
+def largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest error of a row over what another order of the same sums explains.
+
+    That is two roundings of the results' dtype, and 1e-4 where they are float32.
+    """
+    worst = 0.0
+    for x, y in zip(found, expected, strict=True) if expected else ():
+        x, y = (z.unsqueeze(-1) if z.ndim == 3 else z for z in (x, y))
+        allowed = max(2 * torch.finfo(y.dtype).eps, 1e-4)
+        x, y = x.float(), y.float()
+        size = y.norm(dim=-1)
+        error = (x - y).norm(dim=-1) / torch.maximum(size, size.square().mean().sqrt())
+        error = torch.where((x == y).all(-1), 0.0, error)
+        # NaN is the largest error there is
+        worst = max(worst, error.nan_to_num(nan=math.inf).max().item() / allowed)
+    return worst
+
+
+def _poison(like: tuple[Tensor, ...]) -> None:
+    """Leave NaN in the memory that the next results will lie in."""
+    poisoned = [torch.full_like(x, math.nan) for x in like]
+    del poisoned
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0][:100]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def device_timer(call: Callable[[], Any]) -> float:
+    """Median milliseconds on the device."""
+    from triton.testing import do_bench
+
+    return float(do_bench(call, warmup=10, rep=TIMED_MS, return_mode="median"))
+
+
+# ------------------------------------------------------------------------------- other processes
+def first_runs(
+    shape: Shape, work: list[tuple[str, TritonLaunch]], jobs: int
+) -> Iterator[tuple[str, TritonLaunch, str]]:
+    """Each launch with why it cannot run, or ""; compiled in parallel into Triton's cache.
+
+    A launch that breaks its process is one that cannot run, and this process stays whole.
+    """
+    if jobs == 0:
+        yield from ((kernel, tiles, "") for kernel, tiles in work)
+        return
+    context = multiprocessing.get_context("spawn")
+    left = list(work)
+    while left:
+        with ProcessPoolExecutor(min(jobs, len(left)), mp_context=context) as pool:
+            futures = [pool.submit(_first_run, shape, *item) for item in left]
+            broken = []
+            for item, future in zip(left, futures, strict=True):
+                try:
+                    yield *item, future.result()
+                except BrokenProcessPool:
+                    broken.append(item)
+        if broken and jobs == 1:  # alone in its process, so it is the one that broke it
+            yield *broken.pop(0), "its process ended"
+        left, jobs = broken, 1
+
+
+_workloads: dict[Shape, Workload] = {}
+
+
+def _first_run(shape: Shape, kernel: str, tiles: TritonLaunch) -> str:
+    try:
+        if shape not in _workloads:
+            _workloads[shape] = Workload(shape)
+        workload = _workloads[shape]
+        with launch_table.replaced(workload.table(kernel, tiles)):
+            workload.run(kernel)
+        if workload.grad.is_cuda:
+            torch.cuda.synchronize()
+    except Exception as error:
+        if "illegal memory access" in str(error):
+            os._exit(1)  # nothing runs in this process any more
+        return first_line(error)
+    return ""
+
+
+# ----------------------------------------------------------------------------------------- output
+class Bar:
+    """A progress bar on standard error."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, 0
+        self.is_terminal = sys.stderr.isatty()
+
+    def show(self, what: str) -> None:
+        self.done = min(self.done + 1, self.steps)
+        share = self.done / max(1, self.steps)
+        bar = "█" * round(20 * share)
+        line = f"{share:4.0%}|{bar:20}| {self.done}/{self.steps} {what}"
+        if self.is_terminal:
+            print(f"\r{line:<79.79}", end="", file=sys.stderr, flush=True)
+        elif self.done % 10 in (0, 1):
+            print(line, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.is_terminal:
+            print(f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
+
+
+def describe(tiles: TritonLaunch | None) -> str:
+    if tiles is None:
+        return "the kernel for Hopper"
+    sizes = f"{tiles.block_m} x {tiles.block_n}"
+    return f"{sizes}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+
+
+def table_text(trials: list[Trial]) -> str:
+    """The launches of one kernel, the fastest first."""
+    default_ms = trials[0].runtime_ms
+    lines = [f"{trials[0].kernel:26} {'ms':>9}  against the default"]
+    for trial in sorted(trials, key=lambda trial: trial.runtime_ms):
+        name = describe(trial.launch)
+        if trial.remark:
+            lines.append(f"  {name:34} {trial.remark}")
+            continue
+        remark = "default" if trial is trials[0] else f"{default_ms / trial.runtime_ms:.2f}x"
+        lines.append(f"  {name:24} {trial.runtime_ms:9.4f}  {remark}")
+    return "\n".join(lines)
+
+
+def tune(shape: Shape, kernels: list[str], jobs: int, timer: Timer) -> list[MeasuredLaunch]:
+    """Time everything for a shape, print the tables, return the winners."""
+    print(f"{shape}", flush=True)
+    workload = Workload(shape)
+    work = [(k, tiles) for k in kernels for tiles in candidates(workload.defaults[k])]
+    bar = Bar(2 * len(work))
+    ready: dict[str, list[tuple[TritonLaunch, str]]] = {k: [] for k in kernels}
+    for kernel, tiles, refusal in first_runs(shape, work, jobs):
+        bar.show(f"first run of {kernel} {describe(tiles)}")
+        ready[kernel].append((tiles, refusal))
+    entries = []
+    for kernel, launches in ready.items():
+        default = replace(workload.defaults[kernel], num_splits=1)
+        launches.sort(key=lambda item, default=default: item[0] != default)  # type: ignore[misc]
+        trials, entry = tune_kernel(workload, kernel, launches, timer, bar.show)
+        bar.clear()
+        print(table_text(trials), flush=True)
+        entries.append(entry)
+    return entries
+
+
+def save(entries: list[MeasuredLaunch], device: str, path: Path) -> None:
+    """Add to the file; one of another device or version, or a broken one, is replaced."""
+    table = launch_table.new_table(device)
+    if path.exists():
+        try:
+            table = launch_table.load(path, device)
+        except ValueError as error:
+            print(f"replaced: {error}")
+    table.updated(tuple(entries)).save(path)
+    launch_table.forget()
+    print(f"{len(entries)} launches written to {path}")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_streamkl.tune", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, help="of both sides; as many as heads")
+    parser.add_argument("--head-dim", type=int, default=128, help="of the student")
+    parser.add_argument("--teacher-head-dim", type=int, help="as the student's")
+    parser.add_argument("--seqlen", type=int, nargs="+", default=[8192])
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="processes that compile and try launches first; 0 for none",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"default: what {launch_table.VARIABLE} names, or a file in your cache directory",
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None, timer: Timer = device_timer) -> int:
+    options = parser().parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    entries: list[MeasuredLaunch] = []
+    for seqlen in options.seqlen:
+        shape = Shape(
+            options.batch, options.heads, options.kv_heads or options.heads,
+            options.head_dim, options.teacher_head_dim or options.head_dim,
+            seqlen, options.causal, options.dtype, device,
+        )  # fmt: skip
+        limit = launch.triton_limit(replace(shape, seqlen=1).problem())
+        if limit is not None:
+            print(f"the attention kernels {limit}: nothing to tune", file=sys.stderr)
+            return 1
+        entries += tune(shape, options.kernels, options.jobs, timer)
+    name = launch.device_name(torch.device(device))
+    save(entries, name, options.out or launch_table.table_path(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
