@@ -6,11 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-from bench import plots, table
+from bench import attention_matrix, plots, table
+from bench.attention_matrix import Matrix
 from bench.providers import PROVIDERS
 from bench.records import Run
 
 FOLDER = Path(__file__).parent / "results"
+MATRIX = "attention_matrix.json"
 TARGET = Path(__file__).parent / "RESULTS.md"
 
 INTRODUCTION = """# Results
@@ -29,11 +31,15 @@ Other programs ran on the CPU machine during its run: compare providers within a
 """
 
 
-def render(runs: dict[str, Run], pictures: dict[str, list[str]]) -> str:
-    """The whole document, from runs and picture names by file stem."""
+def render(
+    runs: dict[str, Run], pictures: dict[str, list[str]], matrix: Matrix | None = None
+) -> str:
+    """The whole document, from runs and picture names by file stem, and the attention matrix."""
     parts = [INTRODUCTION, _providers()]
     for stem, run in runs.items():
         parts.append(_run(stem, run, pictures[stem]))
+    if matrix is not None:
+        parts.append(attention_matrix.markdown(matrix))
     return "\n".join(parts)
 
 
@@ -75,6 +81,12 @@ def load(folder: Path) -> dict[str, Run]:
     return {path.stem: Run.load(path) for path in paths}
 
 
+def load_matrix(folder: Path) -> Matrix | None:
+    """The rates of attention_kl over its options, where they were measured."""
+    path = folder / MATRIX
+    return Matrix.load(path) if path.exists() else None
+
+
 def picture_names(folder: Path, stems: list[str]) -> dict[str, list[str]]:
     """Pictures that exist for each stem; a stem may be the beginning of another."""
     names: dict[str, list[str]] = {stem: [] for stem in stems}
@@ -92,7 +104,8 @@ def main() -> int:
             (FOLDER / name).unlink()
     for stem, run in runs.items():
         plots.draw_all(run, FOLDER, stem)
-    TARGET.write_text(render(runs, picture_names(FOLDER, list(runs))))
+    names = picture_names(FOLDER, list(runs))
+    TARGET.write_text(render(runs, names, load_matrix(FOLDER)))
     print(f"{TARGET} from {', '.join(runs)}")
     return 0
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import cases, compare, end_to_end, measure, plots, results, table
+from bench import (
+    attention_matrix,
+    cases,
+    compare,
+    end_to_end,
+    measure,
+    plots,
+    results,
+    table,
+)
 from bench.__main__ import main
 from bench.cases import AttentionCase, Case, Heads, LinearCase
 from bench.providers import PROVIDERS, Provider, Unavailable, choose
@@ -273,7 +282,84 @@ def test_document_has_every_record_and_no_ratio_without_both_sides() -> None:
 def test_committed_document_is_what_the_committed_records_give() -> None:
     runs = results.load(results.FOLDER)
     names = results.picture_names(results.FOLDER, list(runs))
-    assert results.TARGET.read_text() == results.render(runs, names)
+    matrix = results.load_matrix(results.FOLDER)
+    assert results.TARGET.read_text() == results.render(runs, names, matrix)
+
+
+TINY_CELL = attention_matrix.Cell(16, 16, "none", "fp32", 2, 4, 4, 64, 64)
+TINY_CELLS = [
+    *(replace(TINY_CELL, mask=mask, batch=1) for mask in attention_matrix.MASKS),
+    *(replace(TINY_CELL, dtype=dtype, mask="causal") for dtype in ("bf16", "fp16")),
+    replace(TINY_CELL, teacher_dim=24, kv_heads=2, mask="causal"),
+    replace(TINY_CELL, seqlen_q=1, seqlen_k=128),
+]
+
+
+def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mask and dtype passes its gate; the document shows what the file holds."""
+    monkeypatch.setattr("bench.attention_cells.WINDOW", 20)
+    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda _: 10.0)
+    path = tmp_path / "new" / results.MATRIX
+    arguments = ["--json", str(path), "--impl", "streaming", "--rounds", "1"]
+    assert attention_matrix.main(arguments, TINY_CELLS) == 0
+    matrix = results.load_matrix(path.parent)
+    assert matrix is not None
+    assert matrix.is_complete
+    assert [row.cell for row in matrix.rows] == TINY_CELLS
+    assert all(row.status == "ok" for row in matrix.rows), matrix.rows
+    text = results.render({}, {}, matrix)
+    assert text.count("| streaming |") == len(TINY_CELLS) - 1
+    assert "| 1 | 128 | 4 (4) x 16 |" in text
+
+
+def test_attention_matrix_says_why_a_row_is_slow() -> None:
+    fast = attention_matrix.Row(TINY_CELL, forward_ms=1.0, backward_ms=2.0)
+    slow = replace(fast, cell=replace(TINY_CELL, mask="alibi", reason="slopes"), forward_ms=1.7)
+    unknown = replace(slow, cell=replace(TINY_CELL, dtype="bf16"))
+    broken = replace(fast, status="red", detail="dQ is off")
+    rows = [fast, slow, unknown, broken]
+    matrix = attention_matrix.Matrix("", {"device": "none"}, 10.0, rows)
+    last = [attention_matrix.row_cells(row, matrix) for row in rows]
+    assert [cells[-1] for cells in last] == ["", "slopes", "**no reason known**", ""]
+    assert last[3][5] == "red: dQ is off"
+    assert last[1][7] == "59%"
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_attention_matrix_rejects_wrong_results(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call_of = attention_matrix.call_of
+
+    def wrong(*args: object) -> Callable[..., Tensor]:
+        call = call_of(*args)  # type: ignore[arg-type]
+
+        def value(*inputs: Tensor) -> Tensor:
+            q, k, *teacher = inputs
+            if part == 1:  # the values stay right
+                k = k + 0.5 * (k.detach() - k)
+            return call(q, k, *teacher) * (1.0 + 0.01 * (part == 0))
+
+        return value
+
+    monkeypatch.setattr(attention_matrix, "call_of", wrong)
+    row = attention_matrix.run_cell(TINY_CELL, CPU, "streaming", rounds=0, rows=3)
+    assert row.status == "red"
+    assert ("value of row" if part == 0 else "sum(k dK)") in row.detail
+
+
+def test_attention_matrix_covers_what_it_promises() -> None:
+    cells = attention_matrix.matrix()
+    plain = {(c.student_dim, c.mask, c.seqlen_q) for c in cells if c.teacher_dim == c.student_dim}
+    for dim in (32, 64, 96, 128, 192, 256):
+        assert {(dim, m, n) for m in ("none", "causal") for n in (512, 2048, 8192, 32768)} <= plain
+    masked = {(c.student_dim, c.mask, c.dtype) for c in cells if c.seqlen_q == 8192}
+    for dim in (64, 128):
+        dtypes = attention_matrix.DTYPES
+        assert {(dim, m, t) for m in attention_matrix.MASKS for t in dtypes} <= masked
+    assert {c.seqlen_q for c in cells if c.has_few_rows} == {1, 16, 64}
+    assert any(c.seqlen_q == 131072 for c in cells)
+    assert any(c.kv_heads < c.heads for c in cells if not c.has_few_rows)
 
 
 def test_comparison_takes_the_faster_visit_of_each_version() -> None:

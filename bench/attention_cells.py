@@ -1,0 +1,260 @@
+"""The cases of `bench.attention_matrix`, what each counts and why it may be slow, and the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl import attention_kl, attention_kl_varlen
+
+TOKENS = 8192  # of a batch of shorter sequences
+WINDOW = 1024  # keys that a row of the window mask sees
+LENGTH = 0.75  # of the keys that key_lengths admits
+PACKED = (3 / 8, 5 / 16, 3 / 16, 1 / 8)  # of the tokens in each packed sequence
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MASKS = ("none", "causal", "window", "boolean", "additive", "key lengths", "alibi", "packed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case, and why it may be slow."""
+
+    student_dim: int
+    teacher_dim: int
+    mask: str
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    reason: str = ""
+
+    @property
+    def widest(self) -> int:
+        return max(self.student_dim, self.teacher_dim)
+
+    @property
+    def has_few_rows(self) -> bool:
+        return self.seqlen_q < self.seqlen_k
+
+    @property
+    def packed_lengths(self) -> list[int]:
+        return [int(self.seqlen_q * share) for share in PACKED]
+
+    def pairs(self) -> float:
+        """Pairs of query and key of a head: masked ones count where their tiles are not skipped.
+
+        None, boolean, additive and alibi: all. Causal: half. Window: the band. Key lengths: the
+        admitted keys. Packed: half of every sequence's.
+        """
+        everything = float(self.seqlen_q) * self.seqlen_k
+        match self.mask:
+            case "causal":
+                return everything / 2
+            case "window":
+                width = min(WINDOW, self.seqlen_k)
+                return float(self.seqlen_q) * width - width * width / 2
+            case "key lengths":
+                return everything * LENGTH
+            case "packed":
+                return sum(n * n / 2.0 for n in self.packed_lengths)
+        return everything
+
+    def flops(self) -> tuple[float, float]:
+        """Forward; student's backward."""
+        each = 2.0 * self.pairs() * self.batch * self.heads
+        student, teacher = self.student_dim, self.teacher_dim
+        return each * (student + teacher), each * (3 * student + teacher)
+
+    def key_bytes(self) -> float:
+        width = DTYPES[self.dtype].itemsize * (self.student_dim + self.teacher_dim)
+        return float(self.batch * self.kv_heads * self.seqlen_k * width)
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Random q and k of the student, then of the teacher; packed ones as one sequence."""
+        generator = torch.Generator(device).manual_seed(0)
+        shapes = [
+            (self.batch, heads, n, dim)
+            for dim in (self.student_dim, self.teacher_dim)
+            for heads, n in ((self.heads, self.seqlen_q), (self.kv_heads, self.seqlen_k))
+        ]
+        tensors = []
+        for shape in shapes:
+            x = torch.randn(shape, generator=generator, device=device).to(DTYPES[self.dtype])
+            tensors.append(x)
+        for x in tensors[:2]:
+            x.requires_grad_()
+        return tuple(tensors)
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """What `attention_kl` is told about masks."""
+        n, m = self.seqlen_q, self.seqlen_k
+        generator = torch.Generator(device).manual_seed(1)
+        match self.mask:
+            case "causal":
+                return {"is_causal": True}
+            case "window":
+                return {"window": (WINDOW - 1, 0)}
+            case "boolean":
+                mask = torch.rand(n, m, generator=generator, device=device) < 0.5
+                mask[:, 0] = True
+                return {"attn_mask": mask}
+            case "additive":
+                bias = torch.randn(n, m, generator=generator, device=device)
+                return {"attn_mask": bias.to(DTYPES[self.dtype])}
+            case "key lengths":
+                lengths = torch.full((self.batch,), int(m * LENGTH), dtype=torch.int32)
+                return {"key_lengths": lengths.to(device)}
+            case "alibi":
+                slopes = 2.0 ** -torch.linspace(1, 8, self.heads, device=device)
+                return {"student_alibi_slopes": slopes, "teacher_alibi_slopes": slopes}
+        return {}
+
+
+def call_of(cell: Cell, device: torch.device, impl: str) -> Callable[..., Tensor]:
+    """Inputs to one value per row, [batch, heads, queries]."""
+    options = cell.options(device)
+    if cell.mask != "packed":
+        return lambda *inputs: attention_kl(*inputs, **options, impl=impl)
+    lengths = cell.packed_lengths
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+    def packed(*inputs: Tensor) -> Tensor:
+        value = attention_kl_varlen(
+            *(x[0].transpose(0, 1) for x in inputs),
+            cu_seqlens_q=offsets, cu_seqlens_k=offsets, is_causal=True, impl=impl,
+            max_seqlen_q=max(lengths), max_seqlen_k=max(lengths),
+        )  # fmt: skip
+        return value[None]
+
+    return packed
+
+
+# --------------------------------------------------------------------------------------- cases
+FEW_TILES = "few tiles of keys a block of rows: what precedes and follows them is not hidden"
+FULL_FLOAT32 = "float32 in full precision has no tensor core"
+MASK_REASONS = {
+    "window": "two of the about 17 tiles of a block of rows are at an edge and are not skipped",
+    "boolean": "a byte of mask is read and tested for every pair of scores",
+    "additive": "a bias is read and added for every score of both sides",
+    "alibi": "distance and slope are computed for every score of both sides",
+    "packed": "sequences of 1024 to 3072: few tiles a block of rows, rows of unequal length",
+}
+
+
+def cell(
+    dim: int, mask: str, dtype: str = "bf16", seqlen: int = TOKENS, teacher_dim: int = 0,
+    heads: int = 32, kv_heads: int = 0, reason: str = "",
+) -> Cell:  # fmt: skip
+    if dtype == "fp32":
+        reason = FULL_FLOAT32
+    elif seqlen <= 512:
+        reason = FEW_TILES
+    else:
+        reason = reason or MASK_REASONS.get(mask, "")
+    batch = max(1, TOKENS // seqlen)
+    dims = (dim, teacher_dim or dim)
+    return Cell(*dims, mask, dtype, batch, heads, kv_heads or heads, seqlen, seqlen, reason)
+
+
+def matrix() -> list[Cell]:
+    """Every head_dim, length, mask and dtype, not the full product of them."""
+    cells = [
+        cell(dim, mask, seqlen=seqlen)
+        for seqlen in (8192, 512, 2048)
+        for dim in (64, 128, 32, 96, 192, 256)
+        for mask in ("none", "causal")
+    ]
+    cells += [cell(dim, mask, dtype) for dim in (64, 128) for mask in MASKS for dtype in DTYPES]
+    pairs = ((64, 128), (32, 64), (128, 64))
+    cells += [cell(s, mask, teacher_dim=t) for s, t in pairs for mask in ("none", "causal")]
+    cells += [cell(128, "causal", kv_heads=n) for n in (8, 1)]
+    cells += [
+        Cell(128, 128, "none", "bf16", 1, 32, 8, rows, 131072, "bound by memory: see GB/s")
+        for rows in (1, 16, 64)
+    ]
+    cells.append(cell(128, "causal", seqlen=131072, heads=8))
+    cells += [
+        cell(dim, mask, seqlen=32768)
+        for dim in (64, 128, 32, 96, 192, 256)
+        for mask in ("none", "causal")
+    ]
+    return list(dict.fromkeys(cells))
+
+
+# ---------------------------------------------------------------------------------------- gate
+def gate(
+    cell: Cell, inputs: tuple[Tensor, ...], value: Tensor, grads: tuple[Tensor, Tensor], rows: int
+) -> str:
+    """Why the results are wrong, or "".
+
+    ``rows`` of a head are compared with float64. The value's error is that of float32 sums; a
+    gradient may be off by two roundings of its dtype.
+    """
+    eps = max(2 * torch.finfo(grads[0].dtype).eps, 1e-4)
+    for head in (0, cell.heads - 1):
+        some = torch.linspace(0, cell.seqlen_q - 1, min(rows, cell.seqlen_q)).long().tolist()
+        for i in some:
+            expected, dq = _row(cell, inputs, head, i)
+            error = abs(value[0, head, i].item() - expected.item())
+            if not error <= 1e-4 * max(1.0, abs(expected.item())):
+                return f"value of row {i} of head {head} is off by {error:.1e}"
+            found = grads[0][0, head, i].double()
+            error = ((found - dq).norm() / dq.norm().clamp_min(1e-30)).item()
+            if not (error <= eps or (found - dq).norm() <= 1e-6):
+                return f"dQ of row {i} of head {head} is off by {error:.1e}"
+    sums = [
+        (x.detach().float() * g.float()).sum(dtype=torch.float64).item()
+        for x, g in zip(inputs[:2], grads, strict=True)
+    ]
+    if not abs(sums[0] - sums[1]) <= eps * abs(sums[0]):
+        return f"sum(q dQ) = {sums[0]:.6g} but sum(k dK) = {sums[1]:.6g}"
+    return ""
+
+
+def _row(cell: Cell, inputs: tuple[Tensor, ...], head: int, i: int) -> tuple[Tensor, Tensor]:
+    """Value and student's dQ of one row of the first batch element, in float64."""
+    key_head = head * cell.kv_heads // cell.heads
+    sides = []
+    for q, k in (inputs[:2], inputs[2:]):
+        keys = k[0, key_head].detach().double()
+        scores = keys @ q[0, head, i].detach().double() * q.shape[-1] ** -0.5
+        sides.append(scores + _row_bias(cell, scores, head, i))
+    log_s, log_t = (x.log_softmax(0) for x in sides)
+    p, s = log_t.exp(), log_s.exp()
+    value = torch.where(p > 0, p * (log_t - log_s), 0.0).sum()
+    keys = inputs[1][0, key_head].detach().double()
+    return value, (s - p) @ keys * inputs[0].shape[-1] ** -0.5
+
+
+def _row_bias(cell: Cell, like: Tensor, head: int, i: int) -> Tensor:
+    """What masks add to a row of scores."""
+    options, device = cell.options(like.device), like.device
+    j = torch.arange(cell.seqlen_k, device=device)
+    position = i + cell.seqlen_k - cell.seqlen_q
+    allowed = j >= 0
+    bias = torch.zeros_like(like)
+    match cell.mask:
+        case "causal":
+            allowed = j <= position
+        case "window":
+            allowed = (j <= position) & (j > position - WINDOW)
+        case "boolean":
+            allowed = options["attn_mask"][i]
+        case "additive":
+            bias = options["attn_mask"][i].double()
+        case "key lengths":
+            allowed = j < options["key_lengths"][0]
+        case "alibi":
+            bias = -(position - j).abs() * options["student_alibi_slopes"][head].double()
+        case "packed":
+            offsets = accumulate(cell.packed_lengths, initial=0)
+            start = max(offset for offset in offsets if offset <= i)
+            allowed = (j >= start) & (j <= i)
+    return bias.masked_fill(~allowed, -torch.inf)
