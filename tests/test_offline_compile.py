@@ -21,9 +21,11 @@ from torch_streamkl.problem import AttentionProblem
 from torch_streamkl.streaming import Wanted
 
 
-def problem(head_dim: int, divergence: str = "forward_kl", **options: Any) -> AttentionProblem:
+def problem(
+    head_dim: int, divergence: str = "forward_kl", seqlen: int = 1024, **options: Any
+) -> AttentionProblem:
     q, k = (
-        torch.empty(1, heads, 1024, head_dim, dtype=torch.bfloat16, device="cuda")
+        torch.empty(1, heads, seqlen, head_dim, dtype=torch.bfloat16, device="cuda")
         for heads in (32, 8)
     )
     scale = head_dim**-0.5
@@ -57,12 +59,15 @@ def test_portable(target: str) -> None:
         assert built.spill_bytes <= STACK.get((target, launch.kernel.__name__), 0)
 
 
-@pytest.mark.parametrize(("head_dim", "divergence"), [(128, "forward_kl"), (64, "reverse_kl")])
-def test_hopper(head_dim: int, divergence: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "divergence", "seqlen"),
+    [(128, "forward_kl", 1024), (64, "reverse_kl", 1024), (128, "forward_kl", 1)],
+)
+def test_hopper(head_dim: int, divergence: str, seqlen: int) -> None:
     from torch_streamkl.kernels import hopper_attention
 
     with record_launches("sm_90") as launches:
-        hopper_attention.forward(problem(head_dim, divergence))
+        hopper_attention.forward(problem(head_dim, divergence, seqlen))
     forward, again = launches
     built = compile_launch(forward, "sm_90")
     assert built.shared_bytes <= SHARED_LIMIT_KIB["sm_90"] * 1024

@@ -109,7 +109,7 @@ def compile_launch(launch: Launch, target: str) -> Resources:
     attributes: dict[tuple[int, ...], Any] = {}
     constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
 
-    def describe(value: Any, path: tuple[int, ...]) -> Any:
+    def describe(value: Any, path: tuple[int, ...], is_special: bool = True) -> Any:
         if isinstance(value, Descriptor):
             dtype = _TYPES[value.base.dtype]
             return f"tensordesc<{dtype}{value.block_shape},{value.layout!r}>"
@@ -119,11 +119,11 @@ def compile_launch(launch: Launch, target: str) -> Resources:
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return "*" + _TYPES[value.dtype]
-        if value is None or (isinstance(value, int) and value == 1):
+        if value is None or (isinstance(value, int) and value == 1 and is_special):
             constants[path] = value
             return "constexpr"
         if isinstance(value, int):
-            if value % 16 == 0:
+            if value % 16 == 0 and is_special:
                 attributes[path] = [["tt.divisibility", 16]]
             return "i32" if -(2**31) <= value < 2**31 else "i64"
         return "fp32"
@@ -133,7 +133,8 @@ def compile_launch(launch: Launch, target: str) -> Resources:
             signature[name] = "constexpr"
             constants[(index,)] = launch.args[name]
         else:
-            signature[name] = describe(launch.args[name], (index,))
+            is_special = not launch.kernel.params[index].do_not_specialize
+            signature[name] = describe(launch.args[name], (index,), is_special)
     source_of = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = source_of(
         fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes

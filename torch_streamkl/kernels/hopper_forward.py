@@ -370,7 +370,8 @@ def reduce_rows(
     )  # fmt: skip
 
 
-@gluon.jit
+# A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
+@gluon.jit(do_not_specialize=["num_flags", "num_blocks", "seqlen_q", "seqlen_k"])
 def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     again_ptr, num_flags, num_blocks, num_heads, other_group, weight_group,
