@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.execution import SITE
 from torch_streamkl.fx_passes.linear import STUDENT
 from torch_streamkl.fx_passes.recognise import Recogniser, named_arguments, op_name
 from torch_streamkl.fx_passes.slicing import example, is_in_place, name_of
@@ -171,7 +172,7 @@ def _share(
             scale = f"{side}_scale"
             options = {**options, scale: options.get(scale, 1.0) * temperature}
     result = build.call(linear_ops.linear_kl, *call.args, **options)
-    result.meta[STUDENT] = call.meta[STUDENT]
+    result.meta |= {name: call.meta[name] for name in (STUDENT, SITE)}
     value = build.call(operator.getitem, result, 0)
     hard = build.call(operator.getitem, result, 1)
     reduction = arguments.get("reduction", MEAN)

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.builder import Builder
+from torch_streamkl.fx_passes.execution import SITE
 from torch_streamkl.fx_passes.sizes import same
 from torch_streamkl.fx_passes.slicing import example, name_of
 
@@ -134,6 +135,7 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     wanted = _wanted(call)
     inputs = dict(zip(GRADIENTS, call.args[:4], strict=True)) | dict(call.kwargs)
     result = build.call(linear_ops.linear_kl_sum, **inputs, row_weight=weight, wanted=wanted)
+    result.meta[SITE] = call.meta[SITE]
     total = build.call(operator.getitem, result, 0)
     if _value(total).dtype != _value(chain.total).dtype:
         total = build.method("to", total, _value(chain.total).dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder, Selections
 from torch_streamkl.fx_passes.describe import describe
 from torch_streamkl.fx_passes.emit import emit
+from torch_streamkl.fx_passes.execution import how_sites_run, mark_site
 from torch_streamkl.fx_passes.labels import share_labels
 from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.linear_sum import sum_in_forward
@@ -158,9 +159,11 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
         sum_in_forward(graph, lambda node: Builder(node, mode))
         removed += _remove_dead(graph, region.nodes, unused)
     saved = sum(_bytes(n) for n in removed if n in sizes)
-    for _, site in fused:
+    runs = how_sites_run(graph, fake_mode_of(region))
+    for candidate, site in fused:
         share = saved // len(fused)
-        report.sites.append(Site(**{**site.__dict__, "quadratic_bytes_saved": share}))
+        how = runs.get(candidate.node.name, "")
+        report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
     report.sites += _unfused_sites(unfused, trace, recognised, plans)
     report.remaining = _remaining(graph, sizes, recognised)
     return report
@@ -313,6 +316,7 @@ def _fuse(
         assert isinstance(value, Tensor)
         replacement = emit(build, candidate.plan, value, trace.outer)
         aliases.check(build.added)
+        mark_site(build.added, node.name)
     except Blocked as reason:
         for added in reversed(build.added):
             node.graph.erase_node(added)

@@ -73,6 +73,48 @@ def test_report_is_a_table() -> None:
     assert "2. " not in same
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_sites_name_their_implementation(dynamic: bool) -> None:
+    reports: list[Report] = []
+    backend.REPORTS.append(reports.append)
+    try:
+        torch.compile(fused, backend="streamkl", dynamic=dynamic, options=EAGER)(*make_inputs())
+    finally:
+        backend.REPORTS.remove(reports.append)
+    (site,) = reports[0].sites
+    assert site.runs == "in plain torch, by blocks of queries and keys"
+    assert f"runs      {site.runs}" in str(reports[0])
+
+
+def _tokens(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    logs, wanted = (x @ w.mT).log_softmax(-1), (t @ w.detach().mT).softmax(-1)
+    return F.kl_div(logs, wanted, reduction="none").sum(-1)
+
+
+def _shares_labels(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    labels = torch.zeros(len(x), dtype=torch.int64)
+    return _tokens(x, w, t).mean() + F.cross_entropy(x @ w.mT, labels)
+
+
+IN_FORWARD = "in plain torch, gradients in the forward, by chunks of tokens"
+IN_BACKWARD = "in plain torch, logits computed again in the backward"
+STRATEGIES = {
+    "a weighted sum": (lambda x, w, t: (_tokens(x, w, t) * 2.0).mean(), True, IN_FORWARD),
+    "rows": (_tokens, True, IN_BACKWARD),
+    "a power of rows": (lambda x, w, t: _tokens(x, w, t).square().sum(), True, IN_BACKWARD),
+    "with labels": (_shares_labels, True, IN_BACKWARD),
+    "without gradient": (lambda x, w, t: _tokens(x, w, t).mean(), False, "in plain torch"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_language_model_heads_name_their_strategy(name: str) -> None:
+    program, training, runs = STRATEGIES[name]
+    x, w, t = (torch.randn(size, 8, requires_grad=training) for size in (5, 31, 5))
+    (site,) = torch_streamkl.explain(program, x, w, t.detach()).sites
+    assert (site.kind, site.runs) == ("linear_kl", runs)
+
+
 def test_form_names_the_clamp() -> None:
     def clamped(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
         p, s = (t @ t.mT).softmax(-1), (q @ k.mT).softmax(-1)

@@ -271,6 +271,7 @@ STAGES = [
     (rewriting, "shapes_as_sizes"),
     (rewriting, "_remove_dead"),
     (rewriting, "Leftovers"),
+    (rewriting, "how_sites_run"),
     (rewriting, "_remaining"),
     (emit, "canonical"),
     (plan, "geometry"),
