@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 VARIABLES = ("P", "S", "logP", "logS")
 
@@ -420,9 +421,10 @@ class Functional:
             if inner is not None:
                 guarded = GuardedBilinear(inner, floors[LOG_P], floors[LOG_S])
         nothing = {"P": 0.0, "S": 0.0, "logP": -math.inf, "logS": -math.inf}
-        absent = evaluate(
-            expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()}
-        )
+        with unset_fake_temporarily():  # a fake operator may be the first to ask
+            absent = evaluate(
+                expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()}
+            ).item()
         return Functional(
             render(expr),
             expr,
@@ -430,7 +432,7 @@ class Functional:
             derivative(expr, LOG_P),
             form,
             guarded,
-            float(absent),
+            absent,
         )
 
     def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

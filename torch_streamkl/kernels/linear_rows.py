@@ -287,12 +287,13 @@ def pointwise_sums(
     HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """f, h and g of a functional that the row state does not give, summed over words."""
-    TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
+    LANES: tl.constexpr = CONFIG.LANES
+    TILE: tl.constexpr = LANES * CONFIG.WIDTH
     lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
     lse_t = tl.where(lse_t == -float("inf"), 0.0, lse_t)
-    f_lanes = tl.zeros([CONFIG.LANES], tl.float32)
-    h_lanes = tl.zeros([CONFIG.LANES], tl.float32)
-    g_lanes = tl.zeros([CONFIG.LANES], tl.float32)
+    f_lanes = tl.zeros([LANES], tl.float32)
+    h_lanes = tl.zeros([LANES], tl.float32)
+    g_lanes = tl.zeros([LANES], tl.float32)
     for start in range(0, num_words, TILE):
         s, _, in_s, _ = scores_of(
             student, row, start, unit, True, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
