@@ -140,7 +140,9 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
 
 
 # ----------------------------------------------------------------------------------- compiling
-def compile_first(cells: list[Cell], jobs: int, impl: str, progress: Progress) -> dict[Cell, str]:
+def compile_first(
+    cells: list[Cell], jobs: int, impl: str, device: torch.device, progress: Progress
+) -> dict[Cell, str]:
     """Run every case once in processes, which leaves its kernels in Triton's cache.
 
     Returns the cases that failed. The longest cases have the kernels of those of `TOKENS`.
@@ -155,7 +157,7 @@ def compile_first(cells: list[Cell], jobs: int, impl: str, progress: Progress) -
             if known and c.seqlen_k > TOKENS:
                 progress.show(f"{title(c)}: has the kernels of a shorter one")
             else:
-                futures[pool.submit(run_cell, c, torch.device("cuda"), impl, 0, 0)] = c
+                futures[pool.submit(run_cell, c, device, impl, 0, 0)] = c
         for future in as_completed(futures):
             c = futures[future]
             progress.show(f"compiled {title(c)}")
@@ -313,7 +315,7 @@ def run(
     started = time.perf_counter()
     jobs = settings.jobs if device.type == "cuda" else 0
     with Progress(len(cells) * (2 if jobs else 1)) as progress:
-        failed = compile_first(cells, jobs, settings.impl, progress) if jobs else {}
+        failed = compile_first(cells, jobs, settings.impl, device, progress) if jobs else {}
         progress.write(f"compiled after {time.perf_counter() - started:.0f} s")
         for cell in cells:
             progress.show(title(cell))

@@ -312,6 +312,14 @@ def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "| 1 | 128 | 4 (4) x 16 |" in text
 
 
+def test_attention_matrix_names_what_does_not_compile() -> None:
+    wrong = replace(TINY_CELL, kv_heads=3)
+    with attention_matrix.Progress(2) as progress:
+        failed = attention_matrix.compile_first([TINY_CELL, wrong], 1, "streaming", CPU, progress)
+    assert list(failed) == [wrong]
+    assert "must be a multiple" in failed[wrong]
+
+
 def test_attention_matrix_says_why_a_row_is_slow() -> None:
     fast = attention_matrix.Row(TINY_CELL, forward_ms=1.0, backward_ms=2.0)
     slow = replace(fast, cell=replace(TINY_CELL, mask="alibi", reason="slopes"), forward_ms=1.7)
