@@ -37,7 +37,9 @@ LEAST_GAIN = 1.02  # over the default; less is noise
 ROUNDS = 5  # of the fastest against the default
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Two tiles of scores stay in registers: fewer a thread leave the multiprocessor idle, more spill.
-SCORES_PER_THREAD = (16, 64)
+# In full float32 there is no tensor core, and the operands are in registers, too.
+BLOCKS = {2: (32, 64, 128), 4: (16, 32, 64)}  # by bytes of an element
+SCORES_PER_THREAD = {2: (16, 64), 4: (2, 16)}
 
 Timer = Callable[[Callable[[], Any]], float]  # milliseconds of a call
 
@@ -149,14 +151,14 @@ def measured(
     return MeasuredLaunch(key, implementation, *sizes, runtime_ms, default_ms)
 
 
-def candidates(default: TritonLaunch) -> list[TritonLaunch]:
+def candidates(default: TritonLaunch, element_bytes: int) -> list[TritonLaunch]:
     """The default first, then every tile whose scores fit registers."""
     default = replace(default, num_splits=1)
-    low, high = SCORES_PER_THREAD
+    low, high = SCORES_PER_THREAD[element_bytes]
     others = [
         TritonLaunch(block_m, block_n, num_warps, num_stages)
-        for block_m in (32, 64, 128)
-        for block_n in (32, 64, 128)
+        for block_m in BLOCKS[element_bytes]
+        for block_n in BLOCKS[element_bytes]
         for num_warps in (4, 8)
         for num_stages in (1, 2, 3)
         if low <= block_m * block_n // (32 * num_warps) <= high
@@ -370,7 +372,8 @@ def tune(shape: Shape, kernels: list[str], jobs: int, timer: Timer) -> list[Meas
     """Time everything for a shape, print the tables, return the winners."""
     print(f"{shape}", flush=True)
     workload = Workload(shape)
-    work = [(k, tiles) for k in kernels for tiles in candidates(workload.defaults[k])]
+    element_bytes = DTYPES[shape.dtype].itemsize
+    work = [(k, x) for k in kernels for x in candidates(workload.defaults[k], element_bytes)]
     bar = Bar(2 * len(work))
     ready: dict[str, list[tuple[TritonLaunch, str]]] = {k: [] for k in kernels}
     for kernel, tiles, refusal in first_runs(shape, work, jobs):
