@@ -18,10 +18,11 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes import layout as lay
+from torch_streamkl.fx_passes.analysis import named_arguments, op_name
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.execution import SITE
 from torch_streamkl.fx_passes.linear import STUDENT
-from torch_streamkl.fx_passes.recognise import Recogniser, named_arguments, op_name
+from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.slicing import example, is_in_place, name_of
 from torch_streamkl.fx_passes.tracing import Trace
 from torch_streamkl.fx_passes.values import ScoreKey, Scores

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.functional import ONE, ZERO
+from torch_streamkl.fx_passes.analysis import Analysis, Arguments
 from torch_streamkl.fx_passes.masks import (
     Affine,
     AnyKey,
@@ -24,18 +24,11 @@ from torch_streamkl.fx_passes.masks import (
 from torch_streamkl.fx_passes.sizes import Size, is_one
 from torch_streamkl.fx_passes.values import Absent, Blocked, Elements, Number, Scores
 
-Arguments = dict[str, Any]
 EVERYWHERE = BoolTensor(frozenset(), 0)
 
 
-class MaskRules:
+class MaskRules(Analysis):
     """The part of the recogniser that follows masks."""
-
-    rank: Mapping[fx.Node, int]
-    canonical: dict[fx.Node, fx.Node]
-
-    def value(self, x: object) -> object:
-        raise NotImplementedError
 
     def compared(self, op: str, x: Elements, value: float) -> object:
         raise NotImplementedError

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.recognise import Recogniser, op_name
+from torch_streamkl.fx_passes.analysis import op_name
+from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.sizes import expression
 from torch_streamkl.fx_passes.slicing import MATMULS
 from torch_streamkl.fx_passes.tracing import Trace
