@@ -36,6 +36,7 @@ class Analysis:
     reasons: dict[fx.Node, str]
     canonical: dict[fx.Node, fx.Node]
     rank: dict[fx.Node, int]
+    written: dict[fx.Node, tuple[fx.Node, Scores]]  # by write: the tensor that has new scores
     counts: dict[fx.Node, Any]  # number of rows that a boolean index selects
 
     def _dtype_of(self, node: fx.Node) -> torch.dtype:

@@ -6,6 +6,7 @@ import math
 
 from torch_streamkl.functional import DIVERGENCES, Functional, named, render
 from torch_streamkl.fx_passes import linear
+from torch_streamkl.fx_passes.masks import AxisExcept
 from torch_streamkl.fx_passes.plan import Call, Plan
 from torch_streamkl.fx_passes.sizes import is_zero
 
@@ -15,10 +16,13 @@ def describe(planned: Plan) -> tuple[str, str]:
     forms = []
     for call in planned.calls:
         form = _spoken(_without_condition(call))
+        student = call.geometry.student.distribution.scores
         if call.mask.window_left is not None:
             form += ", sliding window"
         elif call.mask.window_right is not None:
             form += ", causal" if is_zero(call.mask.window_right) else ", keys up to a diagonal"
+        if any(isinstance(x, AxisExcept) for x in student.mask or ()):
+            form += ", words left out"
         if call.mask.tensors:
             form += ", masked"
         if call.geometry.teacher.distribution.averaged:

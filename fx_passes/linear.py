@@ -7,6 +7,7 @@ layer does.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -19,9 +20,10 @@ from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.geometry import ROW_ONLY, Geometry, SideGeometry
 from torch_streamkl.fx_passes.layout import axes_of
+from torch_streamkl.fx_passes.masks import AxisExcept
 from torch_streamkl.fx_passes.operands import canonical, outer_node, weight
 from torch_streamkl.fx_passes.slicing import example
-from torch_streamkl.fx_passes.values import Bias, Blocked
+from torch_streamkl.fx_passes.values import Bias, Blocked, ScoreKey
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores, their rows' order, is it trained
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
@@ -40,11 +42,19 @@ def _is_head(side: SideGeometry) -> bool:
         set(side.kinds) == {ROW_ONLY}
         and on_keys == {axis}
         and len(contracted) == 1
-        and not key.mask
+        and _leaves_out_words(key, axis)
         and not side.distribution.averaged
         and all(axes_of(bias.layout) == {axis} and not bias.factors for bias in key.biases)
         and not (key.capped and key.biases)
     )
+
+
+def _leaves_out_words(key: ScoreKey, axis: int) -> bool:
+    """No mask, or words that have no probability: a bias of -inf, which a softcap would limit."""
+    if not key.mask:
+        return True
+    only_words = all(isinstance(x, AxisExcept) and x.axis == axis for x in key.mask)
+    return only_words and key.fill == -math.inf and not key.capped and key.scale > 0
 
 
 def emit(
@@ -75,6 +85,9 @@ def emit(
         if key.capped:
             options[f"{name}_softcap"] = key.capped
         bias = _bias(build, key.biases, side, key.scale, outer)
+        if key.mask:
+            removed = _removed_words(build, key, inputs[f"{name}_weight"])
+            bias = removed if bias is None else build.call(torch.add, bias, removed)
         if bias is not None:
             options[f"{name}_bias"] = bias
     if functional.text != DEFAULT:
@@ -88,6 +101,21 @@ def emit(
     pieces = [geometry.digits[i].pieces[1] for i in tokens]
     result.meta[STUDENT] = (student.scores, pieces, student.trained)
     return build.call(operator.getitem, result, 0)
+
+
+def _removed_words(build: Builder, key: ScoreKey, head: fx.Node) -> fx.Node:
+    """-inf at the words that the mask leaves out, as [words]."""
+    matrix = example(head)
+    assert isinstance(matrix, Tensor)
+    words = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)
+    total: fx.Node | None = None
+    for literal in sorted(key.mask or (), key=str):
+        assert isinstance(literal, AxisExcept)
+        below = build.call(torch.lt, words, literal.start)
+        keep = build.call(torch.logical_or, below, build.call(torch.ge, words, literal.stop))
+        total = keep if total is None else build.call(torch.logical_and, total, keep)
+    removed = build.call(torch.where, total, 0.0, -math.inf)
+    return build.method("to", removed, matrix.dtype)
 
 
 def _bias(

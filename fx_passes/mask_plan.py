@@ -12,7 +12,7 @@ import torch
 from torch_streamkl.functional import ZERO, Expr, Functional, apply, evaluate
 from torch_streamkl.fx_passes.geometry import Geometry
 from torch_streamkl.fx_passes.layout import Piece
-from torch_streamkl.fx_passes.masks import AxisCondition, AxisTensor
+from torch_streamkl.fx_passes.masks import AxisCondition, AxisExcept, AxisTensor
 from torch_streamkl.fx_passes.sizes import Size, expression, same
 from torch_streamkl.fx_passes.values import (
     ABSORBING,
@@ -64,8 +64,12 @@ class StricterSide:
 Literals = dict[tuple[object, ...], Any]  # a mask's conditions by what they mean
 
 
-def masks_of(shape: Geometry) -> MaskPlan:
-    """The masks of both sides in the operator's terms; they have to be the same."""
+def masks_of(shape: Geometry, *, is_head: bool = False) -> MaskPlan:
+    """The masks of both sides in the operator's terms; they have to be the same.
+
+    ``is_head``: of an LM head, whose operator leaves out words (`linear.emit`).
+    """
+    _check_overwritten(shape, is_head)
     teacher, student = _literals(shape)
     if teacher.keys() != student.keys():
         raise Blocked("teacher and student are masked differently")
@@ -78,10 +82,19 @@ def masked_alike(shape: Geometry) -> bool:
     return teacher.keys() == student.keys()
 
 
-def plan_masks(shape: Geometry, functional: Functional, drops_rows: bool) -> MaskPlan:
+def _check_overwritten(shape: Geometry, is_head: bool) -> None:
+    for side in (shape.teacher, shape.student):
+        found = [x for x in side.distribution.scores.mask or () if isinstance(x, AxisExcept)]
+        if found and not is_head:
+            raise Blocked("some of the scores are overwritten with -inf through a view")
+
+
+def plan_masks(
+    shape: Geometry, functional: Functional, drops_rows: bool, *, is_head: bool
+) -> MaskPlan:
     """Masks that are the same on both sides; ``drops_rows``: rows without keys count as 0."""
     teacher, student = (side.distribution.scores for side in (shape.teacher, shape.student))
-    masks = masks_of(shape)
+    masks = masks_of(shape, is_head=is_head)
     is_masked = bool(student.mask)
     fill = None if drops_rows else _fill(teacher, student, functional, is_masked)
     if masks.row_tensors and fill is not None:
@@ -95,6 +108,7 @@ def plan_masks(shape: Geometry, functional: Functional, drops_rows: bool) -> Mas
 
 def plan_masks_within(shape: Geometry, side: int) -> MaskPlan:
     """Masks of which ``side`` has all conditions and more, and the sum takes its keys."""
+    _check_overwritten(shape, is_head=False)
     sides = _literals(shape)
     stricter, other = sides[side], sides[1 - side]
     if not other.keys() <= stricter.keys():
@@ -166,6 +180,8 @@ def _sorted_out(
                 left = source if left is None else _tighter(left, source, bound)
             case ("window", "right", bound):
                 right = source if right is None else _tighter(right, source, bound)
+            case ("except", *_):
+                pass  # of LM heads: part of their bias
             case ("rows", *_):
                 row_tensors.append(source)
             case _:
@@ -189,6 +205,10 @@ def _literals_of(side: int, shape: Geometry) -> Literals:
     own = (shape.teacher, shape.student)[side]
     result: Literals = {}
     for literal in own.distribution.scores.mask or ():
+        if isinstance(literal, AxisExcept):
+            role = "key" if literal.axis == own.distribution.axis else f"axis {literal.axis}"
+            result[("except", role, literal.start, literal.stop)] = literal
+            continue
         if isinstance(literal, AxisCondition):
             name, bound = _band(literal, side, shape)
             result[("window", name, str(expression(bound)))] = bound

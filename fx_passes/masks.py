@@ -184,7 +184,16 @@ class AxisTensor:
     positive: bool = True
 
 
-AxisLiteral = AxisCondition | AxisTensor
+@dataclass(frozen=True)
+class AxisExcept:
+    """The index of an axis is not in ``[start, stop)``."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+AxisLiteral = AxisCondition | AxisTensor | AxisExcept
 Mask = frozenset[AxisLiteral]
 
 
@@ -236,6 +245,8 @@ def _to_axes(
 
 
 def axes_in(literal: AxisLiteral) -> set[int]:
+    if isinstance(literal, AxisExcept):
+        return {literal.axis}
     if isinstance(literal, AxisCondition):
         return {axis for axis, _ in literal.coefficients}
     return {p.axis for dim in literal.layout for p in dim}

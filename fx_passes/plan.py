@@ -135,7 +135,7 @@ def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_row
             raise Blocked("scores are padded to another number of keys")
         if functional.absent != 0.0:
             raise Blocked("keys that neither side has would contribute to the divergence")
-    mask = plan_masks(shape, functional, drops_rows)
+    mask = plan_masks(shape, functional, drops_rows, is_head=linear.applies(shape))
     return Call(functional, shape, pair.coefficient, factors, mask)
 
 

@@ -26,9 +26,10 @@ from torch_streamkl.fx_passes.values import (
     Scores,
 )
 from torch_streamkl.fx_passes.view_rules import ViewRules
+from torch_streamkl.fx_passes.write_rules import WriteRules
 
 
-class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules):
+class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
     """Abstract values of all nodes of a trace, in ``values``, and reasons in ``reasons``."""
 
     def __init__(self, trace: Trace) -> None:
@@ -44,6 +45,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules):
         self._numbering: dict[object, fx.Node] = {}
         self._by_storage: dict[int, list[fx.Node]] = {}
         self._overwritten: set[fx.Node] = set()
+        self.written: dict[fx.Node, tuple[fx.Node, Scores]] = {}
+        self._written_storages = _written_storages(trace.graph)
         self.counts: dict[fx.Node, Any] = {}
         self.folding = Folding()
         self._constants(trace.module)
@@ -93,24 +96,21 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules):
 
     def _note_writes(self, node: fx.Node) -> None:
         """After a write, what the analysis knows of other views of the storage is void."""
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-            return
-        for argument, value in zip(target._schema.arguments, node.args, strict=False):
-            if (
-                argument.alias_info is not None
-                and argument.alias_info.is_write
-                and isinstance(value, fx.Node)
-            ):
-                known = value.meta.get("val")
-                if isinstance(known, Tensor):
-                    aliases = self._by_storage.get(known.untyped_storage()._cdata, [])
-                    self._overwritten.update(a for a in aliases if a is not value)
+        for target in _written_arguments(node):
+            storage = _storage(target)
+            aliases = self._by_storage.get(storage, []) if storage is not None else []
+            self._overwritten.update(a for a in aliases if a is not target)
+        if node in self.written:
+            base, scores = self.written[node]
+            self._overwritten.discard(base)
+            self.values[base] = scores
 
     def _number(self, node: fx.Node) -> fx.Node:
         """The first node that computes the same: equal pure operations on equal inputs."""
         if node.op != "call_function" or not _is_pure(node):
             return node
+        if any(_storage(n) in self._written_storages for n in (node, *node.all_input_nodes)):
+            return node  # equal operations at different times see different values
         try:
             arguments = fx.map_arg(
                 (node.args, tuple(sorted(node.kwargs.items()))), lambda n: self.canonical[n]
@@ -139,6 +139,29 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules):
 
     def _differs_in_gradient(self, a: fx.Node, b: fx.Node) -> bool:
         return self.trained(a) != self.trained(b)
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an operation writes to."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    return [
+        value
+        for argument, value in zip(target._schema.arguments, node.args, strict=False)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and isinstance(value, fx.Node)
+    ]
+
+
+def _written_storages(graph: fx.Graph) -> set[int | None]:
+    return {_storage(n) for node in graph.nodes for n in _written_arguments(node)} - {None}
 
 
 def _is_pure(node: fx.Node) -> bool:

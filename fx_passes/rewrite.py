@@ -38,6 +38,7 @@ from torch_streamkl.fx_passes.slicing import (
     find_region,
     is_in_place,
     name_of,
+    storage_of,
     written_by,
 )
 from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
@@ -399,18 +400,22 @@ def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node]
 
 
 def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
-    """Whether the tensor that a node writes to has no other use."""
+    """Whether the memory that a node writes to has no other use, through any view of it."""
     (target, *others) = written_by(node)
-    if others or target not in alive:
+    storage = storage_of(target)
+    if others or storage is None:
         return False
-    if any(
-        user is not node and not (is_in_place(user) and not user.users) for user in target.users
-    ):
-        return False
-    # a write to a view is seen through the tensor it is a view of
-    return (
-        target.op == "call_function" and name_of(target) not in ("getitem",)
-    ) or target.op == "call_method"
+    aliases = {n for n in node.graph.nodes if storage_of(n) == storage}
+    return all(
+        alias in alive
+        and alias.op in ("call_function", "call_method")
+        and all(user in aliases or _is_unused_write(user) for user in alias.users)
+        for alias in aliases
+    )
+
+
+def _is_unused_write(node: fx.Node) -> bool:
+    return is_in_place(node) and not node.users
 
 
 # -------------------- what is left over

@@ -11,7 +11,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes.layout import Dim, Layout, Piece, axes_of, axis_dim
-from torch_streamkl.fx_passes.masks import AxisCondition, AxisLiteral, AxisTensor, Mask
+from torch_streamkl.fx_passes.masks import AxisCondition, AxisExcept, AxisLiteral, AxisTensor, Mask
 from torch_streamkl.fx_passes.sizes import Size, is_one, quotient, same
 from torch_streamkl.fx_passes.values import (
     ABSORBING,
@@ -420,6 +420,10 @@ def _part_of_operand(operand: Operand, axis: int, start: Size, length: Size | No
 def _part_of_literal(
     literal: AxisLiteral, axis: int, start: Size, length: Size | None
 ) -> AxisLiteral:
+    if isinstance(literal, AxisExcept):
+        if axis == literal.axis:
+            raise Blocked("scores are sliced after some of their keys were overwritten")
+        return literal
     if isinstance(literal, AxisTensor):
         if axis in axes_of(literal.layout):
             raise Blocked("scores are sliced after a tensor mask was applied")
@@ -450,10 +454,14 @@ def selected_rows(
         raise Blocked("a boolean index on dimensions that the operand has in another order")
     masks = [x for x in key.mask or () if isinstance(x, AxisTensor)]
     others: list[Factor | Bias | AxisTensor] = [*key.factors, *key.biases, *masks]
-    if any(set(axes) & axes_of(x.layout) for x in others) or any(
-        set(axes) & {a for a, _ in x.coefficients}
-        for x in key.mask or ()
-        if isinstance(x, AxisCondition)
+    if (
+        any(set(axes) & axes_of(x.layout) for x in others)
+        or any(
+            set(axes) & {a for a, _ in x.coefficients}
+            for x in key.mask or ()
+            if isinstance(x, AxisCondition)
+        )
+        or any(x.axis in axes for x in key.mask or () if isinstance(x, AxisExcept))
     ):
         raise Blocked("a boolean index on scores after a mask or a tensor was applied")
     axis = max(a for a, _ in key.sizes) + 1

@@ -1,0 +1,209 @@
+"""``logits[:, word] = -inf``: words left out fuse, and any other write keeps the user's value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import compare
+
+Case = Callable[..., Any]
+NEG_INF = float("-inf")
+
+
+def make_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    make = torch.Generator().manual_seed(0)
+    xs, ws, xt, wt = (
+        torch.randn(*s, generator=make).to(dtype) for s in ((6, 8), (37, 8), (6, 12), (37, 12))
+    )
+    return [xs.requires_grad_(), ws.requires_grad_(), xt, wt]
+
+
+def kl(s: Tensor, t: Tensor) -> Tensor:
+    lt, ls = t.log_softmax(-1), s.log_softmax(-1)
+    p = lt.exp()
+    return (p * torch.where(p > 0, lt - ls, torch.zeros_like(lt))).sum(-1).mean()
+
+
+def logits(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor) -> tuple[Tensor, Tensor]:
+    return xs @ ws.mT / 2.0, F.linear(xt, wt)
+
+
+def one_word(*args):
+    s, t = logits(*args)
+    s[:, 3] = NEG_INF
+    t[:, 3] = NEG_INF
+    return kl(s, t)
+
+
+def the_last_words(*args):
+    s, t = logits(*args)
+    s[..., -5:] = NEG_INF
+    t[..., 32:] = NEG_INF
+    return kl(s / 1.5, t / 1.5)
+
+
+def several_words(*args):
+    s, t = logits(*args)
+    for x in (s, t):
+        x[..., 0] = NEG_INF
+        x[:, 10:13] = NEG_INF
+    return kl(s, t)
+
+
+def clones_of_logits_that_are_used(*args):
+    s, t = logits(*args)
+    kept, out = s.clone(), t.clone()
+    kept[:, 3] = NEG_INF
+    out[:, 3].fill_(NEG_INF)
+    return kl(kept, out) + kl(s, t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("program", "sites"),
+    [(one_word, 1), (the_last_words, 1), (several_words, 1), (clones_of_logits_that_are_used, 2)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_words_left_out(program: Case, sites: int, dtype: torch.dtype) -> None:
+    outcome = compare(program, make_inputs(dtype)).check()
+    assert outcome.num_fused == len(outcome.report.sites) == sites, str(outcome.report)
+    assert outcome.report.remaining_quadratic == 0, str(outcome.report)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_words_left_out_of_any_number(inner: str) -> None:
+    outcome = compare(one_word, make_inputs(), inner=inner, dynamic=True).check()
+    assert outcome.num_fused == 1, str(outcome.report)
+
+
+# ------------------------------------------------------------------ the value stays the user's
+def another_word_on_each_side(*args):
+    s, t = logits(*args)
+    s[:, 3] = NEG_INF
+    t[:, 4] = NEG_INF
+    return kl(s, t).nan_to_num(), s.exp()
+
+
+def on_one_side_only(*args):
+    s, t = logits(*args)
+    t[:, 3] = NEG_INF
+    return kl(s, t)
+
+
+def a_finite_number(*args):
+    s, t = logits(*args)
+    s[:, 3], t[:, 3] = -2.0, -2.0
+    return kl(s, t)
+
+
+def every_other_word(*args):
+    s, t = logits(*args)
+    for x in (s, t):
+        x[:, ::2] = NEG_INF
+    return kl(s, t)
+
+
+def words_of_some_tokens(*args):
+    s, t = logits(*args)
+    for x in (s, t):
+        x[:2, 3] = NEG_INF
+    return kl(s, t)
+
+
+def read_through_another_view(*args):
+    s, t = logits(*args)
+    early = s.view(2, 3, -1)
+    s[:, 3], t[:, 3] = NEG_INF, NEG_INF
+    return kl(early, t.view(2, 3, -1))
+
+
+def probabilities_from_before(*args):
+    s, t = logits(*args)
+    before, p = s.log_softmax(-1), t.softmax(-1)
+    s[:, 3], t[:, 3] = NEG_INF, NEG_INF
+    return F.kl_div(before, p, reduction="batchmean") + kl(s, t)
+
+
+def two_clones_of_equal_logits(*args):
+    s, t = logits(*args)
+    first, second, wanted = s.clone(), s.clone(), t.clone()
+    first[:, 3], wanted[:, 3] = NEG_INF, NEG_INF
+    second[:, 4] = NEG_INF
+    return kl(first, wanted) + second.log_softmax(-1)[:, 3].sum()
+
+
+def the_logits_are_returned(*args):
+    s, t = logits(*args)
+    s[:, 3], t[:, 3] = NEG_INF, NEG_INF
+    return kl(s, t), s
+
+
+def a_view_is_scaled_and_its_base_returned(*args):
+    s, t = logits(*args)
+    flat = s.view(-1, s.shape[-1])
+    flat.mul_(0.5)
+    return kl(flat, t), s
+
+
+def before_a_softcap(*args):
+    s, t = logits(*args)
+    s[:, 3], t[:, 3] = NEG_INF, NEG_INF
+    return kl(5 * torch.tanh(s / 5), 5 * torch.tanh(t / 5))
+
+
+def times_a_negative_number(*args):
+    s, t = logits(*args)
+    s[:, 3], t[:, 3] = NEG_INF, NEG_INF
+    s[:, 3], t[:, 3] = -s[:, 4].detach(), -t[:, 4]
+    return kl(-s, -t)
+
+
+LEFT_ALONE = [
+    (a_finite_number, "modified in place"),
+    (every_other_word, "modified in place"),
+    (words_of_some_tokens, "modified in place"),
+    (on_one_side_only, "masked differently"),
+    (before_a_softcap, "tanh of scores that were capped, biased or masked"),
+]
+KEEP_THEIR_VALUE = [
+    *(program for program, _ in LEFT_ALONE),
+    read_through_another_view,
+    another_word_on_each_side,
+    probabilities_from_before,
+    two_clones_of_equal_logits,
+    the_logits_are_returned,
+    a_view_is_scaled_and_its_base_returned,
+    times_a_negative_number,
+]
+
+
+@pytest.mark.parametrize("program", KEEP_THEIR_VALUE, ids=lambda x: x.__name__)
+def test_keeps_its_value(program: Case) -> None:
+    compare(program, make_inputs()).check()
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"), LEFT_ALONE, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_is_left_alone_for_a_reason(program: Case, reason: str) -> None:
+    outcome = compare(program, make_inputs()).check()
+    assert outcome.num_fused == 0, str(outcome.report)
+    assert any(reason in r for r in outcome.reasons), outcome.reasons
+
+
+def test_keys_of_attention_are_left_alone() -> None:
+    def program(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+        s, wanted = q @ k.mT, t @ t.mT
+        s[..., 2], wanted[..., 2] = NEG_INF, NEG_INF
+        return kl(s, wanted)
+
+    inputs = [torch.randn(2, 3, 6, 4, requires_grad=grad) for grad in (True, True, False)]
+    outcome = compare(program, inputs).check()
+    assert outcome.num_fused == 0
+    assert "overwritten" in outcome.reasons[0]
