@@ -152,8 +152,8 @@ def cell(
     dim: int, mask: str, dtype: str = "bf16", seqlen: int = TOKENS, teacher_dim: int = 0,
     heads: int = 32, kv_heads: int = 0, reason: str = "",
 ) -> Cell:  # fmt: skip
-    if dtype == "fp32":
-        reason = FULL_FLOAT32
+    if dtype == "fp32":  # fewer heads: as full a GPU, in a quarter of the time
+        reason, heads = FULL_FLOAT32, 8
     elif seqlen <= 512:
         reason = FEW_TILES
     else:
