@@ -77,7 +77,7 @@ class Report:
         for index, (site, count) in enumerate(_alike(self.sites), 1):
             lines += [f"{index:>3}. {line}" if i == 0 else line for i, line in _table(site, count)]
         if self.remaining:
-            lines.append(f"{len(self.remaining)} quadratic tensors remain:")
+            lines.append(f"{remaining_text(len(self.remaining))}:")
             for x, count in _alike([replace(x, name="") for x in self.remaining]):
                 shape = " x ".join(str(s) for s in x.shape)
                 times = f"{count} of " if count > 1 else ""
@@ -134,3 +134,8 @@ def location_of(node: fx.Node) -> tuple[str, str]:
     frame = outside[-1]
     rest = trace[frame.end() :].lstrip("\n").splitlines()
     return f"{frame[1]}:{frame[2]}", rest[0].strip() if rest else ""
+
+
+def remaining_text(count: int) -> str:
+    """How many quadratic tensors remain, as a sentence without its end."""
+    return "1 quadratic tensor remains" if count == 1 else f"{count} quadratic tensors remain"

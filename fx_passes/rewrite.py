@@ -36,6 +36,7 @@ from torch_streamkl.fx_passes.slicing import (
     Region,
     example,
     find_region,
+    has_effect,
     is_in_place,
     name_of,
     storage_of,
@@ -443,12 +444,22 @@ def _plain(shape: Sequence[object]) -> tuple[object, ...]:
     return tuple(size if isinstance(size, int) else str(size) for size in shape)
 
 
+def _unread(graph: fx.Graph) -> set[fx.Node]:
+    """What no result needs: every compiler drops it."""
+    unread: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not has_effect(node) and all(user in unread for user in node.users):
+            unread.add(node)
+    return unread
+
+
 def _remaining(
     graph: fx.Graph, sizes: dict[fx.Node, fx.Node], recognised: Recogniser
 ) -> list[Remaining]:
     remaining = []
+    unread = _unread(graph)
     for node in graph.nodes:
-        if node in sizes:
+        if node in sizes and node not in unread:
             value = example(node)
             assert isinstance(value, Tensor)
             users = ", ".join(sorted({name_of(u) for u in node.users}))

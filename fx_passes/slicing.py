@@ -66,6 +66,24 @@ def is_in_place(node: fx.Node) -> bool:
     return bool(written_by(node))
 
 
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node may do more than return a value: write, draw random numbers, check."""
+    if node.op not in ("call_function", "call_method"):
+        return True
+    return _draws_random(node) or is_in_place(node) or node.is_impure()
+
+
+def _draws_random(node: fx.Node) -> bool:
+    name = name_of(node)
+    if name == "dropout":
+        p, training = (
+            node.kwargs.get(key, node.args[i] if len(node.args) > i else None)
+            for i, key in ((1, "p"), (2, "training"))
+        )
+        return not (p == 0.0 or training is False)
+    return any(word in name for word in ("dropout", "rand", "bernoulli", "multinomial"))
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node writes to."""
     if node.op not in ("call_function", "call_method"):

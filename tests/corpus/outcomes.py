@@ -11,6 +11,7 @@ import torch
 
 from tests.corpus.naive_losses import ALL_CASES, AOT_EAGER_STRIDE_ISSUE
 from tests.support.comparing import Outcome, compare
+from torch_streamkl.fx_passes.report import remaining_text
 
 NAMES = [case["name"] for case in ALL_CASES]
 
@@ -83,6 +84,6 @@ def row_of(case: dict[str, Any], outcome: Outcome) -> Row:
         reason = "no two distributions meet in the graph"
     remaining = outcome.report.remaining_quadratic
     if outcome.num_fused and remaining:
-        reason = "; ".join(filter(None, (reason, f"{remaining} quadratic tensors remain")))
+        reason = "; ".join(filter(None, (reason, remaining_text(remaining))))
     errors = (outcome.relative("outputs"), outcome.relative("gradients"))
     return Row(case["name"], verdict_of(outcome), reason, *errors)
