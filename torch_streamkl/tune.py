@@ -11,6 +11,7 @@ The winners go to a JSON file (launch_table.py) that later processes load.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import multiprocessing
 import os
@@ -180,7 +181,7 @@ def tune_kernel(
     for tiles, refusal in launches:
         show(f"{kernel} {describe(tiles)}")
         with launch_table.replaced(workload.table(kernel, tiles)):
-            call = lambda: workload.run(kernel)  # noqa: E731
+            call = functools.partial(workload.run, kernel)
             trial = _trial(kernel, tiles, call, expected, refusal, timer)
         if not trials:
             if trial.remark:
