@@ -119,7 +119,10 @@ def batches(
     if pads:
         lengths = seqlen - torch.arange(batch, device=device) * (seqlen // (2 * batch))
     mask = (torch.arange(seqlen, device=device) < lengths[:, None]).long()
-    return [(x.masked_fill(mask == 0, PAD), mask) for x in ids]
+    result = [(x.masked_fill(mask == 0, PAD), mask.clone()) for x in ids]
+    for x in (x for pair in result for x in pair):
+        torch._dynamo.mark_dynamic(x, 1)  # one compilation for all lengths
+    return result
 
 
 @dataclass
@@ -205,11 +208,9 @@ def distil(make: Callable[..., Pair], args: argparse.Namespace) -> Outcome:
     for name in COLORS:
         mine = Pair(pair.name, pair.teacher, copy.deepcopy(pair.student), pair.loss, pair.pads)
         torch._dynamo.reset()
-        step = (
-            mine.loss
-            if name == "eager"
-            else torch.compile(mine.loss, backend="streamkl", dynamic=True)
-        )  # one compilation for all lengths
+        step = mine.loss
+        if name == "streamkl":
+            step = torch.compile(mine.loss, backend="streamkl")
         with tqdm(total=len(data), desc=f"{pair.name}: {name}", ncols=90) as bar:
             runs[name] = train(mine, step, data, bar)
         sizes = tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90)

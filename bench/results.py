@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import attention_matrix, plots, table
+from bench import attention_matrix, other_records, plots, table
 from bench.attention_matrix import Matrix
 from bench.providers import PROVIDERS
 from bench.records import Run
@@ -32,14 +32,19 @@ Other programs ran on the CPU machine during its run: compare providers within a
 
 
 def render(
-    runs: dict[str, Run], pictures: dict[str, list[str]], matrix: Matrix | None = None
+    runs: dict[str, Run],
+    pictures: dict[str, list[str]],
+    matrix: Matrix | None = None,
+    others: dict[str, other_records.Record] | None = None,
 ) -> str:
-    """The whole document, from runs and picture names by file stem, and the attention matrix."""
+    """The whole document, from runs and picture names by file stem, and the other records."""
     parts = [INTRODUCTION, _providers()]
     for stem, run in runs.items():
         parts.append(_run(stem, run, pictures[stem]))
     if matrix is not None:
         parts.append(attention_matrix.markdown(matrix))
+    if others:
+        parts.append(other_records.render(others))
     return "\n".join(parts)
 
 
@@ -105,7 +110,8 @@ def main() -> int:
     for stem, run in runs.items():
         plots.draw_all(run, FOLDER, stem)
     names = picture_names(FOLDER, list(runs))
-    TARGET.write_text(render(runs, names, load_matrix(FOLDER)))
+    others = other_records.load(FOLDER)
+    TARGET.write_text(render(runs, names, load_matrix(FOLDER), others))
     print(f"{TARGET} from {', '.join(runs)}")
     return 0
 

@@ -17,6 +17,7 @@ from bench import (
     compare,
     end_to_end,
     measure,
+    other_records,
     plots,
     results,
     table,
@@ -283,7 +284,8 @@ def test_committed_document_is_what_the_committed_records_give() -> None:
     runs = results.load(results.FOLDER)
     names = results.picture_names(results.FOLDER, list(runs))
     matrix = results.load_matrix(results.FOLDER)
-    assert results.TARGET.read_text() == results.render(runs, names, matrix)
+    others = other_records.load(results.FOLDER)
+    assert results.TARGET.read_text() == results.render(runs, names, matrix, others)
 
 
 TINY_CELL = attention_matrix.Cell(16, 16, "none", "fp32", 2, 4, 4, 64, 64)

@@ -1,0 +1,118 @@
+"""Tables of the measurements that have a record of their own kind, for RESULTS.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def load(folder: Path) -> dict[str, Record]:
+    """The records that exist, in the order of their sections."""
+    paths = {name: folder / f"{name}.json" for name in SECTIONS}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def render(records: dict[str, Record]) -> str:
+    """A section for each record."""
+    parts = []
+    for name, record in records.items():
+        title, body = SECTIONS[name]
+        machine = ", ".join(f"{k} {v}" if k != "device" else v for k, v in _machine(record))
+        command = f"    {record['command']}\n\n" if "command" in record else ""
+        parts.append(f"## {title}\n\n{command}{machine}.\n\n{body(record)}\n")
+    return "\n".join(parts)
+
+
+def _machine(record: Record) -> Iterable[tuple[str, str]]:
+    return ((k, v) for k, v in record["machine"].items() if k not in ("transformers", "driver"))
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _linear_gpu(record: Record) -> str:
+    """Every case: providers beside each other, interleaved in one run."""
+    parts = []
+    for case, rows in record["cases"].items():
+        compiled = rows.get("torch.compile", {}).get("ms")
+        lines = []
+        for name, row in rows.items():
+            if "ms" not in row:
+                lines.append((name, "out of memory", "", "", "", ""))
+                continue
+            share = f"{row['ms'] / compiled:.3f}" if compiled else ""
+            errors = [row.get(f"{k}_grad_error") for k in ("hidden", "weight")]
+            lines.append(
+                (
+                    name,
+                    f"{row['ms']:.2f}",
+                    f"{row['min_ms']:.2f} to {row['max_ms']:.2f}",
+                    share,
+                    f"{row['peak_gib']:.3f}",
+                    ", ".join(f"{e:.1e}" for e in errors if e is not None),
+                )
+            )
+        header = ("provider", "ms", "range", "of torch.compile", "peak GiB", "errors of dX, dW")
+        parts.append(f"### {case}\n\n{_table(header, lines)}\n")
+    return "\n".join(parts)
+
+
+def _linear_cpu(record: Record) -> str:
+    rows = [
+        (name, f"{row['process_s']:.2f}", f"{row['peak_mib']:.1f}")
+        for name, row in record["rows"].items()
+    ]
+    return f"{record['case']}.\n\n" + _table(("provider", "processor s", "peak MiB"), rows)
+
+
+def _native(record: Record) -> str:
+    overhead = record["overhead"]
+    rows = [
+        (name, *(f"{row[k]:.1f}" if k in row else "" for k in ("call_us", "kernels_us")))
+        for name, row in overhead.items()
+        if "call_us" in row
+    ]
+    text = _table(("small call", "host us a call", "its kernels us"), rows)
+    text += f"\n\nAn empty kernel and its wait take {_wait_us(overhead):.1f} us on this machine."
+    if "tests" in record:
+        left = sum(outcome == "no outcome" for outcome in record["tests"].values())
+        text += f"\n\nTests on the GPU: {record['summary']}"
+        text += f", {left} had no turn in the time there was." if left else "."
+    return text
+
+
+def _wait_us(overhead: Record) -> float:
+    return float(overhead["empty_kernel"]["synchronised_us"])
+
+
+def _compile_time(record: Record) -> str:
+    rows = [
+        (
+            row["family"],
+            "dynamic" if row["dynamic"] else "static",
+            str(row["streamkl"]["fused"]),
+            f"{row['streamkl']['rewrite']:.2f}",
+            f"{row['inductor']['backend']:.1f}",
+            f"{row['share_of_inductor']:.1%}",
+        )
+        for row in record["records"]
+    ]
+    header = ("pair", "shapes", "sites", "rewrite s", "plain Inductor s", "share")
+    return _table(header, rows)
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "linear_h200": ("linear_kl beside its peers", _linear_gpu),
+    "linear_cpu": ("linear_kl on a CPU", _linear_cpu),
+    "attention_native": ("attention_kl on a GPU: small calls and tests", _native),
+    "compile_time_cpu": (
+        "What the rewrite adds to compilation (pairs of 12 layers)",
+        _compile_time,
+    ),
+}
