@@ -185,13 +185,12 @@ def train(
 
 
 def step_memory(pair: Pair, step: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> int:
-    """Peak bytes of one forward and backward, above weights and the batch."""
+    """Peak bytes of one forward and backward after training, above weights and the batch."""
 
     def call() -> None:
         step(pair.teacher, pair.student, *batch).backward()
         pair.student.zero_grad(set_to_none=True)
 
-    call()  # compiles, and lets caches settle
     return peak_bytes(call, batch[0].device)
 
 

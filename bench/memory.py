@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -23,8 +24,11 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     cpu = [ProfilerActivity.CPU]
-    with profile(activities=cpu, profile_memory=True, acc_events=True) as recorded:
-        call()
+    with warnings.catch_warnings():
+        # of events that other cycles would have; to keep those takes several times the call itself
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        with profile(activities=cpu, profile_memory=True) as recorded:
+            call()
     current = highest = 0
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
