@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.functional import ONE, ZERO
-from torch_streamkl.fx_passes.analysis import Analysis, Arguments
+from torch_streamkl.fx_passes.analysis import Arguments
+from torch_streamkl.fx_passes.index_rules import IndexRules
 from torch_streamkl.fx_passes.masks import (
     Affine,
     AnyKey,
@@ -27,7 +28,7 @@ from torch_streamkl.fx_passes.values import Absent, Blocked, Elements, Number, S
 EVERYWHERE = BoolTensor(frozenset(), 0)
 
 
-class MaskRules(Analysis):
+class MaskRules(IndexRules):
     """The part of the recogniser that follows masks."""
 
     def compared(self, op: str, x: Elements, value: float) -> object:
@@ -350,11 +351,14 @@ class MaskRules(Analysis):
         return self.unknown(node)
 
     def mask_select(self, node: fx.Node, a: Arguments) -> object:
-        x = self.value(a["self"])
+        x, index, rank = self.value(a["self"]), a["index"], self.rank[a["self"]]
+        if isinstance(x, Affine) and isinstance(index, int) and len(x.coefficients) == rank:
+            dim = a["dim"] % rank
+            if index < 0:
+                index = index + a["self"].meta["val"].shape[dim]
+            others = (*x.coefficients[:dim], *x.coefficients[dim + 1 :])
+            return Affine(others, x.constant + x.coefficients[dim] * index)
         return x if isinstance(x, Number) else self.unknown(node)
-
-    def mask_index(self, node: fx.Node, a: Arguments) -> object:
-        return self.unknown(node)
 
     def mask_cast(self, node: fx.Node, source: fx.Node) -> object:
         x, dtype = self.value(source), node.meta["val"].dtype
