@@ -227,13 +227,14 @@ def test_several_sites_share_their_operands() -> None:
 def test_layers_in_a_loop() -> None:
     program = Program(mask="tril_min", uses_values=True)
 
-    def layers(*args: Tensor) -> tuple[Tensor, Tensor]:
-        *hidden, pad = args
+    def layers(
+        hidden: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, pad: Tensor
+    ) -> tuple[Tensor, Tensor]:
         total = 0.0
         for _ in range(3):
-            loss, hidden[0] = program(*hidden, pad)
+            loss, hidden = program(hidden, sk, tq, tk, pad)
             total = total + loss
-        return total / 3, hidden[0]
+        return total / 3, hidden
 
     assert fused(layers, program.inputs()).num_fused == 3
 
