@@ -27,7 +27,6 @@ attention on a CPU) at the same shape, both measured in the same run. Peaks are 
 and include the gradients. Errors are relative, against float64. A provider whose error exceeds
 twice that of the naive code in the same dtype plus one rounding is red and is compared with
 nothing.
-Other programs ran on the CPU machine during its run: compare providers within a case only.
 """
 
 
