@@ -7,15 +7,13 @@ comes of it is causal.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.analysis import Analysis, Arguments
-from torch_streamkl.fx_passes.masks import Affine, BoolTensor
-from torch_streamkl.fx_passes.sizes import is_one, same
+from torch_streamkl.fx_passes.masks import TRUE_TENSOR, Affine
+from torch_streamkl.fx_passes.score_rules import shape_of
+from torch_streamkl.fx_passes.sizes import Size, is_one, same
 from torch_streamkl.fx_passes.values import Number
-
-NOWHERE = BoolTensor(frozenset(), 0, negative=True)
 
 
 class IndexRules(Analysis):
@@ -30,7 +28,7 @@ class IndexRules(Analysis):
         step = x.coefficients[dim]
         if before is not None:  # continues the tensor by one element to the front
             first = self.value(before)
-            if not isinstance(first, Affine) or not is_one(_shape(before)[dim]):
+            if not isinstance(first, Affine) or not is_one(shape_of(before)[dim]):
                 return self._no_rule(node, "diff")
             others = [c for d, c in enumerate(x.coefficients) if d != dim]
             if others != [c for d, c in enumerate(first.coefficients) if d != dim] or not same(
@@ -41,7 +39,7 @@ class IndexRules(Analysis):
 
     def op_cumsum(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if x == NOWHERE or x == Number(0.0):
+        if x == TRUE_TENSOR.inverted() or x == Number(0.0):
             return Number(0.0)
         return self._no_rule(node, "cumsum")
 
@@ -50,7 +48,7 @@ class IndexRules(Analysis):
         x, indices = self.value(a["self"]), a["indices"]
         if isinstance(x, Number):
             return x
-        sizes = _shape(a["self"])
+        sizes = shape_of(a["self"])
         if not isinstance(x, Affine) or not len(indices) == len(sizes) == len(x.coefficients):
             return None
         result = Affine((0,) * self.rank[node], x.constant)
@@ -62,17 +60,11 @@ class IndexRules(Analysis):
             result = result + known.scaled(coefficient)
         return result
 
-    def _counts_up_to(self, index: fx.Node, size: int | torch.SymInt) -> bool:
+    def _counts_up_to(self, index: fx.Node, size: Size) -> bool:
         """Whether an index tensor is 0, 1, ... size - 1 along one dimension."""
-        x, shape = self.value(index), _shape(index)
+        x, shape = self.value(index), shape_of(index)
         if not isinstance(x, Affine) or len(x.coefficients) != len(shape):
             return False
         steps = [(c, n) for c, n in zip(x.coefficients, shape, strict=True) if c != 0]
         is_arange = len(steps) == 1 and steps[0][0] == 1 and same(x.constant, 0)
         return is_arange and same(steps[0][1], size)
-
-
-def _shape(node: fx.Node) -> torch.Size:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value.shape

@@ -13,6 +13,7 @@ from torch_streamkl.functional import ONE, ZERO
 from torch_streamkl.fx_passes.analysis import Arguments
 from torch_streamkl.fx_passes.index_rules import IndexRules
 from torch_streamkl.fx_passes.masks import (
+    TRUE_TENSOR,
     Affine,
     AnyKey,
     BoolTensor,
@@ -24,8 +25,6 @@ from torch_streamkl.fx_passes.masks import (
 )
 from torch_streamkl.fx_passes.sizes import Size, is_one
 from torch_streamkl.fx_passes.values import Absent, Blocked, Elements, Number, Scores
-
-EVERYWHERE = BoolTensor(frozenset(), 0)
 
 
 class MaskRules(IndexRules):
@@ -48,7 +47,7 @@ class MaskRules(IndexRules):
         if known is None and isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor):
             return self.unknown(x)
         if isinstance(known, Number):
-            return EVERYWHERE if known.value else EVERYWHERE.inverted()
+            return TRUE_TENSOR if known.value else TRUE_TENSOR.inverted()
         return known
 
     def unexpanded(self, node: fx.Node) -> tuple[fx.Node, tuple[int | None, ...]]:
@@ -217,10 +216,10 @@ class MaskRules(IndexRules):
                 _holds(op, known.outside, number.value),
             )
             if inside == outside:
-                return EVERYWHERE if inside else EVERYWHERE.inverted()
+                return TRUE_TENSOR if inside else TRUE_TENSOR.inverted()
             return known.mask if inside else known.mask.inverted()
         if isinstance(known, Number) and isinstance(number, Number):
-            return EVERYWHERE if _holds(op, known.value, number.value) else EVERYWHERE.inverted()
+            return TRUE_TENSOR if _holds(op, known.value, number.value) else TRUE_TENSOR.inverted()
         x, y = self._integer(left), self._integer(right)
         if isinstance(x, Affine) or isinstance(y, Affine):
             difference = _difference(x, y)
@@ -366,7 +365,7 @@ class MaskRules(IndexRules):
             return Choice(x, 1.0, 0.0)
         if isinstance(x, Choice) and dtype == torch.bool:
             if bool(x.inside) == bool(x.outside):
-                return EVERYWHERE if x.inside else EVERYWHERE.inverted()
+                return TRUE_TENSOR if x.inside else TRUE_TENSOR.inverted()
             return x.mask if x.inside else x.mask.inverted()
         if isinstance(x, Choice) and dtype.is_floating_point:
             low = torch.finfo(dtype).min

@@ -27,7 +27,7 @@ def test_in_the_interpreter() -> None:
 @outside
 def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
-        pytest.skip("has one")
+        pytest.skip("this machine has a GPU, which is not refused")
     assert tune.main(TINY) == 1
     assert "needs a GPU" in capsys.readouterr().err
 

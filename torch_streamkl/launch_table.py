@@ -128,10 +128,9 @@ def table_path(device: str) -> Path:
     return Path(named) if named else default_path(device)
 
 
-def find(device: str, key: LaunchKey) -> MeasuredLaunch | None:
-    """The measurement that serves a problem; None where the defaults do."""
-    table = _replacement[-1] if _replacement else _loaded(device)
-    return None if table is None else table.find(key)
+def current(device: str) -> LaunchTable | None:
+    """The table that serves a device; None where the defaults do."""
+    return _replacement[-1] if _replacement else _loaded(device)
 
 
 _replacement: list[LaunchTable] = []
