@@ -16,6 +16,7 @@ from tests.support.offline import (
 )
 from torch_streamkl import linear_problem
 from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl.launch import HopperLaunch
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import AttentionProblem
 from torch_streamkl.streaming import Wanted
@@ -46,7 +47,7 @@ def portable_launches(target: str) -> list[Launch]:
 
 
 # Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
-STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", 128): 64}
+STACK = {("sm_90", "dk_kernel"): 64}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -59,6 +60,14 @@ def test_portable(target: str) -> None:
         assert built.spill_bytes <= STACK.get((target, launch.kernel.__name__), 0)
 
 
+def check_hopper_forward(launch: Launch) -> None:
+    built = compile_launch(launch, "sm_90")
+    assert built.shared_bytes <= SHARED_LIMIT_KIB["sm_90"] * 1024
+    assert built.spill_bytes == 0
+    assert built.asm["ptx"].count("wgmma.mma_async") > 0
+    assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
+
+
 @pytest.mark.parametrize(
     ("head_dim", "divergence", "seqlen"),
     [(128, "forward_kl", 1024), (64, "reverse_kl", 1024), (128, "forward_kl", 1)],
@@ -69,12 +78,27 @@ def test_hopper(head_dim: int, divergence: str, seqlen: int) -> None:
     with record_launches("sm_90") as launches:
         hopper_attention.forward(problem(head_dim, divergence, seqlen))
     forward, again = launches
-    built = compile_launch(forward, "sm_90")
-    assert built.shared_bytes <= SHARED_LIMIT_KIB["sm_90"] * 1024
-    assert built.spill_bytes <= STACK.get(("sm_90", head_dim), 0)
-    assert built.asm["ptx"].count("wgmma.mma_async") > 0
-    assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
+    check_hopper_forward(forward)
     assert compile_launch(again, "sm_90").spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        HopperLaunch(64, 64, True, "other", slots=4, one_barrier=True),
+        HopperLaunch(
+            64, 64, False, "weight", groups=3, slots=4, late_release=True, after_issue=False
+        ),
+    ],
+)
+def test_other_hopper_launches(launch: HopperLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_streamkl.kernels import hopper_attention
+
+    monkeypatch.setattr(hopper_attention, "hopper_launch", lambda _: launch)
+    with record_launches("sm_90") as launches:
+        hopper_attention.forward(problem(64, window_right=0))
+    check_hopper_forward(launches[0])
+    assert launches[0].grid == (32 * -(-1024 // (64 * launch.groups)),)
 
 
 def head(width: int) -> linear_problem.Head:

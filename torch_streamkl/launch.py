@@ -207,15 +207,24 @@ class TritonLaunch:
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """Tiles of the Hopper forward; the keys always have two slots of shared memory."""
+    """Tiles and schedule of the Hopper forward (kernels/hopper_forward.py)."""
 
     block_m: int  # query rows of a warp group
     block_n: int  # keys of a tile
-    q_in_registers: bool  # and one matmul in flight at a time, or both
+    pairs: bool  # both matmuls of a tile in flight, or one at a time
+    q_in_registers: str  # queries of "other", "weight", "both" sides or "none"
+    groups: int = 2  # warp groups that reduce, 2 or 3
+    slots: int = 2  # tiles of keys in shared memory, a power of two
+    one_barrier: bool = False  # for both tiles of a slot, or one a tile
+    late_release: bool = False  # of a tile: after the next matmul is issued, or before
+    after_issue: bool = True  # a pause that keeps the arithmetic below the matmul just issued
 
 
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
-HOPPER_LAUNCHES = {64: HopperLaunch(64, 64, False), 128: HopperLaunch(64, 64, True)}
+HOPPER_LAUNCHES = {
+    64: HopperLaunch(64, 64, True, "none"),
+    128: HopperLaunch(64, 64, False, "both"),
+}
 # of the portable kernel that repeats marked blocks of rows: block_m is that of HOPPER_LAUNCHES
 HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 

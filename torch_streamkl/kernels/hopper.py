@@ -7,11 +7,12 @@ ptxas serialises every wgmma (message C7514) when an accumulator is in flight ac
 edge: loops are unrolled by two, each half with its own registers. And compilers move arithmetic
 that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
-NOTE [Two slots]
-Tiles of keys alternate between two slots of shared memory, so that the loop unrolled by two knows
-its slots at compile time. Tile i of `num_tiles` sits in slot (i + num_tiles) % 2 and is the
-(i // 2)-th user of its slot: any number of tiles works, and the loop over pairs begins with
-slot 0.
+NOTE [Slots]
+Tile i of keys is in slot i % SLOTS of shared memory (a power of two) and is the (i // SLOTS)-th
+user of its slot, whose barriers complete one phase a user. A slot is loaded again when every warp
+group has released it: with two slots a load has about the time of one tile, with four of three.
+With more than two, the descriptors of a slot depend on the iteration of the loop unrolled by two:
+those that do not are computed before the loop, and may be spilled.
 """
 
 from triton.experimental import gluon
@@ -69,6 +70,18 @@ def lane_sum(x):
     """[M, N] accumulator -> [M, LANES]: each thread sums its columns, no shuffles."""
     y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
     return gl.sum(gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4]), 2)
+
+
+@gluon.jit
+def slot_of(i, SLOTS: gl.constexpr):
+    """Where tile i is (NOTE [Slots])."""
+    return i & (SLOTS - 1)
+
+
+@gluon.jit
+def phase_of(i, SLOTS: gl.constexpr):
+    """The phase of the barriers of tile i's slot that completes for tile i."""
+    return (i // SLOTS) & 1
 
 
 @gluon.jit

@@ -52,7 +52,7 @@ def _launch(
     by_teacher = form.TT != 0.0 or form.TS != 0.0
     student, teacher = problem.student, problem.teacher
     other, weight = (student, teacher) if by_teacher else (teacher, student)
-    blocks = triton.cdiv(num_flags, fwd.GROUPS.value)
+    blocks = triton.cdiv(num_flags, launch.groups)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
     fwd.forward_kernel[(blocks * problem.num_heads * problem.batch,)](
         descriptor(other.q, launch.block_m), descriptor(other.k, launch.block_n),
@@ -62,7 +62,7 @@ def _launch(
         problem.seqlen_q, problem.seqlen_k,
         _log2_scale(problem, other), _log2_scale(problem, weight),
         WEIGHT_IS_TEACHER=by_teacher, CAUSAL=problem.window_right is not None,
-        Q_IN_REGISTERS=launch.q_in_registers, FORM=form, CONFIG=config_of(problem, launch),
+        SCHEDULE=_schedule(launch), FORM=form, CONFIG=config_of(problem, launch),
         num_warps=4,
     )  # fmt: skip
     portable.forward_again_kernel[(again.shape[0],)](
@@ -70,6 +70,19 @@ def _launch(
         num_flags, problem.num_heads, plan.inv_temperature, plan.fill,
         FORM=form, HELPER=None, CONFIG=config_of(problem, HOPPER_AGAIN), **HOPPER_AGAIN.options(),
     )  # fmt: skip
+
+
+def _schedule(launch: HopperLaunch) -> fwd.Schedule:
+    return fwd.Schedule(
+        GROUPS=launch.groups,
+        SLOTS=launch.slots,
+        PAIRS=launch.pairs,
+        OTHER_IN_REGISTERS=launch.q_in_registers in ("other", "both"),
+        WEIGHT_IN_REGISTERS=launch.q_in_registers in ("weight", "both"),
+        ONE_BARRIER=launch.one_barrier,
+        LATE_RELEASE=launch.late_release,
+        AFTER_ISSUE=launch.after_issue,
+    )
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:

@@ -1,4 +1,4 @@
-"""The forward on Hopper: one warp loads, two warp groups of 64 rows each reduce.
+"""The forward on Hopper: one warp loads, two or three warp groups of 64 rows each reduce.
 
 The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
 the student of forward KL. Tiles come from the last key to the first, so that those that need a
@@ -32,19 +32,37 @@ from torch_streamkl.kernels.hopper import (
     exp2,
     flat,
     lane_sum,
+    phase_of,
+    slot_of,
     start_scores,
 )
 from torch_streamkl.kernels.rows import LOW, finish, moment, place_of, update
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(3.0e38)
-GROUPS = gl.constexpr(2)  # warp groups that reduce
 LOADER_REGISTERS = gl.constexpr(24)
-GROUP_REGISTERS = gl.constexpr(240)
+REDUCING_REGISTERS = gl.constexpr(480)  # shared evenly by the warp groups that reduce
+
+
+class Schedule(NamedTuple):
+    """Compile-time choices of a launch.HopperLaunch."""
+
+    GROUPS: int
+    SLOTS: int
+    PAIRS: bool
+    OTHER_IN_REGISTERS: bool
+    WEIGHT_IN_REGISTERS: bool
+    ONE_BARRIER: bool
+    LATE_RELEASE: bool
+    AFTER_ISSUE: bool
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, two slots of keys of both sides, barriers."""
+    """Shared memory: queries of each warp group, slots of keys of both sides, barriers.
+
+    With ONE_BARRIER, `other_full` and `weight_empty` are those of a slot's two tiles, and the
+    other two are unused.
+    """
 
     other_q: Any
     weight_q: Any
@@ -80,58 +98,119 @@ class Outputs(NamedTuple):
     num_flags: Any  # blocks of 64 rows of a head
 
 
+class Sums(NamedTuple):
+    """Per thread, relative to fixed bases: sums of 2^x of both sides, and the moment."""
+
+    other: Any
+    weight: Any
+    moment: Any
+    base_o: Any
+    base_w: Any
+
+
 @gluon.jit
 def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCHEDULE: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: queries once, then every tile of keys into the slot that is empty."""
+    SLOTS: gl.constexpr = SCHEDULE.SLOTS
+    GROUPS: gl.constexpr = SCHEDULE.GROUPS
+    both: gl.constexpr = other_k.block_type.nbytes + weight_k.block_type.nbytes
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
-        row = block.m0 + group * BLOCK_M
+        row = block.m0 + group * CONFIG.BLOCK_M
         async_load(other_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.other_q.index(group))
         async_load(weight_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.weight_q.index(group))
     for i in range(block.num_tiles):
-        slot = (i + block.num_tiles) & 1
-        phase = ((i >> 1) & 1) ^ 1
-        row = (block.num_tiles - 1 - i) * BLOCK_N
-        mbarrier.wait(tiles.other_empty.index(slot), phase)
-        mbarrier.expect(tiles.other_full.index(slot), other_k.block_type.nbytes)
-        async_load(
-            other_k,
-            [block.b, other_h, row, 0],
-            tiles.other_full.index(slot),
-            tiles.other_k.index(slot),
-        )
-        mbarrier.wait(tiles.weight_empty.index(slot), phase)
-        mbarrier.expect(tiles.weight_full.index(slot), weight_k.block_type.nbytes)
-        async_load(
-            weight_k,
-            [block.b, weight_h, row, 0],
-            tiles.weight_full.index(slot),
-            tiles.weight_k.index(slot),
-        )
+        slot = slot_of(i, SLOTS)
+        phase = phase_of(i, SLOTS) ^ 1
+        row = (block.num_tiles - 1 - i) * CONFIG.BLOCK_N
+        other_full = tiles.other_full.index(slot)
+        if SCHEDULE.ONE_BARRIER:
+            weight_full = other_full
+            mbarrier.wait(tiles.weight_empty.index(slot), phase)
+            mbarrier.expect(other_full, both)
+            async_load(other_k, [block.b, other_h, row, 0], other_full, tiles.other_k.index(slot))
+        else:
+            weight_full = tiles.weight_full.index(slot)
+            mbarrier.wait(tiles.other_empty.index(slot), phase)
+            mbarrier.expect(other_full, other_k.block_type.nbytes)
+            async_load(other_k, [block.b, other_h, row, 0], other_full, tiles.other_k.index(slot))
+            mbarrier.wait(tiles.weight_empty.index(slot), phase)
+            mbarrier.expect(weight_full, weight_k.block_type.nbytes)
+        async_load(weight_k, [block.b, weight_h, row, 0], weight_full, tiles.weight_k.index(slot))
+
+
+@gluon.jit
+def start_other(oq, tiles, i, more, zero, SCHEDULE: gl.constexpr):
+    """Issue the matmul of tile i of `other` when the tile is there; `more` is false past the end.
+
+    Past the end the matmul reads whatever the slot holds, and nobody reads the result.
+    """
+    slot = slot_of(i, SCHEDULE.SLOTS)
+    phase = phase_of(i, SCHEDULE.SLOTS)
+    mbarrier.wait(tiles.other_full.index(slot), phase, pred=more)
+    return start_scores(oq, tiles.other_k.index(slot), zero)
+
+
+@gluon.jit
+def start_weight(wq, tiles, i, zero, SCHEDULE: gl.constexpr):
+    """Issue the matmul of tile i of `weight`, after that of `other`."""
+    slot = slot_of(i, SCHEDULE.SLOTS)
+    if not SCHEDULE.ONE_BARRIER:
+        mbarrier.wait(tiles.weight_full.index(slot), phase_of(i, SCHEDULE.SLOTS))
+    return start_scores(wq, tiles.weight_k.index(slot), zero)
+
+
+@gluon.jit
+def start_pair(oq, wq, tiles, i, more, zero, SCHEDULE: gl.constexpr):
+    """Issue both matmuls of tile i when both tiles are there; past the end as start_other."""
+    slot = slot_of(i, SCHEDULE.SLOTS)
+    phase = phase_of(i, SCHEDULE.SLOTS)
+    mbarrier.wait(tiles.other_full.index(slot), phase, pred=more)
+    if not SCHEDULE.ONE_BARRIER:
+        mbarrier.wait(tiles.weight_full.index(slot), phase, pred=more)
+    o = start_scores(oq, tiles.other_k.index(slot), zero)
+    w = start_scores(wq, tiles.weight_k.index(slot), zero)
+    return o, w
+
+
+@gluon.jit
+def release_other(tiles, i, more, SCHEDULE: gl.constexpr):
+    """This warp group has read tile i of `other`."""
+    if not SCHEDULE.ONE_BARRIER:
+        slot = slot_of(i, SCHEDULE.SLOTS)
+        mbarrier.arrive(tiles.other_empty.index(slot), count=1, pred=more)
+
+
+@gluon.jit
+def release_weight(tiles, i, more, SCHEDULE: gl.constexpr):
+    """This warp group has read tile i of `weight`, the last of the two."""
+    slot = slot_of(i, SCHEDULE.SLOTS)
+    mbarrier.arrive(tiles.weight_empty.index(slot), count=1, pred=more)
+
+
+@gluon.jit
+def release_pair(tiles, i, more, SCHEDULE: gl.constexpr):
+    """This warp group has read both tiles i."""
+    release_other(tiles, i, more, SCHEDULE)
+    release_weight(tiles, i, more, SCHEDULE)
 
 
 @gluon.jit
 def update_tiles(
     state, oq, wq, tiles, block, rows, count, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
-    FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SCHEDULE: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Running state after the first `count` tiles, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     for i in range(count):
-        slot = (i + block.num_tiles) & 1
-        phase = (i >> 1) & 1
-        mbarrier.wait(tiles.other_full.index(slot), phase)
-        o = start_scores(oq, tiles.other_k.index(slot), zero)
-        mbarrier.wait(tiles.weight_full.index(slot), phase)
-        w = start_scores(wq, tiles.weight_k.index(slot), zero)
+        o, w = start_pair(oq, wq, tiles, i, True, zero, SCHEDULE)
         o, w = warpgroup_mma_wait(0, deps=[o, w])
-        mbarrier.arrive(tiles.other_empty.index(slot), count=1)
-        mbarrier.arrive(tiles.weight_empty.index(slot), count=1)
+        release_pair(tiles, i, True, SCHEDULE)
         cols = (block.num_tiles - 1 - i) * BLOCK_N + gl.arange(0, BLOCK_N, layout=col_layout)
         allowed = gl.expand_dims(cols, 0) < block.seqlen_k
         if CAUSAL:
@@ -147,141 +226,126 @@ def update_tiles(
 
 
 @gluon.jit
+def pair_step(
+    o, w, sums, i, more, oq, wq, tiles, block, zero,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile i, and the sums with those of the tile before."""
+    next_o, next_w = start_pair(oq, wq, tiles, i, more, zero, SCHEDULE)
+    if SCHEDULE.LATE_RELEASE:
+        release_pair(tiles, i - 1, True, SCHEDULE)
+    base_o, base_w = bases(sums, SCHEDULE)
+    o = o * block.other_scale - gl.expand_dims(base_o, 1)
+    w = w * block.weight_scale - gl.expand_dims(base_w, 1)
+    sum_o = sums.other + lane_sum(exp2(o))
+    ew = exp2(w)
+    sum_w = sums.weight + lane_sum(ew)
+    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    mom, sum_o = before_wait_pair(mom, sum_o)
+    o, w = warpgroup_mma_wait(0, deps=[next_o, next_w])
+    if not SCHEDULE.LATE_RELEASE:
+        release_pair(tiles, i, more, SCHEDULE)
+    return o, w, Sums(sum_o, sum_w, mom, base_o, base_w)
+
+
+@gluon.jit
 def sum_pairs(
-    oq,
-    wq,
-    tiles,
-    block,
-    start,
-    base_o,
-    base_w,
-    zero,
-    C_WEIGHT: gl.constexpr,
-    C_OTHER: gl.constexpr,
-):
-    """Sums per thread over the even number of tiles from `start` on, a tile's matmuls together."""
-    sum_o = lane_sum(zero)
-    sum_w = sum_o
-    mom = sum_o
-    mbarrier.wait(tiles.other_full.index(0), (start >> 1) & 1)
-    mbarrier.wait(tiles.weight_full.index(0), (start >> 1) & 1)
-    o0 = start_scores(oq, tiles.other_k.index(0), zero)
-    w0 = start_scores(wq, tiles.weight_k.index(0), zero)
-    o, w = warpgroup_mma_wait(0, deps=[o0, w0])
-    mbarrier.arrive(tiles.other_empty.index(0), count=1)
-    mbarrier.arrive(tiles.weight_empty.index(0), count=1)
+    sums, oq, wq, tiles, block, start, zero,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
+):  # fmt: skip
+    """Sums over the even number of tiles from `start` on, both matmuls of a tile together."""
+    o, w = start_pair(oq, wq, tiles, start, True, zero, SCHEDULE)
+    o, w = warpgroup_mma_wait(0, deps=[o, w])
+    if not SCHEDULE.LATE_RELEASE:
+        release_pair(tiles, start, True, SCHEDULE)
     for i in range(start, block.num_tiles, 2):
-        phase = ((i + 1) >> 1) & 1
-        mbarrier.wait(tiles.other_full.index(1), phase)
-        mbarrier.wait(tiles.weight_full.index(1), phase)
-        o1 = start_scores(oq, tiles.other_k.index(1), zero)
-        w1 = start_scores(wq, tiles.weight_k.index(1), zero)
-        base_o, base_w = after_issue(base_o, base_w)
-        o = o * block.other_scale - gl.expand_dims(base_o, 1)
-        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
-        sum_o += lane_sum(exp2(o))
-        ew = exp2(w)
-        sum_w += lane_sum(ew)
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
-        mom, sum_o = before_wait_pair(mom, sum_o)
-        o, w = warpgroup_mma_wait(0, deps=[o1, w1])
-        mbarrier.arrive(tiles.other_empty.index(1), count=1)
-        mbarrier.arrive(tiles.weight_empty.index(1), count=1)
-        # past the end the matmuls read what slot 0 still holds, and nobody reads them
+        o, w, sums = pair_step(
+            o, w, sums, i + 1, True, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
+        )
         more = i + 2 < block.num_tiles
-        phase = ((i + 2) >> 1) & 1
-        mbarrier.wait(tiles.other_full.index(0), phase, pred=more)
-        mbarrier.wait(tiles.weight_full.index(0), phase, pred=more)
-        o0 = start_scores(oq, tiles.other_k.index(0), zero)
-        w0 = start_scores(wq, tiles.weight_k.index(0), zero)
-        base_o, base_w = after_issue(base_o, base_w)
-        o = o * block.other_scale - gl.expand_dims(base_o, 1)
-        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
-        sum_o += lane_sum(exp2(o))
-        ew = exp2(w)
-        sum_w += lane_sum(ew)
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
-        mom, sum_o = before_wait_pair(mom, sum_o)
-        o, w = warpgroup_mma_wait(0, deps=[o0, w0])
-        mbarrier.arrive(tiles.other_empty.index(0), count=1, pred=more)
-        mbarrier.arrive(tiles.weight_empty.index(0), count=1, pred=more)
-    return sum_o, sum_w, mom
+        o, w, sums = pair_step(
+            o, w, sums, i + 2, more, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
+        )
+    return sums
+
+
+@gluon.jit
+def half_step(
+    o, sums, i, more, oq, wq, tiles, block, zero,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
+):  # fmt: skip
+    """Scores of `other` of tile i, and the sums with the tile before, whose scores are o."""
+    w = start_weight(wq, tiles, i - 1, zero, SCHEDULE)
+    if SCHEDULE.LATE_RELEASE:
+        release_other(tiles, i - 1, True, SCHEDULE)
+    base_o, base_w = bases(sums, SCHEDULE)
+    o = o * block.other_scale - gl.expand_dims(base_o, 1)
+    sum_o = before_wait(sums.other + lane_sum(exp2(o)))
+    w = warpgroup_mma_wait(0, deps=[w])
+    if not SCHEDULE.LATE_RELEASE:
+        release_weight(tiles, i - 1, True, SCHEDULE)
+    next_o = start_other(oq, tiles, i, more, zero, SCHEDULE)
+    if SCHEDULE.LATE_RELEASE:
+        release_weight(tiles, i - 1, True, SCHEDULE)
+    sums = Sums(sum_o, sums.weight, sums.moment, base_o, base_w)
+    base_o, base_w = bases(sums, SCHEDULE)
+    w = w * block.weight_scale - gl.expand_dims(base_w, 1)
+    ew = exp2(w)
+    sum_w = sums.weight + lane_sum(ew)
+    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    mom, sum_w = before_wait_pair(mom, sum_w)
+    o = warpgroup_mma_wait(0, deps=[next_o])
+    if not SCHEDULE.LATE_RELEASE:
+        release_other(tiles, i, more, SCHEDULE)
+    return o, Sums(sum_o, sum_w, mom, base_o, base_w)
 
 
 @gluon.jit
 def sum_halves(
-    oq,
-    wq,
-    tiles,
-    block,
-    start,
-    base_o,
-    base_w,
-    zero,
-    C_WEIGHT: gl.constexpr,
-    C_OTHER: gl.constexpr,
-):
+    sums, oq, wq, tiles, block, start, zero,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
+):  # fmt: skip
     """As sum_pairs with one matmul in flight: fewer registers, room for queries in registers."""
-    sum_o = lane_sum(zero)
-    sum_w = sum_o
-    mom = sum_o
-    mbarrier.wait(tiles.other_full.index(0), (start >> 1) & 1)
-    o0 = start_scores(oq, tiles.other_k.index(0), zero)
-    o = warpgroup_mma_wait(0, deps=[o0])
-    mbarrier.arrive(tiles.other_empty.index(0), count=1)
+    o = start_other(oq, tiles, start, True, zero, SCHEDULE)
+    o = warpgroup_mma_wait(0, deps=[o])
+    if not SCHEDULE.LATE_RELEASE:
+        release_other(tiles, start, True, SCHEDULE)
     for i in range(start, block.num_tiles, 2):
-        mbarrier.wait(tiles.weight_full.index(0), (i >> 1) & 1)
-        w0 = start_scores(wq, tiles.weight_k.index(0), zero)
-        base_o, base_w = after_issue(base_o, base_w)
-        o = o * block.other_scale - gl.expand_dims(base_o, 1)
-        sum_o = before_wait(sum_o + lane_sum(exp2(o)))
-        w = warpgroup_mma_wait(0, deps=[w0])
-        mbarrier.arrive(tiles.weight_empty.index(0), count=1)
-        phase = ((i + 1) >> 1) & 1
-        mbarrier.wait(tiles.other_full.index(1), phase)
-        o1 = start_scores(oq, tiles.other_k.index(1), zero)
-        base_o, base_w = after_issue(base_o, base_w)
-        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
-        ew = exp2(w)
-        sum_w += lane_sum(ew)
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
-        mom, sum_w = before_wait_pair(mom, sum_w)
-        o = warpgroup_mma_wait(0, deps=[o1])
-        mbarrier.arrive(tiles.other_empty.index(1), count=1)
-        mbarrier.wait(tiles.weight_full.index(1), phase)
-        w1 = start_scores(wq, tiles.weight_k.index(1), zero)
-        base_o, base_w = after_issue(base_o, base_w)
-        o = o * block.other_scale - gl.expand_dims(base_o, 1)
-        sum_o = before_wait(sum_o + lane_sum(exp2(o)))
-        w = warpgroup_mma_wait(0, deps=[w1])
-        mbarrier.arrive(tiles.weight_empty.index(1), count=1)
-        # past the end the matmul reads what slot 0 still holds, and nobody reads it
+        o, sums = half_step(
+            o, sums, i + 1, True, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
+        )
         more = i + 2 < block.num_tiles
-        mbarrier.wait(tiles.other_full.index(0), ((i + 2) >> 1) & 1, pred=more)
-        o0 = start_scores(oq, tiles.other_k.index(0), zero)
-        base_o, base_w = after_issue(base_o, base_w)
-        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
-        ew = exp2(w)
-        sum_w += lane_sum(ew)
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
-        mom, sum_w = before_wait_pair(mom, sum_w)
-        o = warpgroup_mma_wait(0, deps=[o0])
-        mbarrier.arrive(tiles.other_empty.index(0), count=1, pred=more)
-    return sum_o, sum_w, mom
+        o, sums = half_step(
+            o, sums, i + 2, more, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
+        )
+    return sums
 
 
 @gluon.jit
-def with_sums(state, base_o, base_w, sum_o, sum_w, mom, WEIGHT_IS_TEACHER: gl.constexpr):
+def bases(sums, SCHEDULE: gl.constexpr):
+    """The bases, behind a pause after the matmul just issued where the launch asks for one."""
+    base_o, base_w = sums.base_o, sums.base_w
+    if SCHEDULE.AFTER_ISSUE:
+        base_o, base_w = after_issue(base_o, base_w)
+    return base_o, base_w
+
+
+@gluon.jit
+def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr):
     """The state with sums relative to its own maxima added."""
+    row_layout: gl.constexpr = state.l_t.type.layout
+    sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
+    sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
+    mom = gl.convert_layout(gl.sum(sums.moment, 1), row_layout)
     if WEIGHT_IS_TEACHER:
         return State(
-            base_w, state.l_t + sum_w, base_o, state.l_s + sum_o, state.a + mom, state.b,
-            state.low_t, state.low_s, state.count,
+            sums.base_w, state.l_t + sum_w, sums.base_o, state.l_s + sum_o, state.a + mom,
+            state.b, state.low_t, state.low_s, state.count,
         )  # fmt: skip
     else:
         return State(
-            base_o, state.l_t + sum_o, base_w, state.l_s + sum_w, state.a, state.b + mom,
-            state.low_t, state.low_s, state.count,
+            sums.base_o, state.l_t + sum_o, sums.base_w, state.l_s + sum_w, state.a,
+            state.b + mom, state.low_t, state.low_s, state.count,
         )  # fmt: skip
 
 
@@ -305,8 +369,8 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr,
-    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    FORM: gl.constexpr, CONFIG: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
+    SCHEDULE: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -331,34 +395,31 @@ def reduce_rows(
     oq = flat(tiles.other_q.index(GROUP))
     wq = flat(tiles.weight_q.index(GROUP))
     mbarrier.wait(tiles.q_bar, 0)
-    if Q_IN_REGISTERS:
-        operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    if SCHEDULE.OTHER_IN_REGISTERS:
         oq = oq.load(operand)
+    if SCHEDULE.WEIGHT_IN_REGISTERS:
         wq = wq.load(operand)
     state = update_tiles(
         empty(BLOCK_M, row_layout), oq, wq, tiles, block, rows, num_masked, zero,
-        WEIGHT_IS_TEACHER, CAUSAL, FORM, CONFIG,
+        WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
     )  # fmt: skip
     if num_masked < block.num_tiles:
         m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
         m_w = state.m_t if WEIGHT_IS_TEACHER else state.m_s
         base_o = gl.where(m_o == LOW, 0.0, m_o)
         base_w = gl.where(m_w == LOW, 0.0, m_w)
-        if Q_IN_REGISTERS:
-            sum_o, sum_w, mom = sum_halves(
-                oq, wq, tiles, block, num_masked, base_o, base_w, zero, C_WEIGHT, C_OTHER
+        none = lane_sum(zero)
+        sums = Sums(none, none, none, base_o, base_w)
+        if SCHEDULE.PAIRS:
+            sums = sum_pairs(
+                sums, oq, wq, tiles, block, num_masked, zero, C_WEIGHT, C_OTHER, SCHEDULE
             )
         else:
-            sum_o, sum_w, mom = sum_pairs(
-                oq, wq, tiles, block, num_masked, base_o, base_w, zero, C_WEIGHT, C_OTHER
+            sums = sum_halves(
+                sums, oq, wq, tiles, block, num_masked, zero, C_WEIGHT, C_OTHER, SCHEDULE
             )
-        state = with_sums(
-            state, base_o, base_w,
-            gl.convert_layout(gl.sum(sum_o, 1), row_layout),
-            gl.convert_layout(gl.sum(sum_w, 1), row_layout),
-            gl.convert_layout(gl.sum(mom, 1), row_layout),
-            WEIGHT_IS_TEACHER,
-        )  # fmt: skip
+        state = with_sums(state, sums, WEIGHT_IS_TEACHER)
         # every doubtful row marks its block
         flags = outputs.again + block.bh * outputs.num_flags + rows // BLOCK_M
         gl.store(flags, 1, mask=doubtful(state) & (rows < block.seqlen_q))
@@ -376,12 +437,14 @@ def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     again_ptr, num_flags, num_blocks, num_heads, other_group, weight_group,
     seqlen_q, seqlen_k, other_scale, weight_scale,
-    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    FORM: gl.constexpr, CONFIG: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
+    SCHEDULE: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     HEAD_DIM: gl.constexpr = CONFIG.S_DIM
+    GROUPS: gl.constexpr = SCHEDULE.GROUPS
+    SLOTS: gl.constexpr = SCHEDULE.SLOTS
     position, bh = place_of(gl.program_id(0), num_blocks, CAUSAL)
     if CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
@@ -395,7 +458,7 @@ def forward_kernel(
     block = Block(b, h, bh, m0, num_tiles, seqlen_q, seqlen_k, other_scale, weight_scale)
 
     queries: gl.constexpr = [GROUPS, 1, 1, BLOCK_M, HEAD_DIM]
-    keys: gl.constexpr = [2, 1, 1, BLOCK_N, HEAD_DIM]
+    keys: gl.constexpr = [SLOTS, 1, 1, BLOCK_N, HEAD_DIM]
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = Tiles(
         gl.allocate_shared_memory(other_q.dtype, queries, other_q.layout),
@@ -403,33 +466,38 @@ def forward_kernel(
         gl.allocate_shared_memory(other_k.dtype, keys, other_k.layout),
         gl.allocate_shared_memory(weight_k.dtype, keys, weight_k.layout),
         gl.allocate_shared_memory(gl.int64, [1], bars),
-        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [2, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
     )
     mbarrier.init(tiles.q_bar, count=1)
-    for slot in gl.static_range(2):
+    for slot in gl.static_range(SLOTS):
         mbarrier.init(tiles.other_full.index(slot), count=1)
         mbarrier.init(tiles.weight_full.index(slot), count=1)
         mbarrier.init(tiles.other_empty.index(slot), count=GROUPS)
         mbarrier.init(tiles.weight_empty.index(slot), count=GROUPS)
     outputs = Outputs(value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags)
+    GROUP_REGISTERS: gl.constexpr = REDUCING_REGISTERS // GROUPS
     gl.warp_specialize(
         [
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(0),
-                WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG,
-            )),
-            (reduce_rows, (
-                tiles, block, outputs, gl.constexpr(1),
-                WEIGHT_IS_TEACHER, CAUSAL, Q_IN_REGISTERS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, block,
-                h // other_group, h // weight_group, BLOCK_M, BLOCK_N,
+                h // other_group, h // weight_group, SCHEDULE, CONFIG,
             )),
-        ],
-        [NUM_WARPS, 1],
-        [GROUP_REGISTERS, LOADER_REGISTERS],
+            (reduce_rows, (
+                tiles, block, outputs, gl.constexpr(1),
+                WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
+            )),
+            (reduce_rows, (
+                tiles, block, outputs, gl.constexpr(2),
+                WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
+            )),
+        ][: GROUPS + 1],
+        [1, NUM_WARPS, NUM_WARPS][:GROUPS],
+        [LOADER_REGISTERS, GROUP_REGISTERS, GROUP_REGISTERS][:GROUPS],
     )  # fmt: skip
