@@ -1,10 +1,10 @@
-"""Experiments on an H200 (torch 2.11, Triton 3.6): variants of the Hopper forward, tiles of the portable kernels.
+"""Experiments on an H200 (torch 2.11, Triton 3.6): launches of the Hopper forward, tiles of the portable kernels.
 
     OUT=... python bench/notes/hopper_variants.py [--only hopper|sweep|fp32] [--seconds 260]
 
-Variants are texts of torch_streamkl/kernels/hopper_forward.py with replacements, loaded as modules. Each one is compiled and
-checked in a process of its own with a time limit (a deadlock costs that, no more), then those that are right are timed in
-turns in one process. The portable sweep uses torch_streamkl.tune. JSON goes to $OUT after every step.
+Each launch of the forward is compiled and checked in a process of its own with a time limit (a deadlock costs that, no
+more), then those that are right are timed in turns in one process a head_dim. The portable sweep uses torch_streamkl.tune.
+JSON goes to $OUT after every step.
 """
 
 from __future__ import annotations
@@ -18,376 +18,115 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from torch_streamkl.launch import HOPPER_LAUNCHES, HopperLaunch
+
 DEVICE, HEADS, SEQLEN, JOBS = "cuda", 32, 8192, 14
+TIMING_SECONDS = 60  # of the process that times one head_dim
+ROUNDS = 5  # of timings of the forward, after one that is not kept
 SHAPES = ((128, True), (128, False), (64, True), (64, False))
-COEFFICIENTS = {
-    3: [0.9999280571937561, 0.6932609677314758, 0.2426111251115799, 0.0551716685295105],
-    4: [
-        0.9999992847442627,
-        0.6931217908859253,
-        0.240247443318367,
-        0.05591785907745361,
-        0.009570102207362652,
+
+
+def launch_of(mode: str, registers: str, groups: int, slots: int, *options: str, keys: int = 64):
+    return HopperLaunch(
+        block_m=64,
+        block_n=keys,
+        pairs=mode == "pairs",
+        q_in_registers=registers,
+        groups=groups,
+        slots=slots,
+        one_barrier=ONE in options,
+        late_release=LATE in options,
+        after_issue=NO_PAUSE not in options,
+    )
+
+
+ONE, LATE, NO_PAUSE = "one barrier", "late release", "no after_issue"
+# by head_dim; for sm_90 all compile without a serialised wgmma and at most 32 bytes of stack (Triton 3.6 and 3.9)
+FORWARD = {
+    64: [
+        launch_of("pairs", "none", 2, 4),
+        launch_of("pairs", "none", 2, 4, ONE),
+        launch_of("pairs", "none", 2, 4, ONE, NO_PAUSE),
+        launch_of("pairs", "none", 2, 4, ONE, LATE),
+        launch_of("pairs", "none", 2, 4, ONE, LATE, NO_PAUSE),
+        launch_of("pairs", "none", 2, 8, ONE, LATE),
+        launch_of("pairs", "other", 2, 4, ONE),
+        launch_of("pairs", "weight", 2, 4, ONE, LATE),
+        launch_of("halves", "both", 2, 4, ONE, LATE),
+        launch_of("halves", "both", 3, 2, NO_PAUSE),
+        launch_of("halves", "both", 3, 4, NO_PAUSE),
+        launch_of("halves", "both", 3, 4, ONE, NO_PAUSE),
+        launch_of("halves", "both", 3, 4, ONE, LATE, NO_PAUSE),
+        launch_of("halves", "other", 3, 4, ONE),
+        launch_of("halves", "other", 3, 4, ONE, NO_PAUSE),
+        launch_of("halves", "other", 3, 4, ONE, LATE, NO_PAUSE),
+        launch_of("halves", "weight", 3, 4, ONE, NO_PAUSE),
+        launch_of("halves", "none", 3, 4, ONE, NO_PAUSE),
+        launch_of("halves", "none", 3, 4, ONE, LATE, NO_PAUSE),
+        launch_of("pairs", "none", 3, 4, ONE, LATE, keys=32),
+        launch_of("pairs", "none", 3, 8, ONE, NO_PAUSE, keys=32),
     ],
-    5: [
-        1.0000001192092896,
-        0.6931469440460205,
-        0.24022120237350464,
-        0.05550713092088699,
-        0.009675540961325169,
-        0.0013276472454890609,
+    128: [
+        launch_of("pairs", "none", 2, 4),
+        launch_of("pairs", "none", 2, 4, ONE),
+        launch_of("pairs", "none", 2, 4, ONE, LATE),
+        launch_of("pairs", "other", 2, 4, ONE),
+        launch_of("pairs", "other", 2, 4, ONE, LATE),
+        launch_of("pairs", "other", 2, 4, ONE, NO_PAUSE),
+        launch_of("pairs", "weight", 2, 4, ONE, LATE),
+        launch_of("halves", "both", 2, 4),
+        launch_of("halves", "both", 2, 4, ONE),
+        launch_of("halves", "both", 2, 4, ONE, LATE),
+        launch_of("halves", "both", 2, 4, ONE, LATE, NO_PAUSE),
+        launch_of("halves", "weight", 2, 4, ONE),
+        launch_of("halves", "other", 2, 4, ONE),
+        launch_of("halves", "none", 3, 4, ONE, LATE, NO_PAUSE),
+        launch_of("halves", "other", 3, 4, ONE, NO_PAUSE),
+        launch_of("pairs", "none", 3, 4, ONE, LATE, keys=32),
+        launch_of("pairs", "other", 3, 4, ONE, keys=32),
     ],
 }
 
 
-def hex_of(x: float) -> str:
-    import struct
-
-    return "0f" + struct.pack(">f", x).hex().upper()
-
-
-def poly_asm(eighths: int, degree: int) -> str:
-    """2^x of eight elements, `eighths` of them by Cody-Waite reduction and a polynomial, the rest by ex2."""
-    lines = ["{ .reg .f32 x, t, f, p; .reg .b32 n;"]
-    poly = {i * 8 // eighths for i in range(eighths)} if eighths else set()
-    c = [hex_of(v) for v in COEFFICIENTS[degree]]
-    magic = hex_of(12582912.0)
-    minus = hex_of(-12582912.0)
-    for i in range(8):
-        out, inp = f"${i}", f"${i + 8}"
-        if i not in poly:
-            lines.append(f"ex2.approx.ftz.f32 {out}, {inp};")
-            continue
-        lines.append(f"max.f32 x, {inp}, {hex_of(-125.0)};")
-        lines.append(
-            f"min.f32 x, x, {hex_of(127.99)};"
-        )  # so that what overflows fails the test of sums
-        lines.append(f"add.rn.f32 t, x, {magic};")
-        lines.append(f"add.rn.f32 p, t, {minus};")
-        lines.append("sub.rn.f32 f, x, p;")
-        lines.append(f"fma.rn.f32 p, f, {c[-1]}, {c[-2]};")
-        for value in reversed(c[:-2]):
-            lines.append(f"fma.rn.f32 p, p, f, {value};")
-        lines.append("mov.b32 n, t; shl.b32 n, n, 23; mov.b32 t, p;")
-        lines.append("{ .reg .b32 q; mov.b32 q, t; add.s32 q, q, n; mov.b32 " + out + ", q; }")
-    lines.append("}")
-    return " ".join(lines)
-
-
-def exp2_function(name: str, eighths: int, degree: int) -> str:
-    outs, ins = ",".join(["=f"] * 8), ",".join(["f"] * 8)
-    return (
-        f"@gluon.jit\ndef {name}(x):\n"
-        f"    return gl.inline_asm_elementwise(\n        {poly_asm(eighths, degree)!r},\n"
-        f"        {outs + ',' + ins!r}, [x], dtype=gl.float32, is_pure=True, pack=8,\n    )\n\n\n"
-    )
-
-
-def with_poly(text: str, o_eighths: int, w_eighths: int, degree: int) -> str:
-    marker = "@gluon.jit\ndef sum_pairs("
-    assert text.count(marker) == 1
-    functions = exp2_function("exp2_o", o_eighths, degree) + exp2_function(
-        "exp2_w", w_eighths, degree
-    )
-    text = text.replace(marker, functions + marker)
-    assert text.count("lane_sum(exp2(o))") == 4 and text.count("ew = exp2(w)") == 4
-    return text.replace("lane_sum(exp2(o))", "lane_sum(exp2_o(o))").replace(
-        "ew = exp2(w)", "ew = exp2_w(w)"
-    )
-
-
-def with_groups(text: str, groups: int, registers: int) -> str:
-    """More warp groups a program, each with fewer registers."""
-    one = text[
-        text.index(
-            "            (reduce_rows, (\n                tiles, block, outputs, gl.constexpr(1)"
-        ) :
-    ]
-    one = one[: one.index("            )),\n") + len("            )),\n")]
-    more = "".join(one.replace("gl.constexpr(1)", f"gl.constexpr({i})") for i in range(1, groups))
-    changes = [
-        ("GROUPS = gl.constexpr(2)", f"GROUPS = gl.constexpr({groups})"),
-        ("GROUP_REGISTERS = gl.constexpr(240)", f"GROUP_REGISTERS = gl.constexpr({registers})"),
-        (one, more),
-        ("[NUM_WARPS, 1]", "[" + "NUM_WARPS, " * (groups - 1) + "1]"),
-        (
-            "[GROUP_REGISTERS, LOADER_REGISTERS]",
-            "[" + "GROUP_REGISTERS, " * (groups - 1) + "LOADER_REGISTERS]",
-        ),
-    ]
-    for old, new in changes:
-        # warp_specialize's lists are of the workers: a layout above has the text of the first, too
-        if old == "[NUM_WARPS, 1]":
-            head, _, tail = text.rpartition(old)
-            text = head + new + tail
-            continue
-        assert text.count(old) == 1, (old, text.count(old))
-        text = text.replace(old, new)
-    return text
-
-
-def only_weight_in_registers(text: str) -> str:
-    old = "        oq = oq.load(operand)\n"
-    assert text.count(old) == 1
-    return text.replace(old, "")
-
-
-def only_other_in_registers(text: str) -> str:
-    old = "        wq = wq.load(operand)\n"
-    assert text.count(old) == 1
-    return text.replace(old, "")
-
-
-def without_after_issue(text: str) -> str:
-    return "\n".join(line for line in text.split("\n") if "= after_issue(" not in line)
-
-
-def skipping(text: str) -> str:
-    """Tiles that no row of a warp group may see are released without looking at them."""
-    return replaced_in(
-        text,
-        [
-            (
-                "state, oq, wq, tiles, block, rows, count, zero,",
-                "state, oq, wq, tiles, block, rows, first_tile, count, zero,",
-            ),
-            ("    for i in range(count):\n", "    for i in range(first_tile, count):\n"),
-            (
-                "    state = update_tiles(\n",
-                """    skipped = 0
-    if CAUSAL:
-        visible = gl.minimum(block.seqlen_k, first + BLOCK_M + block.seqlen_k - block.seqlen_q)
-        visible_tiles = gl.maximum((visible + BLOCK_N - 1) // BLOCK_N, 0)
-        skipped = gl.maximum(block.num_tiles - visible_tiles, 0)
-        num_masked = gl.maximum(num_masked, gl.minimum(skipped + 1, block.num_tiles))
-        for i in range(skipped):
-            slot = (i + block.num_tiles) & 1
-            phase = (i >> 1) & 1
-            mbarrier.wait(tiles.other_full.index(slot), phase)
-            mbarrier.arrive(tiles.other_empty.index(slot), count=1)
-            mbarrier.wait(tiles.weight_full.index(slot), phase)
-            mbarrier.arrive(tiles.weight_empty.index(slot), count=1)
-    state = update_tiles(
-""",
-            ),
-            (
-                "tiles, block, rows, num_masked, zero,",
-                "tiles, block, rows, skipped, num_masked, zero,",
-            ),
-        ],
-    )
-
-
-def odd_tile_fast(text: str) -> str:
-    """The tile that makes the rest even goes relative to the fixed bases, too: no maxima, no shuffles."""
-    import re
-
-    old = re.search(
-        r"    num_masked = gl.minimum\(num_masked \+ \(\(block.num_tiles - num_masked\) & 1\), block.num_tiles\)\n",
-        text,
-    )
-    assert old is not None
-    text = text.replace(old.group(0), "    num_masked = gl.minimum(num_masked, block.num_tiles)\n")
-    one = """@gluon.jit
-def sum_one(
-    oq, wq, tiles, block, start, stop, base_o, base_w, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
-):  # fmt: skip
-    sum_o = lane_sum(zero)
-    sum_w = sum_o
-    mom = sum_o
-    for i in range(start, stop):
-        slot = (i + block.num_tiles) & 1
-        phase = (i >> 1) & 1
-        mbarrier.wait(tiles.other_full.index(slot), phase)
-        o = start_scores(oq, tiles.other_k.index(slot), zero)
-        mbarrier.wait(tiles.weight_full.index(slot), phase)
-        w = start_scores(wq, tiles.weight_k.index(slot), zero)
-        o, w = warpgroup_mma_wait(0, deps=[o, w])
-        mbarrier.arrive(tiles.other_empty.index(slot), count=1)
-        mbarrier.arrive(tiles.weight_empty.index(slot), count=1)
-        o = o * block.other_scale - gl.expand_dims(base_o, 1)
-        w = w * block.weight_scale - gl.expand_dims(base_w, 1)
-        sum_o += lane_sum(exp2(o))
-        ew = exp2(w)
-        sum_w += lane_sum(ew)
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
-    return sum_o, sum_w, mom
-
-
-"""
-    marker = "@gluon.jit\ndef sum_pairs("
-    text = text.replace(marker, one + marker)
-    assert (
-        text.count("    sum_o = lane_sum(zero)\n    sum_w = sum_o\n    mom = sum_o\n    mbarrier")
-        == 2
-    )
-    text = text.replace(
-        "    sum_o = lane_sum(zero)\n    sum_w = sum_o\n    mom = sum_o\n    mbarrier",
-        "    mbarrier",
-    )
-    for name in ("sum_pairs", "sum_halves"):
-        start = text.index(f"def {name}(")
-        head = text[start:]
-        head = head.replace(
-            "    zero,\n    C_WEIGHT",
-            "    zero,\n    sum_o,\n    sum_w,\n    mom,\n    C_WEIGHT",
-            1,
-        )
-        text = text[:start] + head
-    old = "        if Q_IN_REGISTERS:\n            sum_o, sum_w, mom = sum_halves("
-    assert text.count(old) == 1
-    text = text.replace(
-        old,
-        """        first_pair = num_masked + ((block.num_tiles - num_masked) & 1)
-        sum_o, sum_w, mom = sum_one(
-            oq, wq, tiles, block, num_masked, first_pair, base_o, base_w, zero, C_WEIGHT, C_OTHER
-        )
-        if Q_IN_REGISTERS:
-            sum_o, sum_w, mom = sum_halves(""",
-    )
-    call = "oq, wq, tiles, block, num_masked, base_o, base_w, zero, C_WEIGHT, C_OTHER\n"
-    assert text.count(call) == 2
-    return text.replace(
-        call,
-        "oq, wq, tiles, block, first_pair, base_o, base_w, zero, sum_o, sum_w, mom, C_WEIGHT, C_OTHER\n",
-    )
-
-
-def variants() -> dict[str, tuple]:
-    """name: (change of the text, block_n, q_in_registers); block_m is 64."""
-    found: dict[str, tuple] = {
-        "pairs": (lambda t: t, 64, False),  # kept for D=64
-        "halves": (lambda t: t, 64, True),  # kept for D=128
-    }
-    for mode, registers in (("pairs", False), ("halves", True)):
-        for eighths in (1, 2, 3):
-            for degree in (3, 5) if eighths != 3 else (3,):
-                found[f"{mode} poly{degree} {eighths}/8"] = (
-                    lambda t, e=eighths, d=degree: with_poly(t, e, e, d),
-                    64,
-                    registers,
-                )
-    found["pairs poly4 o1/8 w2/8"] = (lambda t: with_poly(t, 1, 2, 4), 64, False)
-    found["halves poly4 o2/8 w1/8"] = (lambda t: with_poly(t, 2, 1, 4), 64, True)
-    found["halves, queries of weight in registers"] = (only_weight_in_registers, 64, True)
-    both = lambda t: odd_tile_fast(skipping(t))
-    for mode, registers in (("pairs", False), ("halves", True)):
-        found[f"{mode}, skipping"] = (skipping, 64, registers)
-        found[f"{mode}, skipping, odd tile fast"] = (both, 64, registers)
-        for eighths, degree in ((1, 5), (2, 4)):
-            found[f"{mode}, skipping, odd tile fast, poly{degree} {eighths}/8"] = (
-                lambda t, e=eighths, d=degree: both(with_poly(t, e, e, d)),
-                64,
-                registers,
-            )
-    three = lambda t: with_groups(t, 3, 160)
-    found["3 groups of 32 keys, halves"] = (three, 32, True)
-    found["3 groups of 32 keys, pairs, poly3 1/8"] = (
-        lambda t: with_poly(three(t), 1, 1, 3),
-        32,
-        False,
-    )
-    found["4 groups of 32 keys, pairs"] = (lambda t: with_groups(t, 4, 120), 32, False)
-    found["3 groups, halves"] = (three, 64, True)
-    found["3 groups, halves, weight in registers"] = (
-        lambda t: only_weight_in_registers(three(t)),
-        64,
-        True,
-    )
-    found["3 groups, halves, other in registers"] = (
-        lambda t: only_other_in_registers(three(t)),
-        64,
-        True,
-    )
-    found["3 groups, halves, no after_issue"] = (lambda t: without_after_issue(three(t)), 64, True)
-    found["3 groups, halves, poly3 1/8"] = (lambda t: with_poly(three(t), 1, 1, 3), 64, True)
-    found["3 groups, halves, poly5 2/8"] = (lambda t: with_poly(three(t), 2, 2, 5), 64, True)
-    found["3 groups of 32 keys, pairs"] = (three, 32, False)
-    four = lambda t: with_groups(t, 4, 120)
-    found["4 groups of 32 keys, halves"] = (four, 32, True)
-    found["2 groups of 128 keys, halves"] = (lambda t: t, 128, True)
+# --------------------------------------------------------------------------------------------- forward
+def candidates_of(head_dim: int) -> dict[str, HopperLaunch]:
+    """Launches of the Hopper forward by name, the default first."""
+    found = {"default": HOPPER_LAUNCHES[head_dim]}
+    for launch in FORWARD[head_dim]:
+        if launch not in found.values():
+            found[describe(launch)] = launch
     return found
 
 
-# by head_dim, those that spilled or were serialised when compiled for sm_90, and those without promise there
-SKIP: dict[int, set[str]] = {
-    64: {
-        "2 groups of 128 keys, halves",
-        "4 groups of 32 keys, halves",
-        "halves poly5 2/8",
-        "halves poly3 3/8",
-        "pairs, skipping",
-        "halves, skipping",
-        "3 groups of 32 keys, halves",
-    },
-    128: {
-        "2 groups of 128 keys, halves",
-        "4 groups of 32 keys, halves",
-        "4 groups of 32 keys, pairs",
-        "3 groups, halves",
-        "3 groups, halves, weight in registers",
-        "3 groups, halves, other in registers",
-        "3 groups, halves, no after_issue",
-        "3 groups, halves, poly3 1/8",
-        "3 groups, halves, poly5 2/8",
-        "pairs poly5 2/8",
-        "pairs poly3 3/8",
-        "pairs poly4 o1/8 w2/8",
-        "pairs, skipping",
-        "pairs, skipping, odd tile fast",
-        "pairs, skipping, odd tile fast, poly5 1/8",
-        "pairs, skipping, odd tile fast, poly4 2/8",
-    },
-}
+def describe(launch: HopperLaunch) -> str:
+    """As "pairs, q none, 2 groups, 4 slots, one barrier, late release"."""
+    words = [
+        "pairs" if launch.pairs else "halves",
+        f"q {launch.q_in_registers}",
+        f"{launch.groups} groups",
+        f"{launch.slots} slots",
+    ]
+    if launch.block_n != 64:
+        words.insert(0, f"{launch.block_n} keys")
+    words += [ONE] * launch.one_barrier + [LATE] * launch.late_release
+    words += [NO_PAUSE] * (not launch.after_issue)
+    return ", ".join(words)
 
 
-def load_variant(name: str):
-    """The module of a variant, and a launch for it; hopper_attention uses both from now on."""
-    from torch_streamkl import launch
-    from torch_streamkl.kernels import hopper_attention, hopper_forward
+def forward(launch: HopperLaunch, problem):
+    from torch_streamkl.kernels import hopper_attention
 
-    change, block_n, registers = variants()[name]
-    text = change(Path(hopper_forward.__file__).read_text())
-    return module_of(f"hopper {name}", text), launch.HopperLaunch(64, block_n, registers)
-
-
-def module_of(name: str, text: str):
-    """A module with this text, from a file: Triton reads the source of its functions."""
-    slug = "".join(ch if ch.isalnum() else "_" for ch in name)
-    folder = Path(tempfile.gettempdir()) / "streamkl_variants"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{slug}.py"
-    if not path.exists() or path.read_text() != text:
-        partial = folder / f"{slug}.{os.getpid()}"
-        partial.write_text(text)
-        partial.replace(path)
-    if slug not in sys.modules:
-        spec = importlib.util.spec_from_file_location(slug, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[slug] = module
-        spec.loader.exec_module(module)
-    return sys.modules[slug]
-
-
-class Variant:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.module, self.tiles = load_variant(name)
-
-    def forward(self, problem):
-        from torch_streamkl.kernels import hopper_attention
-
-        saved = hopper_attention.fwd, hopper_attention.hopper_launch
-        hopper_attention.fwd, hopper_attention.hopper_launch = self.module, lambda _: self.tiles
-        try:
-            return hopper_attention.forward(problem)
-        finally:
-            hopper_attention.fwd, hopper_attention.hopper_launch = saved
+    saved = hopper_attention.hopper_launch
+    hopper_attention.hopper_launch = lambda _: launch
+    try:
+        return hopper_attention.forward(problem)
+    finally:
+        hopper_attention.hopper_launch = saved
 
 
 def problem_of(
@@ -439,7 +178,7 @@ def check(name: str, head_dim: int) -> dict:
     """Errors on small sizes, and one run of what will be timed (which leaves its kernel in the cache)."""
     import torch
 
-    variant = Variant(name)
+    launch = candidates_of(head_dim)[name]
     worst = {"value": 0.0, "lse": 0.0}
     # sizes whose kernels Triton specialises as those of 8192, one odd size, and scores that need the second launch
     sizes = [
@@ -452,7 +191,7 @@ def check(name: str, head_dim: int) -> dict:
         p = problem_of(head_dim, causal, n, m, heads=16, seed=n, size=size)
         poison = torch.full((5, 1, 16, n), math.nan, device=DEVICE)
         del poison
-        value, stats = variant.forward(p)
+        value, stats = forward(launch, p)
         expected = truth(p)
         found = (value, stats.student_lse, stats.teacher_lse)
         for key, x, y in zip(("value", "lse", "lse"), found, expected):
@@ -460,7 +199,7 @@ def check(name: str, head_dim: int) -> dict:
             worst[key] = max(worst[key], error if error == error else math.inf)
     for causal in (False, True):
         p = problem_of(head_dim, causal, SEQLEN)
-        value, _ = variant.forward(p)
+        value, _ = forward(launch, p)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         worst[f"finite {causal}"] = bool(value.isfinite().all())
@@ -495,19 +234,19 @@ def cudnn_call(head_dim, causal):
     return call
 
 
-def time_all(names: list[str], head_dim: int, rounds: int = 7) -> None:
+def time_all(names: list[str], head_dim: int) -> None:
     """Prints one JSON line a causality: medians of interleaved rounds."""
     from torch_streamkl.kernels import attention
 
-    loaded = {name: Variant(name) for name in names}
-    for causal in (False, True):
-        problems = [problem_of(head_dim, causal, 8192, seed=seed) for seed in range(2)]
-        calls = {name: (lambda p, v=v: v.forward(p)) for name, v in loaded.items()}
+    launches = candidates_of(head_dim)
+    for causal in (True, False):
+        problems = [problem_of(head_dim, causal, SEQLEN, seed=seed) for seed in range(2)]
+        calls = {name: (lambda p, x=launches[name]: forward(x, p)) for name in names}
         calls["portable"] = attention.forward
         library = cudnn_call(head_dim, causal)
         calls["cudnn attention"] = lambda _: library()
         times = {name: [] for name in calls}
-        for number in range(rounds + 1):
+        for number in range(ROUNDS + 1):
             p = problems[number % 2]
             for name, call in calls.items():
                 taken = event_ms(lambda: call(p))
@@ -569,6 +308,23 @@ def transposed_dk(text: str) -> str:
     new_kernel, count = re.subn(r"(k[st]_trans = )tl\.trans\(\n\s*(.*)\n\s*\)", r"\1\2", kernel)
     assert count == 2, count
     return text.replace(over, tile + "\n\n\n" + new_over).replace(kernel, new_kernel)
+
+
+def module_of(name: str, text: str):
+    """A module with this text, from a file: Triton reads the source of its functions."""
+    folder = Path(tempfile.gettempdir()) / "streamkl_variants"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.py"
+    if not path.exists() or path.read_text() != text:
+        partial = folder / f"{name}.{os.getpid()}"
+        partial.write_text(text)
+        partial.replace(path)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 class Backward:
@@ -893,12 +649,11 @@ def fp32(out: Path, deadline: float) -> None:
 def hopper(out: Path, deadline: float) -> None:
     """Check in parallel processes, time in one process a head_dim."""
     results: dict = {"checks": {}, "times": []}
-    names = list(variants())
-    jobs = [(name, dim) for name in names for dim in (64, 128) if name not in SKIP[dim]]
+    jobs = [(name, dim) for dim in (64, 128) for name in candidates_of(dim)]
     waiting, running = list(jobs), []
     passed: dict[int, list[str]] = {64: [], 128: []}
     while waiting or running:
-        while waiting and len(running) < 14:
+        while waiting and len(running) < JOBS:
             name, dim = waiting.pop(0)
             process = subprocess.Popen(
                 [sys.executable, __file__, "--check", name, "--dim", str(dim)],
@@ -926,32 +681,32 @@ def hopper(out: Path, deadline: float) -> None:
             good = found.get("value", math.inf) < 2e-4 and found.get("lse", math.inf) < 2e-4
             if good and found["finite False"] and found["finite True"]:
                 passed[dim].append(name)
-            print(f"D={dim} {name:45} {found}", flush=True)
+            print(f"D={dim} {name:65} {found}", flush=True)
             out.write_text(json.dumps(results, indent=1))
-    for dim, chosen in passed.items():
-        chosen.sort(key=names.index)
+    for dim, right in passed.items():
+        chosen = [name for name in candidates_of(dim) if name in right]
+        if not chosen:
+            continue
         command = [sys.executable, __file__, "--time", "|".join(chosen), "--dim", str(dim)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            stdout, stderr = run.stdout, run.stderr
-        except subprocess.TimeoutExpired as error:
-            stdout = error.stdout or ""
-            stdout = stdout.decode() if isinstance(stdout, bytes) else stdout
-            stderr = "timed out"
-        if stderr:
-            print(stderr[-800:], flush=True)
-        for line in stdout.strip().split("\n"):
-            if not line.startswith("{"):
-                continue
-            found = json.loads(line)
-            results["times"].append(found)
-            print(f"\nD={found['head_dim']} {'causal' if found['causal'] else 'full'}")
-            for name, t in sorted(found["times"].items(), key=lambda item: item[1]["ms"]):
-                print(
-                    f"  {name:45} {t['ms']:.3f} ms ({t['low']:.3f}-{t['high']:.3f})  {t['tflops']:.0f} TFLOP/s"
-                )
-            sys.stdout.flush()
-        out.write_text(json.dumps(results, indent=1))
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            watchdog = threading.Timer(TIMING_SECONDS, process.kill)
+            watchdog.start()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    results["times"].append(json.loads(line))
+                    print(times_text(results["times"][-1]), flush=True)
+                    out.write_text(json.dumps(results, indent=1))
+            watchdog.cancel()
+        if process.wait():
+            print(f"timing at D={dim} ended with {process.returncode}", flush=True)
+
+
+def times_text(found: dict) -> str:
+    lines = [f"\nD={found['head_dim']} {'causal' if found['causal'] else 'full'}"]
+    for name, t in sorted(found["times"].items(), key=lambda item: item[1]["ms"]):
+        times = f"{t['ms']:.3f} ms ({t['low']:.3f}-{t['high']:.3f})"
+        lines.append(f"  {name:65} {times}  {t['tflops']:.0f} TFLOP/s")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -970,14 +725,19 @@ def main() -> None:
         return
     started = time.time()
     out = Path(os.environ.get("OUT", "."))
+    deadline = started + options.seconds
     if options.only in (None, "hopper"):
-        hopper(out / "hopper_variants.json", started + options.seconds * 0.55)
+        # without --only, the sweep needs the rest
+        share = 0.55 if options.only is None else 0.8
+        hopper(out / "hopper_variants.json", started + options.seconds * share)
         print(f"hopper done after {time.time() - started:.0f} s", flush=True)
-    if options.only in (None, "sweep"):
-        sweep(out / "portable_sweep.json", started + options.seconds * 0.9)
+    if options.only is None and time.time() > deadline - 60:
+        print("no time left for the sweep: run it with --only sweep", flush=True)
+    elif options.only in (None, "sweep"):
+        sweep(out / "portable_sweep.json", deadline)
         print(f"sweep done after {time.time() - started:.0f} s", flush=True)
     if options.only == "fp32":
-        fp32(out / "fp32_sweep.json", started + options.seconds * 0.9)
+        fp32(out / "fp32_sweep.json", deadline)
         print(f"fp32 done after {time.time() - started:.0f} s", flush=True)
 
 
