@@ -220,6 +220,27 @@ class HopperLaunch:
     after_issue: bool = True  # a pause that keeps the arithmetic below the matmul just issued
 
 
+@dataclass(frozen=True)
+class HopperBackwardLaunch:
+    """Tiles of dQ or dK on Hopper."""
+
+    block_m: int  # outer rows of a warp group
+    block_n: int  # rows of an inner tile
+    slots: int  # of inner tiles in shared memory, a power of two
+    groups: int  # warp groups, 2 or 3
+    registers: int  # of a thread of theirs: 240 for two, 160 for three
+    pinned: bool  # NOTE [A matmul always in flight] in kernels/hopper_backward.py
+
+
+# Measured on an H200 (bf16, seqlen 8192), by kernel and head_dim (bench/notes/hopper_kernels.md).
+HOPPER_BACKWARD_LAUNCHES = {
+    ("dq", 64): HopperBackwardLaunch(64, 64, 4, 3, 160, True),
+    ("dk", 64): HopperBackwardLaunch(64, 64, 4, 2, 240, False),
+    ("dq", 128): HopperBackwardLaunch(64, 64, 4, 2, 240, True),
+    ("dk", 128): HopperBackwardLaunch(64, 64, 4, 2, 240, True),
+}
+# where logarithms of the probabilities are needed, too: three warp groups would spill
+HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 4, 2, 240, False)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, True, "none"),
@@ -232,6 +253,15 @@ HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
     """Configuration of the forward kernel on Hopper."""
     return HOPPER_LAUNCHES[problem.student.head_dim]
+
+
+def hopper_backward_launch(
+    problem: AttentionProblem, kernel: str, has_logarithms: bool
+) -> HopperBackwardLaunch:
+    """Configuration of the "dq" or "dk" kernel on Hopper."""
+    if has_logarithms:
+        return HOPPER_LOGARITHMS
+    return HOPPER_BACKWARD_LAUNCHES[kernel, problem.student.head_dim]
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:

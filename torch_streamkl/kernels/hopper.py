@@ -66,6 +66,20 @@ def before_wait(a):
 
 
 @gluon.jit
+def pinned(x):
+    """x [M, 16 n], computed by this point of the program: as before_wait, for a whole tile."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a, b; "
+        "lop3.b32 a, $8, $9, $10, 0x96; lop3.b32 b, $11, $12, $13, 0x96; "
+        "lop3.b32 a, a, $14, $15, 0x96; xor.b32 a, a, b; "
+        "setp.eq.b32 p, a, 0x7f812345; @p nanosleep.u32 1; "
+        "mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11; "
+        "mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15; }",
+        "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], dtype=gl.float32, is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
 def lane_sum(x):
     """[M, N] accumulator -> [M, LANES]: each thread sums its columns, no shuffles."""
     y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))

@@ -1,7 +1,4 @@
-"""Launcher of the Hopper forward: an AttentionProblem to descriptors, grid and arguments.
-
-The backward is the portable one, which reads the same row statistics.
-"""
+"""Launchers of the Hopper kernels: an AttentionProblem to descriptors, grid and arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +10,19 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torch_streamkl.kernels import attention
 from torch_streamkl.kernels import attention_forward as portable
+from torch_streamkl.kernels import hopper_backward as bwd
 from torch_streamkl.kernels import hopper_forward as fwd
 from torch_streamkl.kernels.plans import LOG2E, Plan, config_of, plan_of
-from torch_streamkl.launch import HOPPER_AGAIN, HopperLaunch, hopper_launch
+from torch_streamkl.launch import (
+    HOPPER_AGAIN,
+    HopperLaunch,
+    hopper_backward_launch,
+    hopper_launch,
+)
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.streaming import Wanted
 
-backward = attention.backward
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -83,6 +85,75 @@ def _schedule(launch: HopperLaunch) -> fwd.Schedule:
         LATE_RELEASE=launch.late_release,
         AFTER_ISSUE=launch.after_issue,
     )
+
+
+def backward(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted gradients, each summed in a fixed order."""
+    grad = grad.to(torch.float32).contiguous()
+    plan = plan_of(problem)
+
+    def gradient(student: bool, rows: bool) -> Tensor:
+        return _gradient(problem, plan, stats, grad, student, rows)
+
+    if plan.device_index is not None and torch.cuda.current_device() != plan.device_index:
+        with torch.cuda.device(plan.device_index):  # Triton launches on the current device
+            return backward(problem, stats, grad, wanted)
+    return (
+        gradient(student=True, rows=True) if wanted.student_q else None,
+        gradient(student=True, rows=False) if wanted.student_k else None,
+        gradient(student=False, rows=True) if wanted.teacher_q else None,
+        gradient(student=False, rows=False) if wanted.teacher_k else None,
+    )
+
+
+def _gradient(
+    problem: AttentionProblem,
+    plan: Plan,
+    stats: RowStatistics,
+    grad: Tensor,
+    student: bool,
+    rows: bool,
+) -> Tensor:
+    """dQ (rows) or dK of one side."""
+    sides = (problem.student, problem.teacher)
+    statistics = (stats.student, stats.teacher)
+    own, other = sides if student else sides[::-1]
+    own_stats, other_stats = statistics if student else statistics[::-1]
+    form, group = plan.form, _group(own)
+    plain = student and form.ST == form.SS == form.S == 0.0
+    launch = hopper_backward_launch(problem, "dq" if rows else "dk", not plain)
+    x, blocks_of = (own.q, problem.seqlen_q) if rows else (own.k, problem.seqlen_k)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    outer = (own.q, other.q) if rows else (own.k, other.k)
+    inner = (own.k, other.k) if rows else (own.q, other.q)
+    task = bwd.Task(
+        ROWS=rows,
+        STUDENT=student,
+        CAUSAL=problem.window_right is not None,
+        PLAIN=plain,
+        FORM=form,
+        GROUP_SIZE=group,
+        HEAD_DIM=own.head_dim,
+        BLOCK=launch.block_m,
+        INNER=launch.block_n,
+        GROUPS=launch.groups,
+        REGISTERS=launch.registers,
+        SLOTS=launch.slots,
+        PINNED=launch.pinned,
+    )
+    num_blocks = triton.cdiv(blocks_of, launch.groups * launch.block_m)
+    bwd.backward_kernel[(num_blocks * x.shape[1] * problem.batch,)](
+        *(descriptor(t, launch.block_m) for t in outer),
+        *(descriptor(t, launch.block_n) for t in inner),
+        grad, own_stats, other_stats, plan.stats_stride,
+        out, *out.stride()[:3], own.scale / problem.temperature,
+        num_blocks, problem.num_heads, problem.seqlen_q, problem.seqlen_k,
+        _log2_scale(problem, own), _log2_scale(problem, other),
+        TASK=task, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:

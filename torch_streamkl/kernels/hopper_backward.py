@@ -1,0 +1,398 @@
+"""The backward on Hopper: one warp loads, warp groups of 64 rows or keys each accumulate.
+
+dQ and dK are one kernel. Its `outer` tiles stay (queries for dQ, keys for dK: TASK.ROWS says
+which), its `inner` tiles stream by (keys, queries), and every warp group sums dscore @ inner over
+them in registers, in a fixed order. `own` is the side whose gradient is computed, `other` the
+other one. Inner tiles that need a mask come first.
+
+NOTE [A matmul always in flight]
+While a warp group turns scores into gradients, the tensor cores have its next matmul: own scores
+of the next tile under the second half of a tile, its other scores and the sum under the first. At
+the loop's back edge nothing is in flight, see NOTE [Matmuls under arithmetic] in hopper.py. The
+compiler moves the first half below the wait for the matmuls it should run under; `pinned` keeps
+it above, for half an instruction an element.
+
+NOTE [Statistics of streamed rows]
+For dK the row statistics lie along the columns of a tile, 16 columns a thread. The loading warp
+puts them into shared memory beside the tile; there the lse = -inf of rows without keys is 0.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_streamkl.kernels.attention_forward import finite_lse
+from torch_streamkl.kernels.hopper import (
+    NUM_WARPS,
+    async_load,
+    exp2,
+    flat,
+    pinned,
+    start_scores,
+)
+from torch_streamkl.kernels.rows import place_of, score_gradient
+
+LOADER_REGISTERS = gl.constexpr(32)
+# what `along` finds of a row, in this order
+OWN_LSE, OTHER_LSE, KEY_SUM, GRAD = (gl.constexpr(i) for i in range(4))
+NUM_STATISTICS = gl.constexpr(4)
+
+
+class Task(NamedTuple):
+    """Compile-time choices of a launch; TASK inside the kernel."""
+
+    ROWS: bool  # dQ, otherwise dK
+    STUDENT: bool  # own is the student
+    CAUSAL: bool
+    PLAIN: bool  # the gradient is FORM.TS (P - S): no logarithms, and the teacher's mass is 1
+    FORM: Any
+    GROUP_SIZE: int  # query heads that share a key head
+    HEAD_DIM: int
+    BLOCK: int  # outer rows of a warp group
+    INNER: int  # rows of an inner tile
+    GROUPS: int  # warp groups that accumulate
+    REGISTERS: int  # of a thread of theirs
+    SLOTS: int  # of inner tiles in shared memory, a power of two
+    PINNED: bool  # NOTE [A matmul always in flight]
+
+
+class Tiles(NamedTuple):
+    """Shared memory: outer tiles of each warp group, slots of inner tiles, barriers."""
+
+    own_outer: Any
+    other_outer: Any
+    own_inner: Any
+    other_inner: Any
+    statistics: Any  # of the inner rows, by slot
+    outer_bar: Any
+    full: Any
+    empty: Any
+
+
+class Work(NamedTuple):
+    """The outer block of a program, and the inner tiles it meets."""
+
+    b: Any
+    first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK
+    kv: Any
+    start: Any  # first row or key of the block
+    first_tile: Any  # of the inner tiles
+    num_tiles: Any  # of all heads together
+    num_loads: Any  # an even number: the last tile may come twice
+    seqlen_q: Any
+    seqlen_k: Any
+    own_scale: Any
+    other_scale: Any
+
+
+class Statistics(NamedTuple):
+    """Pointers to the row statistics, and where those of the first head begin."""
+
+    own: Any
+    other: Any
+    key_sum: Any
+    grad: Any
+    head_row: Any
+
+
+class Output(NamedTuple):
+    """The gradient: pointer, strides and factor."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    scale: Any
+
+
+@gluon.jit
+def load_statistics(stats, member, row, seqlen_q, TASK: gl.constexpr):
+    """own lse, other lse, key sum and incoming gradient of rows of a head."""
+    inside = row < seqlen_q
+    row = row + (stats.head_row + member * seqlen_q)
+    own = finite_lse(gl.load(stats.own + row, mask=inside, other=0.0))
+    other = finite_lse(gl.load(stats.other + row, mask=inside, other=0.0))
+    grad = gl.load(stats.grad + row, mask=inside, other=0.0)
+    key_sum = grad  # nobody reads it
+    if not TASK.PLAIN:
+        key_sum = gl.load(stats.key_sum + row, mask=inside, other=0.0)
+    return own, other, key_sum, grad
+
+
+@gluon.jit
+def load_all(
+    own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK: gl.constexpr
+):
+    """The loading warp: the outer tiles once, then every inner tile into the slot that is empty."""
+    GROUPS: gl.constexpr = TASK.GROUPS
+    head = work.first_head if TASK.ROWS else work.kv
+    mbarrier.expect(
+        tiles.outer_bar,
+        GROUPS * (own_outer.block_type.nbytes + other_outer.block_type.nbytes),
+    )
+    for group in gl.static_range(GROUPS):
+        row = work.start + group * TASK.BLOCK
+        async_load(
+            own_outer, [work.b, head, row, 0], tiles.outer_bar, tiles.own_outer.index(group)
+        )
+        async_load(
+            other_outer, [work.b, head, row, 0], tiles.outer_bar, tiles.other_outer.index(group)
+        )
+    lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    for i in range(work.num_loads):
+        slot = i & (TASK.SLOTS - 1)
+        phase = ((i // TASK.SLOTS) & 1) ^ 1
+        tile = gl.minimum(i, work.num_tiles - 1)
+        member = tile % TASK.GROUP_SIZE
+        if TASK.ROWS:
+            head = work.kv
+            row = (work.first_tile - tile) * TASK.INNER
+        else:
+            head = work.first_head + member
+            row = (work.first_tile + tile // TASK.GROUP_SIZE) * TASK.INNER
+        full = tiles.full.index(slot)
+        mbarrier.wait(tiles.empty.index(slot), phase)
+        mbarrier.expect(full, own_inner.block_type.nbytes + other_inner.block_type.nbytes)
+        async_load(own_inner, [work.b, head, row, 0], full, tiles.own_inner.index(slot))
+        async_load(other_inner, [work.b, head, row, 0], full, tiles.other_inner.index(slot))
+        if not TASK.ROWS:
+            rows = row + gl.arange(0, TASK.INNER, layout=lanes)
+            own, other, key_sum, grad = load_statistics(stats, member, rows, work.seqlen_q, TASK)
+            statistics = slot * NUM_STATISTICS
+            tiles.statistics.index(statistics + OWN_LSE).store(own)
+            tiles.statistics.index(statistics + OTHER_LSE).store(other)
+            if not TASK.PLAIN:
+                tiles.statistics.index(statistics + KEY_SUM).store(key_sum)
+            tiles.statistics.index(statistics + GRAD).store(grad)
+            mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def along(kept, tiles, slot, WHICH: gl.constexpr, layout: gl.constexpr, TASK: gl.constexpr):
+    """A statistic of the rows of a tile: along its rows for dQ, along its columns for dK."""
+    if TASK.ROWS:
+        return gl.expand_dims(kept[WHICH], 1)
+    else:
+        rows = tiles.statistics.index(slot * NUM_STATISTICS + WHICH)
+        return gl.expand_dims(rows.load(gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr):
+    """From own scores: probabilities, or their logarithms where those are needed too."""
+    layout: gl.constexpr = own.type.layout
+    x = own * scale - along(kept, tiles, slot, OWN_LSE, layout, TASK)
+    if TASK.PLAIN:
+        x = exp2(x)
+    return x
+
+
+@gluon.jit
+def second_half(x, other, kept, tiles, slot, scale, TASK: gl.constexpr):
+    """d(value)/d(own score) without FORM.TS if PLAIN, times the incoming gradient for dK."""
+    layout: gl.constexpr = other.type.layout
+    y = other * scale - along(kept, tiles, slot, OTHER_LSE, layout, TASK)
+    if TASK.PLAIN:
+        d = exp2(y) - x
+    else:
+        log_t = y if TASK.STUDENT else x
+        log_s = x if TASK.STUDENT else y
+        key_sum = along(kept, tiles, slot, KEY_SUM, layout, TASK)
+        FORM: gl.constexpr = TASK.FORM
+        d = score_gradient(log_t, log_s, key_sum, TASK.STUDENT, False, FORM, None)
+    if not TASK.ROWS:
+        d = d * along(kept, tiles, slot, GRAD, layout, TASK)
+    return d
+
+
+@gluon.jit
+def visible(d, work, outer, i, TASK: gl.constexpr):
+    """d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes twice."""
+    inner = gl.arange(0, TASK.INNER, layout=gl.SliceLayout(0, d.type.layout))
+    offset = work.seqlen_k - work.seqlen_q
+    if TASK.ROWS:
+        keys = gl.expand_dims(inner + (work.first_tile - i) * TASK.INNER, 0)
+        limit = gl.expand_dims(outer + offset, 1)
+    else:
+        keys = gl.expand_dims(outer, 1)
+        row = (work.first_tile + i // TASK.GROUP_SIZE) * TASK.INNER
+        limit = gl.expand_dims(inner + (row + offset), 0)
+    allowed = keys < gl.where(i < work.num_tiles, work.seqlen_k, -(1 << 30))
+    if TASK.CAUSAL:
+        allowed = allowed & (keys <= limit)
+    return gl.where(allowed, d, 0.0)
+
+
+@gluon.jit
+def accumulate(tiles, work, stats, output, GROUP: gl.constexpr, TASK: gl.constexpr):
+    """One warp group: the gradient of its outer rows."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.INNER, 16]
+    )
+    out_mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.HEAD_DIM, 16]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
+    dtype: gl.constexpr = tiles.own_inner.dtype
+    first = work.start + GROUP * TASK.BLOCK
+    outer = first + gl.arange(0, TASK.BLOCK, layout=gl.SliceLayout(1, mma))
+    offset = work.seqlen_k - work.seqlen_q
+    if TASK.ROWS:
+        complete = work.seqlen_k  # keys that all rows of the warp group see
+        if TASK.CAUSAL:
+            complete = gl.maximum(gl.minimum(work.seqlen_k, first + offset + 1), 0)
+        num_masked = work.first_tile + 1 - complete // TASK.INNER
+        kept = load_statistics(stats, 0, outer, work.seqlen_q, TASK)
+    else:
+        num_masked = 0
+        if TASK.CAUSAL:
+            last_key = gl.minimum(first + TASK.BLOCK, work.seqlen_k) - 1
+            complete = (gl.maximum(last_key - offset, 0) + TASK.INNER - 1) // TASK.INNER
+            num_masked = (complete - work.first_tile) * TASK.GROUP_SIZE
+        kept = (0, 0, 0, 0)  # they come with the tiles
+    zero = gl.full([TASK.BLOCK, TASK.INNER], 0.0, gl.float32, layout=mma)
+    acc = gl.full([TASK.BLOCK, TASK.HEAD_DIM], 0.0, gl.float32, layout=out_mma)
+    own_outer = flat(tiles.own_outer.index(GROUP))
+    other_outer = flat(tiles.other_outer.index(GROUP))
+    mbarrier.wait(tiles.outer_bar, 0)
+    if work.num_tiles > 0:
+        mbarrier.wait(tiles.full.index(0), 0)
+        own = start_scores(own_outer, tiles.own_inner.index(0), zero)
+        other = start_scores(other_outer, tiles.other_inner.index(0), zero)
+        own, other = warpgroup_mma_wait(0, deps=[own, other])
+        x = first_half(own, kept, tiles, 0, work.own_scale, TASK)
+        for pair in range(0, work.num_loads, 2):
+            for step in gl.static_range(2):
+                i = pair + step
+                slot = i & (TASK.SLOTS - 1)
+                following = (i + 1) & (TASK.SLOTS - 1)
+                # past the end matmuls read what the slot still holds, and nobody reads them
+                mbarrier.wait(
+                    tiles.full.index(following),
+                    ((i + 1) // TASK.SLOTS) & 1,
+                    pred=i + 1 < work.num_loads,
+                )
+                own = start_scores(own_outer, tiles.own_inner.index(following), zero)
+                d = second_half(x, other, kept, tiles, slot, work.other_scale, TASK)
+                if (i < num_masked) | (i >= work.num_tiles):
+                    d = visible(d, work, outer, i, TASK)
+                d = gl.convert_layout(d.to(dtype), operand)
+                acc = warpgroup_mma(d, flat(tiles.own_inner.index(slot)), acc, is_async=True)
+                own = warpgroup_mma_wait(1, deps=[own])
+                other = start_scores(other_outer, tiles.other_inner.index(following), zero)
+                x = first_half(own, kept, tiles, following, work.own_scale, TASK)
+                if TASK.PINNED:
+                    x = pinned(x)
+                other, acc = warpgroup_mma_wait(0, deps=[other, acc])
+                mbarrier.arrive(tiles.empty.index(slot), count=1)
+    rows = first + gl.arange(0, TASK.BLOCK, layout=gl.SliceLayout(1, out_mma))
+    dims = gl.arange(0, TASK.HEAD_DIM, layout=gl.SliceLayout(0, out_mma))
+    factor = output.scale
+    if TASK.PLAIN:
+        factor = factor * TASK.FORM.TS
+    if TASK.ROWS:
+        inside = rows < work.seqlen_q
+        grad = gl.load(stats.grad + (stats.head_row + rows), mask=inside, other=0.0)
+        acc = acc * gl.expand_dims(grad * factor, 1)
+        head = work.first_head
+    else:
+        inside = rows < work.seqlen_k
+        acc = acc * factor
+        head = work.kv
+    out = output.ptr + work.b.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
+    out = out + gl.expand_dims(rows.to(gl.int64) * output.stride_n, 1) + gl.expand_dims(dims, 0)
+    gl.store(out, acc.to(dtype), mask=gl.expand_dims(inside, 1))
+
+
+# A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
+@gluon.jit(do_not_specialize=["num_blocks", "seqlen_q", "seqlen_k"])
+def backward_kernel(
+    own_outer, other_outer, own_inner, other_inner,
+    grad_ptr, own_stats, other_stats, stats_stride, out_ptr, out_b, out_h, out_n, out_scale,
+    num_blocks, num_heads, seqlen_q, seqlen_k, own_scale, other_scale, TASK: gl.constexpr,
+):  # fmt: skip
+    """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads."""
+    position, sequence = place_of(gl.program_id(0), num_blocks, TASK.CAUSAL)
+    if TASK.ROWS and TASK.CAUSAL:
+        position = num_blocks - 1 - position  # causal rows grow: the longest first
+    start = position * (TASK.GROUPS * TASK.BLOCK)
+    offset = seqlen_k - seqlen_q
+    if TASK.ROWS:
+        b = sequence // num_heads
+        first_head = sequence % num_heads
+        kv = first_head // TASK.GROUP_SIZE
+        num_tiles = (seqlen_k + TASK.INNER - 1) // TASK.INNER
+        if TASK.CAUSAL:
+            stop = gl.minimum(start + TASK.GROUPS * TASK.BLOCK, seqlen_q) + offset
+            visited = (stop + TASK.INNER - 1) // TASK.INNER
+            num_tiles = gl.maximum(gl.minimum(num_tiles, visited), 0)
+        first_tile = num_tiles - 1  # from the last to the first
+    else:
+        num_kv_heads = num_heads // TASK.GROUP_SIZE
+        b = sequence // num_kv_heads
+        kv = sequence % num_kv_heads
+        first_head = kv * TASK.GROUP_SIZE
+        num_tiles = (seqlen_q + TASK.INNER - 1) // TASK.INNER
+        first_tile = start * 0
+        if TASK.CAUSAL:  # row i sees key j where j <= i + offset
+            first_tile = gl.minimum(gl.maximum(start - offset, 0) // TASK.INNER, num_tiles)
+        num_tiles = (num_tiles - first_tile) * TASK.GROUP_SIZE
+    work = Work(
+        b, first_head, kv, start, first_tile, num_tiles, num_tiles + (num_tiles & 1),
+        seqlen_q, seqlen_k, own_scale, other_scale,
+    )  # fmt: skip
+    head_row = (b * num_heads + first_head).to(gl.int64) * seqlen_q
+    stats = Statistics(own_stats, other_stats, own_stats + stats_stride, grad_ptr, head_row)
+    output = Output(out_ptr, out_b, out_h, out_n, out_scale)
+
+    SLOTS: gl.constexpr = TASK.SLOTS
+    outer: gl.constexpr = [TASK.GROUPS, 1, 1, TASK.BLOCK, TASK.HEAD_DIM]
+    inner: gl.constexpr = [TASK.SLOTS, 1, 1, TASK.INNER, TASK.HEAD_DIM]
+    rows: gl.constexpr = [1 if TASK.ROWS else TASK.SLOTS * NUM_STATISTICS, TASK.INNER]
+    vectors: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles = Tiles(
+        gl.allocate_shared_memory(own_outer.dtype, outer, own_outer.layout),
+        gl.allocate_shared_memory(other_outer.dtype, outer, other_outer.layout),
+        gl.allocate_shared_memory(own_inner.dtype, inner, own_inner.layout),
+        gl.allocate_shared_memory(other_inner.dtype, inner, other_inner.layout),
+        gl.allocate_shared_memory(gl.float32, rows, vectors),
+        gl.allocate_shared_memory(gl.int64, [1], bars),
+        gl.allocate_shared_memory(gl.int64, [TASK.SLOTS, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [TASK.SLOTS, 1], bars),
+    )
+    mbarrier.init(tiles.outer_bar, count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(tiles.full.index(slot), count=1 if TASK.ROWS else 2)
+        mbarrier.init(tiles.empty.index(slot), count=TASK.GROUPS)
+    if TASK.GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (accumulate, (tiles, work, stats, output, gl.constexpr(0), TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(1), TASK)),
+                (load_all, (
+                    own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
+                )),
+            ],
+            [NUM_WARPS, 1],
+            [TASK.REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (accumulate, (tiles, work, stats, output, gl.constexpr(0), TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(1), TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(2), TASK)),
+                (load_all, (
+                    own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
+                )),
+            ],
+            [NUM_WARPS, NUM_WARPS, 1],
+            [TASK.REGISTERS, TASK.REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
