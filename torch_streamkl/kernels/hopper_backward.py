@@ -129,7 +129,7 @@ def load_statistics(stats, member, row, seqlen_q, TASK: gl.constexpr):
 def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK: gl.constexpr
 ):
-    """The loading warp: the outer tiles once, then every inner tile into the slot that is empty."""
+    """The loading warp: the outer tiles once, then every inner tile into a slot that is empty."""
     GROUPS: gl.constexpr = TASK.GROUPS
     head = work.first_head if TASK.ROWS else work.kv
     mbarrier.expect(
