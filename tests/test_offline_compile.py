@@ -48,6 +48,8 @@ def portable_launches(target: str) -> list[Launch]:
 
 # Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
 STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 64}
+# Triton 3.6 keeps two numbers of the block's place there (8 bytes), each read once a warp group.
+HOPPER_FORWARD_STACK = 16
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -60,25 +62,30 @@ def test_portable(target: str) -> None:
         assert built.spill_bytes <= STACK.get((target, launch.kernel.__name__), 0)
 
 
-def check_hopper(launch: Launch) -> None:
+def check_hopper(launch: Launch, stack: int) -> None:
     built = compile_launch(launch, "sm_90")
     assert built.shared_bytes <= SHARED_LIMIT_KIB["sm_90"] * 1024
-    assert built.spill_bytes <= STACK.get(("sm_90", launch.kernel.__name__), 0)
+    assert built.spill_bytes <= stack
     assert built.asm["ptx"].count("wgmma.mma_async") > 0
     assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "divergence", "seqlen"),
-    [(128, "forward_kl", 1024), (64, "reverse_kl", 1024), (128, "forward_kl", 1)],
+    ("head_dim", "divergence", "window_right", "seqlen"),
+    [
+        (128, "forward_kl", 0, 1024),
+        (128, "forward_kl", None, 1024),
+        (64, "reverse_kl", None, 1024),
+        (128, "forward_kl", None, 1),
+    ],
 )
-def test_hopper(head_dim: int, divergence: str, seqlen: int) -> None:
+def test_hopper(head_dim: int, divergence: str, window_right: int | None, seqlen: int) -> None:
     from torch_streamkl.kernels import hopper_attention
 
     with record_launches("sm_90") as launches:
-        hopper_attention.forward(problem(head_dim, divergence, seqlen))
+        hopper_attention.forward(problem(head_dim, divergence, seqlen, window_right=window_right))
     forward, again = launches
-    check_hopper(forward)
+    check_hopper(forward, HOPPER_FORWARD_STACK)
     assert compile_launch(again, "sm_90").spill_bytes == 0
 
 
@@ -104,26 +111,18 @@ def test_hopper_backward(
         hopper_attention.backward(p, stats, grad, wanted)
     assert len(launches) == 2
     for launch in launches:
-        check_hopper(launch)
+        check_hopper(launch, STACK.get(("sm_90", launch.kernel.__name__), 0))
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        HopperLaunch(64, 64, True, "other", slots=4, one_barrier=True),
-        HopperLaunch(
-            64, 64, False, "weight", groups=3, slots=4, late_release=True, after_issue=False
-        ),
-    ],
-)
-def test_other_hopper_launches(launch: HopperLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_hopper_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.kernels import hopper_attention
 
+    launch = HopperLaunch(64, 64, groups=2, slots=2)
     monkeypatch.setattr(hopper_attention, "hopper_launch", lambda _: launch)
     with record_launches("sm_90") as launches:
         hopper_attention.forward(problem(64, window_right=0))
-    check_hopper(launches[0])
-    assert launches[0].grid == (32 * -(-1024 // (64 * launch.groups)),)
+    check_hopper(launches[0], HOPPER_FORWARD_STACK)
+    assert launches[0].grid == (32 * 1024 // (2 * 64),)
 
 
 def head(width: int) -> linear_problem.Head:

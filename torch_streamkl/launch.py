@@ -207,17 +207,12 @@ class TritonLaunch:
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """Tiles and schedule of the Hopper forward (kernels/hopper_forward.py)."""
+    """Tiles of the forward on Hopper (kernels/hopper_forward.py)."""
 
     block_m: int  # query rows of a warp group
     block_n: int  # keys of a tile
-    pairs: bool  # both matmuls of a tile in flight, or one at a time
-    q_in_registers: str  # queries of "other", "weight", "both" sides or "none"
-    groups: int = 2  # warp groups that reduce, 2 or 3
-    slots: int = 2  # tiles of keys in shared memory, a power of two
-    one_barrier: bool = False  # for both tiles of a slot, or one a tile
-    late_release: bool = False  # of a tile: after the next matmul is issued, or before
-    after_issue: bool = True  # a pause that keeps the arithmetic below the matmul just issued
+    groups: int  # warp groups that reduce, 2 or 3
+    slots: int  # of tiles of keys in shared memory, 2 or a larger power of two
 
 
 @dataclass(frozen=True)
@@ -243,8 +238,8 @@ HOPPER_BACKWARD_LAUNCHES = {
 HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 4, 2, 240, False)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
-    64: HopperLaunch(64, 64, True, "none"),
-    128: HopperLaunch(64, 64, False, "both"),
+    64: HopperLaunch(64, 64, 3, 4),
+    128: HopperLaunch(64, 64, 3, 4),
 }
 # of the portable kernel that repeats marked blocks of rows: block_m is that of HOPPER_LAUNCHES
 HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)

@@ -35,6 +35,16 @@ def exp2(x):
 
 
 @gluon.jit
+def before_wait(a):
+    """a, computed by this point of the program: a pause that no number asks for reads it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.f32 p, $2, 0fFF7FFFFF; setp.eq.and.f32 p, $3, 0fFF7FFFFF, p; "
+        "@p nanosleep.u32 1; mov.f32 $0, $2; mov.f32 $1, $3; }",
+        "=f,=f,f,f", [a], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def before_wait_pair(a, b):
     """As before_wait, for two."""
     return gl.inline_asm_elementwise(
@@ -42,26 +52,6 @@ def before_wait_pair(a, b):
         "setp.eq.and.f32 p, $6, 0fFF7FFFFF, p; setp.eq.and.f32 p, $7, 0fFF7FFFFF, p; "
         "@p nanosleep.u32 1; mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7; }",
         "=f,=f,=f,=f,f,f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def after_issue(a, b):
-    """a and b; a pause that no number asks for, so that the matmul above is issued early."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.f32 p, $4, 0fFF7FFFFF; @p nanosleep.u32 1; "
-        "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7; }",
-        "=f,=f,=f,=f,f,f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def before_wait(a):
-    """a, computed by this point of the program: a pause that no number asks for reads it."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.f32 p, $2, 0fFF7FFFFF; setp.eq.and.f32 p, $3, 0fFF7FFFFF, p; "
-        "@p nanosleep.u32 1; mov.f32 $0, $2; mov.f32 $1, $3; }",
-        "=f,=f,f,f", [a], dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip
 
 

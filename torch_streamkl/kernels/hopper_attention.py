@@ -64,27 +64,14 @@ def _launch(
         problem.seqlen_q, problem.seqlen_k,
         _log2_scale(problem, other), _log2_scale(problem, weight),
         WEIGHT_IS_TEACHER=by_teacher, CAUSAL=problem.window_right is not None,
-        SCHEDULE=_schedule(launch), FORM=form, CONFIG=config_of(problem, launch),
-        num_warps=4,
+        GROUPS=launch.groups, SLOTS=launch.slots,
+        FORM=form, CONFIG=config_of(problem, launch), num_warps=4,
     )  # fmt: skip
     portable.forward_again_kernel[(again.shape[0],)](
         again, *plan.arguments(problem), *outputs,
         num_flags, problem.num_heads, plan.inv_temperature, plan.fill,
         FORM=form, HELPER=None, CONFIG=config_of(problem, HOPPER_AGAIN), **HOPPER_AGAIN.options(),
     )  # fmt: skip
-
-
-def _schedule(launch: HopperLaunch) -> fwd.Schedule:
-    return fwd.Schedule(
-        GROUPS=launch.groups,
-        SLOTS=launch.slots,
-        PAIRS=launch.pairs,
-        OTHER_IN_REGISTERS=launch.q_in_registers in ("other", "both"),
-        WEIGHT_IN_REGISTERS=launch.q_in_registers in ("weight", "both"),
-        ONE_BARRIER=launch.one_barrier,
-        LATE_RELEASE=launch.late_release,
-        AFTER_ISSUE=launch.after_issue,
-    )
 
 
 def backward(

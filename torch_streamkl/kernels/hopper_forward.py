@@ -25,7 +25,6 @@ from torch_streamkl.kernels.arguments import State
 from torch_streamkl.kernels.attention_forward import store_rows
 from torch_streamkl.kernels.hopper import (
     NUM_WARPS,
-    after_issue,
     async_load,
     before_wait,
     before_wait_pair,
@@ -44,35 +43,16 @@ LOADER_REGISTERS = gl.constexpr(24)
 REDUCING_REGISTERS = gl.constexpr(480)  # shared evenly by the warp groups that reduce
 
 
-class Schedule(NamedTuple):
-    """Compile-time choices of a launch.HopperLaunch."""
-
-    GROUPS: int
-    SLOTS: int
-    PAIRS: bool
-    OTHER_IN_REGISTERS: bool
-    WEIGHT_IN_REGISTERS: bool
-    ONE_BARRIER: bool
-    LATE_RELEASE: bool
-    AFTER_ISSUE: bool
-
-
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of keys of both sides, barriers.
-
-    With ONE_BARRIER, `other_full` and `weight_empty` are those of a slot's two tiles, and the
-    other two are unused.
-    """
+    """Shared memory: queries of each warp group, slots of keys of both sides, barriers."""
 
     other_q: Any
     weight_q: Any
     other_k: Any
     weight_k: Any
     q_bar: Any
-    other_full: Any
-    weight_full: Any
-    other_empty: Any
-    weight_empty: Any
+    full: Any  # by slot, for the tiles of both sides
+    empty: Any
 
 
 class Block(NamedTuple):
@@ -111,12 +91,9 @@ class Sums(NamedTuple):
 @gluon.jit
 def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
-    SCHEDULE: gl.constexpr, CONFIG: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: queries once, then every tile of keys into the slot that is empty."""
-    SLOTS: gl.constexpr = SCHEDULE.SLOTS
-    GROUPS: gl.constexpr = SCHEDULE.GROUPS
-    both: gl.constexpr = other_k.block_type.nbytes + weight_k.block_type.nbytes
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         row = block.m0 + group * CONFIG.BLOCK_M
@@ -124,93 +101,51 @@ def load_all(
         async_load(weight_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.weight_q.index(group))
     for i in range(block.num_tiles):
         slot = slot_of(i, SLOTS)
-        phase = phase_of(i, SLOTS) ^ 1
         row = (block.num_tiles - 1 - i) * CONFIG.BLOCK_N
-        other_full = tiles.other_full.index(slot)
-        if SCHEDULE.ONE_BARRIER:
-            weight_full = other_full
-            mbarrier.wait(tiles.weight_empty.index(slot), phase)
-            mbarrier.expect(other_full, both)
-            async_load(other_k, [block.b, other_h, row, 0], other_full, tiles.other_k.index(slot))
-        else:
-            weight_full = tiles.weight_full.index(slot)
-            mbarrier.wait(tiles.other_empty.index(slot), phase)
-            mbarrier.expect(other_full, other_k.block_type.nbytes)
-            async_load(other_k, [block.b, other_h, row, 0], other_full, tiles.other_k.index(slot))
-            mbarrier.wait(tiles.weight_empty.index(slot), phase)
-            mbarrier.expect(weight_full, weight_k.block_type.nbytes)
-        async_load(weight_k, [block.b, weight_h, row, 0], weight_full, tiles.weight_k.index(slot))
+        full = tiles.full.index(slot)
+        mbarrier.wait(tiles.empty.index(slot), phase_of(i, SLOTS) ^ 1)
+        mbarrier.expect(full, other_k.block_type.nbytes + weight_k.block_type.nbytes)
+        async_load(other_k, [block.b, other_h, row, 0], full, tiles.other_k.index(slot))
+        async_load(weight_k, [block.b, weight_h, row, 0], full, tiles.weight_k.index(slot))
 
 
 @gluon.jit
-def start_other(oq, tiles, i, more, zero, SCHEDULE: gl.constexpr):
-    """Issue the matmul of tile i of `other` when the tile is there; `more` is false past the end.
+def start_other(oq, tiles, i, more, zero, SLOTS: gl.constexpr):
+    """Issue the matmul of `other` of tile i when the slot is full; `more` is false past the end.
 
     Past the end the matmul reads whatever the slot holds, and nobody reads the result.
     """
-    slot = slot_of(i, SCHEDULE.SLOTS)
-    phase = phase_of(i, SCHEDULE.SLOTS)
-    mbarrier.wait(tiles.other_full.index(slot), phase, pred=more)
+    slot = slot_of(i, SLOTS)
+    mbarrier.wait(tiles.full.index(slot), phase_of(i, SLOTS), pred=more)
     return start_scores(oq, tiles.other_k.index(slot), zero)
 
 
 @gluon.jit
-def start_weight(wq, tiles, i, zero, SCHEDULE: gl.constexpr):
-    """Issue the matmul of tile i of `weight`, after that of `other`."""
-    slot = slot_of(i, SCHEDULE.SLOTS)
-    if not SCHEDULE.ONE_BARRIER:
-        mbarrier.wait(tiles.weight_full.index(slot), phase_of(i, SCHEDULE.SLOTS))
-    return start_scores(wq, tiles.weight_k.index(slot), zero)
+def start_weight(wq, tiles, i, zero, SLOTS: gl.constexpr):
+    """Issue the matmul of `weight` of tile i, after that of `other`: the slot is full."""
+    return start_scores(wq, tiles.weight_k.index(slot_of(i, SLOTS)), zero)
 
 
 @gluon.jit
-def start_pair(oq, wq, tiles, i, more, zero, SCHEDULE: gl.constexpr):
-    """Issue both matmuls of tile i when both tiles are there; past the end as start_other."""
-    slot = slot_of(i, SCHEDULE.SLOTS)
-    phase = phase_of(i, SCHEDULE.SLOTS)
-    mbarrier.wait(tiles.other_full.index(slot), phase, pred=more)
-    if not SCHEDULE.ONE_BARRIER:
-        mbarrier.wait(tiles.weight_full.index(slot), phase, pred=more)
-    o = start_scores(oq, tiles.other_k.index(slot), zero)
-    w = start_scores(wq, tiles.weight_k.index(slot), zero)
-    return o, w
-
-
-@gluon.jit
-def release_other(tiles, i, more, SCHEDULE: gl.constexpr):
-    """This warp group has read tile i of `other`."""
-    if not SCHEDULE.ONE_BARRIER:
-        slot = slot_of(i, SCHEDULE.SLOTS)
-        mbarrier.arrive(tiles.other_empty.index(slot), count=1, pred=more)
-
-
-@gluon.jit
-def release_weight(tiles, i, more, SCHEDULE: gl.constexpr):
-    """This warp group has read tile i of `weight`, the last of the two."""
-    slot = slot_of(i, SCHEDULE.SLOTS)
-    mbarrier.arrive(tiles.weight_empty.index(slot), count=1, pred=more)
-
-
-@gluon.jit
-def release_pair(tiles, i, more, SCHEDULE: gl.constexpr):
+def release(tiles, i, SLOTS: gl.constexpr):
     """This warp group has read both tiles i."""
-    release_other(tiles, i, more, SCHEDULE)
-    release_weight(tiles, i, more, SCHEDULE)
+    mbarrier.arrive(tiles.empty.index(slot_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
 def update_tiles(
     state, oq, wq, tiles, block, rows, count, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
-    SCHEDULE: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Running state after the first `count` tiles, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     for i in range(count):
-        o, w = start_pair(oq, wq, tiles, i, True, zero, SCHEDULE)
+        o = start_other(oq, tiles, i, True, zero, SLOTS)
+        w = start_weight(wq, tiles, i, zero, SLOTS)
         o, w = warpgroup_mma_wait(0, deps=[o, w])
-        release_pair(tiles, i, True, SCHEDULE)
+        release(tiles, i, SLOTS)
         cols = (block.num_tiles - 1 - i) * BLOCK_N + gl.arange(0, BLOCK_N, layout=col_layout)
         allowed = gl.expand_dims(cols, 0) < block.seqlen_k
         if CAUSAL:
@@ -226,108 +161,44 @@ def update_tiles(
 
 
 @gluon.jit
-def pair_step(
-    o, w, sums, i, more, oq, wq, tiles, block, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
-):  # fmt: skip
-    """Scores of tile i, and the sums with those of the tile before."""
-    next_o, next_w = start_pair(oq, wq, tiles, i, more, zero, SCHEDULE)
-    if SCHEDULE.LATE_RELEASE:
-        release_pair(tiles, i - 1, True, SCHEDULE)
-    base_o, base_w = bases(sums, SCHEDULE)
-    o = o * block.other_scale - gl.expand_dims(base_o, 1)
-    w = w * block.weight_scale - gl.expand_dims(base_w, 1)
-    sum_o = sums.other + lane_sum(exp2(o))
-    ew = exp2(w)
-    sum_w = sums.weight + lane_sum(ew)
-    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
-    mom, sum_o = before_wait_pair(mom, sum_o)
-    o, w = warpgroup_mma_wait(0, deps=[next_o, next_w])
-    if not SCHEDULE.LATE_RELEASE:
-        release_pair(tiles, i, more, SCHEDULE)
-    return o, w, Sums(sum_o, sum_w, mom, base_o, base_w)
-
-
-@gluon.jit
-def sum_pairs(
-    sums, oq, wq, tiles, block, start, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
-):  # fmt: skip
-    """Sums over the even number of tiles from `start` on, both matmuls of a tile together."""
-    o, w = start_pair(oq, wq, tiles, start, True, zero, SCHEDULE)
-    o, w = warpgroup_mma_wait(0, deps=[o, w])
-    if not SCHEDULE.LATE_RELEASE:
-        release_pair(tiles, start, True, SCHEDULE)
-    for i in range(start, block.num_tiles, 2):
-        o, w, sums = pair_step(
-            o, w, sums, i + 1, True, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
-        )
-        more = i + 2 < block.num_tiles
-        o, w, sums = pair_step(
-            o, w, sums, i + 2, more, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
-        )
-    return sums
-
-
-@gluon.jit
-def half_step(
+def step(
     o, sums, i, more, oq, wq, tiles, block, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Scores of `other` of tile i, and the sums with the tile before, whose scores are o."""
-    w = start_weight(wq, tiles, i - 1, zero, SCHEDULE)
-    if SCHEDULE.LATE_RELEASE:
-        release_other(tiles, i - 1, True, SCHEDULE)
-    base_o, base_w = bases(sums, SCHEDULE)
-    o = o * block.other_scale - gl.expand_dims(base_o, 1)
+    w = start_weight(wq, tiles, i - 1, zero, SLOTS)
+    o = o * block.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
     w = warpgroup_mma_wait(0, deps=[w])
-    if not SCHEDULE.LATE_RELEASE:
-        release_weight(tiles, i - 1, True, SCHEDULE)
-    next_o = start_other(oq, tiles, i, more, zero, SCHEDULE)
-    if SCHEDULE.LATE_RELEASE:
-        release_weight(tiles, i - 1, True, SCHEDULE)
-    sums = Sums(sum_o, sums.weight, sums.moment, base_o, base_w)
-    base_o, base_w = bases(sums, SCHEDULE)
-    w = w * block.weight_scale - gl.expand_dims(base_w, 1)
+    next_o = start_other(oq, tiles, i, more, zero, SLOTS)
+    # Only now: the arrive and the bar.sync before it are then off the path from a finished
+    # matmul to the next.
+    release(tiles, i - 1, SLOTS)
+    w = w * block.weight_scale - gl.expand_dims(sums.base_w, 1)
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
     mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
     mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[next_o])
-    if not SCHEDULE.LATE_RELEASE:
-        release_other(tiles, i, more, SCHEDULE)
-    return o, Sums(sum_o, sum_w, mom, base_o, base_w)
+    return o, Sums(sum_o, sum_w, mom, sums.base_o, sums.base_w)
 
 
 @gluon.jit
-def sum_halves(
+def sum_tiles(
     sums, oq, wq, tiles, block, start, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SCHEDULE: gl.constexpr,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """As sum_pairs with one matmul in flight: fewer registers, room for queries in registers."""
-    o = start_other(oq, tiles, start, True, zero, SCHEDULE)
+    """Sums over the even number of tiles from `start` on.
+
+    One matmul is in flight at a time, so that the registers are enough for three warp groups.
+    """
+    o = start_other(oq, tiles, start, True, zero, SLOTS)
     o = warpgroup_mma_wait(0, deps=[o])
-    if not SCHEDULE.LATE_RELEASE:
-        release_other(tiles, start, True, SCHEDULE)
     for i in range(start, block.num_tiles, 2):
-        o, sums = half_step(
-            o, sums, i + 1, True, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
-        )
+        o, sums = step(o, sums, i + 1, True, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SLOTS)
         more = i + 2 < block.num_tiles
-        o, sums = half_step(
-            o, sums, i + 2, more, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SCHEDULE
-        )
+        o, sums = step(o, sums, i + 2, more, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SLOTS)
     return sums
-
-
-@gluon.jit
-def bases(sums, SCHEDULE: gl.constexpr):
-    """The bases, behind a pause after the matmul just issued where the launch asks for one."""
-    base_o, base_w = sums.base_o, sums.base_w
-    if SCHEDULE.AFTER_ISSUE:
-        base_o, base_w = after_issue(base_o, base_w)
-    return base_o, base_w
 
 
 @gluon.jit
@@ -370,7 +241,7 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
-    SCHEDULE: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -389,20 +260,15 @@ def reduce_rows(
         complete = gl.maximum(
             gl.minimum(block.seqlen_k, first + block.seqlen_k - block.seqlen_q + 1), 0
         )
-    # with an even number of tiles left for the loop over pairs
+    # with an even number of tiles left for the loop unrolled by two
     num_masked = gl.maximum(block.num_tiles - complete // BLOCK_N, 1)
     num_masked = gl.minimum(num_masked + ((block.num_tiles - num_masked) & 1), block.num_tiles)
     oq = flat(tiles.other_q.index(GROUP))
     wq = flat(tiles.weight_q.index(GROUP))
     mbarrier.wait(tiles.q_bar, 0)
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    if SCHEDULE.OTHER_IN_REGISTERS:
-        oq = oq.load(operand)
-    if SCHEDULE.WEIGHT_IN_REGISTERS:
-        wq = wq.load(operand)
     state = update_tiles(
         empty(BLOCK_M, row_layout), oq, wq, tiles, block, rows, num_masked, zero,
-        WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
+        WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
     )  # fmt: skip
     if num_masked < block.num_tiles:
         m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
@@ -411,14 +277,7 @@ def reduce_rows(
         base_w = gl.where(m_w == LOW, 0.0, m_w)
         none = lane_sum(zero)
         sums = Sums(none, none, none, base_o, base_w)
-        if SCHEDULE.PAIRS:
-            sums = sum_pairs(
-                sums, oq, wq, tiles, block, num_masked, zero, C_WEIGHT, C_OTHER, SCHEDULE
-            )
-        else:
-            sums = sum_halves(
-                sums, oq, wq, tiles, block, num_masked, zero, C_WEIGHT, C_OTHER, SCHEDULE
-            )
+        sums = sum_tiles(sums, oq, wq, tiles, block, num_masked, zero, C_WEIGHT, C_OTHER, SLOTS)
         state = with_sums(state, sums, WEIGHT_IS_TEACHER)
         # every doubtful row marks its block
         flags = outputs.again + block.bh * outputs.num_flags + rows // BLOCK_M
@@ -438,13 +297,11 @@ def forward_kernel(
     again_ptr, num_flags, num_blocks, num_heads, other_group, weight_group,
     seqlen_q, seqlen_k, other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
-    SCHEDULE: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     HEAD_DIM: gl.constexpr = CONFIG.S_DIM
-    GROUPS: gl.constexpr = SCHEDULE.GROUPS
-    SLOTS: gl.constexpr = SCHEDULE.SLOTS
     position, bh = place_of(gl.program_id(0), num_blocks, CAUSAL)
     if CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
@@ -468,34 +325,30 @@ def forward_kernel(
         gl.allocate_shared_memory(gl.int64, [1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
     )
     mbarrier.init(tiles.q_bar, count=1)
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(tiles.other_full.index(slot), count=1)
-        mbarrier.init(tiles.weight_full.index(slot), count=1)
-        mbarrier.init(tiles.other_empty.index(slot), count=GROUPS)
-        mbarrier.init(tiles.weight_empty.index(slot), count=GROUPS)
+        mbarrier.init(tiles.full.index(slot), count=1)
+        mbarrier.init(tiles.empty.index(slot), count=GROUPS)
     outputs = Outputs(value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags)
     GROUP_REGISTERS: gl.constexpr = REDUCING_REGISTERS // GROUPS
     gl.warp_specialize(
         [
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(0),
-                WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, block,
-                h // other_group, h // weight_group, SCHEDULE, CONFIG,
+                h // other_group, h // weight_group, GROUPS, SLOTS, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(1),
-                WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(2),
-                WEIGHT_IS_TEACHER, CAUSAL, SCHEDULE, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS][:GROUPS],

@@ -1,10 +1,9 @@
-"""Experiments on an H200 (torch 2.11, Triton 3.6): launches of the Hopper forward, tiles of the portable kernels.
+"""Experiments on an H200 (torch 2.11, Triton 3.6): tiles of the portable kernels, dK with keys as rows, float32.
 
-    OUT=... python bench/notes/hopper_variants.py [--only hopper|sweep|fp32] [--seconds 260]
+    OUT=... python bench/notes/portable_variants.py [--only sweep|fp32] [--seconds 260]
 
-Each launch of the forward is compiled and checked in a process of its own with a time limit (a deadlock costs that, no
-more), then those that are right are timed in turns in one process a head_dim. The portable sweep uses torch_streamkl.tune.
-JSON goes to $OUT after every step.
+Launches are compiled and run once in parallel processes, then torch_streamkl.tune times those that can run. JSON goes
+to $OUT after every kernel.
 """
 
 from __future__ import annotations
@@ -12,257 +11,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from torch_streamkl.launch import HOPPER_LAUNCHES, HopperLaunch
-
 DEVICE, HEADS, SEQLEN, JOBS = "cuda", 32, 8192, 14
-TIMING_SECONDS = 60  # of the process that times one head_dim
-ROUNDS = 5  # of timings of the forward, after one that is not kept
 SHAPES = ((128, True), (128, False), (64, True), (64, False))
-
-
-def launch_of(mode: str, registers: str, groups: int, slots: int, *options: str, keys: int = 64):
-    return HopperLaunch(
-        block_m=64,
-        block_n=keys,
-        pairs=mode == "pairs",
-        q_in_registers=registers,
-        groups=groups,
-        slots=slots,
-        one_barrier=ONE in options,
-        late_release=LATE in options,
-        after_issue=NO_PAUSE not in options,
-    )
-
-
-ONE, LATE, NO_PAUSE = "one barrier", "late release", "no after_issue"
-# by head_dim; for sm_90 all compile without a serialised wgmma and at most 32 bytes of stack (Triton 3.6 and 3.9)
-FORWARD = {
-    64: [
-        launch_of("pairs", "none", 2, 4),
-        launch_of("pairs", "none", 2, 4, ONE),
-        launch_of("pairs", "none", 2, 4, ONE, NO_PAUSE),
-        launch_of("pairs", "none", 2, 4, ONE, LATE),
-        launch_of("pairs", "none", 2, 4, ONE, LATE, NO_PAUSE),
-        launch_of("pairs", "none", 2, 8, ONE, LATE),
-        launch_of("pairs", "other", 2, 4, ONE),
-        launch_of("pairs", "weight", 2, 4, ONE, LATE),
-        launch_of("halves", "both", 2, 4, ONE, LATE),
-        launch_of("halves", "both", 3, 2, NO_PAUSE),
-        launch_of("halves", "both", 3, 4, NO_PAUSE),
-        launch_of("halves", "both", 3, 4, ONE, NO_PAUSE),
-        launch_of("halves", "both", 3, 4, ONE, LATE, NO_PAUSE),
-        launch_of("halves", "other", 3, 4, ONE),
-        launch_of("halves", "other", 3, 4, ONE, NO_PAUSE),
-        launch_of("halves", "other", 3, 4, ONE, LATE, NO_PAUSE),
-        launch_of("halves", "weight", 3, 4, ONE, NO_PAUSE),
-        launch_of("halves", "none", 3, 4, ONE, NO_PAUSE),
-        launch_of("halves", "none", 3, 4, ONE, LATE, NO_PAUSE),
-        launch_of("pairs", "none", 3, 4, ONE, LATE, keys=32),
-        launch_of("pairs", "none", 3, 8, ONE, NO_PAUSE, keys=32),
-    ],
-    128: [
-        launch_of("pairs", "none", 2, 4),
-        launch_of("pairs", "none", 2, 4, ONE),
-        launch_of("pairs", "none", 2, 4, ONE, LATE),
-        launch_of("pairs", "other", 2, 4, ONE),
-        launch_of("pairs", "other", 2, 4, ONE, LATE),
-        launch_of("pairs", "other", 2, 4, ONE, NO_PAUSE),
-        launch_of("pairs", "weight", 2, 4, ONE, LATE),
-        launch_of("halves", "both", 2, 4),
-        launch_of("halves", "both", 2, 4, ONE),
-        launch_of("halves", "both", 2, 4, ONE, LATE),
-        launch_of("halves", "both", 2, 4, ONE, LATE, NO_PAUSE),
-        launch_of("halves", "weight", 2, 4, ONE),
-        launch_of("halves", "other", 2, 4, ONE),
-        launch_of("halves", "none", 3, 4, ONE, LATE, NO_PAUSE),
-        launch_of("halves", "other", 3, 4, ONE, NO_PAUSE),
-        launch_of("pairs", "none", 3, 4, ONE, LATE, keys=32),
-        launch_of("pairs", "other", 3, 4, ONE, keys=32),
-    ],
-}
-
-
-# --------------------------------------------------------------------------------------------- forward
-def candidates_of(head_dim: int) -> dict[str, HopperLaunch]:
-    """Launches of the Hopper forward by name, the default first."""
-    found = {"default": HOPPER_LAUNCHES[head_dim]}
-    for launch in FORWARD[head_dim]:
-        if launch not in found.values():
-            found[describe(launch)] = launch
-    return found
-
-
-def describe(launch: HopperLaunch) -> str:
-    """As "pairs, q none, 2 groups, 4 slots, one barrier, late release"."""
-    words = [
-        "pairs" if launch.pairs else "halves",
-        f"q {launch.q_in_registers}",
-        f"{launch.groups} groups",
-        f"{launch.slots} slots",
-    ]
-    if launch.block_n != 64:
-        words.insert(0, f"{launch.block_n} keys")
-    words += [ONE] * launch.one_barrier + [LATE] * launch.late_release
-    words += [NO_PAUSE] * (not launch.after_issue)
-    return ", ".join(words)
-
-
-def forward(launch: HopperLaunch, problem):
-    from torch_streamkl.kernels import hopper_attention
-
-    saved = hopper_attention.hopper_launch
-    hopper_attention.hopper_launch = lambda _: launch
-    try:
-        return hopper_attention.forward(problem)
-    finally:
-        hopper_attention.hopper_launch = saved
-
-
-def problem_of(
-    head_dim, causal, n, m=0, heads=32, batch=1, seed=0, divergence="forward_kl", size=1.0
-):
-    import torch
-
-    from torch_streamkl.functional import DIVERGENCES
-    from torch_streamkl.ops import problem_of as build
-
-    g = torch.Generator(DEVICE).manual_seed(seed)
-    shapes = [(batch, heads, size, head_dim) for size in (n, m or n, n, m or n)]
-    x = [torch.randn(s, generator=g, device=DEVICE).to(torch.bfloat16) for s in shapes]
-    x[0], x[2] = x[0] * size, x[2] * size
-    scale = head_dim**-0.5
-    return build(
-        *x,
-        functional=DIVERGENCES[divergence],
-        student_scale=scale,
-        teacher_scale=scale,
-        window_right=0 if causal else None,
-    )[0]
-
-
-def truth(problem):
-    """Value, lse (log2 units) of student and teacher in float64, naive."""
-    import torch
-
-    q_s, k_s, q_t, k_t = (
-        x.double()
-        for x in (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
-    )
-    n, m = q_s.shape[2], k_s.shape[2]
-    s = q_s @ k_s.transpose(-1, -2) * problem.student.scale
-    t = q_t @ k_t.transpose(-1, -2) * problem.teacher.scale
-    if problem.window_right is not None:
-        mask = torch.ones(n, m, dtype=torch.bool, device=DEVICE).tril(m - n)
-        s, t = s.masked_fill(~mask, -torch.inf), t.masked_fill(~mask, -torch.inf)
-    log_s, log_t = s.log_softmax(-1), t.log_softmax(-1)
-    p, r = log_t.exp(), log_s.exp()
-    if problem.functional.bilinear.has_teacher_moment:
-        value = torch.where(p > 0, p * (log_t - log_s), 0.0).sum(-1)
-    else:
-        value = torch.where(r > 0, r * (log_s - log_t), 0.0).sum(-1)
-    return value, s.logsumexp(-1) / math.log(2), t.logsumexp(-1) / math.log(2)
-
-
-def check(name: str, head_dim: int) -> dict:
-    """Errors on small sizes, and one run of what will be timed (which leaves its kernel in the cache)."""
-    import torch
-
-    launch = candidates_of(head_dim)[name]
-    worst = {"value": 0.0, "lse": 0.0}
-    # sizes whose kernels Triton specialises as those of 8192, one odd size, and scores that need the second launch
-    sizes = [
-        (2048, 2048, False, 1.0),
-        (2048, 2048, True, 1.0),
-        (200, 333, True, 1.0),
-        (2048, 2048, False, 60.0),
-    ]
-    for n, m, causal, size in sizes:
-        p = problem_of(head_dim, causal, n, m, heads=16, seed=n, size=size)
-        poison = torch.full((5, 1, 16, n), math.nan, device=DEVICE)
-        del poison
-        value, stats = forward(launch, p)
-        expected = truth(p)
-        found = (value, stats.student_lse, stats.teacher_lse)
-        for key, x, y in zip(("value", "lse", "lse"), found, expected):
-            error = ((x.double() - y).abs() / y.abs().clamp_min(1.0)).max().item()
-            worst[key] = max(worst[key], error if error == error else math.inf)
-    for causal in (False, True):
-        p = problem_of(head_dim, causal, SEQLEN)
-        value, _ = forward(launch, p)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        worst[f"finite {causal}"] = bool(value.isfinite().all())
-    return worst
-
-
-def event_ms(call, repeats=5):
-    import torch
-
-    a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    a.record()
-    for _ in range(repeats):
-        call()
-    b.record()
-    b.synchronize()
-    return a.elapsed_time(b) / repeats
-
-
-def cudnn_call(head_dim, causal):
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    q, k, v = (
-        torch.randn(1, 32, 8192, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-    )
-
-    def call():
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return call
-
-
-def time_all(names: list[str], head_dim: int) -> None:
-    """Prints one JSON line a causality: medians of interleaved rounds."""
-    from torch_streamkl.kernels import attention
-
-    launches = candidates_of(head_dim)
-    for causal in (True, False):
-        problems = [problem_of(head_dim, causal, SEQLEN, seed=seed) for seed in range(2)]
-        calls = {name: (lambda p, x=launches[name]: forward(x, p)) for name in names}
-        calls["portable"] = attention.forward
-        library = cudnn_call(head_dim, causal)
-        calls["cudnn attention"] = lambda _: library()
-        times = {name: [] for name in calls}
-        for number in range(ROUNDS + 1):
-            p = problems[number % 2]
-            for name, call in calls.items():
-                taken = event_ms(lambda: call(p))
-                if number:
-                    times[name].append(taken)
-        flop = 4 * 32 * 8192**2 * head_dim / (2 if causal else 1)
-        result = {
-            name: {
-                "ms": statistics.median(t),
-                "low": min(t),
-                "high": max(t),
-                "tflops": flop / statistics.median(t) * 1e-9,
-            }
-            for name, t in times.items()
-        }
-        print(json.dumps({"head_dim": head_dim, "causal": causal, "times": result}), flush=True)
 
 
 # --------------------------------------------------------------------------------------------- portable sweep
@@ -646,97 +403,20 @@ def fp32(out: Path, deadline: float) -> None:
 
 
 # --------------------------------------------------------------------------------------------- the run
-def hopper(out: Path, deadline: float) -> None:
-    """Check in parallel processes, time in one process a head_dim."""
-    results: dict = {"checks": {}, "times": []}
-    jobs = [(name, dim) for dim in (64, 128) for name in candidates_of(dim)]
-    waiting, running = list(jobs), []
-    passed: dict[int, list[str]] = {64: [], 128: []}
-    while waiting or running:
-        while waiting and len(running) < JOBS:
-            name, dim = waiting.pop(0)
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--check", name, "--dim", str(dim)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            running.append((process, name, dim, time.time()))
-        time.sleep(0.2)
-        for item in list(running):
-            process, name, dim, started = item
-            if process.poll() is None:
-                if time.time() - started < 75 and time.time() < deadline:
-                    continue
-                process.kill()
-            stdout, stderr = process.communicate()
-            running.remove(item)
-            lines = stdout.strip().split("\n")
-            try:
-                found = json.loads(lines[-1])
-            except ValueError:
-                error = (stderr.strip().split("\n") or [""])[-1][:200]
-                found = {"error": error or "no answer in time"}
-            results["checks"][f"{name} D={dim}"] = found
-            good = found.get("value", math.inf) < 2e-4 and found.get("lse", math.inf) < 2e-4
-            if good and found["finite False"] and found["finite True"]:
-                passed[dim].append(name)
-            print(f"D={dim} {name:65} {found}", flush=True)
-            out.write_text(json.dumps(results, indent=1))
-    for dim, right in passed.items():
-        chosen = [name for name in candidates_of(dim) if name in right]
-        if not chosen:
-            continue
-        command = [sys.executable, __file__, "--time", "|".join(chosen), "--dim", str(dim)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            watchdog = threading.Timer(TIMING_SECONDS, process.kill)
-            watchdog.start()
-            for line in process.stdout:
-                if line.startswith("{"):
-                    results["times"].append(json.loads(line))
-                    print(times_text(results["times"][-1]), flush=True)
-                    out.write_text(json.dumps(results, indent=1))
-            watchdog.cancel()
-        if process.wait():
-            print(f"timing at D={dim} ended with {process.returncode}", flush=True)
-
-
-def times_text(found: dict) -> str:
-    lines = [f"\nD={found['head_dim']} {'causal' if found['causal'] else 'full'}"]
-    for name, t in sorted(found["times"].items(), key=lambda item: item[1]["ms"]):
-        times = f"{t['ms']:.3f} ms ({t['low']:.3f}-{t['high']:.3f})"
-        lines.append(f"  {name:65} {times}  {t['tflops']:.0f} TFLOP/s")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--check")
-    parser.add_argument("--time")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--only", choices=("hopper", "sweep", "fp32"))
+    parser.add_argument("--only", choices=("sweep", "fp32"))
     parser.add_argument("--seconds", type=float, default=260.0)
     options = parser.parse_args()
-    if options.check:
-        print(json.dumps(check(options.check, options.dim)), flush=True)
-        return
-    if options.time:
-        time_all(options.time.split("|"), options.dim)
-        return
     started = time.time()
     out = Path(os.environ.get("OUT", "."))
     deadline = started + options.seconds
-    if options.only in (None, "hopper"):
-        # without --only, the sweep needs the rest
-        share = 0.55 if options.only is None else 0.8
-        hopper(out / "hopper_variants.json", started + options.seconds * share)
-        print(f"hopper done after {time.time() - started:.0f} s", flush=True)
-    if options.only is None and time.time() > deadline - 60:
-        print("no time left for the sweep: run it with --only sweep", flush=True)
-    elif options.only in (None, "sweep"):
+    if options.only in (None, "sweep"):
         sweep(out / "portable_sweep.json", deadline)
         print(f"sweep done after {time.time() - started:.0f} s", flush=True)
-    if options.only == "fp32":
+    if options.only is None and time.time() > deadline - 60:
+        print("no time left for float32: run it with --only fp32", flush=True)
+    elif options.only in (None, "fp32"):
         fp32(out / "fp32_sweep.json", deadline)
         print(f"fp32 done after {time.time() - started:.0f} s", flush=True)
 
