@@ -157,13 +157,14 @@ def load_all(
             head = work.first_head + member
             row = (work.first_tile + tile // TASK.GROUP_SIZE) * TASK.INNER
         full = tiles.full.index(slot)
+        if not TASK.ROWS:  # they arrive while the slot is not empty yet
+            rows = row + gl.arange(0, TASK.INNER, layout=lanes)
+            own, other, key_sum, grad = load_statistics(stats, member, rows, work.seqlen_q, TASK)
         mbarrier.wait(tiles.empty.index(slot), phase)
         mbarrier.expect(full, own_inner.block_type.nbytes + other_inner.block_type.nbytes)
         async_load(own_inner, [work.b, head, row, 0], full, tiles.own_inner.index(slot))
         async_load(other_inner, [work.b, head, row, 0], full, tiles.other_inner.index(slot))
         if not TASK.ROWS:
-            rows = row + gl.arange(0, TASK.INNER, layout=lanes)
-            own, other, key_sum, grad = load_statistics(stats, member, rows, work.seqlen_q, TASK)
             statistics = slot * NUM_STATISTICS
             tiles.statistics.index(statistics + OWN_LSE).store(own)
             tiles.statistics.index(statistics + OTHER_LSE).store(other)
