@@ -97,20 +97,20 @@ def test_needs_a_hopper_gpu() -> None:
         attention_kl(x, x, x, x, impl="hopper")
 
 
-@pytest.mark.parametrize(("in_auto", "rows"), [(True, 8192), (True, 64), (False, 8192)])
-def test_choice(in_auto: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "expected"), [(8192, "hopper"), (64, "triton"), (640, "triton")])
+def test_choice(rows: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(launch, "shared_memory_kib", lambda _: 227)
-    monkeypatch.setattr(launch, "HOPPER_IN_AUTO", in_auto)
+    num_keys = 16384 if rows != 640 else 640  # small: launches would take longer than kernels
     with FakeTensorMode():
         q, k = (
-            torch.empty(1, 2, n, 128, device="cuda", dtype=torch.bfloat16) for n in (rows, 16384)
+            torch.empty(1, 32, n, 128, device="cuda", dtype=torch.bfloat16)
+            for n in (rows, num_keys)
         )
     problem = problem_of(q, k, q, k)[0]
     assert launch.select_implementation(problem, "hopper") == "hopper"
     # few blocks of rows: the portable kernels split the keys
-    expected = "hopper" if in_auto and rows > 64 else "triton"
     assert launch.select_implementation(problem, "auto") == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,8 @@ def test_a_measurement_decides_about_hopper(
 ) -> None:
     monkeypatch.setattr(launch, "hopper_limit", lambda _: None)
     monkeypatch.setattr(launch, "triton_limit", lambda _: None)
-    monkeypatch.setattr(launch, "HOPPER_IN_AUTO", implementation == "triton")
+    least = 0.0 if implementation == "triton" else math.inf
+    monkeypatch.setattr(launch, "HOPPER_LEAST_FLOP", least)
     write(users_file(), replace(ENTRY, implementation=implementation))
     assert launch.select_implementation(problem(), "auto") == implementation
 

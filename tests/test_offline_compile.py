@@ -122,7 +122,7 @@ def test_other_hopper_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     with record_launches("sm_90") as launches:
         hopper_attention.forward(problem(64, window_right=0))
     check_hopper(launches[0], HOPPER_FORWARD_STACK)
-    assert launches[0].grid == (32 * 1024 // (2 * 64),)
+    assert launches[0].grid == (32 * 1024 // (2 * 64), 1, 1)
 
 
 def head(width: int) -> linear_problem.Head:

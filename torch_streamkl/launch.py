@@ -69,7 +69,9 @@ LSE_UNIT = {
 }  # of stored log-sum-exps, in nats
 
 
-HOPPER_IN_AUTO = True  # tests may switch it off
+# of the forward, from which "auto" takes the kernels for Hopper: about 0.1 ms on an H200. Below,
+# their launches, which make tensor descriptors on the host, take longer than the kernels.
+HOPPER_LEAST_FLOP = 2.0**35
 
 
 def select_implementation(problem: AttentionProblem, impl: str) -> str:
@@ -79,9 +81,9 @@ def select_implementation(problem: AttentionProblem, impl: str) -> str:
     """
     if impl == "streaming":
         return "streaming"
-    if impl in ("auto", "hopper"):
+    if impl == "hopper" or (impl == "auto" and _prefers_hopper(problem)):
         limit = hopper_limit(problem)
-        if limit is None and (impl == "hopper" or _prefers_hopper(problem)):
+        if limit is None:
             return "hopper"
         if impl == "hopper":
             raise NotImplementedError(f"impl='hopper' {limit}; impl='triton' may compute it")
@@ -178,10 +180,19 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def _prefers_hopper(problem: AttentionProblem) -> bool:
-    """Whether "auto" takes the kernels for Hopper: what was measured, otherwise the default."""
+    """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
     measured = measured_launch(problem, "forward")
-    wanted = HOPPER_IN_AUTO if measured is None else measured.implementation == "hopper"
+    if measured is None:
+        wanted = _flop(problem) >= HOPPER_LEAST_FLOP
+    else:
+        wanted = measured.implementation == "hopper"
     return wanted and _fills_device(problem)
+
+
+def _flop(problem: AttentionProblem) -> float:
+    pairs = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+    seen = 1.0 if problem.window_right is None else 0.5
+    return 2.0 * seen * pairs * (problem.student.head_dim + problem.teacher.head_dim)
 
 
 def _fills_device(problem: AttentionProblem) -> bool:

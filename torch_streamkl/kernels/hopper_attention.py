@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,6 @@ from torch_streamkl.kernels import hopper_forward as fwd
 from torch_streamkl.kernels.plans import LOG2E, Plan, config_of, plan_of
 from torch_streamkl.launch import (
     HOPPER_AGAIN,
-    HopperLaunch,
     hopper_backward_launch,
     hopper_launch,
 )
@@ -30,48 +30,50 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
     value, stats = RowStatistics.allocate(problem)
     plan, launch = plan_of(problem), hopper_launch(problem)
-    num_flags = triton.cdiv(problem.seqlen_q, launch.block_m)
-    programs = num_flags * problem.num_heads * problem.batch
-    again = torch.zeros(programs, dtype=torch.int32, device=value.device)
-    if plan.device_index is None or torch.cuda.current_device() == plan.device_index:
-        _launch(problem, plan, launch, value, stats, again, num_flags)
-    else:
-        with torch.cuda.device(plan.device_index):  # Triton launches on the current device
-            _launch(problem, plan, launch, value, stats, again, num_flags)
-    return value, stats
-
-
-def _launch(
-    problem: AttentionProblem,
-    plan: Plan,
-    launch: HopperLaunch,
-    value: Tensor,
-    stats: RowStatistics,
-    again: Tensor,
-    num_flags: int,
-) -> None:
-    form = plan.form
+    form, options = plan.form, HOPPER_AGAIN.options()
     by_teacher = form.TT != 0.0 or form.TS != 0.0
     student, teacher = problem.student, problem.teacher
     other, weight = (student, teacher) if by_teacher else (teacher, student)
+    num_flags = triton.cdiv(problem.seqlen_q, launch.block_m)
     blocks = triton.cdiv(num_flags, launch.groups)
+    sequences = problem.num_heads * problem.batch
+    again = torch.zeros(num_flags * sequences, dtype=torch.int32, device=value.device)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
-    fwd.forward_kernel[(blocks * problem.num_heads * problem.batch,)](
-        descriptor(other.q, launch.block_m), descriptor(other.k, launch.block_n),
-        descriptor(weight.q, launch.block_m), descriptor(weight.k, launch.block_n),
-        *outputs, again, num_flags,
-        blocks, problem.num_heads, _group(other), _group(weight),
-        problem.seqlen_q, problem.seqlen_k,
-        _log2_scale(problem, other), _log2_scale(problem, weight),
-        WEIGHT_IS_TEACHER=by_teacher, CAUSAL=problem.window_right is not None,
-        GROUPS=launch.groups, SLOTS=launch.slots,
-        FORM=form, CONFIG=config_of(problem, launch), num_warps=4,
+    config, again_config = plan.kept(
+        "configs", lambda: (config_of(problem, launch), config_of(problem, HOPPER_AGAIN))
+    )
+    plan.run(
+        "hopper",
+        fwd.forward_kernel,
+        (blocks * sequences, 1, 1),
+        (
+            descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
+            descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
+            *outputs, again, num_flags,
+            blocks, problem.num_heads, _group(other), _group(weight),
+            problem.seqlen_q, problem.seqlen_k,
+            _log2_scale(problem, other), _log2_scale(problem, weight),
+        ),
+        (
+            by_teacher, problem.window_right is not None, launch.groups, launch.slots,
+            form, config,
+        ),
+        {"num_warps": 4},
+        (),
     )  # fmt: skip
-    portable.forward_again_kernel[(again.shape[0],)](
-        again, *plan.arguments(problem), *outputs,
-        num_flags, problem.num_heads, plan.inv_temperature, plan.fill,
-        FORM=form, HELPER=None, CONFIG=config_of(problem, HOPPER_AGAIN), **HOPPER_AGAIN.options(),
+    plan.run(
+        "again",
+        portable.forward_again_kernel,
+        (num_flags * sequences, 1, 1),
+        (
+            again, *plan.arguments(problem), *outputs,
+            num_flags, problem.num_heads, plan.inv_temperature, plan.fill,
+        ),
+        (form, None, again_config),
+        options,
+        (),
     )  # fmt: skip
+    return value, stats
 
 
 def backward(
@@ -79,14 +81,10 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients, each summed in a fixed order."""
     grad = grad.to(torch.float32).contiguous()
-    plan = plan_of(problem)
 
     def gradient(student: bool, rows: bool) -> Tensor:
-        return _gradient(problem, plan, stats, grad, student, rows)
+        return _gradient(problem, stats, grad, student, rows)
 
-    if plan.device_index is not None and torch.cuda.current_device() != plan.device_index:
-        with torch.cuda.device(plan.device_index):  # Triton launches on the current device
-            return backward(problem, stats, grad, wanted)
     return (
         gradient(student=True, rows=True) if wanted.student_q else None,
         gradient(student=True, rows=False) if wanted.student_k else None,
@@ -96,32 +94,50 @@ def backward(
 
 
 def _gradient(
-    problem: AttentionProblem,
-    plan: Plan,
-    stats: RowStatistics,
-    grad: Tensor,
-    student: bool,
-    rows: bool,
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, student: bool, rows: bool
 ) -> Tensor:
     """dQ (rows) or dK of one side."""
+    plan = plan_of(problem)
     sides = (problem.student, problem.teacher)
     statistics = (stats.student, stats.teacher)
     own, other = sides if student else sides[::-1]
     own_stats, other_stats = statistics if student else statistics[::-1]
-    form, group = plan.form, _group(own)
-    plain = student and form.ST == form.SS == form.S == 0.0
-    launch = hopper_backward_launch(problem, "dq" if rows else "dk", not plain)
-    x, blocks_of = (own.q, problem.seqlen_q) if rows else (own.k, problem.seqlen_k)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, length = (own.q, problem.seqlen_q) if rows else (own.k, problem.seqlen_k)
     outer = (own.q, other.q) if rows else (own.k, other.k)
     inner = (own.k, other.k) if rows else (own.q, other.q)
-    task = bwd.Task(
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    task = plan.kept(("task", student, rows), lambda: _task(problem, plan, own, student, rows))
+    num_blocks = triton.cdiv(length, task.GROUPS * task.BLOCK)
+    plan.run(
+        ("gradient", student, rows),
+        bwd.backward_kernel,
+        (num_blocks * x.shape[1] * problem.batch, 1, 1),
+        (
+            *(descriptor(plan, t, task.BLOCK) for t in outer),
+            *(descriptor(plan, t, task.INNER) for t in inner),
+            grad, own_stats, other_stats, plan.stats_stride,
+            out, *out.stride()[:3], own.scale / problem.temperature,
+            num_blocks, problem.num_heads, problem.seqlen_q, problem.seqlen_k,
+            _log2_scale(problem, own), _log2_scale(problem, other),
+        ),
+        (task,),
+        {"num_warps": 4},
+        (grad,),
+    )  # fmt: skip
+    return out
+
+
+def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows: bool) -> bwd.Task:
+    form = plan.form
+    plain = student and form.ST == form.SS == form.S == 0.0
+    launch = hopper_backward_launch(problem, "dq" if rows else "dk", not plain)
+    return bwd.Task(
         ROWS=rows,
         STUDENT=student,
         CAUSAL=problem.window_right is not None,
         PLAIN=plain,
         FORM=form,
-        GROUP_SIZE=group,
+        GROUP_SIZE=_group(own),
         HEAD_DIM=own.head_dim,
         BLOCK=launch.block_m,
         INNER=launch.block_n,
@@ -130,24 +146,30 @@ def _gradient(
         SLOTS=launch.slots,
         PINNED=launch.pinned,
     )
-    num_blocks = triton.cdiv(blocks_of, launch.groups * launch.block_m)
-    bwd.backward_kernel[(num_blocks * x.shape[1] * problem.batch,)](
-        *(descriptor(t, launch.block_m) for t in outer),
-        *(descriptor(t, launch.block_n) for t in inner),
-        grad, own_stats, other_stats, plan.stats_stride,
-        out, *out.stride()[:3], own.scale / problem.temperature,
-        num_blocks, problem.num_heads, problem.seqlen_q, problem.seqlen_k,
-        _log2_scale(problem, own), _log2_scale(problem, other),
-        TASK=task, num_warps=4,
-    )  # fmt: skip
-    return out
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [1, 1, rows, head_dim] of [batch, heads, seqlen, head_dim]; 0 past its end."""
+def descriptor(plan: Plan, x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles [1, 1, rows, head_dim] of [batch, heads, seqlen, head_dim]; 0 past its end.
+
+    Making one checks all of it, which takes longer than a small kernel: a plan keeps one for each
+    shape and strides, without a tensor, and copies it.
+    """
+    key = ("descriptor", x.shape, x.stride(), rows)
+    kept = plan.kept(key, lambda: _without_base(_new_descriptor(x, rows)))
+    found = copy.copy(kept)
+    object.__setattr__(found, "base", x)
+    return found
+
+
+def _new_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     block = [1, 1, rows, x.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), _strides(x.shape, x.stride()), block, layout)
+
+
+def _without_base(descriptor: TensorDescriptor) -> TensorDescriptor:
+    object.__setattr__(descriptor, "base", None)  # so that the plan keeps no tensor alive
+    return descriptor
 
 
 def _strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

@@ -7,8 +7,9 @@ as long as a small kernel runs. A `Plan` keeps all of it: a later call passes po
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.launch import HopperLaunch, TritonLaunch, dot_precision, triton_launch
 from torch_streamkl.problem import AttentionProblem, Side
 
+T = TypeVar("T")
 LOG2E = 1.4426950408889634
 LOWEST_FILL = -1e29
 MAX_PLANS = 1024
@@ -62,6 +64,7 @@ class Plan:
         self._mask = _broadcast_strides(problem.mask)
         self._bounds = (problem.window_left or 0, problem.window_right or 0)
         self._compiled: dict[Any, Any] = {}
+        self._kept: dict[Any, Any] = {}
         device = problem.student.q.device
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
         self.device_index = device.index if on_gpu else None
@@ -72,6 +75,13 @@ class Plan:
         if stage is None:
             stage = self._stages[kernel] = _stage(problem, kernel)
         return stage
+
+    def kept(self, key: Any, make: Callable[[], T]) -> T:
+        """What make() gave the first time: it may depend on metadata only."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: T = self._kept[key]
+        return found
 
     def arguments(self, problem: AttentionProblem) -> tuple[SideArgs, SideArgs, MaskArgs]:
         """The three grouped arguments that every kernel starts with."""
