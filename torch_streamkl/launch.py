@@ -236,12 +236,10 @@ class HopperBackwardLaunch:
     pinned: bool  # NOTE [A matmul always in flight] in kernels/hopper_backward.py
 
 
-# Measured on an H200 (bf16, seqlen 8192), by kernel and head_dim (bench/notes/hopper_kernels.md).
+# Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_BACKWARD_LAUNCHES = {
-    ("dq", 64): HopperBackwardLaunch(64, 64, 4, 3, 160, True),
-    ("dk", 64): HopperBackwardLaunch(64, 64, 4, 2, 240, False),
-    ("dq", 128): HopperBackwardLaunch(64, 64, 4, 2, 240, True),
-    ("dk", 128): HopperBackwardLaunch(64, 64, 4, 2, 240, True),
+    64: HopperBackwardLaunch(64, 64, 4, 3, 160, True),
+    128: HopperBackwardLaunch(64, 64, 4, 2, 240, True),
 }
 # where logarithms of the probabilities are needed, too: three warp groups would spill
 HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 4, 2, 240, False)
@@ -260,12 +258,12 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
 
 
 def hopper_backward_launch(
-    problem: AttentionProblem, kernel: str, has_logarithms: bool
+    problem: AttentionProblem, has_logarithms: bool
 ) -> HopperBackwardLaunch:
-    """Configuration of the "dq" or "dk" kernel on Hopper."""
+    """Configuration of the dQ and dK kernels on Hopper."""
     if has_logarithms:
         return HOPPER_LOGARITHMS
-    return HOPPER_BACKWARD_LAUNCHES[kernel, problem.student.head_dim]
+    return HOPPER_BACKWARD_LAUNCHES[problem.student.head_dim]
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:

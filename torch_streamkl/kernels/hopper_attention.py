@@ -130,7 +130,7 @@ def _gradient(
 def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows: bool) -> bwd.Task:
     form = plan.form
     plain = student and form.ST == form.SS == form.S == 0.0
-    launch = hopper_backward_launch(problem, "dq" if rows else "dk", not plain)
+    launch = hopper_backward_launch(problem, has_logarithms=not plain)
     return bwd.Task(
         ROWS=rows,
         STUDENT=student,
