@@ -340,14 +340,22 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
 
 def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     """The operator's tensors: views of the inputs unless a scale is a tensor or autocast is on."""
-    q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
+    q_s, k_s, q_t, k_t = inputs[:4]
+    if settings.layout != "bhnd":
+        q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
     if isinstance(settings.student_scale, Tensor):
         q_s = (q_s * settings.student_scale).to(q_s.dtype)
     if isinstance(settings.teacher_scale, Tensor):
         q_t = (q_t * settings.teacher_scale).to(q_t.dtype)
     if torch.is_autocast_enabled(q_s.device.type):
         q_s, k_s, q_t, k_t = (_autocast(x) for x in (q_s, k_s, q_t, k_t))
-    mask, student_bias, teacher_bias, *others, teacher_lse, _ = inputs[4:]
+    optional = inputs[4:]
+    for x in optional:
+        if x is not None:
+            break
+    else:  # the usual call
+        return (q_s, k_s, q_t, k_t, *optional[:-1])
+    mask, student_bias, teacher_bias, *others, teacher_lse, _ = optional
     if mask is not None:
         mask = _with_dims(mask, 4)
         if mask.dtype != torch.bool:

@@ -190,9 +190,10 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
 
 
 def _flop(problem: AttentionProblem) -> float:
-    pairs = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+    batch, num_heads, seqlen_q, head_dim = problem.student.q.shape
+    pairs = batch * num_heads * seqlen_q * problem.student.k.shape[2]
     seen = 1.0 if problem.window_right is None else 0.5
-    return 2.0 * seen * pairs * (problem.student.head_dim + problem.teacher.head_dim)
+    return 2.0 * seen * pairs * (head_dim + problem.teacher.q.shape[3])
 
 
 def _fills_device(problem: AttentionProblem) -> bool:
