@@ -1,5 +1,6 @@
 """The Hopper forward on a GPU of compute capability 9.0, and who it takes and refuses anywhere."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.support.problems import Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, launch
-from torch_streamkl.functional import DIVERGENCES
+from torch_streamkl.functional import DIVERGENCES, Functional, named
 from torch_streamkl.ops import problem_of
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -81,6 +82,68 @@ def test_both_sides_of_the_condition(
     assert bool(marked[0].any()) == some
 
 
+@pytest.fixture
+def guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "HOPPER_GUARDS", True)
+
+
+# divergence, clamps of student and teacher, head_dim, is_causal
+CLAMPED = [
+    ("forward_kl", 1e-12, 1e-12, 64, True),
+    ("forward_kl", 1e-12, 1e-12, 128, False),
+    ("forward_kl", 1e-3, 1e-3, 64, False),
+    ("forward_kl", 1e-3, 1e-3, 128, True),
+    ("forward_kl", 1e-3, 0.0, 128, False),
+    ("forward_kl", 0.0, 1e-3, 64, True),
+    ("reverse_kl", 1e-12, 1e-12, 64, False),
+    ("reverse_kl", 1e-12, 1e-12, 128, True),
+    ("reverse_kl", 1e-3, 1e-3, 64, True),
+    ("reverse_kl", 1e-3, 0.0, 64, True),
+    ("reverse_kl", 0.0, 1e-3, 128, False),
+    ("cross_entropy", 1e-12, 0.0, 64, True),
+    ("cross_entropy", 1e-3, 1e-3, 128, False),
+]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("guards")
+@pytest.mark.parametrize("sizes", [(1, 1), (65, 129), (300, 127), (200, 333), (257, 512)])
+@pytest.mark.parametrize("case", CLAMPED)
+def test_clamps(case: tuple[str, float, float, int, bool], sizes: tuple[int, int]) -> None:
+    divergence, student_clamp, teacher_clamp, head_dim, is_causal = case
+    # some rows reach the clamp and others do not
+    score_size = 4.0 if max(student_clamp, teacher_clamp) < 1e-6 else 1.0
+    call = build(
+        spec(
+            head_dim, divergence=divergence, is_causal=is_causal,
+            student_clamp=student_clamp, teacher_clamp=teacher_clamp, score_size=score_size,
+            seqlen_q=sizes[0], seqlen_k=sizes[1],
+        )
+    )  # fmt: skip
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("guards")
+@pytest.mark.parametrize("clamped", ["student", "teacher"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize(
+    ("seqlen_k", "clamp", "some"),
+    [(500, 1e-12, False), (500, 1e-3, True), (64, 1e-12, False), (64, 1e-2, True)],
+)
+def test_only_rows_that_reach_a_clamp_are_repeated(
+    seqlen_k: int, clamp: float, some: bool, divergence: str, clamped: str,
+    marked: list[torch.Tensor],
+) -> None:  # fmt: skip
+    options: dict[str, Any] = {f"{clamped}_clamp": clamp}
+    # 64 keys are one tile, which is masked, and the loop over the rest does not run
+    call = build(spec(64, divergence=divergence, seqlen_q=310, seqlen_k=seqlen_k, **options))
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    assert bool(marked[0].any()) == some
+
+
 @pytest.mark.gpu
 @on_hopper
 def test_same_bits_on_every_run() -> None:
@@ -133,6 +196,62 @@ def test_limits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
     limit = launch.hopper_limit(problem_of(x, x, x, x, **options)[0])
     assert limit is None if not reason else reason in str(limit)
+
+
+GUARDED: dict[str, tuple[Functional, str, str]] = {
+    # the reasons while the kernels for Hopper take no clamps, and when they do
+    "clamps": (named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12), "no clamps", ""),
+    "reverse": (named("reverse_kl", student_clamp=1e-3), "no clamps", ""),
+    "jeffreys": (named("jeffreys", student_clamp=1e-12), "one of P and S", "one of P and S"),
+    "eps": (named("forward_kl", student_eps=1e-12), "one of P and S", "one of P and S"),
+    "js": (named("js", student_clamp=1e-12), "one of P and S", "one of P and S"),
+}
+
+
+@pytest.mark.parametrize("takes_clamps", [False, True])
+@pytest.mark.parametrize("name", GUARDED)
+def test_limits_of_guards(name: str, takes_clamps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "HOPPER_GUARDS", takes_clamps)
+    functional, *reasons = GUARDED[name]
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
+    problem = problem_of(x, x, x, x, functional=functional.text)[0]
+    limit = launch.hopper_limit(problem)
+    reason = reasons[takes_clamps]
+    assert limit is None if not reason else reason in str(limit)
+    if reason:
+        with pytest.raises(NotImplementedError, match=reason):
+            launch.select_implementation(problem, "hopper")
+
+
+@pytest.mark.parametrize(
+    ("functional", "floor"),
+    [
+        (named("forward_kl"), -math.inf),
+        (named("cross_entropy"), -math.inf),
+        (named("forward_kl", teacher_clamp=1e-3), -math.inf),
+        (named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-3), math.log(1e-12)),
+        (named("cross_entropy", student_clamp=1e-3), math.log(1e-3)),
+        (named("reverse_kl"), None),
+        (named("reverse_kl", teacher_clamp=1e-3), None),
+        (named("forward_kl", student_eps=1e-3), None),
+        (Functional.of("max(P,0.001)*(logP-logS)"), None),  # the form of forward_kl, but not h
+        (Functional.of("P*(logP-max(logS,-2))-P*max(logS,-3)"), None),
+    ],
+)
+def test_which_student_gradients_need_no_logarithms(
+    functional: Functional, floor: float | None
+) -> None:
+    assert functional.plain_student_floor == floor
+    if floor is None:
+        return
+    log_p, log_s = torch.randn(2, 1000, dtype=torch.float64).mul(3).log_softmax(-1)
+    log_s[0] = max(floor, -50.0)  # at the clamp the gradient passes
+    variables = {"P": log_p.exp(), "S": log_s.exp(), "logP": log_p, "logS": log_s}
+    form = functional.bilinear or functional.guarded.form
+    expected = torch.where(log_s >= floor, form.ts * log_p.exp(), 0.0)
+    torch.testing.assert_close(functional.sums(variables)[1], expected)
 
 
 @pytest.mark.parametrize(

@@ -396,6 +396,16 @@ def _without_clamps(e: Expr, floors: dict[Expr, float]) -> Expr:
     return apply(e.op, *(_without_clamps(a, floors) for a in e.args))
 
 
+def _where_clamped(e: Expr, branch: int, floors: set[float]) -> Expr:
+    """The expression with branch 1 or 2 of every ``where(logS >= floor, ...)``; adds floors."""
+    if e.op == "where" and e.args[0].op == "ge":
+        variable, floor = e.args[0].args
+        if variable == LOG_S and floor.op == "const":
+            floors.add(floor.value)
+            return _where_clamped(e.args[branch], branch, floors)
+    return apply(e.op, *(_where_clamped(a, branch, floors) for a in e.args)) if e.args else e
+
+
 @dataclass(frozen=True)
 class Functional:
     """A parsed divergence with everything an implementation needs of it (see the NOTEs above)."""
@@ -434,6 +444,21 @@ class Functional:
             guarded,
             absent,
         )
+
+    @property
+    def plain_student_floor(self) -> float | None:
+        """The floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P always.
+
+        None where h is anything else. The constant c is the form's ``ts``.
+        """
+        floors: set[float] = set()
+        above = _polynomial(_where_clamped(self.student_grad, 1, floors))
+        below = _polynomial(_where_clamped(self.student_grad, 2, floors))
+        if above is None or not set(above) <= {(1, 0, 0, 0)}:
+            return None
+        if not floors:
+            return -math.inf
+        return floors.pop() if above and below == {} and len(floors) == 1 else None
 
     def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""

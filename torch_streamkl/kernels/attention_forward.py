@@ -190,12 +190,18 @@ def with_masked_sums(
 
 
 @triton.jit
-def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
-    """Whether a row has a probability below a clamp, so that the closed form does not hold."""
+def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
+    """Rows with a probability below a clamp, where the closed form does not hold."""
     above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
     above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
     empty = (state.l_t == 0.0) & (state.l_s == 0.0)
-    reached = inside & (above == 0) & (empty == 0)
+    return (above == 0) & (empty == 0)
+
+
+@triton.jit
+def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
+    """Whether a row inside has a probability below a clamp."""
+    reached = inside & below_clamps(state, lse_t, lse_s, CONFIG)
     return tl.max(reached.to(tl.int32), 0) > 0
 
 

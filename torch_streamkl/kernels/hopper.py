@@ -85,6 +85,13 @@ def lane_sum(x):
 
 
 @gluon.jit
+def lane_min(x):
+    """As lane_sum, the lowest of a thread's columns."""
+    y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
+    return gl.min(gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4]), 2)
+
+
+@gluon.jit
 def slot_of(i, SLOTS: gl.constexpr):
     """Where tile i is (NOTE [Slots])."""
     return i & (SLOTS - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,7 @@ from torch_streamkl.launch import (
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.streaming import Wanted
 
+LOWEST_CLAMP = -126 * math.log(2.0)  # of a log-probability: below, hopper.exp2 gives 0
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -69,7 +71,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             again, *plan.arguments(problem), *outputs,
             num_flags, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
-        (form, None, again_config),
+        (form, plan.helper, again_config),
         options,
         (),
     )  # fmt: skip
@@ -120,7 +122,7 @@ def _gradient(
             num_blocks, problem.num_heads, problem.seqlen_q, problem.seqlen_k,
             _log2_scale(problem, own), _log2_scale(problem, other),
         ),
-        (task,),
+        (None if task.PLAIN else plan.helper, task),
         {"num_warps": 4},
         (grad,),
     )  # fmt: skip
@@ -128,15 +130,18 @@ def _gradient(
 
 
 def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows: bool) -> bwd.Task:
-    form = plan.form
-    plain = student and form.ST == form.SS == form.S == 0.0
+    floor = problem.functional.plain_student_floor if student else None
+    if floor is not None and -math.inf < floor < LOWEST_CLAMP:
+        floor = None
+    plain = floor is not None
     launch = hopper_backward_launch(problem, has_logarithms=not plain)
     return bwd.Task(
         ROWS=rows,
         STUDENT=student,
         CAUSAL=problem.window_right is not None,
         PLAIN=plain,
-        FORM=form,
+        CLAMP=0.0 if floor is None else math.exp(floor),
+        FORM=plan.form,
         GROUP_SIZE=_group(own),
         HEAD_DIM=own.head_dim,
         BLOCK=launch.block_m,

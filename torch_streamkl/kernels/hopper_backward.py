@@ -51,6 +51,7 @@ class Task(NamedTuple):
     STUDENT: bool  # own is the student
     CAUSAL: bool
     PLAIN: bool  # the gradient is FORM.TS (P - S): no logarithms, and the teacher's mass is 1
+    CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
     FORM: Any
     GROUP_SIZE: int  # query heads that share a key head
     HEAD_DIM: int
@@ -122,6 +123,9 @@ def load_statistics(stats, member, row, seqlen_q, TASK: gl.constexpr):
     key_sum = grad  # nobody reads it
     if not TASK.PLAIN:
         key_sum = gl.load(stats.key_sum + row, mask=inside, other=0.0)
+    elif TASK.CLAMP > 0.0:
+        mass = gl.load(stats.key_sum + row, mask=inside, other=0.0)
+        key_sum = mass * (1.0 / TASK.FORM.TS)
     return own, other, key_sum, grad
 
 
@@ -168,7 +172,7 @@ def load_all(
             statistics = slot * NUM_STATISTICS
             tiles.statistics.index(statistics + OWN_LSE).store(own)
             tiles.statistics.index(statistics + OTHER_LSE).store(other)
-            if not TASK.PLAIN:
+            if not TASK.PLAIN or TASK.CLAMP > 0.0:
                 tiles.statistics.index(statistics + KEY_SUM).store(key_sum)
             tiles.statistics.index(statistics + GRAD).store(grad)
             mbarrier.arrive(full, count=1)
@@ -195,18 +199,24 @@ def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr):
 
 
 @gluon.jit
-def second_half(x, other, kept, tiles, slot, scale, TASK: gl.constexpr):
+def second_half(x, other, kept, tiles, slot, scale, HELPER: gl.constexpr, TASK: gl.constexpr):
     """d(value)/d(own score) without FORM.TS if PLAIN, times the incoming gradient for dK."""
     layout: gl.constexpr = other.type.layout
     y = other * scale - along(kept, tiles, slot, OTHER_LSE, layout, TASK)
     if TASK.PLAIN:
-        d = exp2(y) - x
+        d = exp2(y)
+        if TASK.CLAMP > 0.0:
+            mass = along(kept, tiles, slot, KEY_SUM, layout, TASK)
+            d = gl.where(x >= TASK.CLAMP, d, 0.0) - x * mass
+        else:
+            d = d - x
     else:
         log_t = y if TASK.STUDENT else x
         log_s = x if TASK.STUDENT else y
         key_sum = along(kept, tiles, slot, KEY_SUM, layout, TASK)
         FORM: gl.constexpr = TASK.FORM
-        d = score_gradient(log_t, log_s, key_sum, TASK.STUDENT, False, FORM, None)
+        POINTWISE: gl.constexpr = HELPER is not None
+        d = score_gradient(log_t, log_s, key_sum, TASK.STUDENT, POINTWISE, FORM, HELPER)
     if not TASK.ROWS:
         d = d * along(kept, tiles, slot, GRAD, layout, TASK)
     return d
@@ -231,7 +241,9 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
 
 
 @gluon.jit
-def accumulate(tiles, work, stats, output, GROUP: gl.constexpr, TASK: gl.constexpr):
+def accumulate(
+    tiles, work, stats, output, GROUP: gl.constexpr, HELPER: gl.constexpr, TASK: gl.constexpr
+):
     """One warp group: the gradient of its outer rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.INNER, 16]
@@ -280,7 +292,7 @@ def accumulate(tiles, work, stats, output, GROUP: gl.constexpr, TASK: gl.constex
                     pred=i + 1 < work.num_loads,
                 )
                 own = start_scores(own_outer, tiles.own_inner.index(following), zero)
-                d = second_half(x, other, kept, tiles, slot, work.other_scale, TASK)
+                d = second_half(x, other, kept, tiles, slot, work.other_scale, HELPER, TASK)
                 if (i < num_masked) | (i >= work.num_tiles):
                     d = visible(d, work, outer, i, TASK)
                 d = gl.convert_layout(d.to(dtype), operand)
@@ -316,9 +328,13 @@ def accumulate(tiles, work, stats, output, GROUP: gl.constexpr, TASK: gl.constex
 def backward_kernel(
     own_outer, other_outer, own_inner, other_inner,
     grad_ptr, own_stats, other_stats, stats_stride, out_ptr, out_b, out_h, out_n, out_scale,
-    num_blocks, num_heads, seqlen_q, seqlen_k, own_scale, other_scale, TASK: gl.constexpr,
+    num_blocks, num_heads, seqlen_q, seqlen_k, own_scale, other_scale,
+    HELPER: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads."""
+    """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads.
+
+    HELPER computes the gradient of one key (pointwise.py) where TASK.FORM does not hold.
+    """
     position, sequence = place_of(gl.program_id(0), num_blocks, TASK.CAUSAL)
     if TASK.ROWS and TASK.CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
@@ -375,8 +391,8 @@ def backward_kernel(
     if TASK.GROUPS == 2:
         gl.warp_specialize(
             [
-                (accumulate, (tiles, work, stats, output, gl.constexpr(0), TASK)),
-                (accumulate, (tiles, work, stats, output, gl.constexpr(1), TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(1), HELPER, TASK)),
                 (load_all, (
                     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
                 )),
@@ -387,9 +403,9 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (accumulate, (tiles, work, stats, output, gl.constexpr(0), TASK)),
-                (accumulate, (tiles, work, stats, output, gl.constexpr(1), TASK)),
-                (accumulate, (tiles, work, stats, output, gl.constexpr(2), TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(1), HELPER, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(2), HELPER, TASK)),
                 (load_all, (
                     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
                 )),

@@ -13,6 +13,11 @@ and what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the s
 sum of 2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d
 itself does, and is good if it is finite. A row that fails marks its block, and the launch that
 follows (`attention_forward.forward_again_kernel`) computes marked blocks again, and no others.
+
+NOTE [Clamps]
+FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
+or two] in functional.py). So the lowest scores of a clamped side are kept, and a row with a
+probability below its clamp marks its block, as one that fails does.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from torch_streamkl.kernels.arguments import State
-from torch_streamkl.kernels.attention_forward import store_rows
+from torch_streamkl.kernels.attention_forward import below_clamps, finite_lse, store_rows
 from torch_streamkl.kernels.hopper import (
     NUM_WARPS,
     async_load,
@@ -30,6 +35,7 @@ from torch_streamkl.kernels.hopper import (
     before_wait_pair,
     exp2,
     flat,
+    lane_min,
     lane_sum,
     phase_of,
     slot_of,
@@ -79,11 +85,13 @@ class Outputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to fixed bases: sums of 2^x of both sides, and the moment."""
+    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores."""
 
     other: Any
     weight: Any
     moment: Any
+    low_o: Any  # kept for a side with a clamp only
+    low_w: Any
     base_o: Any
     base_w: Any
 
@@ -163,30 +171,38 @@ def update_tiles(
 @gluon.jit
 def step(
     o, sums, i, more, oq, wq, tiles, block, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
+    CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Scores of `other` of tile i, and the sums with the tile before, whose scores are o."""
     w = start_weight(wq, tiles, i - 1, zero, SLOTS)
     o = o * block.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
+    low_o = sums.low_o
+    if CLAMP_OTHER:
+        low_o = before_wait(gl.minimum(low_o, lane_min(o)))
     w = warpgroup_mma_wait(0, deps=[w])
     next_o = start_other(oq, tiles, i, more, zero, SLOTS)
     # Only now: the arrive and the bar.sync before it are then off the path from a finished
     # matmul to the next.
     release(tiles, i - 1, SLOTS)
     w = w * block.weight_scale - gl.expand_dims(sums.base_w, 1)
+    low_w = sums.low_w
+    if CLAMP_WEIGHT:
+        low_w = before_wait(gl.minimum(low_w, lane_min(w)))
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
     mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
     mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[next_o])
-    return o, Sums(sum_o, sum_w, mom, sums.base_o, sums.base_w)
+    return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
 
 
 @gluon.jit
 def sum_tiles(
     sums, oq, wq, tiles, block, start, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
+    CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Sums over the even number of tiles from `start` on.
 
@@ -195,10 +211,23 @@ def sum_tiles(
     o = start_other(oq, tiles, start, True, zero, SLOTS)
     o = warpgroup_mma_wait(0, deps=[o])
     for i in range(start, block.num_tiles, 2):
-        o, sums = step(o, sums, i + 1, True, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SLOTS)
+        o, sums = step(
+            o, sums, i + 1, True, oq, wq, tiles, block, zero,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        )  # fmt: skip
         more = i + 2 < block.num_tiles
-        o, sums = step(o, sums, i + 2, more, oq, wq, tiles, block, zero, C_WEIGHT, C_OTHER, SLOTS)
+        o, sums = step(
+            o, sums, i + 2, more, oq, wq, tiles, block, zero,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        )  # fmt: skip
     return sums
+
+
+@gluon.jit
+def per_thread(x, none):
+    """x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
+    rows = gl.convert_layout(x, gl.SliceLayout(1, none.type.layout))
+    return none + gl.expand_dims(rows, 1)
 
 
 @gluon.jit
@@ -208,15 +237,17 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr):
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
     mom = gl.convert_layout(gl.sum(sums.moment, 1), row_layout)
+    low_o = gl.convert_layout(gl.min(sums.low_o, 1), row_layout) + sums.base_o
+    low_w = gl.convert_layout(gl.min(sums.low_w, 1), row_layout) + sums.base_w
     if WEIGHT_IS_TEACHER:
         return State(
             sums.base_w, state.l_t + sum_w, sums.base_o, state.l_s + sum_o, state.a + mom,
-            state.b, state.low_t, state.low_s, state.count,
+            state.b, low_w, low_o, state.count,
         )  # fmt: skip
     else:
         return State(
             sums.base_o, state.l_t + sum_o, sums.base_w, state.l_s + sum_w, state.a,
-            state.b + mom, state.low_t, state.low_s, state.count,
+            state.b + mom, low_o, low_w, state.count,
         )  # fmt: skip
 
 
@@ -227,6 +258,12 @@ def doubtful(state):
     good &= (state.l_s >= SMALLEST_SUM) & (state.l_s <= LARGEST)
     good &= (gl.abs(state.a) <= LARGEST) & (gl.abs(state.b) <= LARGEST)
     return good == 0
+
+
+@gluon.jit
+def flags_of(outputs, block, rows, BLOCK_M: gl.constexpr):
+    """Where rows mark their block, to be computed again."""
+    return outputs.again + block.bh * outputs.num_flags + rows // BLOCK_M
 
 
 @gluon.jit
@@ -248,6 +285,10 @@ def reduce_rows(
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
     C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
+    CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
+    CLAMP_S: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.S_FLOOR
+    CLAMP_WEIGHT: gl.constexpr = CLAMP_T if WEIGHT_IS_TEACHER else CLAMP_S
+    CLAMP_OTHER: gl.constexpr = CLAMP_S if WEIGHT_IS_TEACHER else CLAMP_T
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -276,13 +317,24 @@ def reduce_rows(
         base_o = gl.where(m_o == LOW, 0.0, m_o)
         base_w = gl.where(m_w == LOW, 0.0, m_w)
         none = lane_sum(zero)
-        sums = Sums(none, none, none, base_o, base_w)
-        sums = sum_tiles(sums, oq, wq, tiles, block, num_masked, zero, C_WEIGHT, C_OTHER, SLOTS)
+        low_o = state.low_s if WEIGHT_IS_TEACHER else state.low_t
+        low_w = state.low_t if WEIGHT_IS_TEACHER else state.low_s
+        low_o = per_thread(low_o - base_o, none)
+        low_w = per_thread(low_w - base_w, none)
+        sums = Sums(none, none, none, low_o, low_w, base_o, base_w)
+        sums = sum_tiles(
+            sums, oq, wq, tiles, block, num_masked, zero,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        )  # fmt: skip
         state = with_sums(state, sums, WEIGHT_IS_TEACHER)
         # every doubtful row marks its block
-        flags = outputs.again + block.bh * outputs.num_flags + rows // BLOCK_M
+        flags = flags_of(outputs, block, rows, BLOCK_M)
         gl.store(flags, 1, mask=doubtful(state) & (rows < block.seqlen_q))
     lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
+    if CONFIG.GUARDED:
+        below = below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
+        flags = flags_of(outputs, block, rows, BLOCK_M)
+        gl.store(flags, 1, mask=below & (rows < block.seqlen_q))
     row = block.bh.to(gl.int64) * block.seqlen_q + rows
     store_rows(
         outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride,
