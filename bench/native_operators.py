@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from bench.machine import describe
+from bench.records import command_line
 from torch_streamkl import attention_kl, ops
 
 TEST_FILES = ("tests/test_attention_cuda.py", "tests/test_hopper_kernels.py")
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1800.0, help="of the tests' run")
     options = parser.parse_args()
     result: dict[str, Any] = {
-        "command": "python -m bench.native_operators",
+        "command": command_line("bench.native_operators", sys.argv[1:]),
         "machine": describe(torch.device("cuda"), options.commit),
         "overhead": small_call_overhead(),
     }

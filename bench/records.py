@@ -49,9 +49,10 @@ class Record:
 def command_line(module: str, arguments: list[str]) -> str:
     """What to type for the same run, without where its records went."""
     shown = list(arguments)
-    if "--json" in shown:
-        position = shown.index("--json")
-        del shown[position : position + 2]
+    for option in ("--json", "--out"):
+        if option in shown:
+            position = shown.index(option)
+            del shown[position : position + 2]
     return " ".join(["python -m", module, *shown])
 
 
