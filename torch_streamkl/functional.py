@@ -446,6 +446,11 @@ class Functional:
         )
 
     @property
+    def closed_form(self) -> Bilinear | None:
+        """What one pass computes: of every row, or of those that reach no clamp."""
+        return self.guarded.form if self.guarded else self.bilinear
+
+    @property
     def plain_student_floor(self) -> float | None:
         """The floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P always.
 

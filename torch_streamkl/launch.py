@@ -135,7 +135,7 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     if student.num_kv_heads != teacher.num_kv_heads or student.num_heads != teacher.num_heads:
         return "takes as many heads and key heads on both sides"
     functional = problem.functional
-    form = functional.guarded.form if functional.guarded else functional.bilinear
+    form = functional.closed_form
     if form is None or form.has_teacher_moment == form.has_student_moment:
         text = functional.text
         return f"takes a divergence with logarithms under one of P and S, got {text}"
@@ -223,33 +223,28 @@ class TritonLaunch:
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """Tiles of the forward on Hopper (kernels/hopper_forward.py)."""
+    """Tiles of a kernel on Hopper."""
 
-    block_m: int  # query rows of a warp group
-    block_n: int  # keys of a tile
-    groups: int  # warp groups that reduce, 2 or 3
-    slots: int  # of tiles of keys in shared memory, 2 or a larger power of two
+    block_m: int  # rows of a warp group: queries, for dK keys
+    block_n: int  # rows of a tile that streams by: keys, for dK queries
+    groups: int  # warp groups that compute, 2 or 3
+    slots: int  # of streamed tiles in shared memory, 2 or a larger power of two
 
 
 @dataclass(frozen=True)
-class HopperBackwardLaunch:
-    """Tiles of dQ or dK on Hopper."""
+class HopperBackwardLaunch(HopperLaunch):
+    """Tiles of dQ or dK."""
 
-    block_m: int  # outer rows of a warp group
-    block_n: int  # rows of an inner tile
-    slots: int  # of inner tiles in shared memory, a power of two
-    groups: int  # warp groups, 2 or 3
-    registers: int  # of a thread of theirs: 240 for two, 160 for three
     pinned: bool  # NOTE [A matmul always in flight] in kernels/hopper_backward.py
 
 
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_BACKWARD_LAUNCHES = {
-    64: HopperBackwardLaunch(64, 64, 4, 3, 160, True),
-    128: HopperBackwardLaunch(64, 64, 4, 2, 240, True),
+    64: HopperBackwardLaunch(64, 64, 3, 4, True),
+    128: HopperBackwardLaunch(64, 64, 2, 4, True),
 }
 # where logarithms of the probabilities are needed, too: three warp groups would spill
-HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 4, 2, 240, False)
+HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 4),

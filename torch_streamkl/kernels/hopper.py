@@ -24,6 +24,7 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 NUM_WARPS = gl.constexpr(4)  # of a warp group
 LANES = gl.constexpr(4)  # that share a row of a wgmma accumulator
+GROUP_REGISTERS = gl.constexpr(480)  # of a thread, shared evenly by the warp groups that compute
 
 
 def _pinned(n: int) -> str:
@@ -78,17 +79,22 @@ def pinned(x):
 
 
 @gluon.jit
+def by_lane(x):
+    """[M, N] accumulator -> [M, LANES, N / LANES]: the columns that each thread has."""
+    y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
+    return gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4])
+
+
+@gluon.jit
 def lane_sum(x):
     """[M, N] accumulator -> [M, LANES]: each thread sums its columns, no shuffles."""
-    y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
-    return gl.sum(gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4]), 2)
+    return gl.sum(by_lane(x), 2)
 
 
 @gluon.jit
 def lane_min(x):
     """As lane_sum, the lowest of a thread's columns."""
-    y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
-    return gl.min(gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4]), 2)
+    return gl.min(by_lane(x), 2)
 
 
 @gluon.jit
@@ -101,6 +107,25 @@ def slot_of(i, SLOTS: gl.constexpr):
 def phase_of(i, SLOTS: gl.constexpr):
     """The phase of the barriers of tile i's slot that completes for tile i."""
     return (i // SLOTS) & 1
+
+
+@gluon.jit
+def tiles_met(stop, seqlen_q, seqlen_k, TILE: gl.constexpr, CAUSAL: gl.constexpr):
+    """Tiles of keys that some row before row `stop` sees."""
+    num_tiles = (seqlen_k + TILE - 1) // TILE
+    if CAUSAL:
+        last = gl.minimum(stop, seqlen_q) + seqlen_k - seqlen_q
+        num_tiles = gl.maximum(gl.minimum(num_tiles, (last + TILE - 1) // TILE), 0)
+    return num_tiles
+
+
+@gluon.jit
+def complete_keys(first, seqlen_q, seqlen_k, CAUSAL: gl.constexpr):
+    """Keys that row `first` and all after it see."""
+    complete = seqlen_k
+    if CAUSAL:
+        complete = gl.maximum(gl.minimum(seqlen_k, first + seqlen_k - seqlen_q + 1), 0)
+    return complete
 
 
 @gluon.jit

@@ -147,7 +147,6 @@ def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows:
         BLOCK=launch.block_m,
         INNER=launch.block_n,
         GROUPS=launch.groups,
-        REGISTERS=launch.registers,
         SLOTS=launch.slots,
         PINNED=launch.pinned,
     )

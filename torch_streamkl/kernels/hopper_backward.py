@@ -29,12 +29,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_streamkl.kernels.attention_forward import finite_lse
 from torch_streamkl.kernels.hopper import (
+    GROUP_REGISTERS,
     NUM_WARPS,
     async_load,
+    complete_keys,
     exp2,
     flat,
+    phase_of,
     pinned,
+    slot_of,
     start_scores,
+    tiles_met,
 )
 from torch_streamkl.kernels.rows import place_of, score_gradient
 
@@ -58,7 +63,6 @@ class Task(NamedTuple):
     BLOCK: int  # outer rows of a warp group
     INNER: int  # rows of an inner tile
     GROUPS: int  # warp groups that accumulate
-    REGISTERS: int  # of a thread of theirs
     SLOTS: int  # of inner tiles in shared memory, a power of two
     PINNED: bool  # NOTE [A matmul always in flight]
 
@@ -150,8 +154,7 @@ def load_all(
         )
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for i in range(work.num_loads):
-        slot = i & (TASK.SLOTS - 1)
-        phase = ((i // TASK.SLOTS) & 1) ^ 1
+        slot = slot_of(i, TASK.SLOTS)
         tile = gl.minimum(i, work.num_tiles - 1)
         member = tile % TASK.GROUP_SIZE
         if TASK.ROWS:
@@ -164,7 +167,7 @@ def load_all(
         if not TASK.ROWS:  # they arrive while the slot is not empty yet
             rows = row + gl.arange(0, TASK.INNER, layout=lanes)
             own, other, key_sum, grad = load_statistics(stats, member, rows, work.seqlen_q, TASK)
-        mbarrier.wait(tiles.empty.index(slot), phase)
+        mbarrier.wait(tiles.empty.index(slot), phase_of(i, TASK.SLOTS) ^ 1)
         mbarrier.expect(full, own_inner.block_type.nbytes + other_inner.block_type.nbytes)
         async_load(own_inner, [work.b, head, row, 0], full, tiles.own_inner.index(slot))
         async_load(other_inner, [work.b, head, row, 0], full, tiles.other_inner.index(slot))
@@ -255,16 +258,14 @@ def accumulate(
     dtype: gl.constexpr = tiles.own_inner.dtype
     first = work.start + GROUP * TASK.BLOCK
     outer = first + gl.arange(0, TASK.BLOCK, layout=gl.SliceLayout(1, mma))
-    offset = work.seqlen_k - work.seqlen_q
     if TASK.ROWS:
-        complete = work.seqlen_k  # keys that all rows of the warp group see
-        if TASK.CAUSAL:
-            complete = gl.maximum(gl.minimum(work.seqlen_k, first + offset + 1), 0)
+        complete = complete_keys(first, work.seqlen_q, work.seqlen_k, TASK.CAUSAL)
         num_masked = work.first_tile + 1 - complete // TASK.INNER
         kept = load_statistics(stats, 0, outer, work.seqlen_q, TASK)
     else:
         num_masked = 0
         if TASK.CAUSAL:
+            offset = work.seqlen_k - work.seqlen_q
             last_key = gl.minimum(first + TASK.BLOCK, work.seqlen_k) - 1
             complete = (gl.maximum(last_key - offset, 0) + TASK.INNER - 1) // TASK.INNER
             num_masked = (complete - work.first_tile) * TASK.GROUP_SIZE
@@ -283,12 +284,12 @@ def accumulate(
         for pair in range(0, work.num_loads, 2):
             for step in gl.static_range(2):
                 i = pair + step
-                slot = i & (TASK.SLOTS - 1)
-                following = (i + 1) & (TASK.SLOTS - 1)
+                slot = slot_of(i, TASK.SLOTS)
+                following = slot_of(i + 1, TASK.SLOTS)
                 # past the end matmuls read what the slot still holds, and nobody reads them
                 mbarrier.wait(
                     tiles.full.index(following),
-                    ((i + 1) // TASK.SLOTS) & 1,
+                    phase_of(i + 1, TASK.SLOTS),
                     pred=i + 1 < work.num_loads,
                 )
                 own = start_scores(own_outer, tiles.own_inner.index(following), zero)
@@ -339,16 +340,12 @@ def backward_kernel(
     if TASK.ROWS and TASK.CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     start = position * (TASK.GROUPS * TASK.BLOCK)
-    offset = seqlen_k - seqlen_q
     if TASK.ROWS:
         b = sequence // num_heads
         first_head = sequence % num_heads
         kv = first_head // TASK.GROUP_SIZE
-        num_tiles = (seqlen_k + TASK.INNER - 1) // TASK.INNER
-        if TASK.CAUSAL:
-            stop = gl.minimum(start + TASK.GROUPS * TASK.BLOCK, seqlen_q) + offset
-            visited = (stop + TASK.INNER - 1) // TASK.INNER
-            num_tiles = gl.maximum(gl.minimum(num_tiles, visited), 0)
+        stop = start + TASK.GROUPS * TASK.BLOCK
+        num_tiles = tiles_met(stop, seqlen_q, seqlen_k, TASK.INNER, TASK.CAUSAL)
         first_tile = num_tiles - 1  # from the last to the first
     else:
         num_kv_heads = num_heads // TASK.GROUP_SIZE
@@ -358,6 +355,7 @@ def backward_kernel(
         num_tiles = (seqlen_q + TASK.INNER - 1) // TASK.INNER
         first_tile = start * 0
         if TASK.CAUSAL:  # row i sees key j where j <= i + offset
+            offset = seqlen_k - seqlen_q
             first_tile = gl.minimum(gl.maximum(start - offset, 0) // TASK.INNER, num_tiles)
         num_tiles = (num_tiles - first_tile) * TASK.GROUP_SIZE
     work = Work(
@@ -388,6 +386,7 @@ def backward_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(tiles.full.index(slot), count=1 if TASK.ROWS else 2)
         mbarrier.init(tiles.empty.index(slot), count=TASK.GROUPS)
+    REGISTERS: gl.constexpr = GROUP_REGISTERS // TASK.GROUPS
     if TASK.GROUPS == 2:
         gl.warp_specialize(
             [
@@ -398,7 +397,7 @@ def backward_kernel(
                 )),
             ],
             [NUM_WARPS, 1],
-            [TASK.REGISTERS, LOADER_REGISTERS],
+            [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -411,5 +410,5 @@ def backward_kernel(
                 )),
             ],
             [NUM_WARPS, NUM_WARPS, 1],
-            [TASK.REGISTERS, TASK.REGISTERS, LOADER_REGISTERS],
+            [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip

@@ -29,10 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from torch_streamkl.kernels.arguments import State
 from torch_streamkl.kernels.attention_forward import below_clamps, finite_lse, store_rows
 from torch_streamkl.kernels.hopper import (
+    GROUP_REGISTERS,
     NUM_WARPS,
     async_load,
     before_wait,
     before_wait_pair,
+    complete_keys,
     exp2,
     flat,
     lane_min,
@@ -40,13 +42,13 @@ from torch_streamkl.kernels.hopper import (
     phase_of,
     slot_of,
     start_scores,
+    tiles_met,
 )
 from torch_streamkl.kernels.rows import LOW, finish, moment, place_of, update
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(3.0e38)
 LOADER_REGISTERS = gl.constexpr(24)
-REDUCING_REGISTERS = gl.constexpr(480)  # shared evenly by the warp groups that reduce
 
 
 class Tiles(NamedTuple):
@@ -296,11 +298,7 @@ def reduce_rows(
     first = block.m0 + GROUP * BLOCK_M
     rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=mma)
-    complete = block.seqlen_k  # keys that all rows may see
-    if CAUSAL:
-        complete = gl.maximum(
-            gl.minimum(block.seqlen_k, first + block.seqlen_k - block.seqlen_q + 1), 0
-        )
+    complete = complete_keys(first, block.seqlen_q, block.seqlen_k, CAUSAL)
     # with an even number of tiles left for the loop unrolled by two
     num_masked = gl.maximum(block.num_tiles - complete // BLOCK_N, 1)
     num_masked = gl.minimum(num_masked + ((block.num_tiles - num_masked) & 1), block.num_tiles)
@@ -360,10 +358,7 @@ def forward_kernel(
     b = bh // num_heads
     h = bh % num_heads
     m0 = position * (GROUPS * BLOCK_M)
-    num_tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
-    if CAUSAL:
-        stop = gl.minimum(m0 + GROUPS * BLOCK_M, seqlen_q) + seqlen_k - seqlen_q
-        num_tiles = gl.maximum(gl.minimum(num_tiles, (stop + BLOCK_N - 1) // BLOCK_N), 0)
+    num_tiles = tiles_met(m0 + GROUPS * BLOCK_M, seqlen_q, seqlen_k, BLOCK_N, CAUSAL)
     block = Block(b, h, bh, m0, num_tiles, seqlen_q, seqlen_k, other_scale, weight_scale)
 
     queries: gl.constexpr = [GROUPS, 1, 1, BLOCK_M, HEAD_DIM]
@@ -383,7 +378,7 @@ def forward_kernel(
         mbarrier.init(tiles.full.index(slot), count=1)
         mbarrier.init(tiles.empty.index(slot), count=GROUPS)
     outputs = Outputs(value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags)
-    GROUP_REGISTERS: gl.constexpr = REDUCING_REGISTERS // GROUPS
+    REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
     gl.warp_specialize(
         [
             (reduce_rows, (
@@ -404,5 +399,5 @@ def forward_kernel(
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS][:GROUPS],
-        [LOADER_REGISTERS, GROUP_REGISTERS, GROUP_REGISTERS][:GROUPS],
+        [LOADER_REGISTERS, REGISTERS, REGISTERS][:GROUPS],
     )  # fmt: skip

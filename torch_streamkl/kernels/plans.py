@@ -45,9 +45,7 @@ class Plan:
 
     def __init__(self, problem: AttentionProblem) -> None:
         functional = problem.functional
-        form = functional.bilinear or (
-            functional.guarded.form if functional.guarded else Bilinear()
-        )
+        form = functional.closed_form or Bilinear()
         self.form = Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)
         pointwise = functional.bilinear is None or problem.head_mean
         self.helper = helper(functional.text) if pointwise else None
