@@ -29,6 +29,18 @@ def test_the_example_prints_the_report_that_is_shown(tmp_path: Path) -> None:
     assert _section("example") == f"```\n{printed}```\n"
 
 
+def test_the_report_of_an_unfused_site_is_the_one_that_is_shown(tmp_path: Path) -> None:
+    shown = re.fullmatch(r"```py\n(.*?)```\n```\n(.*?)```\n", _section("unfused"), re.DOTALL)
+    assert shown is not None
+    script = tmp_path / "unfused.py"
+    script.write_text(shown[1])
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace(str(tmp_path) + "/", "") == shown[2]
+
+
 def test_the_operators_example_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     setup = """
