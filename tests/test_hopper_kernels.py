@@ -82,11 +82,6 @@ def test_both_sides_of_the_condition(
     assert bool(marked[0].any()) == some
 
 
-@pytest.fixture
-def guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "HOPPER_GUARDS", True)
-
-
 # divergence, clamps of student and teacher, head_dim, is_causal
 CLAMPED = [
     ("forward_kl", 1e-12, 1e-12, 64, True),
@@ -107,7 +102,6 @@ CLAMPED = [
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.usefixtures("guards")
 @pytest.mark.parametrize("sizes", [(1, 1), (65, 129), (300, 127), (200, 333), (257, 512)])
 @pytest.mark.parametrize("case", CLAMPED)
 def test_clamps(case: tuple[str, float, float, int, bool], sizes: tuple[int, int]) -> None:
@@ -126,7 +120,6 @@ def test_clamps(case: tuple[str, float, float, int, bool], sizes: tuple[int, int
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.usefixtures("guards")
 @pytest.mark.parametrize("clamped", ["student", "teacher"])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 @pytest.mark.parametrize(
@@ -198,31 +191,40 @@ def test_limits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limit is None if not reason else reason in str(limit)
 
 
-GUARDED: dict[str, tuple[Functional, str, str]] = {
-    # the reasons while the kernels for Hopper take no clamps, and when they do
-    "clamps": (named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12), "no clamps", ""),
-    "reverse": (named("reverse_kl", student_clamp=1e-3), "no clamps", ""),
-    "jeffreys": (named("jeffreys", student_clamp=1e-12), "one of P and S", "one of P and S"),
-    "eps": (named("forward_kl", student_eps=1e-12), "one of P and S", "one of P and S"),
-    "js": (named("js", student_clamp=1e-12), "one of P and S", "one of P and S"),
+GUARDED: dict[str, tuple[Functional, str]] = {
+    "clamps": (named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12), ""),
+    "reverse": (named("reverse_kl", student_clamp=1e-3), ""),
+    "jeffreys": (named("jeffreys", student_clamp=1e-12), "logarithms under one of P and S"),
+    "eps": (named("forward_kl", student_eps=1e-12), "logarithms under one of P and S"),
+    "js": (named("js", student_clamp=1e-12), "logarithms under one of P and S"),
 }
 
 
-@pytest.mark.parametrize("takes_clamps", [False, True])
 @pytest.mark.parametrize("name", GUARDED)
-def test_limits_of_guards(name: str, takes_clamps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_guards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
-    monkeypatch.setattr(launch, "HOPPER_GUARDS", takes_clamps)
-    functional, *reasons = GUARDED[name]
+    functional, reason = GUARDED[name]
     with FakeTensorMode():
         x = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
     problem = problem_of(x, x, x, x, functional=functional.text)[0]
     limit = launch.hopper_limit(problem)
-    reason = reasons[takes_clamps]
     assert limit is None if not reason else reason in str(limit)
     if reason:
         with pytest.raises(NotImplementedError, match=reason):
             launch.select_implementation(problem, "hopper")
+
+
+@pytest.mark.parametrize(("clamp", "expected"), [(1e-12, "hopper"), (1e-3, "triton")])
+def test_choice_with_clamps(clamp: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(launch, "shared_memory_kib", lambda _: 227)
+    with FakeTensorMode():
+        x = torch.empty(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16)
+    functional = named("forward_kl", student_clamp=clamp, teacher_clamp=1e-12)
+    problem = problem_of(x, x, x, x, functional=functional.text)[0]
+    # every row of 8192 keys has a probability below 1e-3: each would be computed twice
+    assert launch.select_implementation(problem, "auto") == expected
 
 
 @pytest.mark.parametrize(

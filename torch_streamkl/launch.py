@@ -69,9 +69,6 @@ LSE_UNIT = {
 }  # of stored log-sum-exps, in nats
 
 
-# Whether the kernels for Hopper take clamped divergences. They have not run on a GPU with one yet:
-# switch it on after tests/test_hopper_kernels.py has passed with it.
-HOPPER_GUARDS = False
 # of the forward, from which "auto" takes the kernels for Hopper: about 0.1 ms on an H200. Below,
 # their launches, which make tensor descriptors on the host, take longer than the kernels.
 HOPPER_LEAST_FLOP = 2.0**35
@@ -139,8 +136,6 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     if form is None or form.has_teacher_moment == form.has_student_moment:
         text = functional.text
         return f"takes a divergence with logarithms under one of P and S, got {text}"
-    if functional.guarded is not None and not HOPPER_GUARDS:
-        return f"takes no clamps, got {functional.text}"
     if problem.window_left is not None or problem.window_right not in (None, 0):
         return "takes no window but is_causal"
     if problem.has_masked_keys and problem.mask_value != -math.inf:
@@ -192,7 +187,15 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
         wanted = _flop(problem) >= HOPPER_LEAST_FLOP
     else:
         wanted = measured.implementation == "hopper"
-    return wanted and _fills_device(problem)
+    return wanted and _fills_device(problem) and not _clamps_every_row(problem)
+
+
+def _clamps_every_row(problem: AttentionProblem) -> bool:
+    """Whether every row has a probability below a clamp: the Hopper kernels compute it twice."""
+    guarded = problem.functional.guarded
+    if guarded is None:
+        return False
+    return max(guarded.teacher_floor, guarded.student_floor) > -math.log(max(1, problem.seqlen_k))
 
 
 def _flop(problem: AttentionProblem) -> float:
