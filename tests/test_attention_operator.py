@@ -131,6 +131,20 @@ def test_direct_call_needs_no_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.autograd.grad(attention_kl(*inputs).sum(), inputs)
 
 
+def test_direct_call_saves_its_inputs_for_autograd() -> None:
+    """Hooks on saved tensors see those of a direct call, and so do autograd's own checks."""
+    inputs = [x.detach().requires_grad_() for x in tensors_of()]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        attention_kl(*inputs)
+    assert [x.data_ptr() for x in saved[2:]] == [x.data_ptr() for x in inputs]
+    value = attention_kl(*inputs)
+    with torch.no_grad():
+        inputs[0].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.sum().backward()
+
+
 def test_checks_are_remembered_for_one_metadata_only() -> None:
     inputs = tensors_of()
     checks._verdicts.clear()

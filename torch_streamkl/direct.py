@@ -18,17 +18,26 @@ from torch_streamkl import ops
 
 def attention_kl(tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Tensor:
     """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors."""
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+    inputs = ops.differentiable(tensors)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         # Function.apply itself would look for functorch's wrappers among the arguments
-        value: Tensor = super(torch.autograd.Function, _AttentionKL).apply(options, *tensors)
+        apply = super(torch.autograd.Function, _AttentionKL).apply
+        value: Tensor = apply(tensors, options, *inputs)
         return value
     rows: Tensor = ops.without_autocast(ops.run_forward, *tensors, *options)[0]
     return rows
 
 
 class _AttentionKL(torch.autograd.Function):
+    # Autograd looks at every argument, and takes a tuple as one. So it gets those tensors again
+    # that it has to know of.
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        tensors: tuple[Tensor | None, ...],
+        options: tuple[Any, ...],
+        *_inputs: Tensor | None,
+    ) -> Tensor:
         results = ops.without_autocast(ops.run_forward, *tensors, *options)
         value: Tensor = results[0]
         student_stats, teacher_stats = results[1:]
@@ -39,5 +48,5 @@ class _AttentionKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = ops.gradients(grad, ctx.needs_input_grad[1:], ctx.saved_tensors, ctx.options)
-        return (None, *grads)
+        grads = ops.gradients(grad, ctx.needs_input_grad[2:], ctx.saved_tensors, ctx.options)
+        return (None, None, *grads)

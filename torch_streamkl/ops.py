@@ -8,7 +8,9 @@ dispatch.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import Any
 
 import torch
@@ -41,7 +43,8 @@ _ARGUMENTS = (
     "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto'"
 )
 _NUM_TENSORS = 15
-_STUDENT_SINK, _TEACHER_SINK = 9, 10
+_DIFFERENTIABLE = (0, 1, 2, 3, 9, 10)  # q and k of both sides, and the sinks
+differentiable = operator.itemgetter(*_DIFFERENTIABLE)
 _NOT_DIFFERENTIABLE = {
     5: "student_bias",
     6: "teacher_bias",
@@ -135,6 +138,7 @@ def run_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return value, stats.student, stats.teacher
 
 
+@functools.cache
 def _module(implementation: str) -> Any:
     """The module with an implementation's forward and backward, imported when first used."""
     if implementation == "hopper":
@@ -204,20 +208,26 @@ def _setup_context(
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * _NUM_TENSORS)
-    grads = gradients(grad, needs, ctx.saved_tensors, ctx.options)
-    return (*grads, *(None,) * len(ctx.options))
-
-
-def gradients(
-    grad: Tensor | None, needs: tuple[bool, ...], saved: tuple[Any, ...], options: tuple[Any, ...]
-) -> list[Tensor | None]:
-    """Gradients to the tensor arguments; ``saved`` is the two statistics and these arguments."""
     for index, name in _NOT_DIFFERENTIABLE.items():
         if needs[index]:
             raise NotImplementedError(
                 f"{name} gets no gradient: detach it, or keep the scores in plain torch code"
             )
-    grads: list[Tensor | None] = [None] * _NUM_TENSORS
+    given = gradients(grad, differentiable(needs), ctx.saved_tensors, ctx.options)
+    grads: list[Tensor | None] = [None] * (_NUM_TENSORS + len(ctx.options))
+    for index, value in zip(_DIFFERENTIABLE, given, strict=True):
+        grads[index] = value
+    return tuple(grads)
+
+
+def gradients(
+    grad: Tensor | None, needs: tuple[bool, ...], saved: tuple[Any, ...], options: tuple[Any, ...]
+) -> list[Tensor | None]:
+    """Gradients to the `differentiable` of the tensor arguments.
+
+    ``saved`` is the two statistics and all tensor arguments.
+    """
+    grads: list[Tensor | None] = [None] * len(_DIFFERENTIABLE)
     if grad is None:
         return grads
     student_stats, teacher_stats, *tensors = saved
@@ -228,10 +238,11 @@ def gradients(
         given = (grad, student_stats, teacher_stats, wanted, *tensors, *options)
         out = without_autocast(run_backward, *given) if direct else attention_kl_backward(*given)
         grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
-    for index, stats in ((_STUDENT_SINK, student_stats), (_TEACHER_SINK, teacher_stats)):
+    for index, stats in ((4, student_stats), (5, teacher_stats)):
         if needs[index]:
             unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]
-            grads[index] = _sink_gradient(grad, stats, unit, tensors[index])
+            sink = differentiable(tensors)[index]
+            grads[index] = _sink_gradient(grad, stats, unit, sink)
     return grads
 
 
