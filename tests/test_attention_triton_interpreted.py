@@ -17,11 +17,12 @@ from tests.support.interpreter import inside, outside, quiet, run_interpreted
 from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
-from torch_streamkl import launch
+from torch_streamkl import attention_kl, launch
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import RowStatistics
 
 pytestmark = quiet
+IMPLS = ("triton", "reference")
 
 
 @outside
@@ -71,6 +72,16 @@ def test_any_call() -> None:
         check(call.value_and_gradients("triton"), budget(call))
 
     any_call()
+
+
+@inside
+def test_a_kept_plan_takes_the_tensors_of_the_call() -> None:
+    """A plan is of metadata: it may keep no mask from the call that made it."""
+    q, k, other = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    masks = [torch.randn(20, 20) > level for level in (-1.0, 0.0, 1.0)]
+    for chosen in (None, *masks):
+        results = (attention_kl(q, k, other, q, attn_mask=chosen, impl=impl) for impl in IMPLS)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @inside

@@ -347,7 +347,7 @@ def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         q_s = (q_s * settings.student_scale).to(q_s.dtype)
     if isinstance(settings.teacher_scale, Tensor):
         q_t = (q_t * settings.teacher_scale).to(q_t.dtype)
-    if torch.is_autocast_enabled(q_s.device.type):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q_s.device.type):
         q_s, k_s, q_t, k_t = (_autocast(x) for x in (q_s, k_s, q_t, k_t))
     optional = inputs[4:]
     for x in optional:

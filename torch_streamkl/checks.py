@@ -29,13 +29,11 @@ def remembered(
 
     The checks of a call cost more than its launch, and depend on metadata only.
     """
-    key: Any = [settings, torch.is_grad_enabled()]
-    for x in tensors:
-        if x is None:
-            key.append(None)
-        else:
-            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-    key = tuple(key)
+    metadata = [
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+        for x in tensors
+    ]
+    key = (settings, torch.is_grad_enabled(), *metadata)
     verdict = _verdicts.get(key)
     if verdict is None:
         verdict = check(tensors, settings)

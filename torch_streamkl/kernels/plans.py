@@ -59,8 +59,12 @@ class Plan:
         self._sides = tuple(
             _side_metadata(problem, side) for side in (problem.student, problem.teacher)
         )
-        self._mask = _broadcast_strides(problem.mask)
-        self._bounds = (problem.window_left or 0, problem.window_right or 0)
+        tensors = (
+            problem.mask, problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k
+        )  # fmt: skip
+        self._mask_strides = _broadcast_strides(problem.mask)
+        without_tensors = all(x is None for x in tensors)  # a plan keeps no tensor alive
+        self._masks = _masks(problem, self._mask_strides) if without_tensors else None
         self._compiled: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
         device = problem.student.q.device
@@ -83,17 +87,7 @@ class Plan:
 
     def arguments(self, problem: AttentionProblem) -> tuple[SideArgs, SideArgs, MaskArgs]:
         """The three grouped arguments that every kernel starts with."""
-        mask = problem.mask
-        masks = MaskArgs(
-            None if mask is None else mask.view(torch.uint8),
-            *self._mask,
-            problem.key_lengths,
-            *self._bounds,
-            problem.cu_seqlens_q,
-            problem.cu_seqlens_k,
-            problem.seqlen_q,
-            problem.seqlen_k,
-        )
+        masks = self._masks or _masks(problem, self._mask_strides)
         student, teacher = self._sides
         return _side(problem.student, student), _side(problem.teacher, teacher), masks
 
@@ -158,18 +152,13 @@ def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
 
 def _key(problem: AttentionProblem) -> Any:
     s, t = problem.student, problem.teacher
-    key: list[Any] = [
+    return (
         s.q.device, torch.get_float32_matmul_precision(), problem.functional.text,
         s.scale, s.softcap, t.scale, t.softcap, problem.temperature, problem.mask_value,
         problem.window_left, problem.window_right, problem.head_mean,
         problem.max_seqlen_q, problem.max_seqlen_k,
-    ]  # fmt: skip
-    for x in tensors_of(problem):
-        if x is None:
-            key.append(None)
-        else:
-            key += (x.dtype, x.shape, x.stride())
-    return tuple(key)
+        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors_of(problem)],
+    )  # fmt: skip
 
 
 def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -222,6 +211,21 @@ def _side(side: Side, metadata: tuple[tuple[Any, ...], ...]) -> SideArgs:
     q, k, bias, factors = metadata
     return SideArgs(
         side.q, *q, side.k, *k, side.bias, *bias, side.alibi_slopes, side.sink, *factors
+    )
+
+
+def _masks(problem: AttentionProblem, strides: tuple[int, ...]) -> MaskArgs:
+    mask = problem.mask
+    return MaskArgs(
+        None if mask is None else mask.view(torch.uint8),
+        *strides,
+        problem.key_lengths,
+        problem.window_left or 0,
+        problem.window_right or 0,
+        problem.cu_seqlens_q,
+        problem.cu_seqlens_k,
+        problem.seqlen_q,
+        problem.seqlen_k,
     )
 
 
