@@ -160,13 +160,25 @@ def run_backward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = wanted_gradients(grad, student_stats, teacher_stats, wanted, *args, **kwargs)
+    # the operator returns a tensor for each of q and k, its first four arguments
+    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
+    return a, b, c, d
+
+
+def wanted_gradients(
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """What `run_backward` returns, None for what is not wanted."""
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
     flags = Wanted(*wanted)
-    grads = _module(select_implementation(problem, impl)).backward(problem, stats, grad, flags)
-    inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
-    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, inputs, strict=True))
-    return a, b, c, d
+    return _module(select_implementation(problem, impl)).backward(problem, stats, grad, flags)
 
 
 def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,8 +248,11 @@ def gradients(
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
         direct = not torch.is_grad_enabled() and is_plain((grad, *tensors))
         given = (grad, student_stats, teacher_stats, wanted, *tensors, *options)
-        out = without_autocast(run_backward, *given) if direct else attention_kl_backward(*given)
-        grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
+        if direct:
+            grads[:4] = without_autocast(wanted_gradients, *given)
+        else:
+            out = attention_kl_backward(*given)
+            grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
     for index, stats in ((4, student_stats), (5, teacher_stats)):
         if needs[index]:
             unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]

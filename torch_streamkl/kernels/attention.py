@@ -5,14 +5,15 @@ No host synchronisation: lengths, guards and packed offsets are read on the devi
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-import triton
 from torch import Tensor
 
 from torch_streamkl.kernels import attention_backward as bwd
 from torch_streamkl.kernels import attention_forward as fwd
 from torch_streamkl.kernels import head_mean_launch
-from torch_streamkl.kernels.plans import Plan, Stage, longest_keys, plan_of, tensors_of
+from torch_streamkl.kernels.plans import Plan, Stage, plan_of, tensors_of
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
 
@@ -112,22 +113,31 @@ def backward(
         return head_mean_launch.backward(problem, stats, grad, wanted)
     grad = grad.to(torch.float32).contiguous()
     plan = plan_of(problem)
+    shared = Shared(
+        (*plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride),
+        (*tensors_of(problem), grad, stats.student, stats.teacher),
+    )
     return (
-        _dq(problem, plan, stats, grad, student=True) if wanted.student_q else None,
-        _dk(problem, plan, stats, grad, student=True) if wanted.student_k else None,
-        _dq(problem, plan, stats, grad, student=False) if wanted.teacher_q else None,
-        _dk(problem, plan, stats, grad, student=False) if wanted.teacher_k else None,
+        _dq(problem, plan, shared, student=True) if wanted.student_q else None,
+        _dk(problem, plan, shared, student=True) if wanted.student_k else None,
+        _dq(problem, plan, shared, student=False) if wanted.teacher_q else None,
+        _dk(problem, plan, shared, student=False) if wanted.teacher_k else None,
     )
 
 
-def _dq(
-    problem: AttentionProblem, plan: Plan, stats: RowStatistics, grad: Tensor, student: bool
-) -> Tensor:
+class Shared(NamedTuple):
+    """What the launches of one backward pass have in common."""
+
+    arguments: tuple[Any, ...]  # the first ones of the kernels
+    tensors: tuple[Tensor | None, ...]  # of Plan.run
+
+
+def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
     side = problem.student if student else problem.teacher
     stage = plan.stage(problem, "dq")
     splits = stage.launch.num_splits
     if splits == 1:
-        dq, split_stride = torch.empty(side.q.shape, dtype=side.q.dtype, device=side.q.device), 0
+        dq, split_stride = torch.empty_like(side.q, memory_format=torch.contiguous_format), 0
     else:
         dq = torch.empty((splits, *side.q.shape), dtype=torch.float32, device=side.q.device)
         split_stride = dq.stride(0)
@@ -136,38 +146,33 @@ def _dq(
         bwd.dq_kernel,
         (stage.programs, splits, 1),
         (
-            *plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride,
-            dq, *dq.stride()[-4:-1], side.scale / problem.temperature,
+            *shared.arguments, dq, *dq.stride()[-4:-1], side.scale / problem.temperature,
             stage.num_blocks, problem.num_heads, stage.keys_per_split,
             split_stride, plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
-        (*tensors_of(problem), grad, stats.student, stats.teacher),
+        shared.tensors,
     )  # fmt: skip
     return dq if splits == 1 else dq.sum(0).to(side.q.dtype)
 
 
-def _dk(
-    problem: AttentionProblem, plan: Plan, stats: RowStatistics, grad: Tensor, student: bool
-) -> Tensor:
+def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
     side = problem.student if student else problem.teacher
     stage = plan.stage(problem, "dk")
-    num_blocks = triton.cdiv(longest_keys(problem), stage.config.BLOCK_N)
-    programs = num_blocks * side.num_kv_heads * plan.num_sequences
-    dk = torch.empty(side.k.shape, dtype=side.k.dtype, device=side.k.device)
+    programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
+    dk = torch.empty_like(side.k, memory_format=torch.contiguous_format)
     plan.run(
         ("dk", student),
         bwd.dk_kernel,
         (programs, 1, 1),
         (
-            *plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride,
-            dk, *dk.stride()[:3], side.scale / problem.temperature,
-            num_blocks, problem.num_heads, side.num_kv_heads,
+            *shared.arguments, dk, *dk.stride()[:3], side.scale / problem.temperature,
+            stage.num_key_blocks, problem.num_heads, side.num_kv_heads,
             problem.num_heads // side.num_kv_heads, plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
-        (*tensors_of(problem), grad, stats.student, stats.teacher),
+        shared.tensors,
     )  # fmt: skip
     return dk

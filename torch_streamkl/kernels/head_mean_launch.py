@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.kernels import head_mean as kernels
-from torch_streamkl.kernels.plans import LOG2E, Stage, longest_keys, plan_of, tensors_of
+from torch_streamkl.kernels.plans import LOG2E, Stage, plan_of, tensors_of
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
 
@@ -73,7 +73,7 @@ def _dq(problem: AttentionProblem, stats: RowStatistics, grad: Tensor, student: 
     stage = plan.stage(problem, "dq")
     side = problem.student if student else problem.teacher
     ratio = problem.teacher.num_heads // problem.num_heads
-    dq = torch.empty(side.q.shape, dtype=side.q.dtype, device=side.q.device)
+    dq = torch.empty_like(side.q, memory_format=torch.contiguous_format)
     plan.run(
         ("dq", student),
         kernels.mean_dq_kernel,
@@ -95,16 +95,15 @@ def _dk(problem: AttentionProblem, stats: RowStatistics, grad: Tensor, student: 
     stage = plan.stage(problem, "dk")
     side = problem.student if student else problem.teacher
     ratio = problem.teacher.num_heads // problem.num_heads
-    num_blocks = triton.cdiv(longest_keys(problem), stage.config.BLOCK_N)
-    dk = torch.empty(side.k.shape, dtype=side.k.dtype, device=side.k.device)
+    dk = torch.empty_like(side.k, memory_format=torch.contiguous_format)
     plan.run(
         ("dk", student),
         kernels.mean_dk_kernel,
-        (num_blocks * side.num_kv_heads * plan.num_sequences, 1, 1),
+        (stage.num_key_blocks * side.num_kv_heads * plan.num_sequences, 1, 1),
         (
             *plan.arguments(problem), grad, stats.student, stats.teacher, *_strides(stats),
             dk, *dk.stride()[:3], side.scale / problem.temperature,
-            num_blocks, problem.num_heads, ratio, side.num_kv_heads,
+            stage.num_key_blocks, problem.num_heads, ratio, side.num_kv_heads,
             side.num_heads // side.num_kv_heads, plan.inv_temperature,
         ),
         (student, plan.helper, stage.config),

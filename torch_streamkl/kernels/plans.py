@@ -36,6 +36,7 @@ class Stage:
     options: dict[str, int]
     config: Config
     num_blocks: int  # of query rows, in a sequence
+    num_key_blocks: int
     programs: int  # blocks of rows of all sequences and heads
     keys_per_split: int
 
@@ -176,14 +177,15 @@ def _stage(problem: AttentionProblem, kernel: str) -> Stage:
     config = config_of(problem, launch)
     longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q
     num_blocks = triton.cdiv(longest, launch.block_m)
-    key_blocks = triton.cdiv(longest_keys(problem), launch.block_n)
+    num_key_blocks = triton.cdiv(longest_keys(problem), launch.block_n)
     return Stage(
         launch,
         launch.options(),
         config,
         num_blocks,
+        num_key_blocks,
         num_blocks * problem.num_heads * num_sequences(problem),
-        triton.cdiv(key_blocks, launch.num_splits) * launch.block_n,
+        triton.cdiv(num_key_blocks, launch.num_splits) * launch.block_n,
     )
 
 
