@@ -109,7 +109,7 @@ def in_new_process(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "bench.compile_time", "--once", family, backend]
         command += ["--dynamic"] if dynamic else []
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-        return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+        return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:

@@ -180,7 +180,7 @@ def run_pair(
             call = PROVIDERS[provider](loss_of)
             try:
                 measured = guarded(
-                    lambda fn=call, x=ids: measure_context(fn, student, x, seconds),  # type: ignore[misc]
+                    lambda fn=call, x=ids: measure_context(fn, student, x, seconds),
                     device,
                 )
                 assert isinstance(measured, dict)

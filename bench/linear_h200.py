@@ -41,7 +41,7 @@ def make_inputs(num_tokens: int, num_words: int) -> tuple[Tensor, Tensor, Tensor
     d_s, d_t = WIDTHS
     student = normal(num_tokens, d_s), normal(num_words, d_s, scale=d_s**-0.5)
     teacher = normal(num_tokens, d_t), normal(num_words, d_t, scale=d_t**-0.5)
-    return (*(x.requires_grad_() for x in student), *teacher)  # type: ignore[return-value]
+    return (*(x.requires_grad_() for x in student), *teacher)
 
 
 def naive(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def providers(num_tokens: int) -> dict[str, Loss]:
 def step(loss: Loss, inputs: tuple[Tensor, ...]) -> Tensor:
     for x in inputs:
         x.grad = None
-    value = loss(*inputs)  # type: ignore[call-arg]
+    value = loss(*inputs)
     value.backward()
     return value.detach()
 
@@ -149,7 +149,7 @@ def truth(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         d = (log_s.exp_() - log_t.exp_()) / n
         d_hidden.append(d @ ws64)
         d_weight = d_weight + d[:, :NUM_CHECKED_WORDS].t() @ a.double()
-    return loss, torch.cat(d_hidden), d_weight  # type: ignore[return-value]
+    return loss, torch.cat(d_hidden), d_weight
 
 
 def errors(loss: Loss, inputs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:

@@ -128,7 +128,7 @@ def interleaved(
     rounds: dict[str, int] = {}
     for name, loss_fn in losses.items():
         try:
-            first = guarded(lambda fn=loss_fn: sample(fn, inputs[0]), device)  # type: ignore[misc]
+            first = guarded(lambda fn=loss_fn: sample(fn, inputs[0]), device)
         except OutOfMemory as error:
             results[name] = error
             continue
@@ -145,8 +145,8 @@ def interleaved(
             chosen, loss_fn = inputs[number % len(inputs)], losses[name]
             try:
                 if repeat > 1:
-                    guarded(lambda fn=loss_fn, x=chosen: sample(fn, x), device)  # type: ignore[misc]
-                taken = guarded(lambda fn=loss_fn, x=chosen, n=repeat: sample(fn, x, n), device)  # type: ignore[misc]
+                    guarded(lambda fn=loss_fn, x=chosen: sample(fn, x), device)
+                taken = guarded(lambda fn=loss_fn, x=chosen, n=repeat: sample(fn, x, n), device)
             except OutOfMemory as error:
                 results[name] = error
                 continue

@@ -30,7 +30,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         with profile(activities=cpu, profile_memory=True) as recorded:
             call()
     current = highest = 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":
             current += event.nbytes()
             highest = max(highest, current)

@@ -35,7 +35,7 @@ class UnfusedError(RuntimeError):
 
 def streamkl(
     gm: fx.GraphModule,
-    example_inputs: Sequence[object],
+    example_inputs: Sequence[Any],  # tensors and symbolic sizes
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -54,14 +54,14 @@ def streamkl(
     if inner == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
-        return aot_eager(gm, list(example_inputs))  # type: ignore[arg-type]
+        return aot_eager(gm, list(example_inputs))
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = chained(CacheKey(ours), previous)
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[arg-type]
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
 

@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.masks import (
     BoolTensor,
     Choice,
     Linear,
+    Literal,
     Opaque,
     opaque,
     rearranged,
@@ -441,13 +442,13 @@ def _same_entries(source: Sequence[Size], target: Sequence[Size]) -> list[int | 
 
 
 def _sliced(mask: BoolTensor, dim: int, start: Size) -> BoolTensor | None:
-    literals = []
+    literals: list[Literal] = []
     for literal in mask.literals:
         if isinstance(literal, Linear):
             shift = literal.coefficients[dim] * start
             literals.append(Linear(literal.coefficients, literal.constant + shift))
         elif literal.dims[dim] is None:
-            literals.append(literal)  # type: ignore[arg-type]
+            literals.append(literal)
         else:
             return None
     return BoolTensor(frozenset(literals), mask.rank, mask.negative)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from torch_streamkl.fx_passes import score_rules as scores
@@ -17,7 +19,8 @@ class MatmulRules(ArithmeticRules):
     """The part of the recogniser for matmul, linear and einsum."""
 
     def op_matmul(self, node: fx.Node, a: Arguments) -> object:
-        lhs, rhs = (self.canonical[n] for n in node.args[:2])  # type: ignore[index]
+        operands: Any = node.args[:2]  # of a matmul, nodes
+        lhs, rhs = (self.canonical[n] for n in operands)
         probabilities = self.value(node.args[0])
         if isinstance(probabilities, Elements) and not isinstance(
             self.value(node.args[1]), Elements

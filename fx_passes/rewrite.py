@@ -277,7 +277,7 @@ def _reread_counts(quadratic: Iterable[fx.Node], selections: Selections) -> None
         value = example(node)
         for user in list(node.users):
             if user.target is torch.ops.aten.sym_size.int and isinstance(value, Tensor):
-                size = value.shape[user.args[1]]  # type: ignore[index]
+                size = value.shape[user.args[1]]  # type: ignore[index]  # sym_size's dimension
                 seen = {_entries(x) for x in _inputs_of(node)}
                 masks = [m for m in selections.positions if _entries(m) in seen]
                 if is_unknown(size) and len(masks) == 1:

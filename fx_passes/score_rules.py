@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -170,18 +171,19 @@ def _below(operand: Operand) -> Operand | None:
     ):
         return None
     source = node.args[0]
+    arguments: Any = node.args[1:]  # what they are depends on the operation
     if not isinstance(source.meta.get("val"), torch.Tensor):
         return None
     shape, rank = shape_of(source), len(shape_of(node))
     found: Layout | None = None
     match _op_name(node):
         case "transpose":
-            a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+            a, b = (int(d) % rank for d in arguments[:2])
             order = list(range(rank))
             order[a], order[b] = order[b], order[a]
             found = lay.permute(layout, order)
         case "permute":
-            order = [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+            order = [int(d) % rank for d in arguments[0]]
             found = tuple(layout[order.index(d)] for d in range(rank))
         case "t" | "numpy_T" | "mT" | "adjoint":
             reversed_all = _op_name(node) == "numpy_T"
@@ -194,7 +196,7 @@ def _below(operand: Operand) -> Operand | None:
         case "to" | "_to_copy" | "contiguous" | "alias" | "clone":
             found = layout if _is_upcast(source, node) else None
         case "unsqueeze":
-            dim = int(node.args[1]) % rank  # type: ignore[arg-type]
+            dim = int(arguments[0]) % rank
             found = (*layout[:dim], *layout[dim + 1 :]) if layout[dim] == () else None
         case "expand":
             found = _unexpanded(layout, shape)

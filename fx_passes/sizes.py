@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import sympy
 import torch
@@ -14,7 +15,7 @@ from torch.utils._sympy.functions import FloorDiv
 Size = int | torch.SymInt
 
 
-def expression(size: Size) -> object:
+def expression(size: Size) -> Any:
     """A value to compare sizes by: the integer or the symbolic expression."""
     if isinstance(size, torch.SymInt):
         node = size.node
@@ -37,7 +38,7 @@ def simplified(expr: sympy.Expr) -> sympy.Expr:
 def same(a: Size, b: Size) -> bool:
     """Provably equal, without asking the symbolic shapes for a guard."""
     x, y = expression(a), expression(b)
-    return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"  # type: ignore[operator]
+    return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"
 
 
 def is_one(size: Size) -> bool:
@@ -57,7 +58,7 @@ def quotient(a: Size, b: Size) -> Size | None:
     x, y = expression(a), expression(b)
     if isinstance(x, int) and isinstance(y, int):
         return a // b if y and x % y == 0 else None
-    result = x / y  # type: ignore[operator]
+    result = x / y
     if getattr(result, "is_integer", False) is not True and not isinstance(result, int):
         return None
     return a // b

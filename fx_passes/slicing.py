@@ -126,10 +126,10 @@ def _asks_for_in_place(node: fx.Node) -> bool:
     """``F.relu(x, True)``, ``F.dropout(x, 0.1, True, inplace=True)``."""
     if node.kwargs.get("inplace", False) is True:
         return True
-    if node.op != "call_function" or not any(a is True for a in node.args):
+    if not callable(node.target) or not any(a is True for a in node.args):
         return False
     try:
-        parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+        parameters = list(inspect.signature(node.target).parameters)
     except (TypeError, ValueError):
         return False
     index = parameters.index("inplace") if "inplace" in parameters else len(node.args)

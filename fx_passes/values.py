@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -113,8 +114,8 @@ class Scores:
     key: ScoreKey
     layout: Layout
 
-    def with_key(self, **changes: object) -> Scores:
-        return replace(self, key=replace(self.key, **changes))  # type: ignore[arg-type]
+    def with_key(self, **changes: Any) -> Scores:
+        return replace(self, key=replace(self.key, **changes))
 
 
 @dataclass(frozen=True)

@@ -249,8 +249,9 @@ class ViewRules(MaskRules):
 
     def op_stack(self, node: fx.Node, a: Arguments) -> object:
         items = [self.value(n) for n in a["tensors"]]
-        if items and all(isinstance(x, Elements) for x in items):
-            return Stacked(tuple(items), a.get("dim", 0) % self.rank[node])  # type: ignore[arg-type]
+        elements = tuple(x for x in items if isinstance(x, Elements))
+        if items and len(elements) == len(items):
+            return Stacked(elements, a.get("dim", 0) % self.rank[node])
         return self._no_rule(node, "stack")
 
     def op_pad(self, node: fx.Node, a: Arguments) -> object:

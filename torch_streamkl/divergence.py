@@ -38,7 +38,7 @@ def divergence_text(
     return text
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
 def functional_text(
     divergence: str,
     beta: float,

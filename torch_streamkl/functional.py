@@ -312,9 +312,8 @@ def _polynomial(e: Expr) -> dict[Monomial, float] | None:
     if e.op == "const":
         return {(0, 0, 0, 0): e.value} if e.value else {}
     if e.op in VARIABLES:
-        powers = [0, 0, 0, 0]
-        powers[VARIABLES.index(e.op)] = 1
-        return {tuple(powers): 1.0}  # type: ignore[dict-item]
+        p, s, log_p, log_s = (int(name == e.op) for name in VARIABLES)
+        return {(p, s, log_p, log_s): 1.0}
     if e.op not in ("add", "sub", "mul", "div", "neg"):
         return None
     terms = [_polynomial(a) for a in e.args]

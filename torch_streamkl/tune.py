@@ -383,8 +383,9 @@ def tune(shape: Shape, kernels: list[str], jobs: int, timer: Timer) -> list[Meas
     entries = []
     for kernel, launches in ready.items():
         default = replace(workload.defaults[kernel], num_splits=1)
-        launches.sort(key=lambda item, default=default: item[0] != default)  # type: ignore[misc]
-        trials, entry = tune_kernel(workload, kernel, launches, timer, bar.show)
+        first = [item for item in launches if item[0] == default]
+        others = [item for item in launches if item[0] != default]
+        trials, entry = tune_kernel(workload, kernel, first + others, timer, bar.show)
         bar.clear()
         print(table_text(trials), flush=True)
         entries.append(entry)
