@@ -1,9 +1,9 @@
-"""Experiments on an H200 (torch 2.11, Triton 3.6): tiles of the portable kernels, dK with keys as rows, float32.
+"""Experiments on an H200 (torch 2.11, Triton 3.6) with the portable kernels.
 
     OUT=... python bench/notes/portable_variants.py [--only sweep|fp32] [--seconds 260]
 
-Launches are compiled and run once in parallel processes, then torch_streamkl.tune times those that can run. JSON goes
-to $OUT after every kernel.
+Tiles, dK with keys as rows, float32. Launches are compiled and run once in parallel processes,
+then torch_streamkl.tune times those that can run. JSON goes to $OUT after every kernel.
 """
 
 from __future__ import annotations
@@ -11,18 +11,30 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_streamkl import attention_kl, launch_table, tune
+from torch_streamkl.kernels import attention, attention_backward, plans
+from torch_streamkl.launch import TritonLaunch
 
 DEVICE, HEADS, SEQLEN, JOBS = "cuda", 32, 8192, 14
-SHAPES = ((128, True), (128, False), (64, True), (64, False))
+SHAPES = ((128, True), (128, False), (64, True), (64, False))  # head_dim, is_causal
+FP32_HEADS, FP32_SEQLEN = 8, 4096
 
 
-# --------------------------------------------------------------------------------------------- portable sweep
+# --------------------------------------------------------------------------------------- variants
 def function_text(text: str, name: str) -> str:
     start = text.index(f"@triton.jit\ndef {name}(")
     stop = text.find("\n\n\n", start)
@@ -37,9 +49,10 @@ def replaced_in(text: str, changes: list[tuple[str, str]]) -> str:
 
 
 def transposed_dk(text: str) -> str:
-    """Scores with keys as rows: dS^T is the register operand of the dK matmul, and nothing is transposed on the way."""
-    import re
+    """Scores with keys as rows: dS^T is the register operand of the dK matmul.
 
+    Nothing is transposed on the way.
+    """
     tile = replaced_in(
         function_text(text, "gradient_tile"),
         [
@@ -67,7 +80,7 @@ def transposed_dk(text: str) -> str:
     return text.replace(over, tile + "\n\n\n" + new_over).replace(kernel, new_kernel)
 
 
-def module_of(name: str, text: str):
+def module_of(name: str, text: str) -> ModuleType:
     """A module with this text, from a file: Triton reads the source of its functions."""
     folder = Path(tempfile.gettempdir()) / "streamkl_variants"
     folder.mkdir(exist_ok=True)
@@ -84,15 +97,22 @@ def module_of(name: str, text: str):
     return sys.modules[name]
 
 
+class Launch(NamedTuple):
+    """A candidate: what would be launched on which problem."""
+
+    shape: tune.Shape
+    variant: str  # "" is the kernel as it is
+    kernel: str
+    tiles: TritonLaunch
+
+
 class Backward:
     """attention_backward as it is, or a variant of it, in the launcher."""
 
     def __init__(self, variant: str) -> None:
         self.variant = variant
 
-    def __enter__(self):
-        from torch_streamkl.kernels import attention, attention_backward, plans
-
+    def __enter__(self) -> None:
         plans.clear_plans()
         self.saved, attention.bwd = attention.bwd, attention_backward
         self.precision = plans.dot_precision
@@ -102,31 +122,21 @@ class Backward:
             text = transposed_dk(Path(attention_backward.__file__).read_text())
             attention.bwd = module_of("backward_transposed", text)
 
-    def __exit__(self, *_):
-        from torch_streamkl.kernels import attention, plans
-
+    def __exit__(self, *_: object) -> None:
         attention.bwd, plans.dot_precision = self.saved, self.precision
         plans.clear_plans()
 
 
-def first_run(variant, shape, kernel, tiles):
-    from torch_streamkl import tune
-
+def first_run(variant: str, shape: tune.Shape, kernel: str, tiles: TritonLaunch) -> str:
     with Backward(variant):
         return tune._first_run(shape, kernel, tiles)
 
 
-def first_runs(work, jobs, seconds):
-    """Why each (shape, variant, kernel, tiles) cannot run, or "", in the order of the work."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
+def first_runs(work: list[Launch], jobs: int, seconds: float) -> list[str]:
+    """Why each launch cannot run, or "", in the order of the work."""
     stop = time.time() + seconds
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
-    futures = [
-        pool.submit(first_run, variant, shape, kernel, tiles)
-        for shape, variant, kernel, tiles in work
-    ]
+    futures = [pool.submit(first_run, x.variant, x.shape, x.kernel, x.tiles) for x in work]
     found = []
     for future in futures:
         try:
@@ -139,170 +149,197 @@ def first_runs(work, jobs, seconds):
     return found
 
 
-# (block_m, block_n, num_warps): stages. What spilled more than 300 bytes or did not fit when compiled for sm_90 is not here.
-TILES = {
-    ("dk", 128): {
-        (64, 64, 4): (1, 2, 3),
-        (32, 64, 4): (1, 3),
-        (32, 128, 8): (1, 3),
-        (128, 64, 8): (1, 2),
-        (64, 32, 4): (1,),
+# ------------------------------------------------------------------------------------- candidates
+ANY = 0  # head_dim
+# Of the sweep by variant, kernel and head_dim: (block_m, block_n, num_warps) and their num_stages.
+# What spilled more than 300 bytes or did not fit when compiled for sm_90 is not here.
+SWEEP_TILES = {
+    ("", "dk"): {
+        ANY: {
+            (64, 64, 4): (1, 2, 3),
+            (32, 64, 4): (1, 3),
+            (32, 128, 8): (1, 3),
+            (128, 64, 8): (1, 2),
+        },
+        128: {(64, 32, 4): (1,)},
+        64: {(64, 128, 8): (1, 3)},
     },
-    ("dk", 64): {
-        (64, 64, 4): (1, 2, 3),
-        (32, 64, 4): (1, 3),
-        (32, 128, 8): (1, 3),
-        (64, 128, 8): (1, 3),
-        (128, 64, 8): (1, 2),
+    ("transposed", "dk"): {
+        ANY: {
+            (64, 64, 4): (1, 3),
+            (32, 64, 4): (1, 2, 3),
+            (32, 128, 8): (1, 2, 3),
+            (64, 128, 8): (1, 3),
+            (64, 64, 8): (3,),
+        },
+        128: {},
+        64: {(64, 128, 8): (2,), (32, 128, 4): (1, 3)},
     },
-    ("dk transposed", 128): {
-        (64, 64, 4): (1, 3),
-        (32, 64, 4): (1, 2, 3),
-        (32, 128, 8): (1, 2, 3),
-        (64, 128, 8): (1, 3),
-        (64, 64, 8): (3,),
+    ("", "dq"): {
+        ANY: {
+            (64, 64, 4): (1, 2, 3),
+            (64, 32, 4): (1, 2, 3),
+            (64, 128, 4): (2, 3),
+            (128, 32, 8): (2, 3),
+            (128, 64, 8): (1, 2, 3),
+            (128, 128, 8): (2,),
+        },
+        128: {},
+        64: {(128, 128, 8): (1,), (128, 64, 4): (2,)},
     },
-    ("dk transposed", 64): {
-        (64, 64, 4): (1, 3),
-        (32, 64, 4): (1, 2, 3),
-        (32, 128, 8): (1, 2, 3),
-        (64, 128, 8): (1, 2, 3),
-        (64, 64, 8): (3,),
-        (32, 128, 4): (1, 3),
-    },
-    ("dq", 128): {
-        (64, 64, 4): (1, 2, 3),
-        (64, 32, 4): (1, 2, 3),
-        (64, 128, 4): (2, 3),
-        (128, 32, 8): (2, 3),
-        (128, 64, 8): (1, 2, 3),
-        (128, 128, 8): (2,),
-    },
-    ("dq", 64): {
-        (64, 64, 4): (1, 2, 3),
-        (64, 32, 4): (1, 2, 3),
-        (64, 128, 4): (2, 3),
-        (128, 32, 8): (2, 3),
-        (128, 64, 8): (1, 2, 3),
-        (128, 128, 8): (1, 2),
-        (128, 64, 4): (2,),
-    },
-    ("forward", 128): {
-        (64, 32, 4): (2, 3),
-        (64, 64, 4): (1, 2, 3),
-        (64, 128, 4): (1, 2),
-        (128, 32, 8): (2, 3),
-        (128, 64, 8): (2, 3),
-        (128, 128, 8): (1, 2),
-    },
-    ("forward", 64): {
-        (64, 32, 4): (2, 3),
-        (64, 64, 4): (1, 2, 3),
-        (64, 128, 4): (1, 2),
-        (128, 32, 8): (2, 3),
-        (128, 64, 8): (2, 3),
-        (128, 128, 8): (1, 2),
-        (128, 64, 4): (2,),
+    ("", "forward"): {
+        ANY: {
+            (64, 32, 4): (2, 3),
+            (64, 64, 4): (1, 2, 3),
+            (64, 128, 4): (1, 2),
+            (128, 32, 8): (2, 3),
+            (128, 64, 8): (2, 3),
+            (128, 128, 8): (1, 2),
+        },
+        128: {},
+        64: {(128, 64, 4): (2,)},
     },
 }
+# Of float32 by precision and kernel: (block_m, block_n, num_warps, num_stages) at a head_dim.
+FP32_TILES = {
+    ("ieee", "forward"): {
+        64: [(32, 32, 4, 1), (32, 32, 8, 1), (64, 32, 8, 1)],
+        128: [(32, 32, 8, 1), (16, 32, 4, 1)],
+    },
+    ("ieee", "dq"): {
+        64: [(32, 32, 4, 1), (32, 32, 8, 1), (64, 32, 8, 1)],
+        128: [(32, 32, 8, 1), (16, 32, 4, 1)],
+    },
+    ("ieee", "dk"): {
+        64: [(32, 32, 4, 1), (32, 32, 8, 1), (32, 64, 8, 1), (16, 32, 4, 1)],
+        128: [(32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1)],
+    },
+    ("tf32x3", "forward"): {
+        64: [(64, 32, 4, 1), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 1)],
+        128: [(64, 32, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)],
+    },
+    ("tf32x3", "dq"): {
+        64: [(64, 32, 4, 1), (64, 64, 4, 1), (64, 32, 4, 2)],
+        128: [(64, 32, 4, 1), (64, 32, 8, 1), (32, 32, 4, 1)],
+    },
+    ("tf32x3", "dk"): {
+        64: [(64, 64, 4, 1), (32, 64, 4, 1), (32, 64, 8, 1), (32, 32, 4, 1)],
+        128: [(32, 64, 8, 1), (32, 64, 4, 1), (32, 32, 8, 1), (32, 32, 4, 1)],
+    },
+}
+Tiles = dict[tuple[str, str], dict[int, list[tuple[int, int, int, int]]]]
 
 
-def candidates(kernel: str, head_dim: int, default):
-    from torch_streamkl.launch import TritonLaunch
+def sweep_tiles() -> Tiles:
+    """SWEEP_TILES in the form of FP32_TILES."""
+    return {
+        kind: {
+            head_dim: [
+                (*sizes, stages)
+                for tiles in (by_head_dim[ANY], by_head_dim[head_dim])
+                for sizes, all_stages in tiles.items()
+                for stages in all_stages
+            ]
+            for head_dim in (64, 128)
+        }
+        for kind, by_head_dim in SWEEP_TILES.items()
+    }
 
-    default = replace(default, num_splits=1)
-    found = [TritonLaunch(*t, n) for t, stages in TILES[kernel, head_dim].items() for n in stages]
-    return [default, *(x for x in found if x != default)]
 
-
-def sweep(out: Path, deadline: float) -> None:
-    from torch_streamkl import tune
-
-    tune.TIMED_MS = 25.0
-    tune.ROUNDS = 3
-    results = []
-    kinds = [("", "dk"), ("transposed", "dk"), ("", "dq"), ("", "forward")]
-    work = []
-    for head_dim, causal in SHAPES:
-        shape = tune.Shape(1, HEADS, HEADS, head_dim, head_dim, SEQLEN, causal, "bfloat16", DEVICE)
+def work_of(shapes: list[tune.Shape], tiles: Tiles) -> list[Launch]:
+    """The launches of each shape, variant and kernel, the default first."""
+    work: list[Launch] = []
+    for shape in shapes:
         defaults = tune.Workload(shape).defaults
-        work += [
-            (shape, v, k, x)
-            for v, k in kinds
-            for x in candidates(k + " transposed" * bool(v), head_dim, defaults[k])
-        ]
+        for (variant, kernel), by_head_dim in tiles.items():
+            candidates = (TritonLaunch(*sizes) for sizes in by_head_dim[shape.student_head_dim])
+            chosen = dict.fromkeys([replace(defaults[kernel], num_splits=1), *candidates])
+            work += [Launch(shape, variant, kernel, x) for x in chosen]
+    return work
+
+
+# ----------------------------------------------------------------------------------------- trials
+Ready = dict[tuple[str, str], list[tuple[TritonLaunch, str]]]  # with why they cannot run, or ""
+
+
+def compiled(work: list[Launch], what: str, deadline: float) -> dict[tune.Shape, Ready]:
+    """The work after its first runs, by shape, variant and kernel."""
     start = time.time()
     refusals = first_runs(work, JOBS, deadline - time.time())
     print(
-        f"{len(work)} launches compiled in {time.time() - start:.0f} s, {sum(map(bool, refusals))} refused",
+        f"{len(work)} {what} compiled in {time.time() - start:.0f} s, "
+        f"{sum(map(bool, refusals))} refused",
         flush=True,
     )
-    for shape in dict.fromkeys(item[0] for item in work):
-        workload = tune.Workload(shape)
-        ready: dict = {kind: [] for kind in kinds}
-        for (its_shape, variant, kernel, tiles), refusal in zip(work, refusals):
-            if its_shape == shape:
-                ready[variant, kernel].append((tiles, refusal))
+    ready: dict[tune.Shape, Ready] = {}
+    for item, refusal in zip(work, refusals, strict=True):
+        kinds = ready.setdefault(item.shape, {})
+        kinds.setdefault((item.variant, item.kernel), []).append((item.tiles, refusal))
+    return ready
+
+
+def compare_with_the_kernel_as_it_is(workload: tune.Workload, variant: str, kernel: str) -> None:
+    defaults = launch_table.new_table(workload.device)
+    with Backward(""), launch_table.replaced(defaults):
+        expected = workload.run(kernel)
+    with Backward(variant):
+        error = tune.largest_error(workload.run(kernel), expected)
+    print(
+        f"{variant} {kernel} against the kernel as it is: {error:.2e} of what is allowed",
+        flush=True,
+    )
+
+
+def timed(
+    workload: tune.Workload,
+    variant: str,
+    kernel: str,
+    launches: list[tuple[TritonLaunch, str]],
+) -> tuple[list[tune.Trial], launch_table.MeasuredLaunch] | None:
+    """Trials and the entry to keep; where that fails, None, and why is printed."""
+    try:
+        if variant == "transposed":
+            compare_with_the_kernel_as_it_is(workload, variant, kernel)
+        with Backward(variant):
+            return tune.tune_kernel(workload, kernel, launches, tune.device_timer)
+    except Exception as error:
+        print(f"{variant} {kernel}: {type(error).__name__} {error}"[:300], flush=True)
+        return None
+
+
+def record_of(trials: list[tune.Trial], **what: Any) -> dict[str, Any]:
+    return {**what, "trials": [[tune.describe(t.launch), t.runtime_ms, t.remark] for t in trials]}
+
+
+def save(out: Path, results: Any) -> None:
+    out.write_text(json.dumps(results, indent=1).replace("Infinity", "null"))
+
+
+def sweep(out: Path, deadline: float) -> None:
+    shapes = [
+        tune.Shape(1, HEADS, HEADS, head_dim, head_dim, SEQLEN, causal, "bfloat16", DEVICE)
+        for head_dim, causal in SHAPES
+    ]
+    results = []
+    ready = compiled(work_of(shapes, sweep_tiles()), "launches", deadline)
+    for shape, kinds in ready.items():
         print(f"\n{shape}", flush=True)
-        for (variant, kernel), launches in ready.items():
-            try:
-                with Backward(variant):
-                    if variant:  # checked against the kernel as it is
-                        with (
-                            Backward(""),
-                            tune.launch_table.replaced(
-                                tune.launch_table.new_table(workload.device)
-                            ),
-                        ):
-                            expected = workload.run(kernel)
-                        found = workload.run(kernel)
-                        error = tune.largest_error(found, expected)
-                        print(
-                            f"{variant} {kernel} against the kernel as it is: {error:.2e} of what is allowed",
-                            flush=True,
-                        )
-                    trials, entry = tune.tune_kernel(workload, kernel, launches, tune.device_timer)
-            except Exception as error:
-                print(f"{variant} {kernel}: {type(error).__name__} {error}"[:300], flush=True)
+        workload = tune.Workload(shape)
+        for (variant, kernel), launches in kinds.items():
+            found = timed(workload, variant, kernel, launches)
+            if found is None:
                 continue
+            trials, entry = found
             print(variant, tune.table_text(trials), flush=True)
-            results.append(
-                {
-                    "shape": str(shape),
-                    "variant": variant,
-                    "kernel": kernel,
-                    "kept": entry.as_json(),
-                    "trials": [[tune.describe(t.launch), t.runtime_ms, t.remark] for t in trials],
-                }
-            )
-            out.write_text(json.dumps(results, indent=1).replace("Infinity", "null"))
+            what = {"shape": str(shape), "variant": variant, "kernel": kernel}
+            results.append(record_of(trials, **what, kept=entry.as_json()))
+            save(out, results)
 
 
-# --------------------------------------------------------------------------------------------- float32
-FP32_SIZE = (8, 8, 4096)
-FP32_TILES = {
-    ("ieee", "forward", 64): [(32, 32, 4, 1), (32, 32, 8, 1), (64, 32, 8, 1)],
-    ("ieee", "forward", 128): [(32, 32, 8, 1), (16, 32, 4, 1)],
-    ("ieee", "dq", 64): [(32, 32, 4, 1), (32, 32, 8, 1), (64, 32, 8, 1)],
-    ("ieee", "dq", 128): [(32, 32, 8, 1), (16, 32, 4, 1)],
-    ("ieee", "dk", 64): [(32, 32, 4, 1), (32, 32, 8, 1), (32, 64, 8, 1), (16, 32, 4, 1)],
-    ("ieee", "dk", 128): [(32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1)],
-    ("tf32x3", "forward", 64): [(64, 32, 4, 1), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 1)],
-    ("tf32x3", "forward", 128): [(64, 32, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)],
-    ("tf32x3", "dq", 64): [(64, 32, 4, 1), (64, 64, 4, 1), (64, 32, 4, 2)],
-    ("tf32x3", "dq", 128): [(64, 32, 4, 1), (64, 32, 8, 1), (32, 32, 4, 1)],
-    ("tf32x3", "dk", 64): [(64, 64, 4, 1), (32, 64, 4, 1), (32, 64, 8, 1), (32, 32, 4, 1)],
-    ("tf32x3", "dk", 128): [(32, 64, 8, 1), (32, 64, 4, 1), (32, 32, 8, 1), (32, 32, 4, 1)],
-}
-
-
-def fp32_errors() -> dict:
-    """Largest error of a row against float64, relative to the row: eager float32 and both precisions."""
-    import torch
-
-    from torch_streamkl import attention_kl
-
-    found: dict = {}
+# ---------------------------------------------------------------------------------------- float32
+def fp32_errors() -> dict[str, dict[str, float]]:
+    """Largest error of a row against float64, relative to it: eager float32, both precisions."""
+    found: dict[str, dict[str, float]] = {}
     for head_dim in (64, 128):
         generator = torch.Generator(DEVICE).manual_seed(3)
         x = [
@@ -310,7 +347,7 @@ def fp32_errors() -> dict:
             for _ in range(4)
         ]
 
-        def results(tensors, impl):
+        def results(tensors: list[torch.Tensor], impl: str) -> tuple[torch.Tensor, ...]:
             leaves = [t.clone().requires_grad_(i < 2) for i, t in enumerate(tensors)]
             value = attention_kl(*leaves, is_causal=True, impl=impl)
             return (value.detach(), *torch.autograd.grad(value.sum(), leaves[:2]))
@@ -322,7 +359,7 @@ def fp32_errors() -> dict:
             with Backward(variant):
                 got = results(x, impl)
             errors = []
-            for a, b in zip(got, exact):
+            for a, b in zip(got, exact, strict=True):
                 a, b = (t.double().unsqueeze(-1) if t.ndim == 3 else t.double() for t in (a, b))
                 size = b.norm(dim=-1)
                 errors.append(
@@ -330,7 +367,7 @@ def fp32_errors() -> dict:
                     .max()
                     .item()
                 )
-            found[f"{name} D={head_dim}"] = dict(zip(("value", "dq", "dk"), errors))
+            found[f"{name} D={head_dim}"] = dict(zip(("value", "dq", "dk"), errors, strict=True))
             print(
                 f"float32 {name} D={head_dim}: " + ", ".join(f"{e:.2e}" for e in errors),
                 flush=True,
@@ -339,75 +376,49 @@ def fp32_errors() -> dict:
 
 
 def fp32(out: Path, deadline: float) -> None:
-    from torch_streamkl import tune
-    from torch_streamkl.launch import TritonLaunch
-
-    tune.TIMED_MS = 25.0
-    tune.ROUNDS = 3
-    results: dict = {"errors": {}, "trials": []}
-    shapes = {
-        dim: tune.Shape(1, *FP32_SIZE[:2], dim, dim, FP32_SIZE[2], False, "float32", DEVICE)
+    shapes = [
+        tune.Shape(1, FP32_HEADS, FP32_HEADS, dim, dim, FP32_SEQLEN, False, "float32", DEVICE)
         for dim in (64, 128)
-    }
-    work = []
-    for (variant, kernel, dim), tiles in FP32_TILES.items():
-        default = replace(tune.Workload(shapes[dim]).defaults[kernel], num_splits=1)
-        all_tiles = [default, *(TritonLaunch(*t) for t in tiles)]
-        work += [(shapes[dim], variant, kernel, t) for t in dict.fromkeys(all_tiles)]
-    start = time.time()
-    refusals = first_runs(work, JOBS, deadline - time.time())
-    print(f"{len(work)} float32 launches compiled in {time.time() - start:.0f} s", flush=True)
+    ]
+    results: dict[str, Any] = {"errors": {}, "trials": []}
+    ready = compiled(work_of(shapes, FP32_TILES), "float32 launches", deadline)
     try:
         results["errors"] = fp32_errors()
     except Exception as error:
         print(f"float32 errors: {type(error).__name__} {error}"[:300], flush=True)
-    for dim, shape in shapes.items():
-        workload = tune.Workload(
-            shape
-        )  # its results are what candidates are compared with: not for tf32x3's errors
-        for variant, kernel, its_dim in FP32_TILES:
-            if its_dim != dim:
-                continue
-            launches = [
-                (t, why)
-                for (s, v, k, t), why in zip(work, refusals)
-                if (s, v, k) == (shape, variant, kernel)
-            ]
-            default_why = launches[0][1]
-            if default_why:  # the default tiles of ieee need not fit tf32x3
-                print(f"{variant} {kernel}: the default {default_why}", flush=True)
+    for shape, kinds in ready.items():
+        dim = shape.student_head_dim
+        # its results are what candidates are compared with: not for tf32x3's errors
+        workload = tune.Workload(shape)
+        for (variant, kernel), launches in kinds.items():
+            default_refusal = launches[0][1]
+            if default_refusal:  # the default tiles of ieee need not fit tf32x3
+                print(f"{variant} {kernel}: the default {default_refusal}", flush=True)
                 launches = [item for item in launches if not item[1]]
-            if not launches:
+            found = timed(workload, variant, kernel, launches) if launches else None
+            if found is None:
                 continue
-            try:
-                with Backward(variant):
-                    trials, entry = tune.tune_kernel(workload, kernel, launches, tune.device_timer)
-            except Exception as error:
-                print(f"{variant} {kernel}: {type(error).__name__} {error}"[:300], flush=True)
-                continue
-            flop = {"forward": 4, "dq": 6, "dk": 6}[kernel] * 8 * 4096**2 * dim
+            trials, _ = found
+            flop = {"forward": 4, "dq": 6, "dk": 6}[kernel] * FP32_HEADS * FP32_SEQLEN**2 * dim
             best = min(t.runtime_ms for t in trials)
             print(
-                f"D={dim} {variant} {tune.table_text(trials)}\n  best {flop / best * 1e-9:.1f} TFLOP/s",
+                f"D={dim} {variant} {tune.table_text(trials)}\n"
+                f"  best {flop / best * 1e-9:.1f} TFLOP/s",
                 flush=True,
             )
-            results["trials"].append(
-                {
-                    "dim": dim,
-                    "variant": variant,
-                    "kernel": kernel,
-                    "trials": [[tune.describe(t.launch), t.runtime_ms, t.remark] for t in trials],
-                }
-            )
-            out.write_text(json.dumps(results, indent=1).replace("Infinity", "null"))
+            results["trials"].append(record_of(trials, dim=dim, variant=variant, kernel=kernel))
+            save(out, results)
 
 
-# --------------------------------------------------------------------------------------------- the run
+# ---------------------------------------------------------------------------------------- the run
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=("sweep", "fp32"))
     parser.add_argument("--seconds", type=float, default=260.0)
     options = parser.parse_args()
+    tune.TIMED_MS, tune.ROUNDS = 25.0, 3  # less than the tuner's: there are many launches
     started = time.time()
     out = Path(os.environ.get("OUT", "."))
     deadline = started + options.seconds
