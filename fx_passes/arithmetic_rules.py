@@ -15,7 +15,7 @@ from torch_streamkl.fx_passes import score_rules as scores
 from torch_streamkl.fx_passes.analysis import Arguments
 from torch_streamkl.fx_passes.layout import Layout
 from torch_streamkl.fx_passes.masks import BoolTensor, Choice, to_axes
-from torch_streamkl.fx_passes.sizes import same
+from torch_streamkl.fx_passes.sizes import same, shape_of
 from torch_streamkl.fx_passes.softmax_rules import SoftmaxRules
 from torch_streamkl.fx_passes.value_mask_rules import ValueMaskRules
 from torch_streamkl.fx_passes.values import (
@@ -129,7 +129,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
         for d, origin in enumerate(dims):
             if origin is not None:
                 placed[origin] = layout[skipped + d]
-        shape = scores.shape_of(source)
+        shape = shape_of(source)
         if any(not same(lay.dim_size(p), s) for p, s in zip(placed, shape, strict=True)):
             raise Blocked("a tensor that does not match the scores is added to them")
         return source, tuple(placed)

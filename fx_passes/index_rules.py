@@ -11,8 +11,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.analysis import Analysis, Arguments
 from torch_streamkl.fx_passes.masks import TRUE_TENSOR, Affine
-from torch_streamkl.fx_passes.score_rules import shape_of
-from torch_streamkl.fx_passes.sizes import Size, is_one, same
+from torch_streamkl.fx_passes.sizes import Size, is_one, same, shape_of
 from torch_streamkl.fx_passes.values import Number
 
 

@@ -12,6 +12,7 @@ from torch_streamkl.fx_passes import element_rules as elements
 from torch_streamkl.fx_passes import layout as lay
 from torch_streamkl.fx_passes import score_rules as scores
 from torch_streamkl.fx_passes.analysis import Analysis, Arguments
+from torch_streamkl.fx_passes.sizes import shape_of
 from torch_streamkl.fx_passes.values import (
     Blocked,
     Elements,
@@ -49,7 +50,7 @@ class LossRules(Analysis):
         return elements.reduced(values, range(len(shape)), False, reduction == "mean", shape)
 
     def _broadcast_shape(self, *nodes: fx.Node) -> Sequence[Any]:
-        return torch.broadcast_shapes(*(scores.shape_of(n) for n in nodes))
+        return torch.broadcast_shapes(*(shape_of(n) for n in nodes))
 
     def op_cross_entropy_loss(self, node: fx.Node, a: Arguments) -> object:
         x, target = self.value(a["self"]), self.value(a["target"])
@@ -69,7 +70,7 @@ class LossRules(Analysis):
             raise Blocked(
                 "cross_entropy takes its classes from dimension 1, the target's are elsewhere"
             )
-        shape = scores.shape_of(a["self"])
+        shape = shape_of(a["self"])
         reduction = KL_DIV_REDUCTIONS[a.get("reduction", 1)]
         dims = (dim,) if reduction == "none" else tuple(range(len(shape)))
         rows = elements.reduced(values, dims, False, False, shape)
@@ -100,7 +101,7 @@ class LossRules(Analysis):
             if dims == [lay.axis_dim(x.scores.layout, x.axis)]:
                 return ExpSum(x.scores.key, x.axis)
         if isinstance(x, Elements):
-            return elements.reduced(x, dims, keepdim, mean, scores.shape_of(a["self"]))
+            return elements.reduced(x, dims, keepdim, mean, shape_of(a["self"]))
         if isinstance(x, Scores) and len(dims) == 1:
             key, _ = scores.summed_over(x, dims[0], mean=mean)
             kept = ((),) if keepdim else ()

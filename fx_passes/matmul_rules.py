@@ -9,6 +9,13 @@ from torch import fx
 from torch_streamkl.fx_passes import score_rules as scores
 from torch_streamkl.fx_passes.analysis import Arguments
 from torch_streamkl.fx_passes.arithmetic_rules import ArithmeticRules
+from torch_streamkl.fx_passes.matmul_scores import (
+    attention_of,
+    scores_of_einsum,
+    scores_of_linear,
+    scores_of_matmul,
+)
+from torch_streamkl.fx_passes.sizes import shape_of
 from torch_streamkl.fx_passes.values import (
     Blocked,
     Elements,
@@ -25,12 +32,12 @@ class MatmulRules(ArithmeticRules):
         if isinstance(probabilities, Elements) and not isinstance(
             self.value(node.args[1]), Elements
         ):
-            attention = scores.attention_of(probabilities, rhs)
+            attention = attention_of(probabilities, rhs)
             if attention is not None:
                 return attention
         if self.rank[lhs] < 2 or self.rank[rhs] < 2:
             return None
-        return scores.scores_of_matmul(lhs, rhs, scores.shape_of(node))
+        return scores_of_matmul(lhs, rhs, shape_of(node))
 
     op_bmm = op_matmul
     op_mm = op_matmul
@@ -41,9 +48,7 @@ class MatmulRules(ArithmeticRules):
         if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
             return self._no_rule(node, "baddbmm with symbolic factors")
         lhs, rhs = (self.canonical[a[name]] for name in ("batch1", "batch2"))
-        product = scores.scaled(
-            scores.scores_of_matmul(lhs, rhs, scores.shape_of(node)), float(alpha)
-        )
+        product = scores.scaled(scores_of_matmul(lhs, rhs, shape_of(node)), float(alpha))
         if beta == 0:
             return product  # the input is not even read
         if beta != 1:
@@ -55,16 +60,16 @@ class MatmulRules(ArithmeticRules):
 
     def op_linear(self, node: fx.Node, a: Arguments) -> object:
         bias = a.get("bias")
-        return scores.scores_of_linear(
+        return scores_of_linear(
             self.canonical[a["input"]],
             self.canonical[a["weight"]],
             None if bias is None else self.canonical[bias],
-            scores.shape_of(node),
+            shape_of(node),
         )
 
     def op_einsum(self, node: fx.Node, a: Arguments) -> object:
         operands = [self.canonical[n] for n in a["tensors"]]
         try:
-            return scores.scores_of_einsum(a["equation"], operands, scores.shape_of(node))
+            return scores_of_einsum(a["equation"], operands, shape_of(node))
         except Blocked:
             return None

@@ -1,18 +1,25 @@
-"""Sizes that may be symbolic: comparison without adding guards, and products."""
+"""Sizes that may be symbolic: shapes, comparison without adding guards, and products."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloorDiv
 
 Size = int | torch.SymInt
+
+
+def shape_of(node: fx.Node) -> Sequence[Size]:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value.shape
 
 
 def expression(size: Size) -> Any:

@@ -16,7 +16,7 @@ from torch_streamkl.fx_passes.analysis import Arguments
 from torch_streamkl.fx_passes.layout import Layout
 from torch_streamkl.fx_passes.mask_rules import MaskRules
 from torch_streamkl.fx_passes.masks import BoolTensor, Choice
-from torch_streamkl.fx_passes.sizes import is_one, same
+from torch_streamkl.fx_passes.sizes import is_one, same, shape_of
 from torch_streamkl.fx_passes.values import (
     Blocked,
     Elements,
@@ -45,7 +45,7 @@ class ViewRules(MaskRules):
         return None
 
     def op_view(self, node: fx.Node, a: Arguments) -> object:
-        shape = scores.shape_of(node)
+        shape = shape_of(node)
         return self._viewed(node, a["self"], lambda x: lay.reshape(x, shape), "reshape")
 
     op_reshape = op_view
@@ -78,7 +78,7 @@ class ViewRules(MaskRules):
         return self._viewed(node, a["self"], lambda x: lay.unsqueeze(x, dim), "unsqueeze", order)
 
     def op_squeeze(self, node: fx.Node, a: Arguments) -> object:
-        source = scores.shape_of(a["self"])
+        source = shape_of(a["self"])
         given = a.get("dim")
         dims = (
             range(len(source)) if given is None else [given] if isinstance(given, int) else given
@@ -89,9 +89,8 @@ class ViewRules(MaskRules):
 
     def op_expand(self, node: fx.Node, a: Arguments) -> object:
         if isinstance(self.value(a["self"]), (Elements, Scores)):
-            same_shape = len(scores.shape_of(node)) == self.rank[a["self"]] and all(
-                same(x, y)
-                for x, y in zip(scores.shape_of(node), scores.shape_of(a["self"]), strict=True)
+            same_shape = len(shape_of(node)) == self.rank[a["self"]] and all(
+                same(x, y) for x, y in zip(shape_of(node), shape_of(a["self"]), strict=True)
             )
             return self.value(a["self"]) if same_shape else self._no_rule(node, "expand")
         if isinstance(self.value(a["self"]), Rows):
@@ -158,7 +157,7 @@ class ViewRules(MaskRules):
     def op_select(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
-            size = scores.shape_of(a["self"])[dim]
+            size = shape_of(a["self"])[dim]
             index = a["index"]
             return self._part(
                 x, dim, index if not isinstance(index, int) or index >= 0 else index + size, None
@@ -171,14 +170,14 @@ class ViewRules(MaskRules):
             return self.mask_slice(node, a)
         if a.get("step", 1) != 1:
             raise Blocked("scores are sliced with a step")
-        start, size = a.get("start") or 0, scores.shape_of(a["self"])[dim]
+        start, size = a.get("start") or 0, shape_of(a["self"])[dim]
         start = start + size if isinstance(start, int) and start < 0 else start
-        return self._part(x, dim, start, scores.shape_of(node)[dim])
+        return self._part(x, dim, start, shape_of(node)[dim])
 
     def op_narrow(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
-            return self._part(x, dim, a["start"], scores.shape_of(node)[dim])
+            return self._part(x, dim, a["start"], shape_of(node)[dim])
         return self._no_rule(node, "narrow")
 
     def op_chunk(self, node: fx.Node, a: Arguments) -> object:
@@ -236,7 +235,7 @@ class ViewRules(MaskRules):
             raise Blocked("scores or probabilities are gathered by index")
         ((dim, index),) = given
         rank = self.rank[index]
-        count = scores.shape_of(node)[dim]
+        count = shape_of(node)[dim]
         chosen = self.canonical[index]
         count = self.counts.setdefault(chosen, count)  # each use has a symbol of its own
         if isinstance(x, Scores):
@@ -266,6 +265,6 @@ class ViewRules(MaskRules):
             raise Blocked(
                 f"scores are padded with {value.value:g}, which takes part in the softmax"
             )
-        return scores.padded(x, scores.shape_of(node)[-1])
+        return scores.padded(x, shape_of(node)[-1])
 
     op_constant_pad_nd = op_pad

@@ -18,7 +18,7 @@ from torch_streamkl.fx_passes import score_rules as scores
 from torch_streamkl.fx_passes.analysis import Analysis, Arguments, named_arguments, op_name
 from torch_streamkl.fx_passes.layout import axis_dim
 from torch_streamkl.fx_passes.masks import AxisExcept
-from torch_streamkl.fx_passes.sizes import Size, same
+from torch_streamkl.fx_passes.sizes import Size, same, shape_of
 from torch_streamkl.fx_passes.values import Number, Scores
 
 
@@ -49,8 +49,8 @@ class WriteRules(Analysis):
             a = named_arguments(view)
             source = a["self"]
             dim = a.get("dim", 0) % self.rank[source]
-            size, name = scores.shape_of(source)[dim], op_name(view)
-            length = 1 if name == "select" else scores.shape_of(view)[dim]
+            size, name = shape_of(source)[dim], op_name(view)
+            length = 1 if name == "select" else shape_of(view)[dim]
             if name == "select" or not same(length, size):
                 start = _start(a, name, size)
                 is_range = isinstance(length, int) and a.get("step", 1) == 1
