@@ -17,17 +17,19 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.aliasing import Aliases
 from torch_streamkl.fx_passes.builder import Builder, Selections
+from torch_streamkl.fx_passes.dead_code import remove_dead
 from torch_streamkl.fx_passes.describe import describe
 from torch_streamkl.fx_passes.emit import emit
 from torch_streamkl.fx_passes.execution import how_sites_run, mark_site
 from torch_streamkl.fx_passes.labels import share_labels
+from torch_streamkl.fx_passes.large_tensors import is_view, large_tensors_left, num_bytes
 from torch_streamkl.fx_passes.leftover import Leftovers
 from torch_streamkl.fx_passes.linear_sum import sum_in_forward
 from torch_streamkl.fx_passes.obstacles import divergence_like, obstacle
 from torch_streamkl.fx_passes.plan import Plan, plan
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.remedies import remedy_for
-from torch_streamkl.fx_passes.report import UNKNOWN, Remaining, Report, Site, location_of
+from torch_streamkl.fx_passes.report import UNKNOWN, Report, Site, location_of
 from torch_streamkl.fx_passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.sites import divergence_sites, quadratic_nodes, reason_of
 from torch_streamkl.fx_passes.sizes import is_unknown, same
@@ -36,11 +38,7 @@ from torch_streamkl.fx_passes.slicing import (
     Region,
     example,
     find_region,
-    has_effect,
-    is_in_place,
     name_of,
-    storage_of,
-    written_by,
 )
 from torch_streamkl.fx_passes.tracing import Trace, fake_mode_of, trace_region
 from torch_streamkl.fx_passes.values import Attention, Blocked, Rows
@@ -137,9 +135,7 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     unfused = _without_candidate(found, candidates)
     path = [*(c.inner for c in candidates), *unfused]
     sizes = {
-        n: inner
-        for n, inner in quadratic_nodes(trace, recognised, path).items()
-        if not _is_view(n)
+        n: inner for n, inner in quadratic_nodes(trace, recognised, path).items() if not is_view(n)
     }
     unused = {n for n in region.nodes if not n.users}
     fused: list[tuple[Candidate, Site]] = []
@@ -154,20 +150,20 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
     if fused:
         mode = fake_mode_of(region)
         shapes_as_sizes(region, sizes, lambda node: Builder(node, mode))
-    removed = _remove_dead(graph, region.nodes, unused)
+    removed = remove_dead(graph, region.nodes, unused)
     if fused:
         _replace_attention(trace, recognised, region, aliases)
         share_labels(graph, trace, recognised, lambda node: Builder(node, mode))
         sum_in_forward(graph, lambda node: Builder(node, mode))
-        removed += _remove_dead(graph, region.nodes, unused)
-    saved = sum(_bytes(n) for n in removed if n in sizes)
+        removed += remove_dead(graph, region.nodes, unused)
+    saved = sum(num_bytes(n) for n in removed if n in sizes)
     runs = how_sites_run(graph, fake_mode_of(region))
     for candidate, site in fused:
         share = saved // len(fused)
         how = runs.get(candidate.node.name, "")
         report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
     report.sites += _unfused_sites(unfused, trace, recognised, plans)
-    report.remaining = _remaining(graph, sizes, recognised)
+    report.remaining = large_tensors_left(graph, sizes, recognised)
     return report
 
 
@@ -295,7 +291,7 @@ def _entries(node: fx.Node) -> object:
 def _inputs_of(node: fx.Node) -> set[fx.Node]:
     """All inputs of an index operation, and of what views of it are made of."""
     found = set(node.all_input_nodes)
-    while _is_view(node):
+    while is_view(node):
         node = node.all_input_nodes[0]
         found |= set(node.all_input_nodes)
     return found
@@ -373,100 +369,3 @@ def same_metadata(a: fx.Node, b: fx.Node) -> bool:
         and len(x.shape) == len(y.shape)
         and all(same(p, q) for p, q in zip(x.shape, y.shape, strict=True))
     )
-
-
-def _remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node]) -> list[fx.Node]:
-    """Erase what only the replaced code used; a write stays while its target is seen.
-
-    What was unused before stays too: it may draw random numbers.
-    """
-    removed: list[fx.Node] = []
-    alive = {n for n in nodes if not n._erased}
-    changed = True
-    while changed:
-        changed = False
-        for node in reversed(graph.nodes):
-            if node not in alive or node.users:
-                continue
-            if is_in_place(node):
-                if not _writes_to_dead(node, alive):
-                    continue
-            elif node in unused:
-                continue
-            graph.erase_node(node)
-            alive.discard(node)
-            removed.append(node)
-            changed = True
-    return removed
-
-
-def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
-    """Whether the memory that a node writes to has no other use, through any view of it."""
-    (target, *others) = written_by(node)
-    storage = storage_of(target)
-    if others or storage is None:
-        return False
-    aliases = {n for n in node.graph.nodes if storage_of(n) == storage}
-    return all(
-        alias in alive
-        and alias.op in ("call_function", "call_method")
-        and all(user in aliases or _is_unused_write(user) for user in alias.users)
-        for alias in aliases
-    )
-
-
-def _is_unused_write(node: fx.Node) -> bool:
-    return is_in_place(node) and not node.users
-
-
-# -------------------- what is left over
-def _is_view(node: fx.Node) -> bool:
-    value = example(node)
-    if not isinstance(value, Tensor):
-        return False
-    storage = value.untyped_storage()._cdata
-    return any(
-        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage
-        for a in node.all_input_nodes
-    )
-
-
-def _bytes(node: fx.Node) -> int:
-    value = example(node)
-    if not isinstance(value, Tensor):
-        return 0
-    count = value.numel()
-    hint = count if isinstance(count, int) else count.node.hint
-    return int(hint or 0) * value.element_size()
-
-
-def _plain(shape: Sequence[object]) -> tuple[object, ...]:
-    return tuple(size if isinstance(size, int) else str(size) for size in shape)
-
-
-def _unread(graph: fx.Graph) -> set[fx.Node]:
-    """What no result needs: every compiler drops it."""
-    unread: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if not has_effect(node) and all(user in unread for user in node.users):
-            unread.add(node)
-    return unread
-
-
-def _remaining(
-    graph: fx.Graph, sizes: dict[fx.Node, fx.Node], recognised: Recogniser
-) -> list[Remaining]:
-    remaining = []
-    unread = _unread(graph)
-    for node in graph.nodes:
-        if node in sizes and node not in unread:
-            value = example(node)
-            assert isinstance(value, Tensor)
-            users = ", ".join(sorted({name_of(u) for u in node.users}))
-            reason = f"still used by {users}"
-            blocked = recognised.reasons.get(sizes[node])
-            if blocked:
-                reason += f" ({blocked})"
-            location, _ = location_of(node)
-            remaining.append(Remaining(node.name, _plain(value.shape), location, reason))
-    return remaining
