@@ -1,6 +1,7 @@
 """The Hopper forward on a GPU of compute capability 9.0, and who it takes and refuses anywhere."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.support.problems import Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, launch
 from torch_streamkl.functional import DIVERGENCES, Functional, named
+from torch_streamkl.kernels import plans
 from torch_streamkl.ops import problem_of
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -48,6 +50,69 @@ def test_forms(strides: str, dtype: torch.dtype, divergence: str, head_dim: int)
         )
     )  # fmt: skip
     check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The last round of blocks is computed in parts however few tiles they have."""
+    monkeypatch.setattr(launch, "LEAST_TILES_OF_PART", 2)
+    plans.clear_plans()
+    yield
+    plans.clear_plans()
+
+
+# divergence, clamp, head_dim, seqlen_q, seqlen_k: from 1 to 5 parts, of whole tiles or not
+PARTS = [
+    ("forward_kl", 0.0, 64, 300, 640),
+    ("reverse_kl", 0.0, 128, 200, 600),
+    ("cross_entropy", 0.0, 64, 193, 257),
+    ("forward_kl", 1e-3, 128, 150, 333),
+    ("reverse_kl", 1e-12, 64, 1, 500),
+    ("forward_kl", 0.0, 128, 65, 129),
+]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("case", PARTS)
+def test_parts(case: tuple[str, float, int, int, int]) -> None:
+    divergence, clamp, head_dim, seqlen_q, seqlen_k = case
+    call = build(
+        spec(
+            head_dim, divergence=divergence, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+            student_clamp=clamp, teacher_clamp=clamp,
+        )
+    )  # fmt: skip
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_whole_blocks_and_parts() -> None:
+    # 135 blocks on 132 multiprocessors: 132 whole ones, and 3 of 2 parts each
+    call = build(spec(64, batch=1, heads=27, student_kv_heads=27, teacher_kv_heads=27,
+                      seqlen_q=960, seqlen_k=2100)).to(device="cuda")  # fmt: skip
+    torch.testing.assert_close(call.run("hopper"), call.run("triton"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "expected"),
+    [
+        (1376, 128, (1320, 2)),  # 56 blocks for 132 multiprocessors
+        (1320, 128, (1320, 1)),
+        (1419, 128, (1419, 1)),  # 99 blocks fill the round well
+        (1330, 128, (1320, 8)),
+        (1330, 40, (1320, 2)),  # a part would have too few tiles
+        (60, 31, (60, 1)),
+        (60, 32, (0, 2)),
+    ],
+)
+def test_parts_of_last_round(
+    blocks: int, tiles: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    assert launch.parts_of_last_round(blocks, tiles, torch.device("cuda")) == expected
 
 
 @pytest.fixture

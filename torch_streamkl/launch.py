@@ -231,7 +231,7 @@ class HopperLaunch:
     block_m: int  # rows of a warp group: queries, for dK keys
     block_n: int  # rows of a tile that streams by: keys, for dK queries
     groups: int  # warp groups that compute, 2 or 3
-    slots: int  # of streamed tiles in shared memory, 2 or a larger power of two
+    slots: int  # in shared memory, of streamed tiles or (forward) pairs of them; a power of two
 
 
 @dataclass(frozen=True)
@@ -250,9 +250,11 @@ HOPPER_BACKWARD_LAUNCHES = {
 HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
-    64: HopperLaunch(64, 64, 3, 4),
-    128: HopperLaunch(64, 64, 3, 4),
+    64: HopperLaunch(64, 64, 3, 2),
+    128: HopperLaunch(64, 64, 3, 2),
 }
+# A launch unites the parts of blocks, in about 3 us: as long as a block takes for two tiles.
+LEAST_TILES_OF_PART = 16
 # of the portable kernel that repeats marked blocks of rows: block_m is that of HOPPER_LAUNCHES
 HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 
@@ -260,6 +262,15 @@ HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
     """Configuration of the forward kernel on Hopper."""
     return HOPPER_LAUNCHES[problem.student.head_dim]
+
+
+def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """Blocks to compute whole, and parts of each of the others (NOTE [Parts], hopper_parts.py)."""
+    last = blocks % multiprocessors(device)
+    if last == 0:
+        return blocks, 1
+    parts = min(multiprocessors(device) // last, tiles // LEAST_TILES_OF_PART)
+    return (blocks - last, parts) if parts > 1 else (blocks, 1)
 
 
 def hopper_backward_launch(

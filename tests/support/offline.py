@@ -160,6 +160,31 @@ def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
+def stack_in_main_loops(cubin: bytes) -> list[str]:
+    """Instructions that use the stack in the loops of a Hopper kernel over tiles without masks."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(cubin)
+        command = [str(_tool("nvdisasm")), "-c", str(binary)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        if instruction := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", line):
+            code.append(instruction[1])
+    loops: list[list[str]] = []
+    for stop, instruction in enumerate(code):
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
+        start = labels.get(branch[1], stop + 1) if branch else stop + 1
+        body = code[start:stop]
+        if any("HGMMA" in x for x in body) and not any("FSEL" in x for x in body):
+            loops.append(body)
+    assert loops, "no loop with matmuls and without masks"
+    return [x for body in loops for x in body if re.search(r"\b(STL|LDL)\b", x)]
+
+
 @functools.cache
 def _tool(name: str) -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

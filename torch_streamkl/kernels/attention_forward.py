@@ -356,19 +356,26 @@ def state_kernel(
         CONFIG,
     )
     out = state_ptr + split.to(tl.int64) * split_stride + row_offset(bh, h, seq, masks) + rows.offs
-    tl.store(out, state.m_t, mask=inside)
-    tl.store(out + field_stride, state.l_t, mask=inside)
-    tl.store(out + 2 * field_stride, state.m_s, mask=inside)
-    tl.store(out + 3 * field_stride, state.l_s, mask=inside)
-    tl.store(out + 4 * field_stride, state.a, mask=inside)
-    tl.store(out + 5 * field_stride, state.b, mask=inside)
-    tl.store(out + 6 * field_stride, state.low_t, mask=inside)
-    tl.store(out + 7 * field_stride, state.low_s, mask=inside)
-    tl.store(out + 8 * field_stride, state.count, mask=inside)
+    store_state(out, field_stride, state, inside)
+
+
+@triton.jit
+def store_state(ptr, field_stride, state, inside):
+    """Write the nine fields of the state of rows."""
+    tl.store(ptr, state.m_t, mask=inside)
+    tl.store(ptr + field_stride, state.l_t, mask=inside)
+    tl.store(ptr + 2 * field_stride, state.m_s, mask=inside)
+    tl.store(ptr + 3 * field_stride, state.l_s, mask=inside)
+    tl.store(ptr + 4 * field_stride, state.a, mask=inside)
+    tl.store(ptr + 5 * field_stride, state.b, mask=inside)
+    tl.store(ptr + 6 * field_stride, state.low_t, mask=inside)
+    tl.store(ptr + 7 * field_stride, state.low_s, mask=inside)
+    tl.store(ptr + 8 * field_stride, state.count, mask=inside)
 
 
 @triton.jit
 def load_state(ptr, field_stride, inside):
+    """What store_state wrote."""
     return State(
         tl.load(ptr, mask=inside, other=0.0),
         tl.load(ptr + field_stride, mask=inside, other=0.0),

@@ -8,11 +8,10 @@ edge: loops are unrolled by two, each half with its own registers. And compilers
 that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
 NOTE [Slots]
-Tile i of keys is in slot i % SLOTS of shared memory (a power of two) and is the (i // SLOTS)-th
-user of its slot, whose barriers complete one phase a user. A slot is loaded again when every warp
-group has released it: with two slots a load has about the time of one tile, with four of three.
-With more than two, the descriptors of a slot depend on the iteration of the loop unrolled by two:
-those that do not are computed before the loop, and may be spilled.
+Tile i (in the forward: pair of tiles i) is in slot i % SLOTS of shared memory (a power of two) and
+is the (i // SLOTS)-th user of its slot, whose barriers complete one phase a user. A slot is loaded
+again when every warp group has released it. The descriptors of a slot should depend on the
+iteration of a loop: those that do not are computed before the loop, and may be spilled.
 """
 
 from triton.experimental import gluon
@@ -99,13 +98,13 @@ def lane_min(x):
 
 @gluon.jit
 def slot_of(i, SLOTS: gl.constexpr):
-    """Where tile i is (NOTE [Slots])."""
+    """Where tile (or pair) i is (NOTE [Slots])."""
     return i & (SLOTS - 1)
 
 
 @gluon.jit
 def phase_of(i, SLOTS: gl.constexpr):
-    """The phase of the barriers of tile i's slot that completes for tile i."""
+    """The phase of the barriers of slot_of(i) that completes for i."""
     return (i // SLOTS) & 1
 
 

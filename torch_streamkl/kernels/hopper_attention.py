@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,17 +16,36 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from torch_streamkl.kernels import attention_forward as portable
 from torch_streamkl.kernels import hopper_backward as bwd
 from torch_streamkl.kernels import hopper_forward as fwd
+from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
+from torch_streamkl.kernels.hopper_parts import unite_rows_kernel
 from torch_streamkl.kernels.plans import LOG2E, Plan, config_of, plan_of
 from torch_streamkl.launch import (
     HOPPER_AGAIN,
+    HopperLaunch,
     hopper_backward_launch,
     hopper_launch,
+    parts_of_last_round,
 )
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.streaming import Wanted
 
 LOWEST_CLAMP = -126 * math.log(2.0)  # of a log-probability: below, hopper.exp2 gives 0
+UNITED_ROWS = 128  # of a program
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of rows of a forward; those from num_whole on are computed in parts."""
+
+    of_head: int
+    flags_of_head: int  # one for the rows of a warp group
+    num_flags: int
+    num_whole: int
+    parts: int
+    num_programs: int
+    first_row: int  # of those computed in parts, counted over all heads
+    num_rows: int  # of those computed in parts
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
@@ -36,46 +56,83 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     by_teacher = form.TT != 0.0 or form.TS != 0.0
     student, teacher = problem.student, problem.teacher
     other, weight = (student, teacher) if by_teacher else (teacher, student)
-    num_flags = triton.cdiv(problem.seqlen_q, launch.block_m)
-    blocks = triton.cdiv(num_flags, launch.groups)
-    sequences = problem.num_heads * problem.batch
-    again = torch.zeros(num_flags * sequences, dtype=torch.int32, device=value.device)
+    blocks = plan.kept("blocks", lambda: _blocks(problem, launch))
+    again = torch.zeros(blocks.num_flags, dtype=torch.int32, device=value.device)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    state, strides = value, (0, 0)  # nobody writes it
+    if blocks.parts > 1:
+        state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
+        strides = (state.stride(1), state.stride(0))
     config, again_config = plan.kept(
         "configs", lambda: (config_of(problem, launch), config_of(problem, HOPPER_AGAIN))
     )
     plan.run(
         "hopper",
         fwd.forward_kernel,
-        (blocks * sequences, 1, 1),
+        (blocks.num_programs, 1, 1),
         (
             descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
             descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
-            *outputs, again, num_flags,
-            blocks, problem.num_heads, _group(other), _group(weight),
+            *outputs, again, blocks.flags_of_head, state, *strides, blocks.first_row,
+            blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
             problem.seqlen_q, problem.seqlen_k,
             _log2_scale(problem, other), _log2_scale(problem, weight),
         ),
         (
-            by_teacher, problem.window_right is not None, launch.groups, launch.slots,
-            form, config,
+            by_teacher, problem.window_right is not None,
+            launch.groups, launch.slots, blocks.parts, form, config,
         ),
         {"num_warps": 4},
         (),
     )  # fmt: skip
+    if blocks.parts > 1:
+        plan.run(
+            "unite",
+            unite_rows_kernel,
+            (triton.cdiv(blocks.num_rows, UNITED_ROWS), 1, 1),
+            (
+                state, *strides, blocks.first_row, blocks.num_rows, *outputs,
+                again, blocks.flags_of_head, launch.block_m, problem.seqlen_q,
+            ),
+            (blocks.parts, UNITED_ROWS, form, config),
+            {"num_warps": 4},
+            (),
+        )  # fmt: skip
     plan.run(
         "again",
         portable.forward_again_kernel,
-        (num_flags * sequences, 1, 1),
+        (blocks.num_flags, 1, 1),
         (
             again, *plan.arguments(problem), *outputs,
-            num_flags, problem.num_heads, plan.inv_temperature, plan.fill,
+            blocks.flags_of_head, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
         (form, plan.helper, again_config),
         options,
         (),
     )  # fmt: skip
     return value, stats
+
+
+def _blocks(problem: AttentionProblem, launch: HopperLaunch) -> Blocks:
+    heads = problem.num_heads * problem.batch
+    flags_of_head = triton.cdiv(problem.seqlen_q, launch.block_m)
+    of_head = triton.cdiv(flags_of_head, launch.groups)
+    num_whole, parts = of_head * heads, 1
+    if problem.window_right is None:  # causal blocks get shorter: the last round is short anyway
+        tiles = triton.cdiv(problem.seqlen_k, launch.block_n)
+        num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
+    first_row = num_whole // of_head * problem.seqlen_q
+    first_row += num_whole % of_head * launch.groups * launch.block_m
+    return Blocks(
+        of_head,
+        flags_of_head,
+        flags_of_head * heads,
+        num_whole,
+        parts,
+        num_whole + (of_head * heads - num_whole) * parts,
+        first_row,
+        heads * problem.seqlen_q - first_row,
+    )
 
 
 def backward(
@@ -107,9 +164,9 @@ def _gradient(
     x, length = (own.q, problem.seqlen_q) if rows else (own.k, problem.seqlen_k)
     outer = (own.q, other.q) if rows else (own.k, other.k)
     inner = (own.k, other.k) if rows else (own.q, other.q)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     task = plan.kept(("task", student, rows), lambda: _task(problem, plan, own, student, rows))
-    num_blocks = triton.cdiv(length, task.GROUPS * task.BLOCK)
+    num_blocks = -(-length // (task.GROUPS * task.BLOCK))  # triton.cdiv takes 2 us
     plan.run(
         ("gradient", student, rows),
         bwd.backward_kernel,

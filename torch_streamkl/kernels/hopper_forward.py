@@ -1,8 +1,10 @@
 """The forward on Hopper: one warp loads, two or three warp groups of 64 rows each reduce.
 
 The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
-the student of forward KL. Tiles come from the last key to the first, so that those that need a
-mask come first. Every warp group runs on its own; only the barriers of the slots tie them.
+the student of forward KL. Tiles of keys are loaded in pairs, which halves the barriers, and come
+from the last key to the first, so that those that need a mask come first. Every warp group runs on
+its own; only the barriers of the slots tie them. The last blocks are computed in parts where that
+helps: NOTE [Parts] in hopper_parts.py.
 
 NOTE [Fixed bases]
 The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
@@ -27,7 +29,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from torch_streamkl.kernels.arguments import State
-from torch_streamkl.kernels.attention_forward import below_clamps, finite_lse, store_rows
+from torch_streamkl.kernels.attention_forward import (
+    below_clamps,
+    finite_lse,
+    store_rows,
+    store_state,
+)
 from torch_streamkl.kernels.hopper import (
     GROUP_REGISTERS,
     NUM_WARPS,
@@ -44,6 +51,7 @@ from torch_streamkl.kernels.hopper import (
     start_scores,
     tiles_met,
 )
+from torch_streamkl.kernels.hopper_parts import block_of, tiles_of_part
 from torch_streamkl.kernels.rows import LOW, finish, moment, place_of, update
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
@@ -52,14 +60,14 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of keys of both sides, barriers."""
+    """Shared memory: queries of each warp group, slots of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
     other_k: Any
     weight_k: Any
     q_bar: Any
-    full: Any  # by slot, for the tiles of both sides
+    full: Any  # by slot, for both sides
     empty: Any
 
 
@@ -70,7 +78,9 @@ class Block(NamedTuple):
     h: Any
     bh: Any
     m0: Any
-    num_tiles: Any
+    num_pairs: Any  # of tiles of the program
+    stop_pair: Any  # behind the last of them
+    beyond: Any  # number of the program among those that are parts, negative before them
     seqlen_q: Any
     seqlen_k: Any
     other_scale: Any
@@ -84,6 +94,8 @@ class Outputs(NamedTuple):
     stats_stride: Any
     again: Any
     num_flags: Any  # blocks of 64 rows of a head
+    state: Any  # where a part writes the state of its head's row 0, fields apart by field_stride
+    field_stride: Any
 
 
 class Sums(NamedTuple):
@@ -103,91 +115,104 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every tile of keys into the slot that is empty."""
+    """The loading warp: queries once, then every pair into the slot that is empty."""
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         row = block.m0 + group * CONFIG.BLOCK_M
         async_load(other_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.other_q.index(group))
         async_load(weight_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.weight_q.index(group))
-    for i in range(block.num_tiles):
+    for i in range(block.num_pairs):
         slot = slot_of(i, SLOTS)
-        row = (block.num_tiles - 1 - i) * CONFIG.BLOCK_N
         full = tiles.full.index(slot)
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, SLOTS) ^ 1)
-        mbarrier.expect(full, other_k.block_type.nbytes + weight_k.block_type.nbytes)
-        async_load(other_k, [block.b, other_h, row, 0], full, tiles.other_k.index(slot))
-        async_load(weight_k, [block.b, weight_h, row, 0], full, tiles.weight_k.index(slot))
+        mbarrier.expect(full, 2 * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
+        for half in gl.static_range(2):
+            row = (2 * (block.stop_pair - 1 - i) + half) * CONFIG.BLOCK_N
+            other = tile_of(tiles.other_k, i, half, SLOTS)
+            weight = tile_of(tiles.weight_k, i, half, SLOTS)
+            async_load(other_k, [block.b, other_h, row, 0], full, other)
+            async_load(weight_k, [block.b, weight_h, row, 0], full, weight)
 
 
 @gluon.jit
-def start_other(oq, tiles, i, more, zero, SLOTS: gl.constexpr):
-    """Issue the matmul of `other` of tile i when the slot is full; `more` is false past the end.
+def tile_of(keys, i, half, SLOTS: gl.constexpr):
+    """The tile with the first keys of pair i (half 0), or the last (1)."""
+    return keys.index(2 * slot_of(i, SLOTS) + half)
 
-    Past the end the matmul reads whatever the slot holds, and nobody reads the result.
+
+@gluon.jit
+def wait_for(tiles, i, more, SLOTS: gl.constexpr):
+    """Wait until pair i is in its slot; `more` is false past the end.
+
+    Past the end matmuls read whatever the slot holds, and nobody reads the result.
     """
-    slot = slot_of(i, SLOTS)
-    mbarrier.wait(tiles.full.index(slot), phase_of(i, SLOTS), pred=more)
-    return start_scores(oq, tiles.other_k.index(slot), zero)
-
-
-@gluon.jit
-def start_weight(wq, tiles, i, zero, SLOTS: gl.constexpr):
-    """Issue the matmul of `weight` of tile i, after that of `other`: the slot is full."""
-    return start_scores(wq, tiles.weight_k.index(slot_of(i, SLOTS)), zero)
+    mbarrier.wait(tiles.full.index(slot_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
 
 @gluon.jit
 def release(tiles, i, SLOTS: gl.constexpr):
-    """This warp group has read both tiles i."""
+    """This warp group has read both sides of pair i."""
     mbarrier.arrive(tiles.empty.index(slot_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
-def update_tiles(
-    state, oq, wq, tiles, block, rows, count, zero,
+def update_pairs(
+    state, oq, wq, tiles, block, rows, count, last_row, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
     SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Running state after the first `count` tiles, masked element by element."""
+    """Running state after the first `count` pairs, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
+    stop = block.seqlen_k
+    if CAUSAL:  # no row of the warp group sees the keys from here on
+        stop = gl.minimum(stop, last_row + 1 + block.seqlen_k - block.seqlen_q)
     for i in range(count):
-        o = start_other(oq, tiles, i, True, zero, SLOTS)
-        w = start_weight(wq, tiles, i, zero, SLOTS)
-        o, w = warpgroup_mma_wait(0, deps=[o, w])
+        wait_for(tiles, i, True, SLOTS)
+        for second in range(2):
+            half = 1 - second
+            first = (2 * (block.stop_pair - 1 - i) + half) * BLOCK_N
+            if first < stop:
+                o = start_scores(oq, tile_of(tiles.other_k, i, half, SLOTS), zero)
+                w = start_scores(wq, tile_of(tiles.weight_k, i, half, SLOTS), zero)
+                o, w = warpgroup_mma_wait(0, deps=[o, w])
+                cols = first + gl.arange(0, BLOCK_N, layout=col_layout)
+                allowed = gl.expand_dims(cols, 0) < block.seqlen_k
+                if CAUSAL:
+                    limit = rows + (block.seqlen_k - block.seqlen_q)
+                    allowed &= gl.expand_dims(cols, 0) <= gl.expand_dims(limit, 1)
+                o = gl.where(allowed, o * block.other_scale, -float("inf"))
+                w = gl.where(allowed, w * block.weight_scale, -float("inf"))
+                if WEIGHT_IS_TEACHER:
+                    state = update(state, w, o, allowed, True, FORM, CONFIG)
+                else:
+                    state = update(state, o, w, allowed, True, FORM, CONFIG)
         release(tiles, i, SLOTS)
-        cols = (block.num_tiles - 1 - i) * BLOCK_N + gl.arange(0, BLOCK_N, layout=col_layout)
-        allowed = gl.expand_dims(cols, 0) < block.seqlen_k
-        if CAUSAL:
-            limit = rows + (block.seqlen_k - block.seqlen_q)
-            allowed &= gl.expand_dims(cols, 0) <= gl.expand_dims(limit, 1)
-        o = gl.where(allowed, o * block.other_scale, -float("inf"))
-        w = gl.where(allowed, w * block.weight_scale, -float("inf"))
-        if WEIGHT_IS_TEACHER:
-            state = update(state, w, o, allowed, True, FORM, CONFIG)
-        else:
-            state = update(state, o, w, allowed, True, FORM, CONFIG)
     return state
 
 
 @gluon.jit
 def step(
-    o, sums, i, more, oq, wq, tiles, block, zero,
+    o, sums, i, more, oq, wq, tiles, block, zero, HALF: gl.constexpr,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Scores of `other` of tile i, and the sums with the tile before, whose scores are o."""
-    w = start_weight(wq, tiles, i - 1, zero, SLOTS)
+    """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
+    w = start_scores(wq, tile_of(tiles.weight_k, i, HALF, SLOTS), zero)
     o = o * block.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
     low_o = sums.low_o
     if CLAMP_OTHER:
         low_o = before_wait(gl.minimum(low_o, lane_min(o)))
     w = warpgroup_mma_wait(0, deps=[w])
-    next_o = start_other(oq, tiles, i, more, zero, SLOTS)
-    # Only now: the arrive and the bar.sync before it are then off the path from a finished
-    # matmul to the next.
-    release(tiles, i - 1, SLOTS)
+    if HALF == 1:
+        next_o = start_scores(oq, tile_of(tiles.other_k, i, 0, SLOTS), zero)
+    else:
+        wait_for(tiles, i + 1, more, SLOTS)
+        next_o = start_scores(oq, tile_of(tiles.other_k, i + 1, 1, SLOTS), zero)
+        # Only now: the arrive and the bar.sync before it are then off the path from a finished
+        # matmul to the next.
+        release(tiles, i, SLOTS)
     w = w * block.weight_scale - gl.expand_dims(sums.base_w, 1)
     low_w = sums.low_w
     if CLAMP_WEIGHT:
@@ -201,25 +226,26 @@ def step(
 
 
 @gluon.jit
-def sum_tiles(
+def sum_pairs(
     sums, oq, wq, tiles, block, start, zero,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Sums over the even number of tiles from `start` on.
+    """Sums over the pairs from `start` on.
 
     One matmul is in flight at a time, so that the registers are enough for three warp groups.
     """
-    o = start_other(oq, tiles, start, True, zero, SLOTS)
+    wait_for(tiles, start, True, SLOTS)
+    o = start_scores(oq, tile_of(tiles.other_k, start, 1, SLOTS), zero)
     o = warpgroup_mma_wait(0, deps=[o])
-    for i in range(start, block.num_tiles, 2):
+    for i in range(start, block.num_pairs):
+        more = i + 1 < block.num_pairs
         o, sums = step(
-            o, sums, i + 1, True, oq, wq, tiles, block, zero,
+            o, sums, i, more, oq, wq, tiles, block, zero, 1,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
-        more = i + 2 < block.num_tiles
         o, sums = step(
-            o, sums, i + 2, more, oq, wq, tiles, block, zero,
+            o, sums, i, more, oq, wq, tiles, block, zero, 0,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
     return sums
@@ -269,6 +295,21 @@ def flags_of(outputs, block, rows, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def finish_rows(state, outputs, block, rows, FORM: gl.constexpr, CONFIG: gl.constexpr):
+    """Write values and statistics; a row below a clamp marks its block."""
+    inside = rows < block.seqlen_q
+    lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
+    if CONFIG.GUARDED:
+        below = below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
+        gl.store(flags_of(outputs, block, rows, CONFIG.BLOCK_M), 1, mask=below & inside)
+    row = block.bh.to(gl.int64) * block.seqlen_q + rows
+    store_rows(
+        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride,
+        row, inside, lse_t, lse_s, value, h_sum, g_sum,
+    )  # fmt: skip
+
+
+@gluon.jit
 def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """rows.empty_state in a layout."""
     low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
@@ -280,7 +321,7 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -299,17 +340,17 @@ def reduce_rows(
     rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=mma)
     complete = complete_keys(first, block.seqlen_q, block.seqlen_k, CAUSAL)
-    # with an even number of tiles left for the loop unrolled by two
-    num_masked = gl.maximum(block.num_tiles - complete // BLOCK_N, 1)
-    num_masked = gl.minimum(num_masked + ((block.num_tiles - num_masked) & 1), block.num_tiles)
+    num_masked = gl.maximum(block.stop_pair - complete // (2 * BLOCK_N), 1)
+    num_masked = gl.minimum(num_masked, block.num_pairs)
     oq = flat(tiles.other_q.index(GROUP))
     wq = flat(tiles.weight_q.index(GROUP))
     mbarrier.wait(tiles.q_bar, 0)
-    state = update_tiles(
-        empty(BLOCK_M, row_layout), oq, wq, tiles, block, rows, num_masked, zero,
+    state = update_pairs(
+        empty(BLOCK_M, row_layout), oq, wq, tiles, block, rows, num_masked,
+        first + BLOCK_M - 1, zero,
         WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
     )  # fmt: skip
-    if num_masked < block.num_tiles:
+    if num_masked < block.num_pairs:
         m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
         m_w = state.m_t if WEIGHT_IS_TEACHER else state.m_s
         base_o = gl.where(m_o == LOW, 0.0, m_o)
@@ -320,7 +361,7 @@ def reduce_rows(
         low_o = per_thread(low_o - base_o, none)
         low_w = per_thread(low_w - base_w, none)
         sums = Sums(none, none, none, low_o, low_w, base_o, base_w)
-        sums = sum_tiles(
+        sums = sum_pairs(
             sums, oq, wq, tiles, block, num_masked, zero,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
@@ -328,41 +369,45 @@ def reduce_rows(
         # every doubtful row marks its block
         flags = flags_of(outputs, block, rows, BLOCK_M)
         gl.store(flags, 1, mask=doubtful(state) & (rows < block.seqlen_q))
-    lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
-    if CONFIG.GUARDED:
-        below = below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
-        flags = flags_of(outputs, block, rows, BLOCK_M)
-        gl.store(flags, 1, mask=below & (rows < block.seqlen_q))
-    row = block.bh.to(gl.int64) * block.seqlen_q + rows
-    store_rows(
-        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride,
-        row, rows < block.seqlen_q, lse_t, lse_s, value, h_sum, g_sum,
-    )  # fmt: skip
+    if PARTS == 1 or block.beyond < 0:
+        finish_rows(state, outputs, block, rows, FORM, CONFIG)
+    else:
+        store_state(outputs.state + rows, outputs.field_stride, state, rows < block.seqlen_q)
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
-@gluon.jit(do_not_specialize=["num_flags", "num_blocks", "seqlen_q", "seqlen_k"])
+@gluon.jit(
+    do_not_specialize=["num_flags", "num_blocks", "num_whole", "first_row", "seqlen_q", "seqlen_k"]
+)
 def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    again_ptr, num_flags, num_blocks, num_heads, other_group, weight_group,
+    again_ptr, num_flags, state_ptr, field_stride, part_stride, first_row,
+    num_whole, num_blocks, num_heads, other_group, weight_group,
     seqlen_q, seqlen_k, other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
+    FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
+    """Blocks from num_whole on are PARTS programs each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     HEAD_DIM: gl.constexpr = CONFIG.S_DIM
-    position, bh = place_of(gl.program_id(0), num_blocks, CAUSAL)
+    beyond = gl.program_id(0) - num_whole
+    position, bh = place_of(block_of(beyond, num_whole, PARTS), num_blocks, CAUSAL)
     if CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     b = bh // num_heads
     h = bh % num_heads
     m0 = position * (GROUPS * BLOCK_M)
-    num_tiles = tiles_met(m0 + GROUPS * BLOCK_M, seqlen_q, seqlen_k, BLOCK_N, CAUSAL)
-    block = Block(b, h, bh, m0, num_tiles, seqlen_q, seqlen_k, other_scale, weight_scale)
+    num_pairs = tiles_met(m0 + GROUPS * BLOCK_M, seqlen_q, seqlen_k, 2 * BLOCK_N, CAUSAL)
+    first_pair, stop_pair = tiles_of_part(num_pairs, beyond, PARTS)
+    block = Block(
+        b, h, bh, m0, stop_pair - first_pair, stop_pair, beyond,
+        seqlen_q, seqlen_k, other_scale, weight_scale,
+    )  # fmt: skip
 
     queries: gl.constexpr = [GROUPS, 1, 1, BLOCK_M, HEAD_DIM]
-    keys: gl.constexpr = [SLOTS, 1, 1, BLOCK_N, HEAD_DIM]
+    keys: gl.constexpr = [2 * SLOTS, 1, 1, BLOCK_N, HEAD_DIM]
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = Tiles(
         gl.allocate_shared_memory(other_q.dtype, queries, other_q.layout),
@@ -377,13 +422,19 @@ def forward_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(tiles.full.index(slot), count=1)
         mbarrier.init(tiles.empty.index(slot), count=GROUPS)
-    outputs = Outputs(value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags)
+    if PARTS > 1:
+        first_field = bh.to(gl.int64) * seqlen_q - first_row
+        state_ptr += first_field + beyond % PARTS * part_stride
+    outputs = Outputs(
+        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags,
+        state_ptr, field_stride,
+    )  # fmt: skip
     REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
     gl.warp_specialize(
         [
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(0),
-                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, block,
@@ -391,11 +442,11 @@ def forward_kernel(
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(1),
-                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(2),
-                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS][:GROUPS],
