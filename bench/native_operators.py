@@ -2,7 +2,8 @@
 
     python -m bench.native_operators --out bench/results/attention_native.json
 
-Compiling the kernels takes nearly all the time of the tests, so they are spread over processes.
+Compiling the kernels takes nearly all the time of the tests, so they are spread over processes,
+and those that share kernels share a process.
 """
 
 from __future__ import annotations
@@ -116,10 +117,10 @@ def run_tests(processes: int, expression: str, limit_s: float) -> dict[str, str]
     outcomes = dict.fromkeys(ids, "no outcome")
     with tempfile.TemporaryDirectory() as folder:
         running = []
-        for i in range(min(processes, len(ids))):
+        for i, share in enumerate(shares(ids, processes)):
             log = Path(folder) / f"{i}.log"
             with log.open("w") as output:
-                command = [*pytest, "-v", "--tb=short", *ids[i::processes]]
+                command = [*pytest, "-v", "--tb=short", *share]
                 process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             running.append((process, log))
         for process, log in running:
@@ -133,6 +134,16 @@ def run_tests(processes: int, expression: str, limit_s: float) -> dict[str, str]
             if process.returncode:
                 print(output_text[-4000:], flush=True)
     return outcomes
+
+
+def shares(ids: list[str], processes: int) -> list[list[str]]:
+    """The tests of each process: those that differ in sizes and strides alone stay together."""
+    groups: dict[str, list[str]] = {}
+    for test in ids:
+        kernels = re.sub(r"\b(sizes\d+|transposed|padded)\b", "", test)
+        groups.setdefault(kernels, []).append(test)
+    dealt = [list(groups.values())[i::processes] for i in range(processes)]
+    return [[test for group in share for test in group] for share in dealt if share]
 
 
 def outcomes_of(output: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from bench import (
     compare,
     end_to_end,
     measure,
+    native_operators,
     other_records,
     plots,
     results,
@@ -405,3 +406,9 @@ def test_end_to_end_loss_is_the_same_in_both_ways(monkeypatch: pytest.MonkeyPatc
     assert (eager["status"], fused["status"]) == ("ok", "ok"), fused
     assert fused["loss"] == pytest.approx(eager["loss"], rel=1e-5)
     assert eager["peak_mib"] > 0
+
+
+def test_native_tests_that_share_kernels_share_a_process() -> None:
+    ids = [f"t::clamps[case{c}-sizes{s}]" for c in range(3) for s in range(4)] + ["t::other"]
+    assert native_operators.shares(ids, 2) == [ids[:4] + ids[8:12], ids[4:8] + ["t::other"]]
+    assert native_operators.shares(ids[:4], 16) == [ids[:4]]
