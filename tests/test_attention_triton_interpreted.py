@@ -6,6 +6,7 @@ The interpreter has to be chosen before a kernel is imported, so outside of it t
 itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, launch
+from torch_streamkl.functional import named
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import RowStatistics
 
@@ -105,3 +107,55 @@ def test_only_marked_blocks_are_computed_again(window_right: int | None) -> None
     marked = again.repeat_interleave(16, -1)[..., :70] == 1
     assert torch.equal(value[marked], expected[marked])
     assert (value[~marked] == 7.0).all()
+
+
+@inside
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("divergence", "clamp"), [("forward_kl", 0.0), ("reverse_kl", 1e-2)])
+def test_parts_of_rows_are_united(divergence: str, clamp: float, parts: int) -> None:
+    """The kernel that ends the Hopper forward, on states that the portable kernel wrote."""
+    from torch_streamkl.kernels import attention_forward, hopper_parts
+    from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
+    from torch_streamkl.kernels.plans import plan_of
+
+    q, k, q_t, k_t = (torch.randn(2, 3, n, 16) for n in (19, 37, 19, 37))
+    functional = named(divergence, student_clamp=clamp, teacher_clamp=clamp)
+    problem = problem_of(q, k, q_t, k_t, functional=functional.text)[0]
+    plan = plan_of(problem)
+    stage = plan.stage(problem, "forward")
+    state = torch.empty(parts, NUM_STATE_FIELDS, 2, 3, 19)
+    attention_forward.state_kernel[(stage.programs, parts)](
+        *plan.arguments(problem), state, state.stride(1), state.stride(0), stage.num_blocks, 3,
+        (3 - parts + 1) * stage.config.BLOCK_N, plan.inv_temperature, plan.form, stage.config,
+    )  # fmt: skip
+
+    first_row, block = 29, 16
+    last = state.flatten(2)[..., first_row:].contiguous()
+    value, stats = RowStatistics.allocate(problem)
+    for x in (value, stats.student, stats.teacher):
+        x.fill_(-1.0)
+    again = torch.zeros(2 * 3, 2, dtype=torch.int32)
+    hopper_parts.unite_rows_kernel[(-(-last.shape[2] // block),)](
+        last, last.stride(1), last.stride(0), first_row, last.shape[2],
+        value, stats.student, stats.teacher, plan.stats_stride, again, 2, 10, 19,
+        parts, block, plan.form, stage.config,
+    )  # fmt: skip
+
+    log_s, log_t = (
+        (a @ b.mT * problem.student.scale).double().log_softmax(-1)
+        for a, b in ((q, k), (q_t, k_t))
+    )
+    own = log_t if divergence == "forward_kl" else log_s
+    expected = (own.exp() * (own - (log_s if divergence == "forward_kl" else log_t))).sum(-1)
+    found = value.flatten()
+    torch.testing.assert_close(found[first_row:], expected.flatten()[first_row:].float())
+    assert (found[:first_row] == -1).all()
+    lse = torch.logsumexp((q @ k.mT * problem.student.scale).double(), -1).float()
+    unit = launch.LSE_UNIT["triton"]
+    torch.testing.assert_close(
+        stats.student[0].flatten()[first_row:] * unit, lse.flatten()[first_row:]
+    )
+    below = (torch.minimum(log_s, log_t).amin(-1) < math.log(clamp)) if clamp else lse > math.inf
+    below.view(-1)[:first_row] = False
+    marked = torch.stack([below[..., :10].any(-1), below[..., 10:].any(-1)], -1).view(6, 2)
+    assert marked.any() == bool(clamp) and torch.equal(again.bool(), marked)
