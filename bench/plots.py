@@ -187,7 +187,7 @@ def _roofline(run: Run, path: Path) -> None:
             )
         for name in dict.fromkeys(r.provider for r, _ in points):
             panel.plot([], [], linewidth=5, color=color_of(name), label=name)
-        for marker, label in MARKS.values():
+        for marker, label in dict.fromkeys(MARKS[r.family, mode] for r, mode in points):
             panel.plot([], [], marker=marker, linestyle="none", color="grey", label=label)
         panel.set(xscale="log", yscale="log")
         panel.set(xlabel="least FLOP per least byte", ylabel="TFLOP/s on the least work")
