@@ -34,7 +34,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EMPTY = torch.randn(2, 4, 0, 8)
 CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "not a tensor": (TypeError, "student_q must be a tensor, got list", inputs(student_q=[1.0])),  # type: ignore[arg-type]
+    "not a tensor": (TypeError, "student_q must be a tensor, got list", inputs(student_q=[1.0])),
     "dimensions": (
         ValueError,
         r"student_k must have 4 dimensions, got shape \(4, 6, 8\)",

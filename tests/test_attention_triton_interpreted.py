@@ -110,9 +110,11 @@ def test_only_marked_blocks_are_computed_again(window_right: int | None) -> None
 
 
 @inside
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("parts", "keys_of_part"), [(2, 32), (3, 16)])
 @pytest.mark.parametrize(("divergence", "clamp"), [("forward_kl", 0.0), ("reverse_kl", 1e-2)])
-def test_parts_of_rows_are_united(divergence: str, clamp: float, parts: int) -> None:
+def test_parts_of_rows_are_united(
+    divergence: str, clamp: float, parts: int, keys_of_part: int
+) -> None:  # fmt: skip
     """The kernel that ends the Hopper forward, on states that the portable kernel wrote."""
     from torch_streamkl.kernels import attention_forward, hopper_parts
     from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
@@ -126,7 +128,7 @@ def test_parts_of_rows_are_united(divergence: str, clamp: float, parts: int) -> 
     state = torch.empty(parts, NUM_STATE_FIELDS, 2, 3, 19)
     attention_forward.state_kernel[(stage.programs, parts)](
         *plan.arguments(problem), state, state.stride(1), state.stride(0), stage.num_blocks, 3,
-        (3 - parts + 1) * stage.config.BLOCK_N, plan.inv_temperature, plan.form, stage.config,
+        keys_of_part, plan.inv_temperature, plan.form, stage.config,
     )  # fmt: skip
 
     first_row, block = 29, 16

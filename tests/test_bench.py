@@ -343,7 +343,7 @@ def test_attention_matrix_rejects_wrong_results(
     call_of = attention_matrix.call_of
 
     def wrong(*args: object) -> Callable[..., Tensor]:
-        call = call_of(*args)  # type: ignore[arg-type]
+        call = call_of(*args)
 
         def value(*inputs: Tensor) -> Tensor:
             q, k, *teacher = inputs

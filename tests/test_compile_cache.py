@@ -47,12 +47,12 @@ def _run(root: Path, *requests: str) -> list[dict[str, Any]]:
         command, env=environment, capture_output=True, text=True, cwd=root, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _uses(result: dict[str, Any]) -> tuple[int, int, int]:
     """Hits, misses and bypasses of the AOTAutograd cache, in front of the FX graph cache."""
-    return tuple(result[f"autograd_cache_{e}"] for e in ("hit", "miss", "bypass"))  # type: ignore[return-value]
+    return tuple(result[f"autograd_cache_{e}"] for e in ("hit", "miss", "bypass"))
 
 
 def test_changed_code_or_option_is_a_miss_and_the_same_a_hit(tmp_path: Path) -> None:

@@ -228,9 +228,9 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 def test_wrong_option_of_inductor_options() -> None:
     with pytest.raises(TypeError, match="strikt"):
-        torch_streamkl.inductor_options(strikt=True)  # type: ignore[call-arg]
+        torch_streamkl.inductor_options(strikt=True)
     with pytest.raises(ValueError, match="strict must be"):
-        torch_streamkl.inductor_options(strict=3)  # type: ignore[arg-type]
+        torch_streamkl.inductor_options(strict=3)
 
 
 @pytest.mark.parametrize(("explains", "level"), [(True, logging.WARNING), (False, logging.INFO)])

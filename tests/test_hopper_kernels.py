@@ -1,4 +1,4 @@
-"""The Hopper forward on a GPU of compute capability 9.0, and who it takes and refuses anywhere."""
+"""The Hopper kernels on a GPU of compute capability 9.0, and who they take and refuse anywhere."""
 
 import math
 from collections.abc import Iterator
@@ -20,6 +20,14 @@ hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")
 PLAIN = Spec(batch=2, heads=4, student_kv_heads=2, teacher_kv_heads=2, dtype=torch.bfloat16)
 SIZES = [(1, 1), (1, 300), (63, 64), (65, 129), (128, 640), (200, 333), (257, 512)]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launches are chosen by is that of an H200, wherever the test runs."""
+    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(launch, "shared_memory_kib", lambda _: 227)
 
 
 def spec(head_dim: int, **options: Any) -> Spec:
@@ -96,6 +104,7 @@ def test_whole_blocks_and_parts() -> None:
     torch.testing.assert_close(call.run("hopper"), call.run("triton"), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("blocks", "tiles", "expected"),
     [
@@ -108,10 +117,7 @@ def test_whole_blocks_and_parts() -> None:
         (60, 32, (0, 2)),
     ],
 )
-def test_parts_of_last_round(
-    blocks: int, tiles: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+def test_parts_of_last_round(blocks: int, tiles: int, expected: tuple[int, int]) -> None:
     assert launch.parts_of_last_round(blocks, tiles, torch.device("cuda")) == expected
 
 
@@ -218,11 +224,9 @@ def test_needs_a_hopper_gpu() -> None:
         attention_kl(x, x, x, x, impl="hopper")
 
 
+@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(("rows", "expected"), [(8192, "hopper"), (64, "triton"), (640, "triton")])
-def test_choice(rows: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(launch, "shared_memory_kib", lambda _: 227)
+def test_choice(rows: int, expected: str) -> None:
     num_keys = 16384 if rows != 640 else 640  # small: launches would take longer than kernels
     with FakeTensorMode():
         q, k = (
@@ -235,6 +239,10 @@ def test_choice(rows: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert launch.select_implementation(problem, "auto") == expected
 
 
+def guarded(divergence: str, **guards: float) -> dict[str, Any]:
+    return {"functional": named(divergence, **guards).text}
+
+
 LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "fits": ({}, ""),
     "causal": ({"window_right": 0}, ""),
@@ -243,35 +251,24 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "tv": ({"functional": DIVERGENCES["tv"]}, "logarithms under one of P and S"),
     "softcap": ({"student_softcap": 20.0}, "takes no mask tensor"),
     "filled": ({"window_right": 0, "mask_value": -1e4}, "masks that remove keys"),
+    "clamps": (guarded("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12), ""),
+    "reverse_clamp": (guarded("reverse_kl", student_clamp=1e-3), ""),
+    "jeffreys_clamp": (
+        guarded("jeffreys", student_clamp=1e-12),
+        "logarithms under one of P and S",
+    ),
+    "eps": (guarded("forward_kl", student_eps=1e-12), "logarithms under one of P and S"),
+    "js_clamp": (guarded("js", student_clamp=1e-12), "logarithms under one of P and S"),
 }
 
 
+@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("name", LIMITS)
-def test_limits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
+def test_limits(name: str) -> None:
     options, reason = LIMITS[name]
     with FakeTensorMode():
         x = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
-    limit = launch.hopper_limit(problem_of(x, x, x, x, **options)[0])
-    assert limit is None if not reason else reason in str(limit)
-
-
-GUARDED: dict[str, tuple[Functional, str]] = {
-    "clamps": (named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12), ""),
-    "reverse": (named("reverse_kl", student_clamp=1e-3), ""),
-    "jeffreys": (named("jeffreys", student_clamp=1e-12), "logarithms under one of P and S"),
-    "eps": (named("forward_kl", student_eps=1e-12), "logarithms under one of P and S"),
-    "js": (named("js", student_clamp=1e-12), "logarithms under one of P and S"),
-}
-
-
-@pytest.mark.parametrize("name", GUARDED)
-def test_limits_of_guards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
-    functional, reason = GUARDED[name]
-    with FakeTensorMode():
-        x = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
-    problem = problem_of(x, x, x, x, functional=functional.text)[0]
+    problem = problem_of(x, x, x, x, **options)[0]
     limit = launch.hopper_limit(problem)
     assert limit is None if not reason else reason in str(limit)
     if reason:
@@ -279,11 +276,9 @@ def test_limits_of_guards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             launch.select_implementation(problem, "hopper")
 
 
+@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(("clamp", "expected"), [(1e-12, "hopper"), (1e-3, "triton")])
-def test_choice_with_clamps(clamp: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(launch, "shared_memory_kib", lambda _: 227)
+def test_choice_with_clamps(clamp: float, expected: str) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16)
     functional = named("forward_kl", student_clamp=clamp, teacher_clamp=1e-12)
@@ -321,6 +316,7 @@ def test_which_student_gradients_need_no_logarithms(
     torch.testing.assert_close(functional.sums(variables)[1], expected)
 
 
+@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("head_dim", "row_stride", "dtype", "reason"),
     [
@@ -334,9 +330,7 @@ def test_limits_of_tensors(
     row_stride: int,
     dtype: torch.dtype,
     reason: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
     strides = (512 * row_stride, 256 * row_stride, row_stride, 1)
     with FakeTensorMode():
         x = torch.empty_strided((1, 2, 256, head_dim), strides, device="cuda", dtype=dtype)

@@ -50,8 +50,8 @@ x_s, w_s, x_t, w_t = torch.randn(5, 8), torch.randn(31, 8), torch.randn(5, 12), 
 """
     names: dict[str, object] = {}
     exec(setup + blocks[2], names)
-    assert names["rows"].shape == (1, 2, 33)  # type: ignore[attr-defined]
-    assert names["loss"].ndim == 0  # type: ignore[attr-defined]
+    assert names["rows"].shape == (1, 2, 33)
+    assert names["loss"].ndim == 0
 
 
 def test_every_file_that_is_linked_exists() -> None:

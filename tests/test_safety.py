@@ -24,7 +24,7 @@ def _run(fn: object) -> list[object]:
     """All results, inputs as they are afterwards, and gradients of the floating results."""
     leaves = make_inputs()
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
-    results, _ = tree_flatten(fn(*inputs))  # type: ignore[operator]
+    results, _ = tree_flatten(fn(*inputs))
     tensors = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     weights = [torch.linspace(0.5, 1.5, max(x.numel(), 1)).double()[: x.numel()] for x in tensors]

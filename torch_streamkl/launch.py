@@ -41,7 +41,7 @@ def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
     group = math.lcm(
         problem.num_heads // problem.student.num_kv_heads,
-        _ceil_div(problem.teacher.num_heads // problem.teacher.num_kv_heads, teacher_ratio),
+        ceil_div(problem.teacher.num_heads // problem.teacher.num_kv_heads, teacher_ratio),
     )
     group = group if problem.num_heads % group == 0 else problem.num_heads
     keys = min(problem.seqlen_k, STREAMING_MAX_KEYS)
@@ -56,7 +56,8 @@ def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
     return StreamingBlocks(batch, heads, max(1, queries), max(1, keys))
 
 
-def _ceil_div(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up; triton.cdiv takes 2 us."""
     return -(-a // b)
 
 
@@ -366,9 +367,9 @@ def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
     """Enough programs to fill the device twice, each with several tiles of keys."""
     if problem.is_packed:
         return 1
-    programs = _ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
+    programs = ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
     wanted = 2 * multiprocessors(problem.student.q.device)
-    tiles = _ceil_div(problem.seqlen_k, launch.block_n)
+    tiles = ceil_div(problem.seqlen_k, launch.block_n)
     return max(1, min(wanted // max(programs, 1), tiles // 4, 128))
 
 

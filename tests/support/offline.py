@@ -152,21 +152,13 @@ def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
             return int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
 
         return field("vgpr_count"), 4 * field("vgpr_spill_count")
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(asm["cubin"])
-        command = [str(_tool("cuobjdump")), "--dump-resource-usage", str(cubin)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _dumped(asm["cubin"], "cuobjdump", "--dump-resource-usage")
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
 def stack_in_main_loops(cubin: bytes) -> list[str]:
     """Instructions that use the stack in the loops of a Hopper kernel over tiles without masks."""
-    with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(cubin)
-        command = [str(_tool("nvdisasm")), "-c", str(binary)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _dumped(cubin, "nvdisasm", "-c")
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -183,6 +175,15 @@ def stack_in_main_loops(cubin: bytes) -> list[str]:
             loops.append(body)
     assert loops, "no loop with matmuls and without masks"
     return [x for body in loops for x in body if re.search(r"\b(STL|LDL)\b", x)]
+
+
+def _dumped(cubin: bytes, tool: str, option: str) -> str:
+    """What a tool prints of a binary."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(cubin)
+        command = [str(_tool(tool)), option, str(binary)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -22,6 +21,7 @@ from torch_streamkl.kernels.plans import LOG2E, Plan, config_of, plan_of
 from torch_streamkl.launch import (
     HOPPER_AGAIN,
     HopperLaunch,
+    ceil_div,
     hopper_backward_launch,
     hopper_launch,
     parts_of_last_round,
@@ -89,7 +89,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
         plan.run(
             "unite",
             unite_rows_kernel,
-            (triton.cdiv(blocks.num_rows, UNITED_ROWS), 1, 1),
+            (ceil_div(blocks.num_rows, UNITED_ROWS), 1, 1),
             (
                 state, *strides, blocks.first_row, blocks.num_rows, *outputs,
                 again, blocks.flags_of_head, launch.block_m, problem.seqlen_q,
@@ -115,11 +115,11 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 
 def _blocks(problem: AttentionProblem, launch: HopperLaunch) -> Blocks:
     heads = problem.num_heads * problem.batch
-    flags_of_head = triton.cdiv(problem.seqlen_q, launch.block_m)
-    of_head = triton.cdiv(flags_of_head, launch.groups)
+    flags_of_head = ceil_div(problem.seqlen_q, launch.block_m)
+    of_head = ceil_div(flags_of_head, launch.groups)
     num_whole, parts = of_head * heads, 1
     if problem.window_right is None:  # causal blocks get shorter: the last round is short anyway
-        tiles = triton.cdiv(problem.seqlen_k, launch.block_n)
+        tiles = ceil_div(problem.seqlen_k, launch.block_n)
         num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
     first_row = num_whole // of_head * problem.seqlen_q
     first_row += num_whole % of_head * launch.groups * launch.block_m
@@ -166,7 +166,7 @@ def _gradient(
     inner = (own.k, other.k) if rows else (own.q, other.q)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     task = plan.kept(("task", student, rows), lambda: _task(problem, plan, own, student, rows))
-    num_blocks = -(-length // (task.GROUPS * task.BLOCK))  # triton.cdiv takes 2 us
+    num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
     plan.run(
         ("gradient", student, rows),
         bwd.backward_kernel,

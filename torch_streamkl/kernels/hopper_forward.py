@@ -29,12 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from torch_streamkl.kernels.arguments import State
-from torch_streamkl.kernels.attention_forward import (
-    below_clamps,
-    finite_lse,
-    store_rows,
-    store_state,
-)
+from torch_streamkl.kernels.attention_forward import store_state
 from torch_streamkl.kernels.hopper import (
     GROUP_REGISTERS,
     NUM_WARPS,
@@ -51,8 +46,8 @@ from torch_streamkl.kernels.hopper import (
     start_scores,
     tiles_met,
 )
-from torch_streamkl.kernels.hopper_parts import block_of, tiles_of_part
-from torch_streamkl.kernels.rows import LOW, finish, moment, place_of, update
+from torch_streamkl.kernels.hopper_parts import block_of, finish_rows, tiles_of_part
+from torch_streamkl.kernels.rows import LOW, moment, place_of, update
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(3.0e38)
@@ -295,21 +290,6 @@ def flags_of(outputs, block, rows, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def finish_rows(state, outputs, block, rows, FORM: gl.constexpr, CONFIG: gl.constexpr):
-    """Write values and statistics; a row below a clamp marks its block."""
-    inside = rows < block.seqlen_q
-    lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
-    if CONFIG.GUARDED:
-        below = below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
-        gl.store(flags_of(outputs, block, rows, CONFIG.BLOCK_M), 1, mask=below & inside)
-    row = block.bh.to(gl.int64) * block.seqlen_q + rows
-    store_rows(
-        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride,
-        row, inside, lse_t, lse_s, value, h_sum, g_sum,
-    )  # fmt: skip
-
-
-@gluon.jit
 def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """rows.empty_state in a layout."""
     low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
@@ -369,10 +349,15 @@ def reduce_rows(
         # every doubtful row marks its block
         flags = flags_of(outputs, block, rows, BLOCK_M)
         gl.store(flags, 1, mask=doubtful(state) & (rows < block.seqlen_q))
+    inside = rows < block.seqlen_q
     if PARTS == 1 or block.beyond < 0:
-        finish_rows(state, outputs, block, rows, FORM, CONFIG)
+        finish_rows(
+            state, block.bh.to(gl.int64) * block.seqlen_q + rows, inside,
+            flags_of(outputs, block, rows, BLOCK_M),
+            outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, FORM, CONFIG,
+        )  # fmt: skip
     else:
-        store_state(outputs.state + rows, outputs.field_stride, state, rows < block.seqlen_q)
+        store_state(outputs.state + rows, outputs.field_stride, state, inside)
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.

@@ -35,6 +35,22 @@ def tiles_of_part(num_tiles, beyond, PARTS: gl.constexpr):
     return first, stop
 
 
+@triton.jit
+def finish_rows(
+    state, row, inside, flags, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    FORM: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Write values and statistics; rows below a clamp mark their blocks, to be computed again."""
+    lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
+    if CONFIG.GUARDED:
+        below = below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
+        tl.store(flags, 1, mask=below & inside)
+    store_rows(
+        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        row, inside, lse_t, lse_s, value, h_sum, g_sum,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["first_row", "num_rows", "seqlen_q"])
 def unite_rows_kernel(
     state_ptr, field_stride, part_stride, first_row, num_rows,
@@ -50,13 +66,8 @@ def unite_rows_kernel(
         state = merge(
             state, load_state(state_ptr + part * part_stride + offs, field_stride, inside), FORM
         )
-    lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
     row = first_row + offs.to(tl.int64)
-    if CONFIG.GUARDED:
-        below = inside & below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
-        flag = row // seqlen_q * num_flags + row % seqlen_q // rows_of_flag
-        tl.store(again_ptr + flag, 1, mask=below)
-    store_rows(
-        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-        row, inside, lse_t, lse_s, value, h_sum, g_sum,
-    )  # fmt: skip
+    flags = again_ptr + (row // seqlen_q * num_flags + row % seqlen_q // rows_of_flag)
+    finish_rows(
+        state, row, inside, flags, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, FORM, CONFIG
+    )
