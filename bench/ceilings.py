@@ -80,9 +80,8 @@ def _attention(
 
     try:
         with sdpa_kernel(backend):
-            for _ in range(2):
-                sample(loss, (q, k, v, ones))
-            taken = [sample(loss, (q, k, v, ones), 3) for _ in range(5)]
+            sample(loss, (q, k, v, ones))
+            taken = [sample(loss, (q, k, v, ones), 3, warm_up=1) for _ in range(5)]
     except (RuntimeError, torch.OutOfMemoryError):
         return None
     matmul = 2.0 * batch * heads * seqlen**2 * head_dim * (0.5 if is_causal else 1.0)

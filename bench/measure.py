@@ -17,7 +17,7 @@ from bench.memory import peak_bytes
 
 MIB = 2**20
 SHORT_MS = (
-    20.0  # steps shorter than this are repeated within a sample, after one that is not timed
+    20.0  # steps shorter than this are repeated within a sample, behind one that does not count
 )
 
 
@@ -95,19 +95,26 @@ def synchronize(device: torch.device) -> None:
 
 
 # -------------------------------------------------------------------------------------- time
-def sample(loss_fn: Callable[..., Tensor], inputs: Inputs, repeats: int = 1) -> Sample:
-    """Forward and backward of ``repeats`` steps, by CUDA events or by the host's clock."""
+def sample(
+    loss_fn: Callable[..., Tensor], inputs: Inputs, repeats: int = 1, warm_up: int = 0
+) -> Sample:
+    """Forward and backward of ``repeats`` steps, by CUDA events or by the host's clock.
+
+    The first ``warm_up`` steps of the burst do not count. Nothing waits between them and the
+    others: a GPU that is busy when a step is issued is not charged for the host's work.
+    """
     device = inputs[0].device
     marks: list[tuple[object, object, object]] = []
-    for _ in range(repeats):
+    for _ in range(warm_up + repeats):
         start = _now(device)
         loss = loss_fn(*inputs)
         middle = _now(device)
         torch.autograd.grad(loss, inputs[:2])
         marks.append((start, middle, _now(device)))
     synchronize(device)
-    forward = sum(_elapsed_ms(start, middle) for start, middle, _ in marks) / repeats
-    backward = sum(_elapsed_ms(middle, end) for _, middle, end in marks) / repeats
+    timed = marks[warm_up:]
+    forward = sum(_elapsed_ms(start, middle) for start, middle, _ in timed) / repeats
+    backward = sum(_elapsed_ms(middle, end) for _, middle, end in timed) / repeats
     return Sample(forward, backward)
 
 
@@ -144,9 +151,10 @@ def interleaved(
                 continue
             chosen, loss_fn = inputs[number % len(inputs)], losses[name]
             try:
-                if repeat > 1:
-                    guarded(lambda fn=loss_fn, x=chosen: sample(fn, x), device)
-                taken = guarded(lambda fn=loss_fn, x=chosen, n=repeat: sample(fn, x, n), device)
+                taken = guarded(
+                    lambda fn=loss_fn, x=chosen, n=repeat: sample(fn, x, n, warm_up=int(n > 1)),
+                    device,
+                )
             except OutOfMemory as error:
                 results[name] = error
                 continue

@@ -138,6 +138,36 @@ def test_unavailable_and_broken_providers_do_not_stop_the_others() -> None:
     assert table.text(list(records.values()), 1.0).count("broken on purpose") == 2
 
 
+def test_warm_up_is_in_the_burst_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    clock = [0.0]
+
+    def loss(*inputs: Tensor) -> Tensor:
+        clock[0] += 0.001 if events else 1.0  # seconds: the first step is slow
+        events.append("step")
+        return inputs[0].sum() + inputs[1].sum()
+
+    monkeypatch.setattr(measure, "_now", lambda device: clock[0])
+    monkeypatch.setattr(measure, "synchronize", lambda device: events.append("wait"))
+    inputs = ATTENTION.make_inputs(CPU, torch.float32, 0)
+    taken = measure.sample(loss, inputs, repeats=3, warm_up=1)
+    assert events == ["step"] * 4 + ["wait"]
+    assert taken.forward_ms == pytest.approx(1.0)
+
+
+def test_rounds_repeat_short_steps_behind_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bursts: list[tuple[int, int]] = []
+
+    def sample(loss_fn: object, inputs: object, repeats: int = 1, warm_up: int = 0) -> object:
+        bursts.append((repeats, warm_up))
+        return measure.Sample(2.0 if loss_fn is torch.add else 20.0, 3.0)
+
+    monkeypatch.setattr(measure, "sample", sample)
+    inputs = [ATTENTION.make_inputs(CPU, torch.float32, 0)]
+    measure.interleaved({"short": torch.add, "long": torch.mul}, inputs, 0.0)
+    assert bursts == [(1, 0)] * 2 + [(4, 1), (1, 0)] * 3
+
+
 def test_peak_sees_a_known_allocation() -> None:
     def call() -> Tensor:
         first = torch.ones(3 * 2**18)  # 3 MiB
