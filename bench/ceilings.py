@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import AttentionCase
-from bench.measure import sample
+from bench.measure import OutOfMemory, Sample, Timed
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
@@ -36,55 +36,41 @@ def copy_gbytes(device: torch.device) -> float:
     )
 
 
-def attention_tflops(
-    case: AttentionCase, device: torch.device, dtype: torch.dtype
-) -> tuple[float, float] | None:
-    """Forward and backward rates of torch's attention (cuDNN's on CUDA) with the teacher's heads.
+def attention(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> Timed | None:
+    """Torch's attention (cuDNN's on CUDA) with the teacher's heads, to be timed beside providers.
 
-    Two matmuls forward and five backward, as everyone counts. None where there is no such form.
+    None where there is no such form, or no memory for it.
     """
-    return _attention(
-        case.batch,
-        case.teacher.num_heads,
-        case.seqlen,
-        case.teacher.head_dim,
-        case.is_causal,
-        device,
-        dtype,
-    )
-
-
-@functools.cache
-def _attention(
-    batch: int,
-    heads: int,
-    seqlen: int,
-    head_dim: int,
-    is_causal: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[float, float] | None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backend = SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.FLASH_ATTENTION
-    q, k, v = (
-        torch.randn(batch, heads, seqlen, head_dim, device=device, dtype=dtype) for _ in range(3)
-    )
-    for x in (q, k, v):
-        x.requires_grad_()
-    ones = torch.ones_like(q)
+    heads = case.teacher
+    shape = (case.batch, heads.num_heads, case.seqlen, heads.head_dim)
 
-    def loss(*inputs: Tensor) -> Tensor:
+    def loss(q: Tensor, k: Tensor, v: Tensor, ones: Tensor) -> Tensor:
         # the product with ones gives the backward a gradient without a reduction over the output
-        return _Sink.apply(F.scaled_dot_product_attention(*inputs[:3], is_causal=is_causal), ones)
+        return _Sink.apply(F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal), ones)
 
     try:
-        with sdpa_kernel(backend):
-            sample(loss, (q, k, v, ones))
-            taken = [sample(loss, (q, k, v, ones), 3, warm_up=1) for _ in range(5)]
-    except (RuntimeError, torch.OutOfMemoryError):
+        q, k, v = (
+            torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        )
+        inputs = (q, k, v, torch.ones_like(q))
+        timed = Timed(loss, [inputs], partial(sdpa_kernel, backend))
+        timed.burst(0)
+    except (RuntimeError, OutOfMemory):
         return None
-    matmul = 2.0 * batch * heads * seqlen**2 * head_dim * (0.5 if is_causal else 1.0)
+    return timed
+
+
+def attention_tflops(case: AttentionCase, taken: list[Sample]) -> tuple[float, float]:
+    """Forward and backward rates in samples of `attention`.
+
+    Two matmuls forward and five backward, as everyone counts.
+    """
+    heads = case.teacher
+    pairs = case.seqlen**2 * (0.5 if case.is_causal else 1.0)
+    matmul = 2.0 * case.batch * heads.num_heads * pairs * heads.head_dim
     forward = statistics.median(s.forward_ms for s in taken)
     backward = statistics.median(s.backward_ms for s in taken)
     return 2 * matmul / forward * 1e-9, 5 * matmul / backward * 1e-9

@@ -6,7 +6,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -118,28 +119,42 @@ def sample(
     return Sample(forward, backward)
 
 
-def interleaved(
-    losses: Mapping[str, Callable[..., Tensor]],
-    inputs: list[Inputs],
-    seconds: float,
-    max_rounds: int = 50,
-) -> dict[str, list[Sample] | OutOfMemory]:
-    """Samples of every provider, in rounds: each once on the next input set.
+@dataclass(frozen=True)
+class Timed:
+    """A loss, the input sets that it is called with in turn, and what surrounds its calls."""
 
-    Whatever changes during a run (clocks, other programs) meets all providers alike. Every
-    provider gets about ``seconds``, at least three rounds.
+    loss_fn: Callable[..., Tensor]
+    inputs: Sequence[Inputs]
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def burst(self, number: int, repeats: int = 1, warm_up: int = 0) -> Sample:
+        """A sample on the input set whose turn it is; raises `OutOfMemory`."""
+        inputs = self.inputs[number % len(self.inputs)]
+        with self.context():  # entered before the clock starts
+            taken = guarded(
+                lambda: sample(self.loss_fn, inputs, repeats, warm_up), inputs[0].device
+            )
+        assert isinstance(taken, Sample)
+        return taken
+
+
+def interleaved(
+    entries: Mapping[str, Timed], seconds: float, max_rounds: int = 50
+) -> dict[str, list[Sample] | OutOfMemory]:
+    """Samples of every entry, in rounds: each once on the next of its input sets.
+
+    Whatever changes during a run (clocks, heat, other programs) meets all alike. Every entry gets
+    about ``seconds``, at least three rounds.
     """
-    device = inputs[0][0].device
     results: dict[str, list[Sample] | OutOfMemory] = {}
     repeats: dict[str, int] = {}
     rounds: dict[str, int] = {}
-    for name, loss_fn in losses.items():
+    for name, entry in entries.items():
         try:
-            first = guarded(lambda fn=loss_fn: sample(fn, inputs[0]), device)
+            first = entry.burst(0)
         except OutOfMemory as error:
             results[name] = error
             continue
-        assert isinstance(first, Sample)
         repeats[name] = max(1, min(20, math.ceil(SHORT_MS / max(first.step_ms, 1e-3))))
         cost_ms = first.step_ms * (repeats[name] + (repeats[name] > 1))
         rounds[name] = max(3, min(max_rounds, round(seconds * 1e3 / cost_ms)))
@@ -149,17 +164,10 @@ def interleaved(
             samples = results[name]
             if isinstance(samples, OutOfMemory) or number >= rounds[name]:
                 continue
-            chosen, loss_fn = inputs[number % len(inputs)], losses[name]
             try:
-                taken = guarded(
-                    lambda fn=loss_fn, x=chosen, n=repeat: sample(fn, x, n, warm_up=int(n > 1)),
-                    device,
-                )
+                samples.append(entries[name].burst(number, repeat, warm_up=int(repeat > 1)))
             except OutOfMemory as error:
                 results[name] = error
-                continue
-            assert isinstance(taken, Sample)
-            samples.append(taken)
     return results
 
 

@@ -1,4 +1,8 @@
-"""Runs a case: every provider is built, checked and weighed, then all are timed in turn."""
+"""Runs a case: every provider is built, checked and weighed, then all are timed in turn.
+
+The library's attention takes its turns with them: its rate is that of the same chip in the same
+state.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,23 @@ from torch import Tensor
 
 from bench import accuracy, ceilings
 from bench.cases import AttentionCase, Case, Inputs
-from bench.measure import MIB, OutOfMemory, Timing, guarded, interleaved, peak_mib, release, step
+from bench.measure import (
+    MIB,
+    OutOfMemory,
+    Sample,
+    Timed,
+    Timing,
+    guarded,
+    interleaved,
+    peak_mib,
+    release,
+    step,
+)
 from bench.providers import Provider, Unavailable
 from bench.records import MODES, Record
 
 BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get two sets instead of three
+ATTENTION = "the library's attention"  # among the timed, and no provider
 
 
 @dataclass(frozen=True)
@@ -60,13 +76,10 @@ def run_case(
                 f"{type(error).__name__}: {error}".split("\n")[0][:300],
             )
         release(device)
+    del truth
+    release(device)
     show(f"{case.label}: timing")
-    samples = interleaved(losses, inputs, settings.seconds)
-    rates = None
-    if isinstance(case, AttentionCase):
-        del truth
-        release(device)
-        rates = ceilings.attention_tflops(case, device, dtype)
+    samples, rates = _time(case, losses, inputs, settings)
     for name, taken in samples.items():
         record = records[name]
         if isinstance(taken, OutOfMemory):
@@ -78,6 +91,22 @@ def run_case(
         }
         _rate(record, case, rates, size)
     return list(records.values())
+
+
+def _time(
+    case: Case, losses: dict[str, Callable[..., Tensor]], inputs: list[Inputs], settings: Settings
+) -> tuple[dict[str, list[Sample] | OutOfMemory], tuple[float, float] | None]:
+    """The providers' samples, and the library's attention's rates in the same rounds."""
+    entries = {name: Timed(loss_fn, inputs) for name, loss_fn in losses.items()}
+    if losses and isinstance(case, AttentionCase):
+        attention = ceilings.attention(case, settings.device, settings.dtype)
+        if attention is not None:
+            entries[ATTENTION] = attention
+    samples = interleaved(entries, settings.seconds)
+    taken = samples.pop(ATTENTION, None)
+    if not isinstance(case, AttentionCase) or not isinstance(taken, list):
+        return samples, None
+    return samples, ceilings.attention_tflops(case, taken)
 
 
 def out_of_memory_before(case: Case, provider: Provider) -> Record:

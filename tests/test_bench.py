@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from bench import (
     attention_matrix,
@@ -164,8 +165,57 @@ def test_rounds_repeat_short_steps_behind_a_warm_up(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(measure, "sample", sample)
     inputs = [ATTENTION.make_inputs(CPU, torch.float32, 0)]
-    measure.interleaved({"short": torch.add, "long": torch.mul}, inputs, 0.0)
+    entries = {"short": torch.add, "long": torch.mul}
+    measure.interleaved({n: measure.Timed(fn, inputs) for n, fn in entries.items()}, 0.0)
     assert bursts == [(1, 0)] * 2 + [(4, 1), (1, 0)] * 3
+
+
+def test_attention_takes_its_turn_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rates are those of samples between the providers', with its backend chosen."""
+    turns: list[str] = []
+
+    def sample(
+        loss_fn: Callable[..., Tensor], inputs: cases.Inputs, repeats: int = 1, warm_up: int = 0
+    ) -> measure.Sample:
+        is_attention = inputs[2].requires_grad  # nobody else's third input has a gradient
+        backends = torch.nn.attention._cur_sdpa_kernel_backends()
+        assert (backends == [SDPBackend.FLASH_ATTENTION]) == is_attention
+        turns.append("attention" if is_attention else loss_fn.__name__)
+        loss_fn(*inputs)
+        return measure.Sample(20.0, 40.0)
+
+    def build(case: Case, name: str) -> Callable[..., Tensor]:
+        naive = case.naive()
+
+        def loss(*inputs: Tensor) -> Tensor:
+            return naive(*inputs)
+
+        loss.__name__ = name
+        return loss
+
+    monkeypatch.setattr(measure, "sample", sample)
+    providers = [provider(n, partial(build, name=n)) for n in ("first", "second")]
+    records = records_of(ATTENTION, *providers)
+    assert turns[-9:] == ["first", "second", "attention"] * 3
+    assert list(records) == ["first", "second"]
+    gflop = 2.0 * 4 * 48**2 * 8 / 2 * 1e-9
+    for record in records.values():
+        assert record.attention_tflops["forward"] == pytest.approx(2 * gflop / 20.0)
+        assert record.attention_tflops["backward"] == pytest.approx(5 * gflop / 40.0)
+        assert record.attention_tflops["step"] > 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), torch.OutOfMemoryError("full")])
+def test_a_case_may_have_no_attention(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(*_: Tensor, **__: bool) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    record = records_of(ATTENTION, EAGER)["eager"]
+    assert record.status == "ok" and record.samples > 0
+    assert record.attention_tflops == {}
 
 
 def test_peak_sees_a_known_allocation() -> None:
