@@ -2,7 +2,8 @@
 
 Both are transformers models with random weights. A step is both models' forward, the loss and the
 student's backward, without an optimiser. The loss is naive code on `output_attentions` (and on the
-logits), as people write it.
+logits), as people write it. The providers whose names end with -graphs are compiled as by
+mode="reduce-overhead": the step is replayed as CUDA graphs. They need a GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import machine, table
-from bench.measure import OutOfMemory, guarded, peak_mib, release, synchronize
+from bench import cuda_graphs, machine, table
+from bench.measure import MIB, OutOfMemory, guarded, peak_mib, release, synchronize
 from bench.memory_limit import limit_memory
 from bench.records import Run, command_line
 
 LossFunction = Callable[[Tensor], Tensor]
 OBJECTIVES = ("attention", "attention+logits")
+UNTIMED_STEPS = 3  # with CUDA graphs the first warms up, the second records, the third replays
+LEAST_REPLAYS = 2  # of a step: forward and backward
 
 
 @dataclass(frozen=True)
@@ -108,15 +111,38 @@ def with_streamkl(loss_of: LossFunction, **options: Any) -> LossFunction:
     return torch.compile(loss_of, dynamic=False, backend="streamkl", options=options)
 
 
+def inductor_graphs(loss_of: LossFunction) -> LossFunction:
+    compiled = torch.compile(loss_of, dynamic=False, mode="reduce-overhead")
+    return cuda_graphs.marked(compiled)
+
+
+def streamkl_graphs(loss_of: LossFunction) -> LossFunction:
+    # torch.compile takes a mode or options, so the mode is passed as the options that it means
+    mode = torch._inductor.list_mode_options("reduce-overhead")
+    return cuda_graphs.marked(with_streamkl(loss_of, **mode))
+
+
 PROVIDERS: dict[str, Callable[[LossFunction], LossFunction]] = {
     "eager": lambda loss_of: loss_of,
     "inductor": lambda loss_of: torch.compile(loss_of, dynamic=False),
     "streamkl": with_streamkl,
+    "inductor-graphs": inductor_graphs,
+    "streamkl-graphs": streamkl_graphs,
 }
+GRAPH_PROVIDERS = ("inductor-graphs", "streamkl-graphs")
+
+
+def default_providers(device: torch.device) -> list[str]:
+    """All that can run."""
+    return [p for p in PROVIDERS if device.type == "cuda" or p not in GRAPH_PROVIDERS]
 
 
 def measure_context(
-    loss_of: LossFunction, student: nn.Module, ids: Tensor, seconds: float
+    loss_of: LossFunction,
+    student: nn.Module,
+    ids: Tensor,
+    seconds: float,
+    uses_graphs: bool = False,
 ) -> dict[str, Any]:
     """One row: milliseconds, tokens per second and peak memory above the weights."""
     device = ids.device
@@ -130,8 +156,21 @@ def measure_context(
     start = time.perf_counter()
     first = step().item()
     compile_s = time.perf_counter() - start
+    for _ in range(UNTIMED_STEPS - 2):
+        step()
+    replays = cuda_graphs.replays_of(step)
+    if uses_graphs and replays < LEAST_REPLAYS:
+        raise RuntimeError(
+            f"a step must replay at least {LEAST_REPLAYS} CUDA graphs (forward, backward), "
+            f"got {replays}: TORCH_LOGS=cudagraphs says why"
+        )
     student.zero_grad(set_to_none=True)
     peak = peak_mib(step, device)
+    graphs: dict[str, Any] = {}
+    if uses_graphs:
+        pool = cuda_graphs.pools_bytes() / MIB
+        graphs = {"graph_replays": replays, "graph_pool_mib": pool}
+        peak += pool
     times: list[float] = []
     while len(times) < 2 or (sum(times) < seconds and len(times) < 30):
         synchronize(device)
@@ -147,6 +186,7 @@ def measure_context(
         "loss": first,
         "compile_s": compile_s,
         "samples": len(times),
+        **graphs,
     }
 
 
@@ -165,9 +205,7 @@ def run_pair(
     loss_of = make_loss(teacher, student, objective)
     for provider in providers:
         for context in contexts:
-            torch._dynamo.reset()
-            student.zero_grad(set_to_none=True)
-            release(device)
+            forget_program(student, device)
             generator = torch.Generator(device).manual_seed(context)
             ids = torch.randint(pair.vocabulary, (1, context), device=device, generator=generator)
             row: dict[str, Any] = {
@@ -177,21 +215,39 @@ def run_pair(
                 "context": context,
                 "status": "ok",
             }
-            call = PROVIDERS[provider](loss_of)
-            try:
-                measured = guarded(
-                    lambda fn=call, x=ids: measure_context(fn, student, x, seconds),
-                    device,
-                )
-                assert isinstance(measured, dict)
-                row |= measured
-            except OutOfMemory as error:
-                row |= {"status": "oom", "detail": str(error)}
-            except Exception as error:  # a provider that breaks is a result
-                row |= {"status": "error", "detail": f"{type(error).__name__}: {error}"[:300]}
+            row |= outcome(provider, loss_of, student, ids, seconds)
             on_row(row)
             if row["status"] != "ok":
                 break
+    forget_program(student, device)  # the next models need its memory
+
+
+def forget_program(student: nn.Module, device: torch.device) -> None:
+    """Frees what the last program and its step have left."""
+    student.zero_grad(set_to_none=True)  # gradients may lie in the memory of graphs
+    torch._dynamo.reset()
+    cuda_graphs.forget(device)
+    release(device)
+
+
+def outcome(
+    provider: str, loss_of: LossFunction, student: nn.Module, ids: Tensor, seconds: float
+) -> dict[str, Any]:
+    """What a row says about a provider: its measurement, or the status and why."""
+    device, uses_graphs = ids.device, provider in GRAPH_PROVIDERS
+    if uses_graphs and device.type != "cuda":
+        return {"status": "unavailable", "detail": f"CUDA graphs do not run on {device.type}"}
+    call = PROVIDERS[provider](loss_of)
+    try:
+        measured = guarded(
+            lambda: measure_context(call, student, ids, seconds, uses_graphs), device
+        )
+    except OutOfMemory as error:
+        return {"status": "oom", "detail": str(error)}
+    except Exception as error:  # a provider that breaks is a result
+        return {"status": "error", "detail": f"{type(error).__name__}: {error}"[:300]}
+    assert isinstance(measured, dict)
+    return measured
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,7 +255,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--objectives", nargs="*", default=list(OBJECTIVES), choices=OBJECTIVES)
     parser.add_argument(
-        "--providers", nargs="*", default=list(PROVIDERS), choices=tuple(PROVIDERS)
+        "--providers",
+        nargs="*",
+        choices=tuple(PROVIDERS),
+        help="default: all, on the CPU those without CUDA graphs",
     )
     parser.add_argument("--contexts", nargs="*", type=int)
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each row")
@@ -224,10 +283,11 @@ def main(argv: list[str] | None = None) -> int:
         print(table.end_to_end_line(row), flush=True)
 
     pair = PAIRS[device.type]
+    providers = options.providers or default_providers(device)
     settings = (device, dtype, options.seconds)
     for objective in options.objectives:
         contexts = options.contexts or list(pair.contexts)
-        run_pair(pair, objective, options.providers, contexts, settings, on_row)
+        run_pair(pair, objective, providers, contexts, settings, on_row)
     run.is_complete = True
     run.save(options.json)
     return 0

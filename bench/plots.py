@@ -106,13 +106,14 @@ def _time_and_memory(curves: Curves, title: str, axis: str, path: Path) -> None:
 def _line(panel: Any, name: str, points: list[Point]) -> None:
     known = sorted((x, y) for x, y in points if y is not None)
     emphasis = name in ("streamkl", "direct")
+    dashes = {"direct": "--"}.get(name, ":" if name.endswith("-graphs") else "-")
     panel.plot(
         [x for x, _ in known],
         [y for _, y in known],
         marker="o",
         markersize=4,
         linewidth=2.2 if emphasis else 1.4,
-        linestyle="--" if name == "direct" else "-",
+        linestyle=dashes,
         color=color_of(name),
         label=name,
     )

@@ -196,5 +196,6 @@ def choose(names: list[str], outsiders: list[str], quick: bool = False) -> list[
 
 
 def color_of(name: str) -> str:
-    """The fixed colour of a provider."""
-    return next((p.color for p in PROVIDERS if p.name == name), OUTSIDE_COLORS[0])
+    """The fixed colour of a provider, with and without CUDA graphs the same."""
+    plain = name.removesuffix("-graphs")
+    return next((p.color for p in PROVIDERS if p.name == plain), OUTSIDE_COLORS[0])

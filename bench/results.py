@@ -29,6 +29,9 @@ twice that of the naive code in the same dtype plus one rounding is red and is c
 nothing.
 """
 
+GRAPH_PEAKS = """The peak of a program with CUDA graphs contains all that the private memory pools
+of its graphs reserve: they keep it between steps."""
+
 
 def render(
     runs: dict[str, Run],
@@ -76,6 +79,8 @@ def _run(stem: str, run: Run, pictures: list[str]) -> str:
         cells = [table.END_TO_END_COLUMNS, ("---",) * len(table.END_TO_END_COLUMNS)]
         cells += [table.end_to_end_cells(row) for row in rows]
         lines += ["| " + " | ".join(row) + " |" for row in cells] + [""]
+        if any("graph_pool_mib" in row for row in rows):
+            lines += [GRAPH_PEAKS, ""]
     return "\n".join(lines)
 
 

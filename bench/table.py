@@ -123,7 +123,9 @@ def end_to_end_cells(row: dict[str, Any]) -> tuple[str, ...]:
     name, context = row["provider"], str(row["context"])
     if row["status"] != "ok":
         text = (
-            "out of memory" if row["status"] == "oom" else "error: " + row["detail"].split("\n")[0]
+            "out of memory"
+            if row["status"] == "oom"
+            else f"{row['status']}: " + row["detail"].split("\n")[0]
         )
         return (name, context, text.replace("|", "/")[:100], "", "", "")
     figures = (number(row["step_ms"]), f"{row['tokens_per_s']:.0f}", number(row["peak_mib"]))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -339,6 +340,13 @@ def made_up_run() -> Run:
         {**common, "context": 128, "status": "ok", **row},
         {**common, "context": 256, "status": "oom", "detail": "too much"},
     ]
+    graphs = {**common, "provider": "streamkl-graphs"}
+    recorded = {**row, "graph_replays": 2, "graph_pool_mib": 2.0}
+    run.end_to_end += [
+        {**graphs, "context": 64, "status": "ok", **recorded},
+        {**graphs, "context": 128, "status": "ok", **recorded},
+        {**graphs, "context": 256, "status": "unavailable", "detail": "no graphs here"},
+    ]
     return run
 
 
@@ -359,6 +367,8 @@ def test_document_has_every_record_and_no_ratio_without_both_sides() -> None:
     assert text.count("out of memory") == 2 + 1
     assert text.count("3.00x") == 4
     assert "(results/some-attention.png)" in text
+    assert "| streamkl-graphs | 256 | unavailable: no graphs here |" in text
+    assert results.GRAPH_PEAKS in text
 
 
 def test_committed_document_is_what_the_committed_records_give() -> None:
@@ -479,13 +489,81 @@ def test_end_to_end_loss_is_the_same_in_both_ways(monkeypatch: pytest.MonkeyPatc
     pair = end_to_end.Pair("tiny", 32, 48, 4, 2, 64, (32,), teacher_layers=2, student_layers=1)
     rows: list[dict[str, object]] = []
     settings = (CPU, torch.float32, 0.0)
-    end_to_end.run_pair(
-        pair, "attention+logits", ["eager", "checked"], [32], settings, rows.append
-    )
-    eager, fused = rows
+    providers = ["eager", "checked", "streamkl-graphs"]
+    end_to_end.run_pair(pair, "attention+logits", providers, [32], settings, rows.append)
+    eager, fused, graphs = rows
     assert (eager["status"], fused["status"]) == ("ok", "ok"), fused
+    assert graphs["status"] == "unavailable"
+    assert "unavailable: CUDA graphs do not run on cpu" in table.end_to_end_line(graphs)
     assert fused["loss"] == pytest.approx(eager["loss"], rel=1e-5)
     assert eager["peak_mib"] > 0
+
+
+@pytest.mark.parametrize("name", end_to_end.GRAPH_PROVIDERS)
+def test_graph_providers_are_compiled_with_what_torch_accepts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import compile_fx
+
+    marks: list[int] = []
+    patches: list[dict[str, Any]] = []
+
+    def compiled(gm: torch.fx.GraphModule, _: object, *, config_patches: Any, **__: Any) -> Any:
+        patches.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
+    torch._dynamo.reset()
+    call = end_to_end.PROVIDERS[name](lambda x: x.square().sum())
+    assert [call(torch.ones(3)).item() for _ in range(2)] == [3.0, 3.0]
+    assert [p["triton.cudagraphs"] for p in patches] == [True]
+    assert len(marks) == 2
+
+
+def test_graph_providers_are_left_out_on_the_cpu_only() -> None:
+    assert end_to_end.default_providers(CPU) == ["eager", "inductor", "streamkl"]
+    on_gpu = end_to_end.default_providers(torch.device("cuda"))
+    assert on_gpu == list(end_to_end.PROVIDERS)
+
+
+def test_a_program_that_replays_no_graph_is_not_measured_as_one() -> None:
+    student = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"at least 2 CUDA graphs .*got 0"):
+        end_to_end.measure_context(
+            lambda ids: student(ids).sum(), student, torch.ones(1, 2), 0.0, uses_graphs=True
+        )
+
+
+def test_a_row_of_graphs_has_their_replays_and_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    steps: list[str] = []
+    student, graph = torch.nn.Linear(2, 2), Graph()
+
+    def loss_of(ids: Tensor) -> Tensor:
+        steps.append("step")
+        for _ in range(3):
+            graph.replay()
+        return student(ids).sum()
+
+    def snapshot() -> list[dict[str, Any]]:
+        steps.append("memory")
+        segments = (((0, 0), 2**30), ((0, 1), 2**20), ((3, 0), 2**21))
+        return [{"segment_pool_id": pool, "total_size": size} for pool, size in segments]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    arguments = (loss_of, student, torch.ones(1, 2), 0.0)
+    row = end_to_end.measure_context(*arguments, uses_graphs=True)
+    assert (row["graph_replays"], row["graph_pool_mib"]) == (3, 3.0)
+    assert steps[:5] == ["step"] * 4 + ["memory"]  # after the steps that record
+    assert 3.0 < row["peak_mib"] < 3.1
+    assert end_to_end.measure_context(*arguments)["peak_mib"] < 0.1
 
 
 def test_native_tests_that_share_kernels_share_a_process() -> None:

@@ -1,0 +1,51 @@
+"""What measuring torch.compile's CUDA graphs needs: marks, counted replays, their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def marked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, which begins a step: the memory of the step before may be used again."""
+
+    def begin_and_call(*arguments: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return call(*arguments)
+
+    return begin_and_call
+
+
+def replays_of(call: Callable[[], object]) -> int:
+    """How many graphs ``call()`` replays: Inductor leaves out what it cannot record."""
+    replay, count = torch.cuda.CUDAGraph.replay, 0
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        nonlocal count
+        count += 1
+        replay(graph)
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
+        call()
+    return count
+
+
+def pools_bytes() -> int:
+    """What the private memory pools of all graphs reserve.
+
+    A replay uses this memory without an allocation, so the allocator's peak does not contain it,
+    and nobody else can use it.
+    """
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
+def forget(device: torch.device) -> None:
+    """Drops all recorded graphs; Dynamo's reset does so for Inductor's own backend only."""
+    if device.type == "cuda":
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
