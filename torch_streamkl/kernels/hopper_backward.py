@@ -15,6 +15,11 @@ it above, for half an instruction an element.
 NOTE [Statistics of streamed rows]
 For dK the row statistics lie along the columns of a tile, 16 columns a thread. The loading warp
 puts them into shared memory beside the tile; there the lse = -inf of rows without keys is 0.
+
+NOTE [One gradient beside the next]
+A backward launches one kernel per gradient, and none reads what another writes. The last programs
+of a kernel leave multiprocessors idle, so each kernel lets the next one begin when its own last
+programs have begun, and ends after the one before it: whoever waits for the last waits for all.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_streamkl.kernels.attention_forward import finite_lse
 from torch_streamkl.kernels.hopper import (
@@ -322,6 +328,7 @@ def accumulate(
     out = output.ptr + work.b.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
     out = out + gl.expand_dims(rows.to(gl.int64) * output.stride_n, 1) + gl.expand_dims(dims, 0)
     gl.store(out, acc.to(dtype), mask=gl.expand_dims(inside, 1))
+    gdc_wait()  # NOTE [One gradient beside the next]
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
@@ -336,6 +343,7 @@ def backward_kernel(
 
     HELPER computes the gradient of one key (pointwise.py) where TASK.FORM does not hold.
     """
+    gdc_launch_dependents()  # NOTE [One gradient beside the next]
     position, sequence = place_of(gl.program_id(0), num_blocks, TASK.CAUSAL)
     if TASK.ROWS and TASK.CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
