@@ -210,6 +210,7 @@ def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows:
         CAUSAL=problem.window_right is not None,
         PLAIN=plain,
         CLAMP=0.0 if floor is None else math.exp(floor),
+        FOLDED=plain and floor == -math.inf and not rows,
         FORM=plan.form,
         GROUP_SIZE=_group(own),
         HEAD_DIM=own.head_dim,
