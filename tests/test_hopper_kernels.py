@@ -218,6 +218,48 @@ def test_same_bits_on_every_run() -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("signs", ["positive", "negative", "mixed", "none"])
+def test_incoming_gradients(signs: str, head_dim: int) -> None:
+    # tiles with a negative one take another path (NOTE [Folded gradients])
+    call = build(spec(head_dim, seqlen_q=200, seqlen_k=333, is_causal=True)).to(device="cuda")
+    torch.manual_seed(0)
+    x = torch.randn(call.run("hopper").shape, device="cuda")
+    sizes = torch.where(x.abs() < 0.3, 0.0, (3 * x).exp())  # from 1e-5 to 1e5, and zeros
+    sign = {"positive": 1.0, "negative": -1.0, "mixed": x.roll(1).sign(), "none": 0.0}[signs]
+    inputs = list(call.tensors.values())
+    found, expected = (
+        torch.autograd.grad(call.run(impl), inputs, sizes * sign, allow_unused=True)
+        for impl in ("hopper", "triton")
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a - b).float().norm() <= 5e-3 * b.float().norm()
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_cuda_graph() -> None:
+    # kernels that begin beside the one before stay so in a graph
+    call = build(spec(64, seqlen_q=300, seqlen_k=500)).to(device="cuda")
+    inputs = list(call.tensors.values())
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(call.run("hopper").sum(), inputs, allow_unused=True)
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
 def test_needs_a_hopper_gpu() -> None:
     x = torch.randn(1, 1, 8, 64)
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.0, got device cpu"):

@@ -140,22 +140,34 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients, each summed in a fixed order."""
     grad = grad.to(torch.float32).contiguous()
-
-    def gradient(student: bool, rows: bool) -> Tensor:
-        return _gradient(problem, stats, grad, student, rows)
-
+    gradients: dict[tuple[bool, bool], Tensor] = {}
+    # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
+    for is_wanted, student, rows in (
+        (wanted.student_k, True, False),
+        (wanted.student_q, True, True),
+        (wanted.teacher_k, False, False),
+        (wanted.teacher_q, False, True),
+    ):
+        if is_wanted:
+            found = _gradient(problem, stats, grad, student, rows, is_first=not gradients)
+            gradients[student, rows] = found
     return (
-        gradient(student=True, rows=True) if wanted.student_q else None,
-        gradient(student=True, rows=False) if wanted.student_k else None,
-        gradient(student=False, rows=True) if wanted.teacher_q else None,
-        gradient(student=False, rows=False) if wanted.teacher_k else None,
+        gradients.get((True, True)),
+        gradients.get((True, False)),
+        gradients.get((False, True)),
+        gradients.get((False, False)),
     )
 
 
 def _gradient(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, student: bool, rows: bool
+    problem: AttentionProblem,
+    stats: RowStatistics,
+    grad: Tensor,
+    student: bool,
+    rows: bool,
+    is_first: bool,
 ) -> Tensor:
-    """dQ (rows) or dK of one side."""
+    """dQ (rows) or dK of one side; all but the first may begin before the one before ends."""
     plan = plan_of(problem)
     sides = (problem.student, problem.teacher)
     statistics = (stats.student, stats.teacher)
@@ -168,7 +180,7 @@ def _gradient(
     task = plan.kept(("task", student, rows), lambda: _task(problem, plan, own, student, rows))
     num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
     plan.run(
-        ("gradient", student, rows),
+        ("gradient", student, rows, is_first),
         bwd.backward_kernel,
         (num_blocks * x.shape[1] * problem.batch, 1, 1),
         (
@@ -180,7 +192,7 @@ def _gradient(
             _log2_scale(problem, own), _log2_scale(problem, other),
         ),
         (None if task.PLAIN else plan.helper, task),
-        {"num_warps": 4},
+        {"num_warps": 4, "launch_pdl": not is_first},
         (grad,),
     )  # fmt: skip
     return out
@@ -198,6 +210,7 @@ def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows:
         CAUSAL=problem.window_right is not None,
         PLAIN=plain,
         CLAMP=0.0 if floor is None else math.exp(floor),
+        FOLDED=plain and floor == -math.inf and not rows,
         FORM=plan.form,
         GROUP_SIZE=_group(own),
         HEAD_DIM=own.head_dim,

@@ -10,11 +10,21 @@ While a warp group turns scores into gradients, the tensor cores have its next m
 of the next tile under the second half of a tile, its other scores and the sum under the first. At
 the loop's back edge nothing is in flight, see NOTE [Matmuls under arithmetic] in hopper.py. The
 compiler moves the first half below the wait for the matmuls it should run under; `pinned` keeps
-it above, for half an instruction an element.
+it above, which takes an instruction for every eight elements.
 
 NOTE [Statistics of streamed rows]
 For dK the row statistics lie along the columns of a tile, 16 columns a thread. The loading warp
 puts them into shared memory beside the tile; there the lse = -inf of rows without keys is 0.
+
+NOTE [Folded gradients]
+For a plain dK the loading warp takes log2 |incoming gradient| off both log-sum-exps of a row, so
+that the probabilities come multiplied by it (2^-inf = 0 where it is 0). Signs are kept beside, and
+a tile with a negative one multiplies by them; the gradients of a mean or of a sum have none.
+
+NOTE [One gradient beside the next]
+A backward launches one kernel per gradient, and none reads what another writes. The last programs
+of a kernel leave multiprocessors idle, so each kernel lets the next one begin when its own last
+programs have begun, and ends after the one before it: whoever waits for the last waits for all.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_streamkl.kernels.attention_forward import finite_lse
 from torch_streamkl.kernels.hopper import (
@@ -57,6 +68,7 @@ class Task(NamedTuple):
     CAUSAL: bool
     PLAIN: bool  # the gradient is FORM.TS (P - S): no logarithms, and the teacher's mass is 1
     CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
+    FOLDED: bool  # NOTE [Folded gradients]
     FORM: Any
     GROUP_SIZE: int  # query heads that share a key head
     HEAD_DIM: int
@@ -75,6 +87,7 @@ class Tiles(NamedTuple):
     own_inner: Any
     other_inner: Any
     statistics: Any  # of the inner rows, by slot
+    negative: Any  # by slot: whether an inner row's incoming gradient is (FOLDED)
     outer_bar: Any
     full: Any
     empty: Any
@@ -118,14 +131,22 @@ class Output(NamedTuple):
 
 @gluon.jit
 def load_statistics(stats, member, row, seqlen_q, TASK: gl.constexpr):
-    """own lse, other lse, key sum and incoming gradient of rows of a head."""
+    """own lse, other lse, key sum and incoming gradient of rows of a head.
+
+    Where FOLDED, the gradient's size is in both lse, and only its sign is left.
+    """
     inside = row < seqlen_q
     row = row + (stats.head_row + member * seqlen_q)
     own = finite_lse(gl.load(stats.own + row, mask=inside, other=0.0))
     other = finite_lse(gl.load(stats.other + row, mask=inside, other=0.0))
     grad = gl.load(stats.grad + row, mask=inside, other=0.0)
     key_sum = grad  # nobody reads it
-    if not TASK.PLAIN:
+    if TASK.FOLDED:
+        size = gl.log2(gl.abs(grad))
+        own = own - size
+        other = other - size
+        grad = gl.where(grad < 0.0, -1.0, 1.0)
+    elif not TASK.PLAIN:
         key_sum = gl.load(stats.key_sum + row, mask=inside, other=0.0)
     elif TASK.CLAMP > 0.0:
         mass = gl.load(stats.key_sum + row, mask=inside, other=0.0)
@@ -178,6 +199,10 @@ def load_all(
             if not TASK.PLAIN or TASK.CLAMP > 0.0:
                 tiles.statistics.index(statistics + KEY_SUM).store(key_sum)
             tiles.statistics.index(statistics + GRAD).store(grad)
+            if TASK.FOLDED:
+                negative = gl.max((grad < 0.0).to(gl.int32), 0)
+                one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+                tiles.negative.index(slot).store(gl.full([1], negative, gl.int32, layout=one))
             mbarrier.arrive(full, count=1)
 
 
@@ -192,6 +217,16 @@ def along(kept, tiles, slot, WHICH: gl.constexpr, layout: gl.constexpr, TASK: gl
 
 
 @gluon.jit
+def has_negative(tiles, slot, TASK: gl.constexpr):
+    """Whether a tile has a negative incoming gradient, where signs are not in the scores."""
+    if TASK.FOLDED:
+        every: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+        return gl.max(tiles.negative.index(slot).load(every), 0) != 0
+    else:
+        return False
+
+
+@gluon.jit
 def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr):
     """From own scores: probabilities, or their logarithms where those are needed too."""
     layout: gl.constexpr = own.type.layout
@@ -203,7 +238,9 @@ def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr):
 
 @gluon.jit
 def second_half(x, other, kept, tiles, slot, scale, HELPER: gl.constexpr, TASK: gl.constexpr):
-    """d(value)/d(own score) without FORM.TS if PLAIN, times the incoming gradient for dK."""
+    """d(value)/d(own score) without FORM.TS if PLAIN, for dK times the incoming gradient (its size
+    where FOLDED).
+    """
     layout: gl.constexpr = other.type.layout
     y = other * scale - along(kept, tiles, slot, OTHER_LSE, layout, TASK)
     if TASK.PLAIN:
@@ -220,7 +257,7 @@ def second_half(x, other, kept, tiles, slot, scale, HELPER: gl.constexpr, TASK: 
         FORM: gl.constexpr = TASK.FORM
         POINTWISE: gl.constexpr = HELPER is not None
         d = score_gradient(log_t, log_s, key_sum, TASK.STUDENT, POINTWISE, FORM, HELPER)
-    if not TASK.ROWS:
+    if not TASK.ROWS and not TASK.FOLDED:
         d = d * along(kept, tiles, slot, GRAD, layout, TASK)
     return d
 
@@ -294,8 +331,10 @@ def accumulate(
                 )
                 own = start_scores(own_outer, tiles.own_inner.index(following), zero)
                 d = second_half(x, other, kept, tiles, slot, work.other_scale, HELPER, TASK)
-                if (i < num_masked) | (i >= work.num_tiles):
+                if (i < num_masked) | (i >= work.num_tiles) | has_negative(tiles, slot, TASK):
                     d = visible(d, work, outer, i, TASK)
+                    if TASK.FOLDED:
+                        d = d * along(kept, tiles, slot, GRAD, mma, TASK)
                 d = gl.convert_layout(d.to(dtype), operand)
                 acc = warpgroup_mma(d, flat(tiles.own_inner.index(slot)), acc, is_async=True)
                 own = warpgroup_mma_wait(1, deps=[own])
@@ -322,6 +361,7 @@ def accumulate(
     out = output.ptr + work.b.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
     out = out + gl.expand_dims(rows.to(gl.int64) * output.stride_n, 1) + gl.expand_dims(dims, 0)
     gl.store(out, acc.to(dtype), mask=gl.expand_dims(inside, 1))
+    gdc_wait()  # NOTE [One gradient beside the next]
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
@@ -336,6 +376,7 @@ def backward_kernel(
 
     HELPER computes the gradient of one key (pointwise.py) where TASK.FORM does not hold.
     """
+    gdc_launch_dependents()  # NOTE [One gradient beside the next]
     position, sequence = place_of(gl.program_id(0), num_blocks, TASK.CAUSAL)
     if TASK.ROWS and TASK.CAUSAL:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
@@ -378,6 +419,7 @@ def backward_kernel(
         gl.allocate_shared_memory(own_inner.dtype, inner, own_inner.layout),
         gl.allocate_shared_memory(other_inner.dtype, inner, other_inner.layout),
         gl.allocate_shared_memory(gl.float32, rows, vectors),
+        gl.allocate_shared_memory(gl.int32, [TASK.SLOTS, 1], vectors),
         gl.allocate_shared_memory(gl.int64, [1], bars),
         gl.allocate_shared_memory(gl.int64, [TASK.SLOTS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [TASK.SLOTS, 1], bars),
