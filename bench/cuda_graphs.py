@@ -41,11 +41,3 @@ def pools_bytes() -> int:
     """
     segments = torch.cuda.memory_snapshot()
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
-
-
-def forget(device: torch.device) -> None:
-    """Drops all recorded graphs; Dynamo's reset does so for Inductor's own backend only."""
-    if device.type == "cuda":
-        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-        reset_cudagraph_trees()

@@ -17,9 +17,8 @@ from bench.cases import Inputs
 from bench.memory import peak_bytes
 
 MIB = 2**20
-SHORT_MS = (
-    20.0  # steps shorter than this are repeated within a sample, behind one that does not count
-)
+SHORT_MS = 50.0  # steps shorter than this are repeated within a sample
+WARM_UP_MS = 10.0  # of steps before them that do not count: a GPU's clocks fall while it waits
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,7 @@ def interleaved(
     """
     results: dict[str, list[Sample] | OutOfMemory] = {}
     repeats: dict[str, int] = {}
+    warm_ups: dict[str, int] = {}
     rounds: dict[str, int] = {}
     for name, entry in entries.items():
         try:
@@ -155,8 +155,12 @@ def interleaved(
         except OutOfMemory as error:
             results[name] = error
             continue
-        repeats[name] = max(1, min(20, math.ceil(SHORT_MS / max(first.step_ms, 1e-3))))
-        cost_ms = first.step_ms * (repeats[name] + (repeats[name] > 1))
+        step_ms = max(first.step_ms, 1e-3)
+        repeats[name] = min(50, math.ceil(SHORT_MS / step_ms))
+        warm_ups[name] = 0
+        if repeats[name] > 1:
+            warm_ups[name] = min(10, math.ceil(WARM_UP_MS / step_ms))
+        cost_ms = step_ms * (repeats[name] + warm_ups[name])
         rounds[name] = max(3, min(max_rounds, round(seconds * 1e3 / cost_ms)))
         results[name] = []
     for number in range(max(rounds.values(), default=0)):
@@ -165,7 +169,7 @@ def interleaved(
             if isinstance(samples, OutOfMemory) or number >= rounds[name]:
                 continue
             try:
-                samples.append(entries[name].burst(number, repeat, warm_up=int(repeat > 1)))
+                samples.append(entries[name].burst(number, repeat, warm_ups[name]))
             except OutOfMemory as error:
                 results[name] = error
     return results

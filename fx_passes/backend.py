@@ -65,6 +65,18 @@ def streamkl(
     return compiled
 
 
+def _free_cuda_graphs() -> None:
+    if not torch.cuda.is_available():
+        return
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+# torch._dynamo.reset() asks every backend that was used for this
+streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]
+
+
 def inductor_options(*, strict: bool = False, explain: bool = False) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 

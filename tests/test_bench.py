@@ -162,13 +162,13 @@ def test_rounds_repeat_short_steps_behind_a_warm_up(monkeypatch: pytest.MonkeyPa
 
     def sample(loss_fn: object, inputs: object, repeats: int = 1, warm_up: int = 0) -> object:
         bursts.append((repeats, warm_up))
-        return measure.Sample(2.0 if loss_fn is torch.add else 20.0, 3.0)
+        return measure.Sample(2.0 if loss_fn is torch.add else 50.0, 3.0)
 
     monkeypatch.setattr(measure, "sample", sample)
     inputs = [ATTENTION.make_inputs(CPU, torch.float32, 0)]
     entries = {"short": torch.add, "long": torch.mul}
     measure.interleaved({n: measure.Timed(fn, inputs) for n, fn in entries.items()}, 0.0)
-    assert bursts == [(1, 0)] * 2 + [(4, 1), (1, 0)] * 3
+    assert bursts == [(1, 0)] * 2 + [(10, 2), (1, 0)] * 3
 
 
 def test_attention_takes_its_turn_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:

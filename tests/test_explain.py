@@ -251,3 +251,14 @@ def test_a_program_without_a_divergence_is_not_mentioned(
         torch.compile(torch.sin, backend="streamkl", options=options)(torch.ones(3))
     assert not [r for r in caplog.records if r.name.startswith("torch_streamkl")]
     assert not Report().sites
+
+
+def test_dynamo_reset_resets_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    # CUDA graphs of its programs are freed then, as with Inductor's own backend
+    calls: list[str] = []
+    monkeypatch.setattr(backend.streamkl, "reset", lambda: calls.append("reset"))
+    torch.compile(torch.sin, backend="streamkl", options={"streamkl.inner": "eager"})(
+        torch.ones(2)
+    )
+    torch._dynamo.reset()
+    assert calls == ["reset"]
