@@ -221,17 +221,24 @@ def test_same_bits_on_every_run() -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("signs", ["positive", "negative", "mixed", "none"])
-def test_incoming_gradients(signs: str, head_dim: int) -> None:
-    # tiles with a negative one take another path (NOTE [Folded gradients])
-    call = build(spec(head_dim, seqlen_q=200, seqlen_k=333, is_causal=True)).to(device="cuda")
+@pytest.mark.parametrize("clamp", [0.0, 1e-3])
+@pytest.mark.parametrize("kind", ["positive", "negative", "mixed", "tiny", "none"])
+def test_incoming_gradients(kind: str, clamp: float, head_dim: int) -> None:
+    # what is folded and what is left: NOTE [Folded gradients] in hopper_backward.py
+    call = build(
+        spec(
+            head_dim, seqlen_q=200, seqlen_k=333, is_causal=True,
+            student_clamp=clamp, teacher_clamp=clamp,
+        )
+    ).to(device="cuda")  # fmt: skip
     torch.manual_seed(0)
     x = torch.randn(call.run("hopper").shape, device="cuda")
     sizes = torch.where(x.abs() < 0.3, 0.0, (3 * x).exp())  # from 1e-5 to 1e5, and zeros
-    sign = {"positive": 1.0, "negative": -1.0, "mixed": x.roll(1).sign(), "none": 0.0}[signs]
+    factors = {"positive": 1.0, "negative": -1.0, "mixed": x.roll(1).sign(), "tiny": 1e-30}
+    gradient = sizes * factors.get(kind, 0.0)
     inputs = list(call.tensors.values())
     found, expected = (
-        torch.autograd.grad(call.run(impl), inputs, sizes * sign, allow_unused=True)
+        torch.autograd.grad(call.run(impl), inputs, gradient, allow_unused=True)
         for impl in ("hopper", "triton")
     )
     for a, b in zip(found, expected, strict=True):
