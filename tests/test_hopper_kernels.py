@@ -244,7 +244,8 @@ def test_incoming_gradients(kind: str, clamp: float, head_dim: int) -> None:
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
-            assert (a - b).float().norm() <= 5e-3 * b.float().norm()
+            a, b = a.double(), b.double()  # squares of tiny ones underflow in float32
+            assert (a - b).norm() <= 5e-3 * b.norm()
 
 
 @pytest.mark.gpu
