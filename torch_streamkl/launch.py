@@ -373,6 +373,17 @@ def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
     return max(1, min(wanted // max(programs, 1), tiles // 4, 128))
 
 
+def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
+    """Programs that share the tiles of a block where a tile meets all heads of the teacher.
+
+    Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
+    """
+    if problem.is_packed or problem.mask_value != -math.inf:
+        return 1
+    wanted = 4 * multiprocessors(problem.student.q.device)
+    return max(1, min(wanted // max(programs, 1), tiles))
+
+
 @functools.cache
 def device_name(device: torch.device) -> str:
     """What launch tables call a device."""

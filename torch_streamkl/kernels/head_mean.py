@@ -160,12 +160,107 @@ def share_of_mean(log_head, log_mean, ratio):
 
 # ---------------------------------------------------------------------------------------- row sums
 @triton.jit
+def terms_of_tile(
+    student, teacher, masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, offs_n,
+    inv_temperature, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """f, h and g of every key (0 where not allowed), log2 of the mean, and which are allowed."""
+    allowed = tile_mask(masks, seq, offs_m, offs_n, CONFIG)
+    s = side_tile(
+        student, masks, seq, b, h, offs_m, offs_n, allowed, inv_temperature, True, CONFIG
+    )[0]
+    log_t = mean_tile(
+        teacher, masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, offs_m, offs_n, allowed,
+        inv_temperature, CONFIG,
+    )  # fmt: skip
+    f, dh, dg = key_sums(log_t, s - lse_s[:, None], HELPER)
+    zero = tl.zeros_like(f)
+    return (
+        tl.where(allowed, f, zero), tl.where(allowed, dh, zero), tl.where(allowed, dg, zero),
+        log_t, allowed,
+    )  # fmt: skip
+
+
+@triton.jit
+def terms_of_masked(
+    masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, count, fill,
+    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """The sums of f, h and g over keys that are not allowed (all look alike); log2 of their mean
+    and of a head's scores."""
+    absent = seq.num_keys - count
+    level_t = masked_level(count, fill, CONFIG.T_SINK)
+    top = tl.zeros_like(count) + LOW
+    mass = tl.zeros_like(count)
+    for r in tl.range(0, ratio):
+        lse = load_lse(t_stats_ptr, masks, seq, b, h * ratio + r, teacher_heads, offs_m)
+        top, mass = add_head(top, mass, level_t - lse)
+    log_t = log_of_mean(top, mass, ratio)
+    level_s = masked_level(count, fill, CONFIG.S_SINK)
+    f, dh, dg = key_sums(log_t, level_s - lse_s, HELPER)
+    some = absent > 0.0
+    return (
+        tl.where(some, f * absent, 0.0), tl.where(some, dh * absent, 0.0),
+        tl.where(some, dg * absent, 0.0), log_t, level_t,
+    )  # fmt: skip
+
+
+@triton.jit
 def mean_sums_kernel(
-    student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, s_stride, t_stride,
+    student, teacher, masks, value_ptr, h_ptr, s_stats_ptr, t_stats_ptr, split_stride,
+    num_blocks, num_heads, ratio, keys_of_split, inv_temperature, fill,
+    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Value and H of a block of rows of a student head, over one share of the keys."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    bh = pid // num_blocks
+    b = bh // num_heads
+    h = bh % num_heads
+    seq = bind_sequence(masks, b, h, CONFIG)
+    m0 = (pid % num_blocks) * BLOCK_M
+    if m0 >= seq.num_rows:
+        return
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    teacher_heads = num_heads * ratio
+    lse_s = load_lse(s_stats_ptr, masks, seq, b, h, num_heads, offs_m)
+    first, _left, _right, stop = key_range(
+        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
+    )
+    first = tl.maximum(first, split * keys_of_split)
+    stop = tl.minimum(stop, (split + 1) * keys_of_split)
+    value = tl.zeros([BLOCK_M], tl.float32)
+    h_sum = tl.zeros([BLOCK_M], tl.float32)
+    count = tl.zeros([BLOCK_M], tl.float32)
+    for n0 in tl.range(first, stop, BLOCK_N):
+        f, dh, _dg, _log_t, allowed = terms_of_tile(
+            student, teacher, masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s,
+            offs_m, n0 + tl.arange(0, BLOCK_N), inv_temperature, HELPER, CONFIG,
+        )  # fmt: skip
+        value += tl.sum(f, 1)
+        h_sum += tl.sum(dh, 1)
+        count += tl.sum(allowed.to(tl.float32), 1)
+    if CONFIG.FILLED:  # one share: the count is that of all keys
+        f, dh, _dg, _log_t, _level = terms_of_masked(
+            masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, count, fill,
+            HELPER, CONFIG,
+        )  # fmt: skip
+        value += f
+        h_sum += dh
+    row = row_offset(bh, h, seq, masks) + offs_m + split.to(tl.int64) * split_stride
+    tl.store(value_ptr + row, value, mask=offs_m < seq.num_rows)
+    tl.store(h_ptr + row, h_sum, mask=offs_m < seq.num_rows)
+
+
+@triton.jit
+def group_sums_kernel(
+    student, teacher, masks, g_ptr, s_stats_ptr, t_stats_ptr,
     num_blocks, num_heads, ratio, inv_temperature, fill,
     RATIO_BLOCK: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Value and H of a block of rows of a student head, G of each teacher head of its group."""
+    """G of a block of rows of each teacher head of a student head's group."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0)
@@ -184,68 +279,36 @@ def mean_sums_kernel(
         masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
     )
     members = tl.arange(0, RATIO_BLOCK)
-    value = tl.zeros([BLOCK_M], tl.float32)
-    h_sum = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.float32)
     g_sums = tl.zeros([BLOCK_M, RATIO_BLOCK], tl.float32)
     for n0 in tl.range(first, stop, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        allowed = tile_mask(masks, seq, offs_m, offs_n, CONFIG)
-        s = side_tile(
-            student, masks, seq, b, h, offs_m, offs_n, allowed, inv_temperature, True, CONFIG
-        )[0]
-        log_t = mean_tile(
-            teacher, masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, offs_m, offs_n, allowed,
-            inv_temperature, CONFIG,
+        _f, _dh, dg, log_t, allowed = terms_of_tile(
+            student, teacher, masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s,
+            offs_m, offs_n, inv_temperature, HELPER, CONFIG,
         )  # fmt: skip
-        f, dh, dg = key_sums(log_t, s - lse_s[:, None], HELPER)
-        value += tl.sum(tl.where(allowed, f, 0.0), 1)
-        h_sum += tl.sum(tl.where(allowed, dh, 0.0), 1)
         count += tl.sum(allowed.to(tl.float32), 1)
-        dg = tl.where(allowed, dg, 0.0)
         for r in tl.range(0, ratio):
             head = h * ratio + r
             x = side_tile(
-                teacher,
-                masks,
-                seq,
-                b,
-                head,
-                offs_m,
-                offs_n,
-                allowed,
-                inv_temperature,
-                False,
-                CONFIG,
-            )[0]
+                teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature,
+                False, CONFIG,
+            )[0]  # fmt: skip
             lse = load_lse(t_stats_ptr, masks, seq, b, head, teacher_heads, offs_m)
             share = tl.sum(share_of_mean(x - lse[:, None], log_t, ratio) * dg, 1)
             g_sums += tl.where(members[None, :] == r, share[:, None], 0.0)
-    if CONFIG.FILLED:  # the keys that are not allowed all look like this one
-        absent = seq.num_keys - count
-        some = absent > 0.0
-        level_t = masked_level(count, fill, CONFIG.T_SINK)
-        top = tl.full([BLOCK_M], LOW, tl.float32)
-        mass = tl.zeros([BLOCK_M], tl.float32)
-        for r in tl.range(0, ratio):
-            lse = load_lse(t_stats_ptr, masks, seq, b, h * ratio + r, teacher_heads, offs_m)
-            top, mass = add_head(top, mass, level_t - lse)
-        log_t = log_of_mean(top, mass, ratio)
-        level_s = masked_level(count, fill, CONFIG.S_SINK)
-        f, dh, dg = key_sums(log_t, level_s - lse_s, HELPER)
-        value += tl.where(some, f * absent, 0.0)
-        h_sum += tl.where(some, dh * absent, 0.0)
-        dg = tl.where(some, dg * absent, 0.0)
+    if CONFIG.FILLED:
+        _f, _dh, dg, log_t, level_t = terms_of_masked(
+            masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, count, fill,
+            HELPER, CONFIG,
+        )  # fmt: skip
         for r in tl.range(0, ratio):
             lse = load_lse(t_stats_ptr, masks, seq, b, h * ratio + r, teacher_heads, offs_m)
             share = share_of_mean(level_t - lse, log_t, ratio) * dg
             g_sums += tl.where(members[None, :] == r, share[:, None], 0.0)
-    row = row_offset(bh, h, seq, masks) + offs_m
-    tl.store(value_ptr + row, value, mask=inside)
-    tl.store(s_stats_ptr + s_stride + row, h_sum, mask=inside)
     heads = h * ratio + members
     base = row_offset(b * teacher_heads + heads, heads, seq, masks)
-    out = t_stats_ptr + t_stride + base[None, :] + offs_m[:, None]
+    out = g_ptr + base[None, :] + offs_m[:, None]
     tl.store(out, g_sums, mask=inside[:, None] & (members[None, :] < ratio))
 
 
@@ -253,7 +316,7 @@ def mean_sums_kernel(
 @triton.jit
 def mean_gradient_tile(
     student, teacher, masks, seq, b, h, head, ratio, num_heads, offs_m, offs_n,
-    s_stats_ptr, t_stats_ptr, s_stride, t_stride, inv_temperature,
+    s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature,
     STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """d(value)/d(q.k) up to the scale, with the tiles of q and k that it belongs to.
@@ -274,7 +337,7 @@ def mean_gradient_tile(
     _f, dh, dg = HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
     if STUDENT:
         row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
-        key_sum = tl.load(s_stats_ptr + s_stride + row, mask=inside, other=0.0)
+        key_sum = tl.load(sum_ptr + row, mask=inside, other=0.0)
         d = tl.where(allowed, dh - tl.math.exp2(log_s) * key_sum[:, None], 0.0)
         if CONFIG.S_SOFTCAP:
             d *= s_slope
@@ -285,7 +348,7 @@ def mean_gradient_tile(
         )
         log_head = x - load_lse(t_stats_ptr, masks, seq, b, head, teacher_heads, offs_m)[:, None]
         row = row_offset(b * teacher_heads + head, head, seq, masks) + offs_m
-        key_sum = tl.load(t_stats_ptr + t_stride + row, mask=inside, other=0.0)
+        key_sum = tl.load(sum_ptr + row, mask=inside, other=0.0)
         d = share_of_mean(log_head, log_t, ratio) * dg - tl.math.exp2(log_head) * key_sum[:, None]
         d = tl.where(allowed, d, 0.0)
         if CONFIG.T_SOFTCAP:
@@ -295,11 +358,12 @@ def mean_gradient_tile(
 
 @triton.jit
 def mean_dq_kernel(
-    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, s_stride, t_stride,
-    dq_ptr, dq_b, dq_h, dq_m, dq_scale, num_blocks, num_heads, ratio, inv_temperature,
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, sum_ptr,
+    dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale, num_blocks, num_heads, ratio, keys_of_split,
+    inv_temperature,
     STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows of one head of one side."""
+    """dQ of a block of rows of one head of one side, from one share of the keys."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
@@ -310,6 +374,7 @@ def mean_dq_kernel(
         side_heads = num_heads * ratio
         own_ratio = ratio
     pid = tl.program_id(0)
+    split = tl.program_id(1)
     bh = pid // num_blocks
     b = bh // side_heads
     head = bh % side_heads
@@ -323,12 +388,14 @@ def mean_dq_kernel(
     first, _left, _right, stop = key_range(
         masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
     )
+    first = tl.maximum(first, split * keys_of_split)
+    stop = tl.minimum(stop, (split + 1) * keys_of_split)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n0 in tl.range(first, stop, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         d, _q, k = mean_gradient_tile(
             student, teacher, masks, seq, b, h, head, ratio, num_heads, offs_m, offs_n,
-            s_stats_ptr, t_stats_ptr, s_stride, t_stride, inv_temperature, STUDENT, HELPER, CONFIG,
+            s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature, STUDENT, HELPER, CONFIG,
         )  # fmt: skip
         acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
     row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
@@ -337,18 +404,20 @@ def mean_dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     if masks.cu_seqlens_q is not None:
         b = b * 0
-    out = dq_ptr + b.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h
+    out = dq_ptr + split.to(tl.int64) * dq_split
+    out += b.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h
     out += (seq.start_q + offs_m).to(tl.int64)[:, None] * dq_m + offs_d[None, :]
     tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < DIM))
 
 
 @triton.jit
 def mean_dk_kernel(
-    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, s_stride, t_stride,
-    dk_ptr, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_heads, ratio, num_kv_heads, group,
-    inv_temperature, STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, sum_ptr,
+    dk_ptr, dk_split, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_heads, ratio, num_kv_heads,
+    group, rows_of_split, inv_temperature,
+    STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys of one key head: the sum over the query heads that share it."""
+    """dK of a block of keys of one key head, from one share of the rows of its query heads."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
@@ -357,6 +426,7 @@ def mean_dk_kernel(
     if not STUDENT:
         own_ratio = ratio
     pid = tl.program_id(0)
+    split = tl.program_id(1)
     b = (pid // num_blocks) // num_kv_heads
     kv = (pid // num_blocks) % num_kv_heads
     n0 = (pid % num_blocks) * BLOCK_N
@@ -372,13 +442,15 @@ def mean_dk_kernel(
         first, _left, _right, stop = row_range(
             masks, seq, n0, tl.minimum(n0 + BLOCK_N, seq.num_keys) - 1, CONFIG
         )
+        first = tl.maximum(first, split * rows_of_split)
+        stop = tl.minimum(stop, (split + 1) * rows_of_split)
         if n0 >= seq.num_valid:
             stop = first
         for m0 in tl.range(first, stop, BLOCK_M):
             offs_m = m0 + tl.arange(0, BLOCK_M)
             d, q, _k = mean_gradient_tile(
                 student, teacher, masks, seq, b, h, head, ratio, num_heads, offs_m, offs_n,
-                s_stats_ptr, t_stats_ptr, s_stride, t_stride, inv_temperature,
+                s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature,
                 STUDENT, HELPER, CONFIG,
             )  # fmt: skip
             row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
@@ -390,7 +462,8 @@ def mean_dk_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     if masks.cu_seqlens_q is not None:
         b = b * 0
-    out = dk_ptr + b.to(tl.int64) * dk_b + kv.to(tl.int64) * dk_h
+    out = dk_ptr + split.to(tl.int64) * dk_split
+    out += b.to(tl.int64) * dk_b + kv.to(tl.int64) * dk_h
     out += (sizes.start_k + offs_n).to(tl.int64)[:, None] * dk_n + offs_d[None, :]
     inside = (offs_n[:, None] < sizes.num_keys) & (offs_d[None, :] < DIM)
     tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)
