@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.offline import (
+    MULTIPROCESSORS,
     SHARED_LIMIT_KIB,
     TARGETS,
     Launch,
@@ -53,6 +54,7 @@ def portable_launches(target: str) -> list[Launch]:
 STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 64}
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
 HOPPER_FORWARD_STACK = 72
+HEAD_MEAN_STACK = 64  # with the widest heads of a real indexer: some ten registers of 255
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -63,6 +65,31 @@ def test_portable(target: str) -> None:
         built = compile_launch(launch, target)
         assert built.shared_bytes <= SHARED_LIMIT_KIB[target] * 1024, launch.kernel.__name__
         assert built.spill_bytes <= STACK.get((target, launch.kernel.__name__), 0)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_head_mean(target: str) -> None:
+    from torch_streamkl.kernels import head_mean_launch
+
+    shapes = ((1, 128), (1, 128), (128, 192), (128, 192))  # heads and head_dim of both sides
+    scales = {"student_scale": 0.1, "teacher_scale": 0.1}
+    kl = DIVERGENCES["forward_kl"]
+    with record_launches(target) as launches:
+        q, k, tq, tk = (
+            torch.empty(1, heads, 4096, dim, dtype=torch.bfloat16, device="cuda")
+            for heads, dim in shapes
+        )
+        p = problem_of(q, k, tq, tk, functional=kl, window_right=0, head_mean=True, **scales)[0]
+        _, stats = head_mean_launch.forward(p)
+        grad = torch.empty(1, 1, 4096, device="cuda")
+        head_mean_launch.backward(p, stats, grad, Wanted(True, True, False, False))
+    assert len(launches) == 5
+    for launch in launches:
+        built = compile_launch(launch, target)
+        assert built.shared_bytes <= SHARED_LIMIT_KIB[target] * 1024, launch.kernel.__name__
+        assert built.spill_bytes <= HEAD_MEAN_STACK, launch.kernel.__name__
+        if launch.kernel.__name__ != "lse_kernel":  # a student of one head fills the GPU, too
+            assert launch.grid[0] * launch.grid[1] >= 2 * MULTIPROCESSORS[target]
 
 
 def check_hopper(launch: Launch, stack: int) -> None:

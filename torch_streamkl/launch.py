@@ -295,6 +295,8 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
         )
     elif device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
         launch = TritonLaunch(16, 16, 4, 1)
+    elif problem.head_mean:
+        launch = _head_mean_launch(kernel, widest, wide, shared_memory_kib(device))
     else:
         launch = _default_launch(kernel, widest, wide, shared_memory_kib(device))
     if kernel == "dk":
@@ -361,6 +363,15 @@ def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> 
     if head_dim <= 128:
         return TritonLaunch(64, 32, 4, 1)
     return TritonLaunch(64, 32, 4, 1) if kernel == "dq" else TritonLaunch(32, 64, 4, 1)
+
+
+def _head_mean_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
+    # Every head's tiles pass through a program. The next head's are loaded meanwhile where there
+    # is room, and eight warps hold a tile of the mean and a gradient (compiled for sm_80, sm_90
+    # and sm_100, not measured).
+    if shared_kib >= 120 and not wide:
+        return TritonLaunch(32, 64, 8, 2) if kernel == "dk" else TritonLaunch(64, 32, 8, 2)
+    return replace(_default_launch(kernel, head_dim, wide, shared_kib), num_stages=1)
 
 
 def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:

@@ -166,19 +166,19 @@ class RowStatistics:
 
     @property
     def student_lse(self) -> Tensor:
-        return self.student[0]
+        return self.student.select(0, 0)
 
     @property
     def student_sum(self) -> Tensor:
-        return self.student[1]
+        return self.student.select(0, 1)
 
     @property
     def teacher_lse(self) -> Tensor:
-        return self.teacher[0]
+        return self.teacher.select(0, 0)
 
     @property
     def teacher_sum(self) -> Tensor:
-        return self.teacher[1]
+        return self.teacher.select(0, 1)
 
     def at_rows(self, rows: slice) -> RowStatistics:
         """Views of a range of query rows."""

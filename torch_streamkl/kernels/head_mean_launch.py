@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from torch_streamkl.kernels import head_mean as kernels
-from torch_streamkl.kernels.plans import LOG2E, Stage, plan_of, tensors_of
+from torch_streamkl.kernels.plans import LOG2E, plan_of, tensors_of
 from torch_streamkl.launch import ceil_div, head_mean_splits
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
@@ -38,7 +36,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
                 plan.inv_temperature, plan.fill,
             ),
             (name == "student", stage.config),
-            _options(stage),
+            stage.options,
             tensors,
         )  # fmt: skip
     splits, keys = _shares(problem, stage.programs, stage.num_key_blocks, stage.launch.block_n)
@@ -53,7 +51,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             stage.num_blocks, problem.num_heads, ratio, keys, plan.inv_temperature, plan.fill,
         ),
         (plan.helper, stage.config),
-        _options(stage),
+        stage.options,
         (*tensors, *partial),
     )  # fmt: skip
     if splits > 1:
@@ -96,7 +94,7 @@ def _group_sums(problem: AttentionProblem, stats: RowStatistics, sums: Tensor) -
             stage.num_blocks, problem.num_heads, ratio, plan.inv_temperature, plan.fill,
         ),
         (triton.next_power_of_2(ratio), plan.helper, stage.config),
-        _options(stage),
+        stage.options,
         (*tensors_of(problem), stats.student, stats.teacher, sums),
     )  # fmt: skip
     return sums
@@ -122,7 +120,7 @@ def _dq(
             stage.num_blocks, problem.num_heads, ratio, keys, plan.inv_temperature,
         ),
         (student, plan.helper, stage.config),
-        _options(stage),
+        stage.options,
         (*tensors_of(problem), grad, stats.student, stats.teacher, sums),
     )  # fmt: skip
     return _sum_of_shares(shares, side.q)
@@ -149,7 +147,7 @@ def _dk(
             side.num_heads // side.num_kv_heads, rows, plan.inv_temperature,
         ),
         (student, plan.helper, stage.config),
-        _options(stage),
+        stage.options,
         (*tensors_of(problem), grad, stats.student, stats.teacher, sums),
     )  # fmt: skip
     return _sum_of_shares(shares, side.k)
@@ -168,8 +166,3 @@ def _new_shares(x: Tensor, splits: int) -> Tensor:
 
 def _sum_of_shares(shares: Tensor, x: Tensor) -> Tensor:
     return shares[0] if shares.shape[0] == 1 else shares.sum(0).to(x.dtype)
-
-
-def _options(stage: Stage) -> dict[str, Any]:
-    # two sides and a loop over heads: prefetching more tiles would not fit shared memory
-    return {"num_warps": stage.launch.num_warps, "num_stages": 1}
