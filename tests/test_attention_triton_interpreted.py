@@ -8,6 +8,7 @@ itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests o
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,26 @@ def test_feature(name: str) -> None:
 def test_float16(name: str) -> None:
     call = build(replace(CASES[name], dtype=torch.float16))
     check(call.value_and_gradients("triton"), budget(call))
+
+
+@inside
+def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few blocks are computed in shares, which add up to what one program gives."""
+    from torch_streamkl.kernels import head_mean_launch
+
+    original, splits = head_mean_launch.head_mean_splits, []
+
+    def counted(*arguments: Any) -> int:
+        splits.append(original(*arguments))
+        return splits[-1]
+
+    call = build(replace(CASES["head_mean"], batch=1, seqlen_q=37, seqlen_k=70))
+    monkeypatch.setattr(head_mean_launch, "head_mean_splits", counted)
+    shared = call.value_and_gradients("triton")
+    assert min(splits[:3]) > 1  # of the sums, and of the student's dQ and dK
+    monkeypatch.setattr(head_mean_launch, "head_mean_splits", lambda *_: 1)
+    for name, x in call.value_and_gradients("triton").items():
+        torch.testing.assert_close(shared[name], x)
 
 
 @inside
