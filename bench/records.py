@@ -67,6 +67,7 @@ class Run:
     records: list[Record] = field(default_factory=list)
     end_to_end: list[dict[str, Any]] = field(default_factory=list)
     is_complete: bool = False
+    note: str = ""  # by whoever made the run: what its circumstances were
 
     def save(self, path: Path) -> None:
         """Written beside the old file and moved over it, so that an interruption loses nothing."""

@@ -68,6 +68,8 @@ def _run(stem: str, run: Run, pictures: list[str]) -> str:
         lines += [f"Measured ceilings: matmul {matmul} TFLOP/s, copy {copy} GB/s."]
     if not run.is_complete:
         lines += ["The run was interrupted; what it had measured is here."]
+    if run.note:
+        lines += ["", run.note]
     lines.append("")
     lines += [f"![{name}](results/{name})\n" for name in pictures]
     for label, records in table.by_case(run).items():
