@@ -351,8 +351,8 @@ def _padded(head_dim: int) -> int:
 
 def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
     # measured on an H200 (bf16, seqlen 8192): more programs per multiprocessor beat larger tiles
-    if wide:
-        return TritonLaunch(32, 32, 4, 1) if head_dim > 64 else TritonLaunch(64, 32, 4, 2)
+    if wide:  # beyond 64 eight warps, or gradients spill (compiled, not measured)
+        return TritonLaunch(32, 32, 8, 1) if head_dim > 64 else TritonLaunch(64, 32, 4, 2)
     small = shared_kib < 200  # sm_80 spills with the larger tiles
     if kernel == "forward":
         return TritonLaunch(64, 64, 4, 2) if head_dim <= 128 else TritonLaunch(64, 32, 4, 1)

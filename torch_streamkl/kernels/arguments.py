@@ -73,7 +73,7 @@ class Config(NamedTuple):
     HAS_MASK: bool
     HAS_LEFT: bool  # a window bound on that side
     HAS_RIGHT: bool
-    DENSE: bool  # a mask tensor, key lengths or a bias: every tile is looked at element by element
+    DENSE: bool  # a mask tensor, a bias, full float32: every tile is looked at element by element
     FILLED: bool  # keys that are not allowed have a finite score and count
     TWO_PASS: bool  # the functional is not linear in the log-probabilities
     GUARDED: bool  # ... but is where the clamps are not reached

@@ -262,7 +262,7 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         HAS_MASK=problem.mask is not None,
         HAS_LEFT=problem.window_left is not None,
         HAS_RIGHT=problem.window_right is not None,
-        DENSE=any(x is not None for x in (problem.mask, student.bias, teacher.bias)),
+        DENSE=_looks_at_every_tile(problem),
         FILLED=problem.mask_value != -math.inf,
         TWO_PASS=functional.bilinear is None,
         GUARDED=guarded is not None,
@@ -270,3 +270,18 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         S_FLOOR=guarded.student_floor if guarded else 0.0,
         PRECISION=dot_precision(student.q.dtype),
     )
+
+
+def _looks_at_every_tile(problem: AttentionProblem) -> bool:
+    """Whether all tiles are masked element by element.
+
+    Beside products in full float32 that costs nothing, while a loop over the tiles without a mask
+    beside the others makes compilers keep what they share in registers, which spills: 149 instead
+    of 45 ms for dQ and dK of 8 heads of 64 at 8192 on an H200.
+    """
+    student, teacher, q = problem.student, problem.teacher, problem.student.q
+    if any(x is not None for x in (problem.mask, student.bias, teacher.bias)):
+        return True
+    # the interpreter compiles nothing, and its tests are of all loops
+    is_compiled = q.device.type == "cuda"
+    return is_compiled and q.dtype == torch.float32 and dot_precision(q.dtype) == "ieee"
