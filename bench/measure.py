@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -142,8 +143,9 @@ def interleaved(
 ) -> dict[str, list[Sample] | OutOfMemory]:
     """Samples of every entry, in rounds: each once on the next of its input sets.
 
-    Whatever changes during a run (clocks, heat, other programs) meets all alike. Every entry gets
-    about ``seconds``, at least three rounds.
+    Whatever changes during a run (clocks, heat, other programs) meets all alike, and every round
+    has an order of its own: behind a provider that waits for memory a chip is cooler than behind
+    one that multiplies. Every entry gets about ``seconds``, at least three rounds.
     """
     results: dict[str, list[Sample] | OutOfMemory] = {}
     repeats: dict[str, int] = {}
@@ -164,12 +166,12 @@ def interleaved(
         rounds[name] = max(3, min(max_rounds, round(seconds * 1e3 / cost_ms)))
         results[name] = []
     for number in range(max(rounds.values(), default=0)):
-        for name, repeat in repeats.items():
+        for name in random.Random(number).sample(list(repeats), len(repeats)):
             samples = results[name]
             if isinstance(samples, OutOfMemory) or number >= rounds[name]:
                 continue
             try:
-                samples.append(entries[name].burst(number, repeat, warm_ups[name]))
+                samples.append(entries[name].burst(number, repeats[name], warm_ups[name]))
             except OutOfMemory as error:
                 results[name] = error
     return results

@@ -9,6 +9,7 @@ from typing import Any
 from bench.providers import PROVIDERS, color_of
 from bench.records import Record, Run
 
+OURS = ("direct", "streamkl")
 AXIS_NAMES = {"attention": "sequence length", "linear": "vocabulary"}
 Point = tuple[float, float | None]  # None: out of memory
 
@@ -40,13 +41,18 @@ def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
 
 
 def sweeps(run: Run, family: str) -> dict[str, list[Record]]:
-    """Cases that differ in size only and have at least two sizes, most sizes first."""
+    """Cases that differ in size only, at two sizes or more, with somebody to compare with."""
     groups: dict[str, list[Record]] = {}
     for record in run.records:
         if record.family == family and record.status not in ("unavailable", "error"):
             groups.setdefault(record.sweep[0], []).append(record)
-    long = {name: rs for name, rs in groups.items() if len({r.sweep[1] for r in rs}) >= 2}
-    return dict(sorted(long.items(), key=lambda item: -len({r.sweep[1] for r in item[1]})))
+    shown = {
+        name: records
+        for name, records in groups.items()
+        if len({r.sweep[1] for r in records}) >= 2
+        and any(r.status == "ok" and r.provider not in OURS for r in records)
+    }
+    return dict(sorted(shown.items(), key=lambda item: -len({r.sweep[1] for r in item[1]})))
 
 
 Curves = dict[str, tuple[list[Point], list[Point]]]  # provider: time, memory

@@ -168,7 +168,8 @@ def test_rounds_repeat_short_steps_behind_a_warm_up(monkeypatch: pytest.MonkeyPa
     inputs = [ATTENTION.make_inputs(CPU, torch.float32, 0)]
     entries = {"short": torch.add, "long": torch.mul}
     measure.interleaved({n: measure.Timed(fn, inputs) for n, fn in entries.items()}, 0.0)
-    assert bursts == [(1, 0)] * 2 + [(10, 2), (1, 0)] * 3
+    rounds = [sorted(bursts[i : i + 2]) for i in (2, 4, 6)]
+    assert bursts[:2] == [(1, 0)] * 2 and rounds == [[(1, 0), (10, 2)]] * 3
 
 
 def test_attention_takes_its_turn_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +198,9 @@ def test_attention_takes_its_turn_in_every_round(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(measure, "sample", sample)
     providers = [provider(n, partial(build, name=n)) for n in ("first", "second")]
     records = records_of(ATTENTION, *providers)
-    assert turns[-9:] == ["first", "second", "attention"] * 3
+    rounds = [turns[-9:][i : i + 3] for i in (0, 3, 6)]
+    assert all(sorted(r) == ["attention", "first", "second"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1  # nobody always follows the same provider
     assert list(records) == ["first", "second"]
     gflop = 2.0 * 4 * 48**2 * 8 / 2 * 1e-9
     for record in records.values():

@@ -74,7 +74,7 @@ def test_portable(target: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_full_float32(head_dim: int) -> None:
-    # operands of these products lie in registers: shared by two loops they took 4776 bytes of stack
+    # operands of these products lie in registers: shared by two loops they took 4.7 KB of stack
     for launch in portable_launches("sm_90", head_dim, torch.float32):
         assert compile_launch(launch, "sm_90").spill_bytes <= 256, launch.kernel.__name__
 
