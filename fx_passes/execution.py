@@ -19,6 +19,7 @@ IMPLEMENTATIONS = {
     "triton": "as Triton kernels",
     "hopper": "as kernels for Hopper GPUs",
 }
+MEAN_AGAIN = "the mean of {} teacher heads made again by every pass: maps that fit may be faster"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"
 IN_BACKWARD = "logits computed again in the backward"
 
@@ -47,7 +48,11 @@ def _how(call: fx.Node) -> str:
     args, kwargs = given
     if call.target == ops.attention_kl:
         problem, impl = ops.problem_of(*args, **kwargs)
-        return IMPLEMENTATIONS[select_implementation(problem, impl)]
+        how = IMPLEMENTATIONS[select_implementation(problem, impl)]
+        if problem.head_mean:
+            ratio = problem.teacher.num_heads // problem.num_heads
+            how += ", " + MEAN_AGAIN.format(ratio)
+        return how
     only_sum = ("row_weight", "hard_row_weight", "wanted")
     options = {name: x for name, x in kwargs.items() if name not in only_sum}
     heads, _, impl = linear_ops.problem_of(*args, **options)

@@ -87,6 +87,17 @@ def test_attention_sites_name_their_implementation(dynamic: bool) -> None:
     assert f"runs      {site.runs}" in str(reports[0])
 
 
+def test_averaged_teachers_say_what_they_cost() -> None:
+    def indexer(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
+        p = (teacher @ teacher.mT).softmax(-1).mean(1, keepdim=True)
+        return F.kl_div((q @ k.mT).log_softmax(-1), p, reduction="batchmean")
+
+    q, k, teacher = (torch.randn(2, heads, 16, 8) for heads in (1, 1, 4))
+    (site,) = torch_streamkl.explain(indexer, q, k, teacher).sites
+    assert site.fused
+    assert "the mean of 4 teacher heads made again by every pass" in site.runs
+
+
 def test_what_nothing_reads_does_not_remain() -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
         scores = q @ k.mT
