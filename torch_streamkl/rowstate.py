@@ -142,17 +142,22 @@ def finish(
             low if sink is None else sink.expand_as(low) for sink in (teacher_sink, student_sink)
         ]
         state = merge(state, RowState(levels[0], zero, levels[1], zero, zero, zero), form)
-    base_t, depth_t = _depth(state.m_t, state.l_t, teacher_sink)
-    base_s, depth_s = _depth(state.m_s, state.l_s, student_sink)
+    base_t, total_t = _denominator(state.m_t, state.l_t, teacher_sink)
+    base_s, total_s = _denominator(state.m_s, state.l_s, student_sink)
+    depth_t, depth_s = _depth(total_t), _depth(total_s)
+    # one logarithm: two that are nearly equal would leave their roundings, where P is nearly S
+    excess = torch.where(
+        (total_t == 0) | (total_s == 0), depth_t - depth_s, _depth(total_t / total_s)
+    )
     scale_t, scale_s = torch.exp(-depth_t), torch.exp(-depth_s)
     mass_t, mass_s = state.l_t * scale_t, state.l_s * scale_s
     zero = torch.zeros_like(base_t)
     e_t = e_s = zero  # E_P[tt logP + ts logS], E_S[st logP + ss logS], over the mass of the keys
     if form.has_teacher_moment:
-        e_t = state.a * scale_t - mass_t * _combine(form.tt, depth_t, form.ts, depth_s)
+        e_t = state.a * scale_t - mass_t * _combine(form.tt, form.ts, depth_t, depth_s, excess)
         e_t = torch.where(mass_t == 0, zero, e_t)
     if form.has_student_moment:
-        e_s = state.b * scale_s - mass_s * _combine(form.st, depth_t, form.ss, depth_s)
+        e_s = state.b * scale_s - mass_s * _combine(form.st, form.ss, depth_t, depth_s, excess)
         e_s = torch.where(mass_s == 0, zero, e_s)
     return RowSums(
         student_lse=_lse(base_s, depth_s, state.l_s, student_sink),
@@ -163,11 +168,13 @@ def finish(
     )
 
 
-def _depth(m: Tensor, mass: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _denominator(m: Tensor, mass: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     base = _without_infinity(m)
-    if sink is not None:
-        mass = mass + torch.exp(sink - base)
-    return base, torch.where(mass == 0, torch.zeros_like(mass), torch.log(mass))
+    return base, mass if sink is None else mass + torch.exp(sink - base)
+
+
+def _depth(total: Tensor) -> Tensor:
+    return torch.where(total == 0, torch.zeros_like(total), torch.log(total))
 
 
 def _lse(base: Tensor, depth: Tensor, mass: Tensor, sink: Tensor | None) -> Tensor:
@@ -177,10 +184,13 @@ def _lse(base: Tensor, depth: Tensor, mass: Tensor, sink: Tensor | None) -> Tens
     )
 
 
-def _combine(x: float, depth_t: Tensor, y: float, depth_s: Tensor) -> Tensor:
+def _combine(x: float, y: float, depth_t: Tensor, depth_s: Tensor, excess: Tensor) -> Tensor:
+    """x depth_t + y depth_s, with depth_t - depth_s = excess known better."""
     if x == 0.0:
         return y * depth_s
-    return x * depth_t if y == 0.0 else x * depth_t + y * depth_s
+    if y == 0.0:
+        return x * depth_t
+    return x * excess if x == -y else x * excess + (x + y) * depth_s
 
 
 def _without_infinity(m: Tensor) -> Tensor:

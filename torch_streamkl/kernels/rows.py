@@ -165,7 +165,7 @@ def with_masked_keys(state, num_keys, fill, FORM: tl.constexpr, CONFIG: tl.const
 
 @triton.jit
 def denominator(mass, m, sink, HAS_SINK: tl.constexpr):
-    """log2 of the denominator relative to the maximum, and the log-sum-exp in log2 units.
+    """The denominator relative to the maximum, its log2, and the log-sum-exp in log2 units.
 
     The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in
     the backward, however large the scores are.
@@ -175,7 +175,7 @@ def denominator(mass, m, sink, HAS_SINK: tl.constexpr):
         total = mass + tl.math.exp2(sink - m)
     empty = total == 0.0
     depth = tl.where(empty, 0.0, tl.math.log2(tl.where(empty, 1.0, total)))
-    return depth, tl.where(empty, -float("inf"), m + depth)
+    return total, depth, tl.where(empty, -float("inf"), m + depth)
 
 
 @triton.jit
@@ -195,8 +195,12 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
             State(level_t, zero, level_s, zero, zero, zero, state.low_t, state.low_s, zero),
             FORM,
         )
-    depth_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
-    depth_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
+    total_t, depth_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
+    total_s, depth_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
+    # one logarithm: two that are nearly equal would leave their roundings, where P is nearly S
+    both = (total_t > 0.0) & (total_s > 0.0)
+    ratio = tl.where(both, total_t, 1.0) / tl.where(both, total_s, 1.0)
+    excess = tl.where(both, tl.math.log2(ratio), depth_t - depth_s)
     scale_t = tl.math.exp2(-depth_t)
     scale_s = tl.math.exp2(-depth_s)
     mass_t = state.l_t * scale_t
@@ -205,11 +209,11 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
     e_s = mass_s * 0.0
     if FORM.TT != 0.0 or FORM.TS != 0.0:
         e_t = expectation(
-            state.a, state.l_t, state.l_s, scale_t, depth_t, depth_s, FORM.TT, FORM.TS
+            state.a, state.l_t, state.l_s, scale_t, depth_t, depth_s, excess, FORM.TT, FORM.TS
         )
     if FORM.ST != 0.0 or FORM.SS != 0.0:
         e_s = expectation(
-            state.b, state.l_s, state.l_t, scale_s, depth_t, depth_s, FORM.ST, FORM.SS
+            state.b, state.l_s, state.l_t, scale_s, depth_t, depth_s, excess, FORM.ST, FORM.SS
         )
     value = e_t + e_s + FORM.T * mass_t + FORM.S * mass_s
     h = e_s + FORM.TS * mass_t + (FORM.SS + FORM.S) * mass_s
@@ -219,10 +223,19 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
 
 @triton.jit
 def expectation(
-    mom, mass, other_mass, scale, depth_t, depth_s, CT: tl.constexpr, CS: tl.constexpr
+    mom, mass, other_mass, scale, depth_t, depth_s, excess, CT: tl.constexpr, CS: tl.constexpr
 ):
-    """E[CT logP + CS logS] in nats under the side whose moment this is."""
-    e = LN2 * (mom - mass * moment(depth_t, depth_s, CT, CS)) * scale
+    """E[CT logP + CS logS] in nats under the side whose moment this is.
+
+    ``excess`` is depth_t - depth_s, which is known better than its terms.
+    """
+    if CT == 0.0 or CS == 0.0:
+        depth = moment(depth_t, depth_s, CT, CS)
+    elif CT == -CS:
+        depth = excess * CT
+    else:
+        depth = excess * CT + depth_s * (CT + CS)
+    e = LN2 * (mom - mass * depth) * scale
     # An infinite moment times an exponential that underflowed is NaN where the row is infinite.
     # Scores that are NaN themselves leave NaN in the masses too.
     lost = (mom != mom) & (mass == mass) & (other_mass == other_mass)
