@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.denominators import check_denominators, denominators
 from tests.support.problems import INPUTS
-from torch_streamkl import attention_kl, ops
+from torch_streamkl import attention_kl, ops, rowstate
+from torch_streamkl.functional import named
 
 IMPLS = ["reference", "streaming"]
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
@@ -200,3 +202,12 @@ def test_equal_models_have_no_divergence(impl: str) -> None:
         value, gradients = run(impl, *x.values(), divergence=divergence)
         assert value.abs().max() <= 1e-5
         assert all(g.abs().max() <= 1e-3 for g in gradients)
+
+
+def test_denominators_of_any_two_sizes() -> None:
+    l_t, l_s, expected = denominators()
+    zero = torch.zeros_like(l_t)
+    form = named("forward_kl").bilinear
+    assert form is not None
+    sums = rowstate.finish(rowstate.RowState(zero, l_t, zero, l_s, zero, zero), form)
+    check_denominators(sums.value, expected)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.support.denominators import check_denominators, denominators
 from tests.support.interpreter import inside, outside, quiet, run_interpreted
 from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
@@ -25,6 +26,7 @@ from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import RowStatistics
 
 pytestmark = quiet
+KL = named("forward_kl").text
 IMPLS = ("triton", "reference")
 
 
@@ -128,6 +130,29 @@ def test_only_marked_blocks_are_computed_again(window_right: int | None) -> None
     marked = again.repeat_interleave(16, -1)[..., :70] == 1
     assert torch.equal(value[marked], expected[marked])
     assert (value[~marked] == 7.0).all()
+
+
+@inside
+@pytest.mark.filterwarnings("ignore:overflow")  # of the ratio that is not used then
+def test_denominators_of_any_two_sizes() -> None:
+    """As in test_attention_numerics.py; sums relative to a fixed base may be far apart."""
+    from torch_streamkl.kernels import hopper_parts
+    from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
+    from torch_streamkl.kernels.plans import plan_of
+
+    l_t, l_s, expected = denominators()
+    n = len(l_t)
+    problem = problem_of(*(torch.randn(1, 1, n, 16) for _ in range(4)), functional=KL)[0]
+    plan = plan_of(problem)
+    state = torch.zeros(1, NUM_STATE_FIELDS, n)
+    state[0, 1], state[0, 3] = l_t, l_s
+    value, stats = RowStatistics.allocate(problem)
+    hopper_parts.unite_rows_kernel[(1,)](
+        state, n, state.numel(), 0, n, value, stats.student, stats.teacher, plan.stats_stride,
+        torch.zeros(1, n, dtype=torch.int32), n, 1, n,
+        1, 1024, plan.form, plan.stage(problem, "forward").config,
+    )  # fmt: skip
+    check_denominators(value.flatten(), expected)
 
 
 @inside

@@ -173,6 +173,23 @@ CLAMPED = [
 
 @pytest.mark.gpu
 @on_hopper
+def test_a_late_key_far_above_the_first_tile() -> None:
+    from torch_streamkl.kernels import hopper_attention
+
+    # sums of 2^125 and 2^110 relative to the bases: they are finite, their products are not
+    q, k_s, k_t = (
+        torch.zeros(1, 1, 512, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)
+    )
+    q[..., 0], k_s[..., 0, 0], k_t[..., 0, 0] = 1.0, 76.5, 86.5
+    problem = problem_of(
+        q, k_s, q, k_t, functional=DIVERGENCES["forward_kl"], student_scale=1.0, teacher_scale=1.0
+    )[0]
+    value, _ = hopper_attention.forward(problem)
+    torch.testing.assert_close(value, torch.zeros_like(value), rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("sizes", [(1, 1), (65, 129), (300, 127), (200, 333), (257, 512)])
 @pytest.mark.parametrize("case", CLAMPED)
 def test_clamps(case: tuple[str, float, float, int, bool], sizes: tuple[int, int]) -> None:

@@ -145,10 +145,11 @@ def finish(
     base_t, total_t = _denominator(state.m_t, state.l_t, teacher_sink)
     base_s, total_s = _denominator(state.m_s, state.l_s, student_sink)
     depth_t, depth_s = _depth(total_t), _depth(total_s)
-    # one logarithm: two that are nearly equal would leave their roundings, where P is nearly S
-    excess = torch.where(
-        (total_t == 0) | (total_s == 0), depth_t - depth_s, _depth(total_t / total_s)
-    )
+    # Where P is nearly S, one logarithm: two that are nearly equal would leave their roundings.
+    # Elsewhere a ratio may overflow, and their difference is good.
+    ratio = total_t / total_s
+    near = (ratio > 0.5) & (ratio < 2.0)
+    excess = torch.where(near, torch.log(ratio), depth_t - depth_s)
     scale_t, scale_s = torch.exp(-depth_t), torch.exp(-depth_s)
     mass_t, mass_s = state.l_t * scale_t, state.l_s * scale_s
     zero = torch.zeros_like(base_t)

@@ -10,11 +10,12 @@ NOTE [Fixed bases]
 The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
 The rest is summed relative to the maxima found so far, which stay fixed: no maxima, no rescaling,
 no exchange between threads. With x the score less the base, a sum of 2^x over at most 2^23 keys is
-as good as one relative to the true maximum if it is finite and at least 2^-80: no term overflowed,
-and what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a
-sum of 2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d
-itself does, and is good if it is finite. A row that fails marks its block, and the launch that
-follows (`attention_forward.forward_again_kernel`) computes marked blocks again, and no others.
+as good as one relative to the true maximum if it is from 2^-80 to 2^100: no term overflowed, nor
+does the sum times its logarithm, and what terms below 2^-126 lose is less than 2^23 2^-126 in all,
+2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then loses at most
+2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100 either. A row
+that fails marks its block, and the launch that follows (`attention_forward.forward_again_kernel`)
+computes marked blocks again, and no others.
 
 NOTE [Clamps]
 FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
@@ -50,7 +51,7 @@ from torch_streamkl.kernels.hopper_parts import block_of, finish_rows, tiles_of_
 from torch_streamkl.kernels.rows import LOW, moment, place_of, update
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
-LARGEST = gl.constexpr(3.0e38)
+LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
 LOADER_REGISTERS = gl.constexpr(24)
 
 

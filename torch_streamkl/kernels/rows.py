@@ -197,10 +197,11 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
         )
     total_t, depth_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
     total_s, depth_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
-    # one logarithm: two that are nearly equal would leave their roundings, where P is nearly S
-    both = (total_t > 0.0) & (total_s > 0.0)
-    ratio = tl.where(both, total_t, 1.0) / tl.where(both, total_s, 1.0)
-    excess = tl.where(both, tl.math.log2(ratio), depth_t - depth_s)
+    # Where P is nearly S, one logarithm: two that are nearly equal would leave their roundings.
+    # Elsewhere a ratio may overflow, and their difference is good.
+    ratio = total_t / tl.where(total_s == 0.0, 1.0, total_s)
+    near = (ratio > 0.5) & (ratio < 2.0) & (total_s > 0.0)
+    excess = tl.where(near, tl.math.log2(tl.where(near, ratio, 1.0)), depth_t - depth_s)
     scale_t = tl.math.exp2(-depth_t)
     scale_s = tl.math.exp2(-depth_s)
     mass_t = state.l_t * scale_t
