@@ -12,6 +12,7 @@ from torch_streamkl.kernels.attention_forward import finite_lse, load_rows, row_
 from torch_streamkl.kernels.rows import place_of, score_gradient
 from torch_streamkl.kernels.scores import (
     allowed_tile,
+    bind_rows,
     bind_sequence,
     bind_student,
     bind_teacher,
@@ -114,10 +115,7 @@ def dq_kernel(
     block, bh = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block
-    b = bh // num_heads
-    h = bh % num_heads
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = block * BLOCK_M
+    b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
@@ -126,9 +124,7 @@ def dq_kernel(
     lse_t, lse_s, key_sum, grad = load_statistics(
         grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT
     )
-    first, left, right, stop = key_range(
-        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
-    )
+    first, left, right, stop = key_range(masks, seq, m0, CONFIG)
     lo = split * keys_per_split
     hi = lo + keys_per_split
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -230,9 +226,7 @@ def dk_kernel(
             teacher_tile(t_bound.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, True, CONFIG)
         )
         first_row = row_offset(b * num_heads + h, h, seq, masks)
-        first, left, right, stop = row_range(
-            masks, seq, n0, tl.minimum(n0 + BLOCK_N, seq.num_keys) - 1, CONFIG
-        )
+        first, left, right, stop = row_range(masks, seq, n0, CONFIG)
         if n0 + BLOCK_N > seq.num_valid:  # keys that key_lengths excludes: look at every element
             left = first
             right = first

@@ -23,7 +23,7 @@ from torch_streamkl.kernels.rows import (
 )
 from torch_streamkl.kernels.scores import (
     allowed_tile,
-    bind_sequence,
+    bind_rows,
     bind_student,
     bind_teacher,
     key_range,
@@ -112,9 +112,7 @@ def state_between(
 ):
     """Row state over the keys in [lo, hi), masks applied only to the tiles that need them."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    first, left, right, stop = key_range(
-        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
-    )
+    first, left, right, stop = key_range(masks, seq, m0, CONFIG)
     state = empty_state(BLOCK_M)
     if CONFIG.HAS_LEFT:
         state = state_over(
@@ -140,9 +138,7 @@ def sums_between(
     """The second pass: f, h and g summed over the keys in [lo, hi)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    first, _, _, stop = key_range(
-        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
-    )
+    first, _, _, stop = key_range(masks, seq, m0, CONFIG)
     value = tl.zeros([BLOCK_M], tl.float32)
     h_sum = tl.zeros([BLOCK_M], tl.float32)
     g_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -275,11 +271,7 @@ def forward_block(
     num_heads, inv_temperature, fill,
     FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    b = bh // num_heads
-    h = bh % num_heads
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = block * BLOCK_M
+    b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
@@ -329,14 +321,10 @@ def state_kernel(
     FORM: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """State of one share of the keys, written as nine fields of state_ptr."""
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     split = tl.program_id(1)
     bh = pid // num_blocks
-    b = bh // num_heads
-    h = bh % num_heads
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
@@ -399,10 +387,7 @@ def merge_kernel(
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     bh = pid // num_blocks
-    b = bh // num_heads
-    h = bh % num_heads
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     s_bound = bind_student(student, masks, seq, b, h, 1.0, CONFIG)
@@ -443,17 +428,13 @@ def sums_kernel(
     HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Second pass over one share of the keys: f, h, g and the count as four fields of sums_ptr."""
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     split = tl.program_id(1)
     if CONFIG.GUARDED:
         if tl.load(again_ptr + pid) == 0:
             return
     bh = pid // num_blocks
-    b = bh // num_heads
-    h = bh % num_heads
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
@@ -486,9 +467,7 @@ def merge_sums_kernel(
         if tl.load(again_ptr + pid) == 0:
             return
     bh = pid // num_blocks
-    h = bh % num_heads
-    seq = bind_sequence(masks, bh // num_heads, h, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
+    _b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     offs = m0 + tl.arange(0, BLOCK_M)

@@ -12,6 +12,7 @@ from torch_streamkl.kernels.attention_forward import finite_lse, key_sums, row_o
 from torch_streamkl.kernels.rows import LN2, LOW, masked_level
 from torch_streamkl.kernels.scores import (
     allowed_tile,
+    bind_rows,
     bind_sequence,
     bind_student,
     bind_teacher,
@@ -75,16 +76,11 @@ def lse_kernel(
     HAS_SINK: tl.constexpr = CONFIG.S_SINK if STUDENT else CONFIG.T_SINK
     pid = tl.program_id(0)
     bh = pid // num_blocks
-    b = bh // num_heads
-    head = bh % num_heads
-    seq = bind_sequence(masks, b, head // ratio, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
+    b, head, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, ratio, CONFIG)
     if m0 >= seq.num_rows:
         return
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    first, _left, _right, stop = key_range(
-        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
-    )
+    first, _left, _right, stop = key_range(masks, seq, m0, CONFIG)
     top = tl.full([BLOCK_M], LOW, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.float32)
@@ -174,9 +170,8 @@ def terms_of_tile(
         inv_temperature, CONFIG,
     )  # fmt: skip
     f, dh, dg = key_sums(log_t, s - lse_s[:, None], HELPER)
-    zero = tl.zeros_like(f)
     return (
-        tl.where(allowed, f, zero), tl.where(allowed, dh, zero), tl.where(allowed, dg, zero),
+        tl.where(allowed, f, 0.0), tl.where(allowed, dh, 0.0), tl.where(allowed, dg, 0.0),
         log_t, allowed,
     )  # fmt: skip
 
@@ -217,18 +212,13 @@ def mean_sums_kernel(
     pid = tl.program_id(0)
     split = tl.program_id(1)
     bh = pid // num_blocks
-    b = bh // num_heads
-    h = bh % num_heads
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     offs_m = m0 + tl.arange(0, BLOCK_M)
     teacher_heads = num_heads * ratio
     lse_s = load_lse(s_stats_ptr, masks, seq, b, h, num_heads, offs_m)
-    first, _left, _right, stop = key_range(
-        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
-    )
+    first, _left, _right, stop = key_range(masks, seq, m0, CONFIG)
     first = tl.maximum(first, split * keys_of_split)
     stop = tl.minimum(stop, (split + 1) * keys_of_split)
     value = tl.zeros([BLOCK_M], tl.float32)
@@ -265,19 +255,14 @@ def group_sums_kernel(
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0)
     bh = pid // num_blocks
-    b = bh // num_heads
-    h = bh % num_heads
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
     offs_m = m0 + tl.arange(0, BLOCK_M)
     inside = offs_m < seq.num_rows
     teacher_heads = num_heads * ratio
     lse_s = load_lse(s_stats_ptr, masks, seq, b, h, num_heads, offs_m)
-    first, _left, _right, stop = key_range(
-        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
-    )
+    first, _left, _right, stop = key_range(masks, seq, m0, CONFIG)
     members = tl.arange(0, RATIO_BLOCK)
     count = tl.zeros([BLOCK_M], tl.float32)
     g_sums = tl.zeros([BLOCK_M, RATIO_BLOCK], tl.float32)
@@ -376,18 +361,13 @@ def mean_dq_kernel(
     pid = tl.program_id(0)
     split = tl.program_id(1)
     bh = pid // num_blocks
-    b = bh // side_heads
-    head = bh % side_heads
+    b, head, m0, seq = bind_rows(masks, pid % num_blocks, bh, side_heads, own_ratio, CONFIG)
     h = head // own_ratio
-    seq = bind_sequence(masks, b, h, CONFIG)
-    m0 = (pid % num_blocks) * BLOCK_M
     if m0 >= seq.num_rows:
         return
     offs_m = m0 + tl.arange(0, BLOCK_M)
     inside = offs_m < seq.num_rows
-    first, _left, _right, stop = key_range(
-        masks, seq, m0, tl.minimum(m0 + BLOCK_M, seq.num_rows) - 1, CONFIG
-    )
+    first, _left, _right, stop = key_range(masks, seq, m0, CONFIG)
     first = tl.maximum(first, split * keys_of_split)
     stop = tl.minimum(stop, (split + 1) * keys_of_split)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -439,9 +419,7 @@ def mean_dk_kernel(
         head = kv * group + member
         h = head // own_ratio
         seq = bind_sequence(masks, b, h, CONFIG)
-        first, _left, _right, stop = row_range(
-            masks, seq, n0, tl.minimum(n0 + BLOCK_N, seq.num_keys) - 1, CONFIG
-        )
+        first, _left, _right, stop = row_range(masks, seq, n0, CONFIG)
         first = tl.maximum(first, split * rows_of_split)
         stop = tl.minimum(stop, (split + 1) * rows_of_split)
         if n0 >= seq.num_valid:

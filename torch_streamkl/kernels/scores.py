@@ -31,6 +31,17 @@ def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def bind_rows(masks, block, bh, num_heads, ratio, CONFIG: tl.constexpr):
+    """Batch element, head, first row and sequence of a block of rows of head bh of all batches.
+
+    ``ratio`` heads share the masks of a student head.
+    """
+    b = bh // num_heads
+    h = bh % num_heads
+    return b, h, block * CONFIG.BLOCK_M, bind_sequence(masks, b, h // ratio, CONFIG)
+
+
+@triton.jit
 def bind_side(
     side,
     masks,
@@ -199,34 +210,36 @@ def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def key_range(masks, seq, first_row, last_row, CONFIG: tl.constexpr):
-    """Keys [start, stop) that some row of a block may see, [full_start, full_stop) all rows."""
+def key_range(masks, seq, m0, CONFIG: tl.constexpr):
+    """Keys [first, stop) that some row of the block at m0 may see, [left, right) all rows."""
+    last_row = tl.minimum(m0 + CONFIG.BLOCK_M, seq.num_rows) - 1
     start = 0
     stop = seq.num_valid
     full_start = 0
     full_stop = seq.num_valid
     if CONFIG.HAS_LEFT:
-        start = tl.maximum(start, first_row + seq.offset - masks.window_left)
+        start = tl.maximum(start, m0 + seq.offset - masks.window_left)
         full_start = tl.maximum(full_start, last_row + seq.offset - masks.window_left)
     if CONFIG.HAS_RIGHT:
         stop = tl.minimum(stop, last_row + seq.offset + masks.window_right + 1)
-        full_stop = tl.minimum(full_stop, first_row + seq.offset + masks.window_right + 1)
+        full_stop = tl.minimum(full_stop, m0 + seq.offset + masks.window_right + 1)
     return tiles(start, stop, full_start, full_stop, CONFIG.BLOCK_N, CONFIG.DENSE)
 
 
 @triton.jit
-def row_range(masks, seq, first_key, last_key, CONFIG: tl.constexpr):
-    """Rows [start, stop) that may see some key of a block, [full_start, full_stop) all keys."""
+def row_range(masks, seq, n0, CONFIG: tl.constexpr):
+    """Rows [first, stop) that may see some key of the block at n0, [left, right) all keys."""
+    last_key = tl.minimum(n0 + CONFIG.BLOCK_N, seq.num_keys) - 1
     start = 0
     stop = seq.num_rows
     full_start = 0
     full_stop = seq.num_rows
     if CONFIG.HAS_RIGHT:
-        start = tl.maximum(start, first_key - seq.offset - masks.window_right)
+        start = tl.maximum(start, n0 - seq.offset - masks.window_right)
         full_start = tl.maximum(full_start, last_key - seq.offset - masks.window_right)
     if CONFIG.HAS_LEFT:
         stop = tl.minimum(stop, last_key - seq.offset + masks.window_left + 1)
-        full_stop = tl.minimum(full_stop, first_key - seq.offset + masks.window_left + 1)
+        full_stop = tl.minimum(full_stop, n0 - seq.offset + masks.window_left + 1)
     return tiles(start, stop, full_start, full_stop, CONFIG.BLOCK_M, CONFIG.DENSE)
 
 
