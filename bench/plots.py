@@ -111,7 +111,7 @@ def _time_and_memory(curves: Curves, title: str, axis: str, path: Path) -> None:
 
 def _line(panel: Any, name: str, points: list[Point]) -> None:
     known = sorted((x, y) for x, y in points if y is not None)
-    emphasis = name in ("streamkl", "direct")
+    emphasis = name in OURS
     dashes = {"direct": "--"}.get(name, ":" if name.endswith("-graphs") else "-")
     panel.plot(
         [x for x, _ in known],

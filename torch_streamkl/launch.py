@@ -24,6 +24,7 @@ _log = logging.getLogger("torch_streamkl")
 # they should stay in a core's cache.
 STREAMING_BLOCK_ELEMENTS = 2**18
 STREAMING_MAX_KEYS = 512
+MOST_SHARES = 128  # of a block of rows or keys: their results are in memory side by side
 
 
 @dataclass(frozen=True)
@@ -376,12 +377,8 @@ def _head_mean_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -
 
 def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
     """Enough programs to fill the device twice, each with several tiles of keys."""
-    if problem.is_packed:
-        return 1
     programs = ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
-    wanted = 2 * multiprocessors(problem.student.q.device)
-    tiles = ceil_div(problem.seqlen_k, launch.block_n)
-    return max(1, min(wanted // max(programs, 1), tiles // 4, 128))
+    return _shared_by(problem, 2, programs, ceil_div(problem.seqlen_k, launch.block_n) // 4)
 
 
 def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
@@ -389,10 +386,15 @@ def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> in
 
     Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
     """
-    if problem.is_packed or problem.mask_value != -math.inf:
+    return 1 if problem.mask_value != -math.inf else _shared_by(problem, 4, programs, tiles)
+
+
+def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -> int:
+    """Shares of a block that give every multiprocessor ``each`` programs, ``most`` at most."""
+    if problem.is_packed:
         return 1
-    wanted = 4 * multiprocessors(problem.student.q.device)
-    return max(1, min(wanted // max(programs, 1), tiles))
+    wanted = each * multiprocessors(problem.student.q.device)
+    return max(1, min(wanted // max(programs, 1), most, MOST_SHARES))
 
 
 @functools.cache

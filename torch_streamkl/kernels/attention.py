@@ -14,6 +14,7 @@ from torch_streamkl.kernels import attention_backward as bwd
 from torch_streamkl.kernels import attention_forward as fwd
 from torch_streamkl.kernels import head_mean_launch
 from torch_streamkl.kernels.plans import Plan, Stage, plan_of, tensors_of
+from torch_streamkl.kernels.shares import new_shares, share_strides, sum_of_shares
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
 
@@ -136,25 +137,20 @@ def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) ->
     side = problem.student if student else problem.teacher
     stage = plan.stage(problem, "dq")
     splits = stage.launch.num_splits
-    if splits == 1:
-        dq, split_stride = torch.empty_like(side.q, memory_format=torch.contiguous_format), 0
-    else:
-        dq = torch.empty((splits, *side.q.shape), dtype=torch.float32, device=side.q.device)
-        split_stride = dq.stride(0)
+    shares = new_shares(side.q, splits)
     plan.run(
         ("dq", student),
         bwd.dq_kernel,
         (stage.programs, splits, 1),
         (
-            *shared.arguments, dq, *dq.stride()[-4:-1], side.scale / problem.temperature,
-            stage.num_blocks, problem.num_heads, stage.keys_per_split,
-            split_stride, plan.inv_temperature,
+            *shared.arguments, shares, *share_strides(shares), side.scale / problem.temperature,
+            stage.num_blocks, problem.num_heads, stage.keys_per_split, plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return dq if splits == 1 else dq.sum(0).to(side.q.dtype)
+    return sum_of_shares(shares, side.q)
 
 
 def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:

@@ -103,8 +103,8 @@ def dq_over(
 @triton.jit
 def dq_kernel(
     student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dq_ptr, dq_b, dq_h, dq_m, dq_scale,
-    num_blocks, num_heads, keys_per_split, split_stride, inv_temperature,
+    dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale,
+    num_blocks, num_heads, keys_per_split, inv_temperature,
     STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows over a share of the keys (all of them with one split)."""
@@ -146,9 +146,8 @@ def dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     if masks.cu_seqlens_q is not None:
         b = b * 0
-    out = (
-        dq_ptr + split.to(tl.int64) * split_stride + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
-    )
+    out = dq_ptr + split.to(tl.int64) * dq_split
+    out += b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
     out += (seq.start_q + rows.offs).to(tl.int64)[:, None] * dq_m + offs_d[None, :]
     tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < DIM))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels import head_mean as kernels
 from torch_streamkl.kernels.plans import LOG2E, plan_of, tensors_of
+from torch_streamkl.kernels.shares import new_shares, share_strides, sum_of_shares
 from torch_streamkl.launch import ceil_div, head_mean_splits
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
@@ -109,21 +110,21 @@ def _dq(
     ratio = problem.teacher.num_heads // problem.num_heads
     programs = stage.programs * (1 if student else ratio)
     splits, keys = _shares(problem, programs, stage.num_key_blocks, stage.launch.block_n)
-    shares = _new_shares(side.q, splits)
+    shares = new_shares(side.q, splits)
     plan.run(
         ("dq", student),
         kernels.mean_dq_kernel,
         (programs, splits, 1),
         (
             *plan.arguments(problem), grad, stats.student, stats.teacher, sums,
-            shares, *shares.stride()[:4], side.scale / problem.temperature,
+            shares, *share_strides(shares), side.scale / problem.temperature,
             stage.num_blocks, problem.num_heads, ratio, keys, plan.inv_temperature,
         ),
         (student, plan.helper, stage.config),
         stage.options,
         (*tensors_of(problem), grad, stats.student, stats.teacher, sums),
     )  # fmt: skip
-    return _sum_of_shares(shares, side.q)
+    return sum_of_shares(shares, side.q)
 
 
 def _dk(
@@ -135,14 +136,14 @@ def _dk(
     ratio = problem.teacher.num_heads // problem.num_heads
     programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
     splits, rows = _shares(problem, programs, stage.num_blocks, stage.launch.block_m)
-    shares = _new_shares(side.k, splits)
+    shares = new_shares(side.k, splits)
     plan.run(
         ("dk", student),
         kernels.mean_dk_kernel,
         (programs, splits, 1),
         (
             *plan.arguments(problem), grad, stats.student, stats.teacher, sums,
-            shares, *shares.stride()[:4], side.scale / problem.temperature,
+            shares, *share_strides(shares), side.scale / problem.temperature,
             stage.num_key_blocks, problem.num_heads, ratio, side.num_kv_heads,
             side.num_heads // side.num_kv_heads, rows, plan.inv_temperature,
         ),
@@ -150,19 +151,10 @@ def _dk(
         stage.options,
         (*tensors_of(problem), grad, stats.student, stats.teacher, sums),
     )  # fmt: skip
-    return _sum_of_shares(shares, side.k)
+    return sum_of_shares(shares, side.k)
 
 
 def _shares(problem: AttentionProblem, programs: int, tiles: int, block: int) -> tuple[int, int]:
     """Programs that share the tiles of a block, and the keys or rows of each."""
     splits = head_mean_splits(problem, programs, tiles)
     return splits, ceil_div(tiles, splits) * block
-
-
-def _new_shares(x: Tensor, splits: int) -> Tensor:
-    """[splits, *x.shape]: the result itself, or shares of it in float32."""
-    return x.new_empty((splits, *x.shape), dtype=x.dtype if splits == 1 else torch.float32)
-
-
-def _sum_of_shares(shares: Tensor, x: Tensor) -> Tensor:
-    return shares[0] if shares.shape[0] == 1 else shares.sum(0).to(x.dtype)
