@@ -74,7 +74,7 @@ def _free_cuda_graphs() -> None:
 
 
 # torch._dynamo.reset() asks every backend that was used for this
-streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]
+streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]  # functions declare none
 
 
 def inductor_options(*, strict: bool = False, explain: bool = False) -> dict[str, Any]:

@@ -172,17 +172,21 @@ def with_masked_sums(
     sums, lse_t, lse_s, num_keys, fill, HELPER: tl.constexpr, CONFIG: tl.constexpr
 ):
     """The second pass over the keys that are not allowed: they all look the same."""
-    absent = num_keys - sums.count
-    level_t = masked_level(sums.count, fill, CONFIG.T_SINK)
-    level_s = masked_level(sums.count, fill, CONFIG.S_SINK)
-    f, h, g = key_sums(level_t - lse_t, level_s - lse_s, HELPER)
-    some = absent > 0.0
-    return Sums(
-        sums.value + tl.where(some, f * absent, 0.0),
-        sums.h + tl.where(some, h * absent, 0.0),
-        sums.g + tl.where(some, g * absent, 0.0),
-        sums.count,
-    )
+    log_t = masked_level(sums.count, fill, CONFIG.T_SINK) - lse_t
+    log_s = masked_level(sums.count, fill, CONFIG.S_SINK) - lse_s
+    f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, HELPER)
+    return Sums(sums.value + f, sums.h + h, sums.g + g, sums.count)
+
+
+@triton.jit
+def sums_of_equal_keys(log_t, log_s, count, HELPER: tl.constexpr):
+    """f, h and g summed over ``count`` keys of each row with these log2-probabilities."""
+    f, h, g = key_sums(log_t, log_s, HELPER)
+    some = count > 0.0
+    return (
+        tl.where(some, f * count, 0.0), tl.where(some, h * count, 0.0),
+        tl.where(some, g * count, 0.0),
+    )  # fmt: skip
 
 
 @triton.jit

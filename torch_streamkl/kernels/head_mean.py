@@ -8,7 +8,12 @@ as elsewhere. A gradient to one teacher head needs its share of the mean, P_r / 
 import triton
 import triton.language as tl
 
-from torch_streamkl.kernels.attention_forward import finite_lse, key_sums, row_offset
+from torch_streamkl.kernels.attention_forward import (
+    finite_lse,
+    key_sums,
+    row_offset,
+    sums_of_equal_keys,
+)
 from torch_streamkl.kernels.rows import LN2, LOW, masked_level
 from torch_streamkl.kernels.scores import (
     allowed_tile,
@@ -181,9 +186,7 @@ def terms_of_masked(
     masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, count, fill,
     HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """The sums of f, h and g over keys that are not allowed (all look alike); log2 of their mean
-    and of a head's scores."""
-    absent = seq.num_keys - count
+    """f, h and g summed over the keys that are not allowed, log2 of their mean, their level."""
     level_t = masked_level(count, fill, CONFIG.T_SINK)
     top = tl.zeros_like(count) + LOW
     mass = tl.zeros_like(count)
@@ -191,13 +194,9 @@ def terms_of_masked(
         lse = load_lse(t_stats_ptr, masks, seq, b, h * ratio + r, teacher_heads, offs_m)
         top, mass = add_head(top, mass, level_t - lse)
     log_t = log_of_mean(top, mass, ratio)
-    level_s = masked_level(count, fill, CONFIG.S_SINK)
-    f, dh, dg = key_sums(log_t, level_s - lse_s, HELPER)
-    some = absent > 0.0
-    return (
-        tl.where(some, f * absent, 0.0), tl.where(some, dh * absent, 0.0),
-        tl.where(some, dg * absent, 0.0), log_t, level_t,
-    )  # fmt: skip
+    log_s = masked_level(count, fill, CONFIG.S_SINK) - lse_s
+    f, dh, dg = sums_of_equal_keys(log_t, log_s, seq.num_keys - count, HELPER)
+    return f, dh, dg, log_t, level_t
 
 
 @triton.jit
