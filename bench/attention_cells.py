@@ -138,11 +138,13 @@ def call_of(cell: Cell, device: torch.device, impl: str) -> Callable[..., Tensor
 
 # --------------------------------------------------------------------------------------- cases
 FEW_TILES = "few tiles of keys a block of rows: what precedes and follows them is not hidden"
+TWO_DIMS = "the portable kernels: those for Hopper take one head_dim on both sides"
 FULL_FLOAT32 = "float32 in full precision has no tensor core"
 MASK_REASONS = {
     "window": "two of the about 17 tiles of a block of rows are at an edge and are not skipped",
     "boolean": "a byte of mask is read and tested for every pair of scores",
     "additive": "a bias is read and added for every score of both sides",
+    "key lengths": "the portable kernels: those for Hopper take no lengths",
     "alibi": "distance and slope are computed for every score of both sides",
     "packed": "sequences of 1024 to 3072: few tiles a block of rows, rows of unequal length",
 }
@@ -173,7 +175,11 @@ def matrix() -> list[Cell]:
     ]
     cells += [cell(dim, mask, dtype) for dim in (64, 128) for mask in MASKS for dtype in DTYPES]
     pairs = ((64, 128), (32, 64), (128, 64))
-    cells += [cell(s, mask, teacher_dim=t) for s, t in pairs for mask in ("none", "causal")]
+    cells += [
+        cell(s, mask, teacher_dim=t, reason=TWO_DIMS)
+        for s, t in pairs
+        for mask in ("none", "causal")
+    ]
     cells += [cell(128, "causal", kv_heads=n) for n in (8, 1)]
     cells += [
         Cell(128, 128, "none", "bf16", 1, 32, 8, rows, 131072, "bound by memory: see GB/s")

@@ -71,6 +71,41 @@ def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @inside
+@pytest.mark.parametrize("name", ["gqa", "mqa", "mqa_causal", "varlen_causal"])
+def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dK whose heads are shared by programs is what one program gives."""
+    from torch_streamkl.kernels import attention
+
+    original, shares = attention.key_shares, []
+
+    def counted(*arguments: Any, **options: Any) -> int:
+        shares.append(original(*arguments, **options))
+        return shares[-1]
+
+    call = build(CASES[name])
+    monkeypatch.setattr(attention, "key_shares", counted)
+    shared = call.value_and_gradients("triton")
+    assert (max(shares) > 1) == name.endswith(("qa", "qa_causal"))
+    monkeypatch.setattr(attention, "key_shares", lambda *_, **__: 1)
+    for tensor, x in call.value_and_gradients("triton").items():
+        torch.testing.assert_close(shared[tensor], x)
+
+
+@inside
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("gqa", "mqa"))])
+def test_few_queries_of_a_group_are_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_streamkl.kernels import attention
+
+    original, found = attention.heads_as_rows, []
+    monkeypatch.setattr(
+        attention, "heads_as_rows", lambda problem: found.append(original(problem)) or found[-1]
+    )
+    build(CASES[name]).value_and_gradients("triton")
+    sizes = {rows.student.q.shape[1:3] for rows in found if rows is not None}
+    assert sizes == {"gqa_few_queries": {(2, 9)}, "mqa_one_query": {(1, 5)}}.get(name, set())
+
+
+@inside
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("split_keys")])
 def test_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases meant for split keys do split them, and one program gives the same."""

@@ -267,6 +267,38 @@ def test_incoming_gradients(kind: str, clamp: float, head_dim: int) -> None:
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("clamp", [0.0, 1e-3])  # the second has another kernel
+def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dK of eight heads that share keys: in four shares, and in one."""
+    from torch_streamkl.kernels import hopper_attention
+
+    case = spec(
+        128, heads=8, student_kv_heads=1, teacher_kv_heads=1, seqlen_q=150, seqlen_k=333,
+        is_causal=True, student_clamp=clamp, divergence="reverse_kl",
+    )  # fmt: skip
+    call = build(case).to(device="cuda")
+    for num_shares in (4, 1):
+        monkeypatch.setattr(hopper_attention, "key_shares", lambda *_, n=num_shares, **__: n)
+        plans.clear_plans()
+        check(call.value_and_gradients("hopper"), budget(call))
+    plans.clear_plans()
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("group", "blocks", "is_causal", "expected"),
+    [(32, 64, True, 4), (32, 64, False, 2), (4, 512, True, 1), (4, 128, True, 2), (6, 60, True, 6),
+     (1, 1, False, 1), (7, 40, False, 7)],
+)  # fmt: skip
+def test_key_shares(group: int, blocks: int, is_causal: bool, expected: int) -> None:
+    with FakeTensorMode():
+        q, k = (torch.empty(1, heads, 8192, 64) for heads in (group, 1))
+    problem = problem_of(q, k, q, k, window_right=0 if is_causal else None)[0]
+    assert launch.key_shares(problem, group, blocks, resident=1) == expected
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_cuda_graph() -> None:
     # kernels that begin beside the one before stay so in a graph
     call = build(spec(64, seqlen_q=300, seqlen_k=500)).to(device="cuda")
@@ -292,17 +324,23 @@ def test_needs_a_hopper_gpu() -> None:
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(("rows", "expected"), [(8192, "hopper"), (64, "triton"), (640, "triton")])
-def test_choice(rows: int, expected: str) -> None:
-    num_keys = 16384 if rows != 640 else 640  # small: launches would take longer than kernels
+@pytest.mark.parametrize(
+    ("batch", "rows", "keys", "expected"),
+    [
+        (1, 8192, 16384, "hopper"),
+        (1, 64, 16384, "triton"),  # few blocks of rows: the portable kernels split the keys
+        (16, 64, 16384, "triton"),  # enough, but a third of a block of rows is used
+        (1, 640, 640, "triton"),  # launches would take longer than kernels
+    ],
+)
+def test_choice(batch: int, rows: int, keys: int, expected: str) -> None:
     with FakeTensorMode():
         q, k = (
-            torch.empty(1, 32, n, 128, device="cuda", dtype=torch.bfloat16)
-            for n in (rows, num_keys)
+            torch.empty(batch, 32, n, 128, device="cuda", dtype=torch.bfloat16)
+            for n in (rows, keys)
         )
     problem = problem_of(q, k, q, k)[0]
     assert launch.select_implementation(problem, "hopper") == "hopper"
-    # few blocks of rows: the portable kernels split the keys
     assert launch.select_implementation(problem, "auto") == expected
 
 

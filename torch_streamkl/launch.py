@@ -74,6 +74,7 @@ LSE_UNIT = {
 # of the forward, from which "auto" takes the kernels for Hopper: about 0.1 ms on an H200. Below,
 # their launches, which make tensor descriptors on the host, take longer than the kernels.
 HOPPER_LEAST_FLOP = 2.0**35
+HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernels 64
 
 
 def select_implementation(problem: AttentionProblem, impl: str) -> str:
@@ -189,7 +190,12 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
         wanted = _flop(problem) >= HOPPER_LEAST_FLOP
     else:
         wanted = measured.implementation == "hopper"
-    return wanted and _fills_device(problem) and not _clamps_every_row(problem)
+    return (
+        wanted
+        and problem.seqlen_q >= HOPPER_LEAST_QUERIES
+        and _fills_device(problem)
+        and not _clamps_every_row(problem)
+    )
 
 
 def _clamps_every_row(problem: AttentionProblem) -> bool:
@@ -387,6 +393,17 @@ def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> in
     Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
     """
     return 1 if problem.mask_value != -math.inf else _shared_by(problem, 4, programs, tiles)
+
+
+def key_shares(problem: AttentionProblem, group: int, programs: int, resident: int) -> int:
+    """Programs that share the ``group`` query heads of a block of keys: a divisor of group.
+
+    ``resident`` programs run on a multiprocessor at once. Causal ones differ in length: half of
+    the work fills the gaps beside the longest.
+    """
+    each = resident if problem.window_right is None else 2 * resident
+    least = _shared_by(problem, each, programs, group)
+    return next(n for n in range(least, group + 1) if group % n == 0)
 
 
 def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -> int:

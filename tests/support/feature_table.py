@@ -45,7 +45,13 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "bias per side": ("bias",),
     "ALiBi slopes": ("alibi",),
     "attention sinks": ("sink", "sink_student", "sink_teacher_two_pass"),
-    "GQA, MQA, other groups per side": ("gqa", "mqa"),
+    "GQA, MQA, other groups per side": (
+        "gqa",
+        "mqa",
+        "mqa_causal",
+        "gqa_few_queries",
+        "mqa_one_query",
+    ),
     "head-averaged teacher": (
         "head_mean",
         "head_mean_groups",

@@ -327,6 +327,30 @@ CASES: dict[str, Spec] = {
     "sink_teacher_two_pass": Spec(teacher_sink=True, divergence="js", temperature=2.0),
     "gqa": Spec(heads=4, student_kv_heads=2, teacher_kv_heads=1, seqlen_q=9),
     "mqa": Spec(heads=3, student_kv_heads=1, teacher_kv_heads=3, seqlen_q=9),
+    "gqa_few_queries": Spec(
+        batch=2,
+        heads=6,
+        student_kv_heads=2,
+        teacher_kv_heads=2,
+        seqlen_q=3,
+        layout="bnhd",
+        mask="bool",
+        mask_shape=(True, False, False, True),
+        student_bias=(True, False, False, True),
+    ),
+    "mqa_one_query": Spec(
+        heads=5,
+        student_kv_heads=1,
+        teacher_kv_heads=1,
+        seqlen_q=1,
+        is_causal=True,
+        divergence="js",
+        key_lengths=True,
+        teacher_softcap=5.0,
+    ),
+    "mqa_causal": Spec(
+        heads=6, student_kv_heads=1, teacher_kv_heads=1, seqlen_q=37, seqlen_k=40, is_causal=True
+    ),
     "head_mean": Spec(heads=1, teacher_heads=3),
     "head_mean_groups": Spec(
         heads=2,

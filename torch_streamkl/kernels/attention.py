@@ -13,8 +13,10 @@ from torch import Tensor
 from torch_streamkl.kernels import attention_backward as bwd
 from torch_streamkl.kernels import attention_forward as fwd
 from torch_streamkl.kernels import head_mean_launch
+from torch_streamkl.kernels.few_queries import heads_as_rows, in_heads, of_rows
 from torch_streamkl.kernels.plans import Plan, Stage, plan_of, tensors_of
 from torch_streamkl.kernels.shares import new_shares, share_strides, sum_of_shares
+from torch_streamkl.launch import key_shares
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
 
@@ -26,6 +28,9 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launch.forward(problem)
+    rows = heads_as_rows(problem)
+    if rows is not None:
+        return in_heads(*forward(rows), problem)
     value, stats = RowStatistics.allocate(problem)
     plan = plan_of(problem)
     stage = plan.stage(problem, "forward")
@@ -113,6 +118,15 @@ def backward(
     if problem.head_mean:
         return head_mean_launch.backward(problem, stats, grad, wanted)
     grad = grad.to(torch.float32).contiguous()
+    rows = heads_as_rows(problem)
+    if rows is not None:
+        dq, dk, teacher_dq, teacher_dk = backward(rows, *of_rows(stats, grad, rows), wanted)
+        return (
+            None if dq is None else dq.view(problem.student.q.shape),
+            dk,
+            None if teacher_dq is None else teacher_dq.view(problem.teacher.q.shape),
+            teacher_dk,
+        )
     plan = plan_of(problem)
     shared = Shared(
         (*plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride),
@@ -157,18 +171,20 @@ def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) ->
     side = problem.student if student else problem.teacher
     stage = plan.stage(problem, "dk")
     programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
-    dk = torch.empty_like(side.k, memory_format=torch.contiguous_format)
+    group = problem.num_heads // side.num_kv_heads
+    num_shares = key_shares(problem, group, programs, resident=2)
+    shares = new_shares(side.k, num_shares)
     plan.run(
         ("dk", student),
         bwd.dk_kernel,
-        (programs, 1, 1),
+        (programs * num_shares, 1, 1),
         (
-            *shared.arguments, dk, *dk.stride()[:3], side.scale / problem.temperature,
-            stage.num_key_blocks, problem.num_heads, side.num_kv_heads,
-            problem.num_heads // side.num_kv_heads, plan.inv_temperature,
+            *shared.arguments, shares, *share_strides(shares), side.scale / problem.temperature,
+            stage.num_key_blocks, problem.num_heads, group, group // num_shares,
+            plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return dk
+    return sum_of_shares(shares, side.k)

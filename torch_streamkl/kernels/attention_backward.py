@@ -194,26 +194,29 @@ def dk_over(
 @triton.jit
 def dk_kernel(
     student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dk_ptr, dk_b, dk_h, dk_n, dk_scale,
-    num_blocks, num_heads, num_kv_heads, group, inv_temperature,
+    dk_ptr, dk_share, dk_b, dk_h, dk_n, dk_scale,
+    num_blocks, num_heads, group, heads_of_share, inv_temperature,
     STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys of one key head: the sum over the query heads that share it."""
+    """dK of a block of keys of one key head: the sum over (a share of) its query heads."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
     block, sequence = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
-    b = sequence // num_kv_heads
-    kv = sequence % num_kv_heads
+    num_shares = num_heads // heads_of_share  # of all key heads
+    b = sequence // num_shares
+    first_head = sequence % num_shares * heads_of_share
+    kv = first_head // group
+    share = first_head % group // heads_of_share
     n0 = block * BLOCK_N
-    sizes = bind_sequence(masks, b, kv * group, CONFIG)
+    sizes = bind_sequence(masks, b, first_head, CONFIG)
     if n0 >= sizes.num_keys:
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # without the option address arithmetic is hoisted out of this loop until registers spill
-    for member in tl.range(0, group, num_stages=1, disable_licm=True):
-        h = kv * group + member
+    for member in tl.range(0, heads_of_share, num_stages=1, disable_licm=True):
+        h = first_head + member
         seq = bind_sequence(masks, b, h, CONFIG)
         s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
         t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
@@ -255,7 +258,8 @@ def dk_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     if masks.cu_seqlens_q is not None:
         b = b * 0
-    out = dk_ptr + b.to(tl.int64) * dk_b + kv.to(tl.int64) * dk_h
+    out = dk_ptr + share.to(tl.int64) * dk_share
+    out += b.to(tl.int64) * dk_b + kv.to(tl.int64) * dk_h
     out += (sizes.start_k + offs_n).to(tl.int64)[:, None] * dk_n + offs_d[None, :]
     inside = (offs_n[:, None] < sizes.num_keys) & (offs_d[None, :] < DIM)
     tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)

@@ -18,12 +18,14 @@ from torch_streamkl.kernels import hopper_forward as fwd
 from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
 from torch_streamkl.kernels.hopper_parts import unite_rows_kernel
 from torch_streamkl.kernels.plans import LOG2E, Plan, config_of, plan_of
+from torch_streamkl.kernels.shares import as_heads, new_shares, sum_of_shares
 from torch_streamkl.launch import (
     HOPPER_AGAIN,
     HopperLaunch,
     ceil_div,
     hopper_backward_launch,
     hopper_launch,
+    key_shares,
     parts_of_last_round,
 )
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
@@ -149,14 +151,15 @@ def backward(
         (wanted.teacher_q, False, True),
     ):
         if is_wanted:
-            found = _gradient(problem, stats, grad, student, rows, is_first=not gradients)
-            gradients[student, rows] = found
-    return (
-        gradients.get((True, True)),
-        gradients.get((True, False)),
-        gradients.get((False, True)),
-        gradients.get((False, False)),
-    )
+            shares = _gradient(problem, stats, grad, student, rows, is_first=not gradients)
+            gradients[student, rows] = shares
+    # added up once all kernels are on their way: the next need not wait for a sum
+    inputs = {
+        (True, True): problem.student.q, (True, False): problem.student.k,
+        (False, True): problem.teacher.q, (False, False): problem.teacher.k,
+    }  # fmt: skip
+    found = {key: sum_of_shares(shares, inputs[key]) for key, shares in gradients.items()}
+    return tuple(found.get(key) for key in inputs)
 
 
 def _gradient(
@@ -167,7 +170,10 @@ def _gradient(
     rows: bool,
     is_first: bool,
 ) -> Tensor:
-    """dQ (rows) or dK of one side; all but the first may begin before the one before ends."""
+    """Shares of dQ (rows) or dK of one side.
+
+    All but the first may begin before the one before ends.
+    """
     plan = plan_of(problem)
     sides = (problem.student, problem.teacher)
     statistics = (stats.student, stats.teacher)
@@ -176,13 +182,14 @@ def _gradient(
     x, length = (own.q, problem.seqlen_q) if rows else (own.k, problem.seqlen_k)
     outer = (own.q, other.q) if rows else (own.k, other.k)
     inner = (own.k, other.k) if rows else (own.q, other.q)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     task = plan.kept(("task", student, rows), lambda: _task(problem, plan, own, student, rows))
     num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
+    shares = new_shares(x, task.SHARES)
+    out = as_heads(shares)
     plan.run(
         ("gradient", student, rows, is_first),
         bwd.backward_kernel,
-        (num_blocks * x.shape[1] * problem.batch, 1, 1),
+        (num_blocks * x.shape[1] * task.SHARES * problem.batch, 1, 1),
         (
             *(descriptor(plan, t, task.BLOCK) for t in outer),
             *(descriptor(plan, t, task.INNER) for t in inner),
@@ -195,7 +202,7 @@ def _gradient(
         {"num_warps": 4, "launch_pdl": not is_first},
         (grad,),
     )  # fmt: skip
-    return out
+    return shares
 
 
 def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows: bool) -> bwd.Task:
@@ -204,6 +211,11 @@ def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows:
         floor = None
     plain = floor is not None
     launch = hopper_backward_launch(problem, has_logarithms=not plain)
+    group, num_shares = _group(own), 1
+    if not rows:
+        blocks = ceil_div(problem.seqlen_k, launch.groups * launch.block_m)
+        programs = blocks * own.num_kv_heads * problem.batch
+        num_shares = key_shares(problem, group, programs, resident=1)
     return bwd.Task(
         ROWS=rows,
         STUDENT=student,
@@ -212,7 +224,8 @@ def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows:
         CLAMP=0.0 if floor is None else math.exp(floor),
         FOLDED=plain and floor == -math.inf and not rows,
         FORM=plan.form,
-        GROUP_SIZE=_group(own),
+        GROUP_SIZE=group // num_shares,
+        SHARES=num_shares,
         HEAD_DIM=own.head_dim,
         BLOCK=launch.block_m,
         INNER=launch.block_n,

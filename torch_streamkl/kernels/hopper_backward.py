@@ -70,7 +70,8 @@ class Task(NamedTuple):
     CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
     FOLDED: bool  # NOTE [Folded gradients]
     FORM: Any
-    GROUP_SIZE: int  # query heads that share a key head
+    GROUP_SIZE: int  # query heads that share a key head; for dK those of one of its SHARES
+    SHARES: int  # of dK: programs that share the query heads of a block of keys
     HEAD_DIM: int
     BLOCK: int  # outer rows of a warp group
     INNER: int  # rows of an inner tile
@@ -98,7 +99,6 @@ class Work(NamedTuple):
 
     b: Any
     first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK
-    kv: Any
     start: Any  # first row or key of the block
     first_tile: Any  # of the inner tiles
     num_tiles: Any  # of all heads together
@@ -120,7 +120,7 @@ class Statistics(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The gradient: pointer, strides and factor."""
+    """The gradient, or the program's share of it: pointer, strides and factor."""
 
     ptr: Any
     stride_b: Any
@@ -160,7 +160,8 @@ def load_all(
 ):
     """The loading warp: the outer tiles once, then every inner tile into a slot that is empty."""
     GROUPS: gl.constexpr = TASK.GROUPS
-    head = work.first_head if TASK.ROWS else work.kv
+    kv = work.first_head // (TASK.GROUP_SIZE * TASK.SHARES)
+    head = work.first_head if TASK.ROWS else kv
     mbarrier.expect(
         tiles.outer_bar,
         GROUPS * (own_outer.block_type.nbytes + other_outer.block_type.nbytes),
@@ -179,7 +180,7 @@ def load_all(
         tile = gl.minimum(i, work.num_tiles - 1)
         member = tile % TASK.GROUP_SIZE
         if TASK.ROWS:
-            head = work.kv
+            head = kv
             row = (work.first_tile - tile) * TASK.INNER
         else:
             head = work.first_head + member
@@ -357,10 +358,10 @@ def accumulate(
     else:
         inside = rows < work.seqlen_k
         acc = acc * factor
-        head = work.kv
+        head = work.first_head // TASK.GROUP_SIZE  # shares are heads of their own
     out = output.ptr + work.b.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
     out = out + gl.expand_dims(rows.to(gl.int64) * output.stride_n, 1) + gl.expand_dims(dims, 0)
-    gl.store(out, acc.to(dtype), mask=gl.expand_dims(inside, 1))
+    gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=gl.expand_dims(inside, 1))
     gdc_wait()  # NOTE [One gradient beside the next]
 
 
@@ -368,7 +369,8 @@ def accumulate(
 @gluon.jit(do_not_specialize=["num_blocks", "seqlen_q", "seqlen_k"])
 def backward_kernel(
     own_outer, other_outer, own_inner, other_inner,
-    grad_ptr, own_stats, other_stats, stats_stride, out_ptr, out_b, out_h, out_n, out_scale,
+    grad_ptr, own_stats, other_stats, stats_stride,
+    out_ptr, out_b, out_h, out_n, out_scale,
     num_blocks, num_heads, seqlen_q, seqlen_k, own_scale, other_scale,
     HELPER: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
@@ -384,15 +386,13 @@ def backward_kernel(
     if TASK.ROWS:
         b = sequence // num_heads
         first_head = sequence % num_heads
-        kv = first_head // TASK.GROUP_SIZE
         stop = start + TASK.GROUPS * TASK.BLOCK
         num_tiles = tiles_met(stop, seqlen_q, seqlen_k, TASK.INNER, TASK.CAUSAL)
         first_tile = num_tiles - 1  # from the last to the first
     else:
-        num_kv_heads = num_heads // TASK.GROUP_SIZE
-        b = sequence // num_kv_heads
-        kv = sequence % num_kv_heads
-        first_head = kv * TASK.GROUP_SIZE
+        num_groups = num_heads // TASK.GROUP_SIZE
+        b = sequence // num_groups
+        first_head = sequence % num_groups * TASK.GROUP_SIZE
         num_tiles = (seqlen_q + TASK.INNER - 1) // TASK.INNER
         first_tile = start * 0
         if TASK.CAUSAL:  # row i sees key j where j <= i + offset
@@ -400,7 +400,7 @@ def backward_kernel(
             first_tile = gl.minimum(gl.maximum(start - offset, 0) // TASK.INNER, num_tiles)
         num_tiles = (num_tiles - first_tile) * TASK.GROUP_SIZE
     work = Work(
-        b, first_head, kv, start, first_tile, num_tiles, num_tiles + (num_tiles & 1),
+        b, first_head, start, first_tile, num_tiles, num_tiles + (num_tiles & 1),
         seqlen_q, seqlen_k, own_scale, other_scale,
     )  # fmt: skip
     head_row = (b * num_heads + first_head).to(gl.int64) * seqlen_q

@@ -7,17 +7,27 @@ from torch import Tensor
 
 
 def new_shares(x: Tensor, splits: int) -> Tensor:
-    """Where a gradient to x is written: as x, or with more than one share [splits, *x.shape]."""
+    """Where a gradient to x is written.
+
+    That is as x, or with more than one share [batch, num_heads, splits, seqlen, head_dim].
+    """
     if splits == 1:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    return x.new_empty((splits, *x.shape), dtype=torch.float32)
+    shape = (*x.shape[:2], splits, *x.shape[2:])
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def share_strides(shares: Tensor) -> tuple[int, ...]:
     """Strides of shares, batch, heads and sequence."""
-    return (shares.stride(0), *shares.stride()[-4:-1])
+    strides = shares.stride()
+    return (0, *strides[:3]) if shares.dim() == 4 else (strides[2], *strides[:2], strides[3])
+
+
+def as_heads(shares: Tensor) -> Tensor:
+    """Shares as heads of their own, [batch, num_heads * splits, seqlen, head_dim]."""
+    return shares if shares.dim() == 4 else shares.flatten(1, 2)
 
 
 def sum_of_shares(shares: Tensor, x: Tensor) -> Tensor:
     """The gradient to x, summed in a fixed order."""
-    return shares if shares.dim() == x.dim() else shares.sum(0).to(x.dtype)
+    return shares if shares.dim() == 4 else shares.sum(2).to(x.dtype)
