@@ -168,6 +168,23 @@ def test_only_marked_blocks_are_computed_again(window_right: int | None) -> None
 
 
 @inside
+@pytest.mark.parametrize(("clamp", "is_reached"), [(1e-30, False), (1e-4, True)])
+def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool) -> None:
+    """NOTE [Rows without a clamped key] in hopper_backward.py: even where P is 0 below it."""
+    from torch_streamkl.kernels import attention
+
+    q, k = torch.randn(2, 1, 2, 40, 16).unbind(0)
+    functional = named("forward_kl", student_clamp=clamp).text
+    for size in (1.0, 100.0):  # of the teacher's scores: the second leaves one key a row, P = 1
+        problem = problem_of(2 * q, k, size * q, k, functional=functional)[0]
+        form = problem.functional.closed_form
+        assert form is not None and form.ts == -1.0
+        _, stats = attention.forward(problem)
+        assert ((stats.student_sum != form.ts) == is_reached).all()
+        assert size == 1.0 or (stats.student_sum + 1.0).abs().max() < 1e-4
+
+
+@inside
 @pytest.mark.filterwarnings("ignore:overflow")  # of the ratio that is not used then
 def test_denominators_of_any_two_sizes() -> None:
     """As in test_attention_numerics.py; sums relative to a fixed base may be far apart."""

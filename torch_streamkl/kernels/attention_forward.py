@@ -302,6 +302,8 @@ def forward_block(
             value = sums.value
             h_sum = sums.h
             g_sum = sums.g
+            if CONFIG.GUARDED:  # NOTE [Rows without a clamped key] in hopper_backward.py
+                h_sum = tl.where(h_sum == FORM.TS, FORM.TS * (1.0 - 2.0**-23), h_sum)
     out = row_offset(bh, h, seq, masks) + rows.offs
     store_rows(
         value_ptr,

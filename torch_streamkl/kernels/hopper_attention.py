@@ -222,7 +222,7 @@ def _task(problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows:
         CAUSAL=problem.window_right is not None,
         PLAIN=plain,
         CLAMP=0.0 if floor is None else math.exp(floor),
-        FOLDED=plain and floor == -math.inf and not rows,
+        FOLDED=plain and not rows,
         FORM=plan.form,
         GROUP_SIZE=group // num_shares,
         SHARES=num_shares,

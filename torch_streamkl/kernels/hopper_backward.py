@@ -18,8 +18,14 @@ puts them into shared memory beside the tile; there the lse = -inf of rows witho
 
 NOTE [Folded gradients]
 For a plain dK the loading warp takes log2 |incoming gradient| off both log-sum-exps of a row, so
-that the probabilities come multiplied by it (2^-inf = 0 where it is 0). Signs are kept beside, and
-a tile with a negative one multiplies by them; the gradients of a mean or of a sum have none.
+that the probabilities come multiplied by it (2^-inf = 0 where it is 0), and so does the clamp that
+they are compared with. Signs are kept beside, and a tile with a negative one multiplies by them;
+the gradients of a mean or of a sum have none.
+
+NOTE [Rows without a clamped key]
+A clamp takes three instructions for every pair of query and key, and most rows have no probability
+below it. Their key sum is FORM.TS, to the bit (`finish` in rows.py), and that of a row which was
+computed again is not (`forward_block`): a tile whose rows all have it leaves the clamp out.
 
 NOTE [One gradient beside the next]
 A backward launches one kernel per gradient, and none reads what another writes. The last programs
@@ -56,8 +62,10 @@ from torch_streamkl.kernels.rows import place_of, score_gradient
 
 LOADER_REGISTERS = gl.constexpr(32)
 # what `along` finds of a row, in this order
-OWN_LSE, OTHER_LSE, KEY_SUM, GRAD = (gl.constexpr(i) for i in range(4))
-NUM_STATISTICS = gl.constexpr(4)
+OWN_LSE, OTHER_LSE, KEY_SUM, GRAD, CLAMP = (gl.constexpr(i) for i in range(5))
+NUM_STATISTICS = gl.constexpr(5)
+# what some row of a tile has: a negative incoming gradient (FOLDED), a probability below the clamp
+NEGATIVE, CLAMPED = gl.constexpr(1), gl.constexpr(2)
 
 
 class Task(NamedTuple):
@@ -88,7 +96,7 @@ class Tiles(NamedTuple):
     own_inner: Any
     other_inner: Any
     statistics: Any  # of the inner rows, by slot
-    negative: Any  # by slot: whether an inner row's incoming gradient is (FOLDED)
+    marks: Any  # by slot: NEGATIVE and CLAMPED, of dK's inner rows
     outer_bar: Any
     full: Any
     empty: Any
@@ -131,9 +139,10 @@ class Output(NamedTuple):
 
 @gluon.jit
 def load_statistics(stats, member, row, seqlen_q, TASK: gl.constexpr):
-    """own lse, other lse, key sum and incoming gradient of rows of a head.
+    """own lse, other lse, key sum, incoming gradient and clamp of rows of a head.
 
-    Where FOLDED, the gradient's size is in both lse, and only its sign is left.
+    Where FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left.
+    With a clamp, the key sum is that of P where S is not below it.
     """
     inside = row < seqlen_q
     row = row + (stats.head_row + member * seqlen_q)
@@ -141,17 +150,27 @@ def load_statistics(stats, member, row, seqlen_q, TASK: gl.constexpr):
     other = finite_lse(gl.load(stats.other + row, mask=inside, other=0.0))
     grad = gl.load(stats.grad + row, mask=inside, other=0.0)
     key_sum = grad  # nobody reads it
+    clamp = TASK.CLAMP
+    if not TASK.PLAIN or TASK.CLAMP > 0.0:
+        key_sum = gl.load(stats.key_sum + row, mask=inside, other=TASK.FORM.TS)
     if TASK.FOLDED:
-        size = gl.log2(gl.abs(grad))
-        own = own - size
-        other = other - size
+        size = gl.abs(grad)
+        clamp = size * TASK.CLAMP
+        own = own - gl.log2(size)
+        other = other - gl.log2(size)
         grad = gl.where(grad < 0.0, -1.0, 1.0)
-    elif not TASK.PLAIN:
-        key_sum = gl.load(stats.key_sum + row, mask=inside, other=0.0)
-    elif TASK.CLAMP > 0.0:
-        mass = gl.load(stats.key_sum + row, mask=inside, other=0.0)
-        key_sum = mass * (1.0 / TASK.FORM.TS)
-    return own, other, key_sum, grad
+    return own, other, key_sum, grad, clamp
+
+
+@gluon.jit
+def marks_of(kept, TASK: gl.constexpr):
+    """NEGATIVE and CLAMPED of rows with these statistics."""
+    marks = gl.to_tensor(0)
+    if TASK.FOLDED:
+        marks = marks | gl.max((kept[GRAD] < 0.0).to(gl.int32), 0) * NEGATIVE
+    if TASK.CLAMP > 0.0:
+        marks = marks | gl.max((kept[KEY_SUM] != TASK.FORM.TS).to(gl.int32), 0) * CLAMPED
+    return marks
 
 
 @gluon.jit
@@ -188,22 +207,24 @@ def load_all(
         full = tiles.full.index(slot)
         if not TASK.ROWS:  # they arrive while the slot is not empty yet
             rows = row + gl.arange(0, TASK.INNER, layout=lanes)
-            own, other, key_sum, grad = load_statistics(stats, member, rows, work.seqlen_q, TASK)
+            found = load_statistics(stats, member, rows, work.seqlen_q, TASK)
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, TASK.SLOTS) ^ 1)
         mbarrier.expect(full, own_inner.block_type.nbytes + other_inner.block_type.nbytes)
         async_load(own_inner, [work.b, head, row, 0], full, tiles.own_inner.index(slot))
         async_load(other_inner, [work.b, head, row, 0], full, tiles.other_inner.index(slot))
         if not TASK.ROWS:
             statistics = slot * NUM_STATISTICS
-            tiles.statistics.index(statistics + OWN_LSE).store(own)
-            tiles.statistics.index(statistics + OTHER_LSE).store(other)
+            tiles.statistics.index(statistics + OWN_LSE).store(found[OWN_LSE])
+            tiles.statistics.index(statistics + OTHER_LSE).store(found[OTHER_LSE])
+            tiles.statistics.index(statistics + GRAD).store(found[GRAD])
             if not TASK.PLAIN or TASK.CLAMP > 0.0:
-                tiles.statistics.index(statistics + KEY_SUM).store(key_sum)
-            tiles.statistics.index(statistics + GRAD).store(grad)
+                tiles.statistics.index(statistics + KEY_SUM).store(found[KEY_SUM])
             if TASK.FOLDED:
-                negative = gl.max((grad < 0.0).to(gl.int32), 0)
+                if TASK.CLAMP > 0.0:
+                    tiles.statistics.index(statistics + CLAMP).store(found[CLAMP])
                 one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-                tiles.negative.index(slot).store(gl.full([1], negative, gl.int32, layout=one))
+                marks = marks_of(found, TASK)
+                tiles.marks.index(slot).store(gl.full([1], marks, gl.int32, layout=one))
             mbarrier.arrive(full, count=1)
 
 
@@ -218,13 +239,13 @@ def along(kept, tiles, slot, WHICH: gl.constexpr, layout: gl.constexpr, TASK: gl
 
 
 @gluon.jit
-def has_negative(tiles, slot, TASK: gl.constexpr):
-    """Whether a tile has a negative incoming gradient, where signs are not in the scores."""
+def marks_in(tiles, slot, marks, TASK: gl.constexpr):
+    """NEGATIVE and CLAMPED of a tile; for dQ they are those of the warp group's rows."""
     if TASK.FOLDED:
         every: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
-        return gl.max(tiles.negative.index(slot).load(every), 0) != 0
+        return gl.max(tiles.marks.index(slot).load(every), 0)
     else:
-        return False
+        return marks
 
 
 @gluon.jit
@@ -238,7 +259,9 @@ def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr):
 
 
 @gluon.jit
-def second_half(x, other, kept, tiles, slot, scale, HELPER: gl.constexpr, TASK: gl.constexpr):
+def second_half(
+    x, other, kept, tiles, slot, marks, scale, HELPER: gl.constexpr, TASK: gl.constexpr
+):
     """d(value)/d(own score) without FORM.TS if PLAIN, for dK times the incoming gradient (its size
     where FOLDED).
     """
@@ -246,9 +269,15 @@ def second_half(x, other, kept, tiles, slot, scale, HELPER: gl.constexpr, TASK: 
     y = other * scale - along(kept, tiles, slot, OTHER_LSE, layout, TASK)
     if TASK.PLAIN:
         d = exp2(y)
-        if TASK.CLAMP > 0.0:
-            mass = along(kept, tiles, slot, KEY_SUM, layout, TASK)
-            d = gl.where(x >= TASK.CLAMP, d, 0.0) - x * mass
+        if TASK.CLAMP > 0.0:  # NOTE [Rows without a clamped key]
+            if (marks & CLAMPED) != 0:
+                mass = along(kept, tiles, slot, KEY_SUM, layout, TASK) * (1.0 / TASK.FORM.TS)
+                clamp = TASK.CLAMP
+                if TASK.FOLDED:
+                    clamp = along(kept, tiles, slot, CLAMP, layout, TASK)
+                d = gl.where(x >= clamp, d, 0.0) - x * mass
+            else:
+                d = d - x
         else:
             d = d - x
     else:
@@ -300,6 +329,7 @@ def accumulate(
         complete = complete_keys(first, work.seqlen_q, work.seqlen_k, TASK.CAUSAL)
         num_masked = work.first_tile + 1 - complete // TASK.INNER
         kept = load_statistics(stats, 0, outer, work.seqlen_q, TASK)
+        marks_of_rows = marks_of(kept, TASK)
     else:
         num_masked = 0
         if TASK.CAUSAL:
@@ -307,7 +337,8 @@ def accumulate(
             last_key = gl.minimum(first + TASK.BLOCK, work.seqlen_k) - 1
             complete = (gl.maximum(last_key - offset, 0) + TASK.INNER - 1) // TASK.INNER
             num_masked = (complete - work.first_tile) * TASK.GROUP_SIZE
-        kept = (0, 0, 0, 0)  # they come with the tiles
+        kept = (0, 0, 0, 0, 0)  # they come with the tiles
+        marks_of_rows = 0
     zero = gl.full([TASK.BLOCK, TASK.INNER], 0.0, gl.float32, layout=mma)
     acc = gl.full([TASK.BLOCK, TASK.HEAD_DIM], 0.0, gl.float32, layout=out_mma)
     own_outer = flat(tiles.own_outer.index(GROUP))
@@ -331,8 +362,10 @@ def accumulate(
                     pred=i + 1 < work.num_loads,
                 )
                 own = start_scores(own_outer, tiles.own_inner.index(following), zero)
-                d = second_half(x, other, kept, tiles, slot, work.other_scale, HELPER, TASK)
-                if (i < num_masked) | (i >= work.num_tiles) | has_negative(tiles, slot, TASK):
+                marks = marks_in(tiles, slot, marks_of_rows, TASK)
+                scale = work.other_scale
+                d = second_half(x, other, kept, tiles, slot, marks, scale, HELPER, TASK)
+                if (i < num_masked) | (i >= work.num_tiles) | ((marks & NEGATIVE) != 0):
                     d = visible(d, work, outer, i, TASK)
                     if TASK.FOLDED:
                         d = d * along(kept, tiles, slot, GRAD, mma, TASK)

@@ -204,8 +204,8 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
     excess = tl.where(near, tl.math.log2(tl.where(near, ratio, 1.0)), depth_t - depth_s)
     scale_t = tl.math.exp2(-depth_t)
     scale_s = tl.math.exp2(-depth_s)
-    mass_t = state.l_t * scale_t
-    mass_s = state.l_s * scale_s
+    mass_t = total_mass(state.l_t, scale_t, CONFIG.T_SINK)
+    mass_s = total_mass(state.l_s, scale_s, CONFIG.S_SINK)
     e_t = mass_t * 0.0
     e_s = mass_s * 0.0
     if FORM.TT != 0.0 or FORM.TS != 0.0:
@@ -220,6 +220,15 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
     h = e_s + FORM.TS * mass_t + (FORM.SS + FORM.S) * mass_s
     g = e_t + (FORM.TT + FORM.T) * mass_t + FORM.ST * mass_s
     return lse_t, lse_s, value, h, g
+
+
+@triton.jit
+def total_mass(mass, scale, HAS_SINK: tl.constexpr):
+    """The sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
+    if HAS_SINK:
+        return mass * scale
+    else:
+        return tl.where(mass > 0.0, 1.0, mass)  # NaN stays
 
 
 @triton.jit
