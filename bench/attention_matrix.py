@@ -46,7 +46,7 @@ from bench.table import number
 
 LEAST_SHARE = 0.6  # of the best rate at a head_dim; a row below shows its reason
 QUEUED_MS = 10.0  # of waiting that the device does while the host issues short calls
-SHORT_MS = 2.0
+SHORT_MS = 2.0  # timed together with others
 LONG_MS = 100.0  # timed once more after the first time
 
 
@@ -107,18 +107,18 @@ def _run_cell(cell: Cell, device: torch.device, impl: str, rounds: int, rows: in
 
 
 def median_ms(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Time of a call; short ones are issued while the device waits, so that it never idles."""
+    """Time of a call, issued while the device waits: what the host takes is not in it."""
     start = _now(device)
     call()
     end = _now(device)
     synchronize(device)
     estimate = _elapsed_ms(start, end)
-    repeats, is_short = 1, estimate < SHORT_MS
-    if is_short:
+    repeats = 1
+    if estimate < SHORT_MS:
         repeats = 20 if device.type == "cuda" else 2
     times = []
     for _ in range(rounds if estimate < LONG_MS else 1):
-        if is_short and device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda._sleep(int(QUEUED_MS * 1.7e6))  # cycles
         start = _now(device)
         for _ in range(repeats):
