@@ -374,8 +374,9 @@ def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> 
 
 def _head_mean_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
     # Every head's tiles pass through a program. The next head's are loaded meanwhile where there
-    # is room, and eight warps hold a tile of the mean and a gradient (compiled for sm_80, sm_90
-    # and sm_100, not measured).
+    # is room, and eight warps hold a tile of the mean and a gradient.
+    if shared_kib >= 200 and not wide:
+        return TritonLaunch(64, 64, 8, 2)
     if shared_kib >= 120 and not wide:
         return TritonLaunch(32, 64, 8, 2) if kernel == "dk" else TritonLaunch(64, 32, 8, 2)
     return replace(_default_launch(kernel, head_dim, wide, shared_kib), num_stages=1)
