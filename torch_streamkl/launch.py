@@ -303,7 +303,7 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
     elif device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
         launch = TritonLaunch(16, 16, 4, 1)
     elif problem.head_mean:
-        launch = _head_mean_launch(kernel, widest, wide, shared_memory_kib(device))
+        launch = _head_mean_launch(kernel, widest, wide, device)
     else:
         launch = _default_launch(kernel, widest, wide, shared_memory_kib(device))
     if kernel == "dk":
@@ -372,10 +372,14 @@ def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> 
     return TritonLaunch(64, 32, 4, 1) if kernel == "dq" else TritonLaunch(32, 64, 4, 1)
 
 
-def _head_mean_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
+def _head_mean_launch(
+    kernel: str, head_dim: int, wide: bool, device: torch.device
+) -> TritonLaunch:
     # Every head's tiles pass through a program. The next head's are loaded meanwhile where there
-    # is room, and eight warps hold a tile of the mean and a gradient.
-    if shared_kib >= 200 and not wide:
+    # is room, and eight warps hold a tile of the mean and a gradient. Larger tiles read operands
+    # half as often, and spill where the accumulators of matmuls are not registers (sm_100).
+    shared_kib = shared_memory_kib(device)
+    if shared_kib >= 120 and not wide and compute_capability(device) == (9, 0):
         return TritonLaunch(64, 64, 8, 2)
     if shared_kib >= 120 and not wide:
         return TritonLaunch(32, 64, 8, 2) if kernel == "dk" else TritonLaunch(64, 32, 8, 2)

@@ -31,6 +31,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": (9, 4)}
 SHARED_LIMIT_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 _TYPES = {
@@ -83,6 +84,7 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
     patches = {
         "multiprocessors": MULTIPROCESSORS[target],
         "shared_memory_kib": SHARED_LIMIT_KIB[target],
+        "compute_capability": CAPABILITY[target],
         "device_name": target,  # whose launches nobody has tuned
     }
     saved = {name: getattr(launch, name) for name in patches}
