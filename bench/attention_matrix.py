@@ -183,6 +183,7 @@ class Matrix:
     copy_gbytes: float
     rows: list[Row]
     is_complete: bool = False
+    note: str = ""  # by hand: what a reader of the record has to know
 
     def save(self, path: Path) -> None:
         """After every row: written beside the old file and moved over it."""
@@ -194,8 +195,12 @@ class Matrix:
     @classmethod
     def load(cls, path: Path) -> Matrix:
         content = json.loads(path.read_text())
-        content["rows"] = [Row(**{**row, "cell": Cell(**row["cell"])}) for row in content["rows"]]
-        return cls(**content)
+        rows = [Row(**{**row, "cell": Cell(**row["cell"])}) for row in content["rows"]]
+        known = {replace(cell, reason=""): cell.reason for cell in matrix()}  # as of today
+        for row in rows:
+            reason = known.get(replace(row.cell, reason="")) or row.cell.reason
+            row.cell = replace(row.cell, reason=reason)
+        return cls(**{**content, "rows": rows})
 
     def best(self) -> dict[int, tuple[float, float]]:
         """The best rates at each head_dim, forward and backward."""
@@ -288,6 +293,8 @@ def markdown(matrix: Matrix) -> str:
     ]
     if not matrix.is_complete:
         lines += ["The run was interrupted; what it had measured is here.", ""]
+    if matrix.note:
+        lines += [matrix.note, ""]
     order = {mask: i for i, mask in enumerate(MASKS)}
     usual = [row for row in matrix.rows if not row.cell.has_few_rows]
     usual.sort(

@@ -23,7 +23,8 @@ def render(records: dict[str, Record]) -> str:
         title, body = SECTIONS[name]
         machine = ", ".join(f"{k} {v}" if k != "device" else v for k, v in _machine(record))
         command = f"    {record['command']}\n\n" if "command" in record else ""
-        parts.append(f"## {title}\n\n{command}{machine}.\n\n{body(record)}\n")
+        note = f"{record['note']}\n\n" if "note" in record else ""
+        parts.append(f"## {title}\n\n{command}{machine}.\n\n{note}{body(record)}\n")
     return "\n".join(parts)
 
 
@@ -115,6 +116,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     # small calls took the kernels for Hopper at that commit, which they no longer do
     "attention_native": ("attention_kl on a GPU: all tests", _native_tests),
     "hopper_native": ("attention_kl on a GPU: small calls, tests of the Hopper kernels", _native),
+    "hopper_native_clamps": (
+        "attention_kl on a GPU: tests of clamps and shared key heads on Hopper",
+        _native_tests,
+    ),
     "compile_time_cpu": (
         "What the rewrite adds to compilation (pairs of 12 layers)",
         _compile_time,

@@ -126,15 +126,11 @@ def _line(panel: Any, name: str, points: list[Point]) -> None:
 
 
 def _mark_out_of_memory(panel: Any, curves: dict[str, list[Point]]) -> None:
-    """A cross at the top where a provider first did not fit."""
-    at_size: dict[float, int] = {}
-    for name, points in curves.items():
-        missing = [x for x, y in points if y is None]
-        if not missing:
-            continue
-        x = min(missing)
-        height = 0.97 - 0.05 * at_size.setdefault(x, 0)
-        at_size[x] += 1
+    """A cross near the top where a provider first did not fit, each on a line of its own."""
+    sizes = {name: [x for x, y in points if y is None] for name, points in curves.items()}
+    missing = {name: min(found) for name, found in sizes.items() if found}
+    for i, (name, x) in enumerate(missing.items()):
+        height = 0.97 - 0.05 * i
         where = panel.get_xaxis_transform()
         panel.plot(
             [x],
