@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_streamkl import cpu_math
 from torch_streamkl.functional import Bilinear
 
 
@@ -33,6 +34,9 @@ class RowState:
     a: Tensor
     b: Tensor
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.m_t, self.l_t, self.m_s, self.l_s, self.a, self.b)
+
     @staticmethod
     def empty(shape: tuple[int, ...], like: Tensor) -> RowState:
         low = like.new_full(shape, -math.inf)
@@ -41,32 +45,61 @@ class RowState:
 
 
 def state_of_scores(
-    t: Tensor, s: Tensor, form: Bilinear, *, finite: bool, overwrite: bool = True
+    t: Tensor,
+    s: Tensor,
+    form: Bilinear,
+    *,
+    finite: bool,
+    has_masked: bool = False,
+    overwrite: bool = True,
 ) -> RowState:
     """State of a block of scores [..., rows, keys]; overwrites both unless told not to.
 
-    ``finite`` promises that no score is -inf, which saves the guards.
+    ``finite`` promises that no score is -inf but those that both sides have at the same keys
+    where it ``has_masked`` ones, which saves the guards.
     """
     m_t, m_s = t.amax(-1), s.amax(-1)
-    base_t, base_s = _without_infinity(m_t).unsqueeze(-1), _without_infinity(m_s).unsqueeze(-1)
+    if not finite or has_masked:
+        base_t, base_s = _without_infinity(m_t), _without_infinity(m_s)
+    else:
+        base_t, base_s = m_t, m_s
+    base_t, base_s = base_t.unsqueeze(-1), base_s.unsqueeze(-1)
     dt, ds = (t.sub_(base_t), s.sub_(base_s)) if overwrite else (t - base_t, s - base_s)
-    et, es = dt.exp(), ds.exp()
     zero = torch.zeros_like(m_t)
-    a = _moment(et, dt, ds, form.tt, form.ts, finite) if form.has_teacher_moment else zero
-    b = _moment(es, dt, ds, form.st, form.ss, finite) if form.has_student_moment else zero
+    if form.has_teacher_moment and not form.has_student_moment:
+        et = cpu_math.exp(dt)
+        a = _moment(et, dt, ds, form.tt, form.ts, finite, has_masked, out=dt)
+        return RowState(m_t, et.sum(-1), m_s, cpu_math.exp_(ds).sum(-1), a, zero)
+    et, es = cpu_math.exp(dt), cpu_math.exp(ds)
+    how = (finite, has_masked)
+    a = _moment(et, dt, ds, form.tt, form.ts, *how) if form.has_teacher_moment else zero
+    b = _moment(es, dt, ds, form.st, form.ss, *how) if form.has_student_moment else zero
     return RowState(m_t, et.sum(-1), m_s, es.sum(-1), a, b)
 
 
-def _moment(weight: Tensor, dt: Tensor, ds: Tensor, ct: float, cs: float, finite: bool) -> Tensor:
+def _moment(
+    weight: Tensor,
+    dt: Tensor,
+    ds: Tensor,
+    ct: float,
+    cs: float,
+    finite: bool,
+    has_masked: bool,
+    out: Tensor | None = None,
+) -> Tensor:
     # sum(w * (ct dt + cs ds)); w = 0 beside an infinite difference contributes 0
     if ct == -cs:
-        x = torch.sub(dt, ds) if ct == 1.0 else torch.sub(dt, ds).mul_(ct)
+        x = torch.sub(dt, ds, out=out)
+        if ct != 1.0:
+            x.mul_(ct)
     elif ct == 0.0:
         x = ds * cs
     elif cs == 0.0:
         x = dt * ct
     else:
         x = (dt * ct).add_(ds, alpha=cs)
+    if finite and has_masked:
+        x.nan_to_num_(0.0)  # faster than to look for weights of 0
     x.mul_(weight)
     if not finite:
         x.masked_fill_(weight == 0, 0.0)
@@ -195,4 +228,4 @@ def _combine(x: float, y: float, depth_t: Tensor, depth_s: Tensor, excess: Tenso
 
 
 def _without_infinity(m: Tensor) -> Tensor:
-    return torch.where(m == -math.inf, torch.zeros_like(m), m)
+    return m.masked_fill(m == -math.inf, 0.0)

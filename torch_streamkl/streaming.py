@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_streamkl import cpu_math
 from torch_streamkl.functional import Bilinear
 from torch_streamkl.launch import StreamingBlocks, streaming_blocks
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side, bottom_right_offset
@@ -39,6 +40,21 @@ class ScoreBlock:
 
     scores: Tensor  # [batch, heads, queries, keys]
     slope: Tensor | float
+    is_finite: bool  # known of those of allowed keys
+
+
+class Mask:
+    """Which keys of a block are allowed, [batch or 1, heads or 1, queries or 1, keys or 1]."""
+
+    def __init__(self, allowed: Tensor) -> None:
+        self.allowed = allowed
+        self._limits: dict[torch.dtype, Tensor] = {}
+
+    def limit(self, like: Tensor) -> Tensor:
+        """inf where allowed, -inf elsewhere, for the heads of a tensor."""
+        if like.dtype not in self._limits:
+            self._limits[like.dtype] = cpu_math.limits(self.allowed, like.dtype)
+        return _per_head(self._limits[like.dtype], like.shape[1])
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
@@ -53,47 +69,53 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 
 
 def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatistics) -> None:
+    # What is per row is computed for all rows at once: for the rows of one block its many small
+    # operations would take longer than those on the scores.
     blocks = streaming_blocks(problem)
-    for rows in _row_blocks(problem, blocks):
-        _forward_rows(problem, blocks, rows, value, stats)
-
-
-def _forward_rows(
-    problem: AttentionProblem,
-    blocks: StreamingBlocks,
-    rows: Rows,
-    value: Tensor,
-    stats: RowStatistics,
-) -> None:
-    functional = problem.functional
-    teacher_rows = _teacher_rows(problem, rows)
-    student_sink = _sink_of(problem.student, rows)
-    teacher_sink = _sink_of(problem.teacher, teacher_rows)
-    form = functional.bilinear
-    guard = functional.guarded
+    pending = None  # rows that need a second pass, None is all
     if problem.head_mean:
-        _head_mean_lse(problem, blocks, rows, teacher_rows, stats)
+        for rows in _row_blocks(problem, blocks):
+            _head_mean_lse(problem, blocks, rows, _teacher_rows(problem, rows), stats)
     else:
-        first = form or (guard.form if guard is not None else Bilinear())
-        state, lowest = _first_pass(problem, blocks, rows, first, track_minima=guard is not None)
-        sums = finish(state, first, student_sink, teacher_sink)
-        rows.of(stats.student_lse).copy_(sums.student_lse)
-        rows.of(stats.teacher_lse).copy_(sums.teacher_lse)
-        inactive = guard is not None and bool(
-            (
-                (lowest[0] - sums.teacher_lse >= guard.teacher_floor)
-                & (lowest[1] - sums.student_lse >= guard.student_floor)
-            ).all()
-        )
-        if form is not None or inactive:
-            rows.of(value).copy_(sums.value)
-            rows.of(stats.student_sum).copy_(sums.student_sum)
-            rows.of(stats.teacher_sum).copy_(sums.teacher_sum)
-            return
-    _second_pass(problem, blocks, rows, teacher_rows, value, stats)
+        pending = _first_pass(problem, blocks, value, stats)
+    for rows in _row_blocks(problem, blocks):
+        if pending is None or bool(rows.of(pending).any()):
+            _second_pass(problem, blocks, rows, _teacher_rows(problem, rows), value, stats)
 
 
 def _first_pass(
+    problem: AttentionProblem, blocks: StreamingBlocks, value: Tensor, stats: RowStatistics
+) -> Tensor | None:
+    """Log-sum-exps, and values and sums of rows that have a closed form; which rows have none."""
+    functional = problem.functional
+    guard, form = functional.guarded, functional.closed_form or Bilinear()
+    pieces = RowState(*(torch.empty_like(value) for _ in range(6)))
+    low_t = low_s = value
+    if guard is not None:
+        low_t, low_s = torch.empty_like(value), torch.empty_like(value)
+    for rows in _row_blocks(problem, blocks):
+        state, lowest = _row_state(problem, blocks, rows, form, track_minima=guard is not None)
+        for whole, piece in zip(pieces.tensors(), state.tensors(), strict=True):
+            rows.of(whole).copy_(piece)
+        if guard is not None:
+            rows.of(low_t).copy_(lowest[0])
+            rows.of(low_s).copy_(lowest[1])
+    sums = finish(pieces, form, _sink_of(problem.student), _sink_of(problem.teacher))
+    stats.student_lse.copy_(sums.student_lse)
+    stats.teacher_lse.copy_(sums.teacher_lse)
+    if functional.bilinear is None and guard is None:
+        return None
+    value.copy_(sums.value)
+    stats.student_sum.copy_(sums.student_sum)
+    stats.teacher_sum.copy_(sums.teacher_sum)
+    if guard is None:
+        return torch.zeros((), dtype=torch.bool, device=value.device).expand_as(value)
+    above = low_t - sums.teacher_lse >= guard.teacher_floor
+    above &= low_s - sums.student_lse >= guard.student_floor
+    return ~above
+
+
+def _row_state(
     problem: AttentionProblem,
     blocks: StreamingBlocks,
     rows: Rows,
@@ -103,35 +125,44 @@ def _first_pass(
     """Row state over all keys and, where asked, each row's lowest teacher and student score."""
     shape = tuple(problem.student.q[rows.batch, rows.heads, rows.queries, 0].shape)
     like = problem.student.q.new_empty((), dtype=problem.compute_dtype)
-    state = RowState.empty(shape, like)
-    low_t = low_s = like.new_full(shape, math.inf)
-    num_allowed = like.new_zeros(shape)
+    state: RowState | None = None
+    low_t = low_s = like
+    if track_minima:
+        low_t = low_s = like.new_full(shape, math.inf)
+    is_filled = problem.mask_value != -math.inf
+    num_allowed = like.new_zeros(shape) if is_filled else like
     for keys in _key_blocks(problem, blocks, rows):
-        allowed = _allowed(problem, rows, keys)
-        t = score_block(problem.teacher, problem, rows, keys, allowed).scores
-        s = score_block(problem.student, problem, rows, keys, allowed).scores
+        mask = _mask_of(problem, rows, keys)
+        t = score_block(problem.teacher, problem, rows, keys, mask)
+        s = score_block(problem.student, problem, rows, keys, mask)
         if track_minima:
-            low_t = torch.minimum(low_t, _lowest(t, allowed))
-            low_s = torch.minimum(low_s, _lowest(s, allowed))
-        num_allowed += _count(allowed, keys, rows)
-        finite = allowed is None and problem.student.bias is None and problem.teacher.bias is None
-        state = merge(state, state_of_scores(t, s, form, finite=finite), form)
-    if problem.mask_value != -math.inf:
+            low_t = torch.minimum(low_t, _lowest(t.scores, mask))
+            low_s = torch.minimum(low_s, _lowest(s.scores, mask))
+        if is_filled:
+            num_allowed += _count(mask, keys, rows)
+        finite = t.is_finite and s.is_finite
+        found = state_of_scores(
+            t.scores, s.scores, form, finite=finite, has_masked=mask is not None
+        )
+        state = found if state is None else merge(state, found, form)
+    if state is None:
+        state = RowState.empty(shape, like)
+    if is_filled:
         absent = problem.seqlen_k - num_allowed
         level_t = _masked_level(problem, problem.teacher, num_allowed)
         level_s = _masked_level(problem, problem.student, num_allowed)
         state = merge(state, masked_keys_state(level_t, level_s, absent), form)
         if track_minima:
-            low_t, low_s = (torch.where(absent > 0, -math.inf, x) for x in (low_t, low_s))
+            low_t, low_s = (x.masked_fill(absent > 0, -math.inf) for x in (low_t, low_s))
     return state, (low_t, low_s)
 
 
-def _count(allowed: Tensor | None, keys: slice, rows: Rows) -> Tensor | int:
+def _count(mask: Mask | None, keys: slice, rows: Rows) -> Tensor | int:
     """Allowed keys of a block, per row."""
-    if allowed is None:
+    if mask is None:
         return keys.stop - keys.start
-    copies = (keys.stop - keys.start) // allowed.shape[-1]  # a mask may broadcast over keys
-    return _per_head(allowed, rows.heads.stop - rows.heads.start).sum(-1) * copies
+    copies = (keys.stop - keys.start) // mask.allowed.shape[-1]  # it may broadcast over keys
+    return _per_head(mask.allowed, rows.heads.stop - rows.heads.start).sum(-1) * copies
 
 
 def _masked_level(problem: AttentionProblem, side: Side, num_allowed: Tensor) -> Tensor:
@@ -144,8 +175,8 @@ def _masked_level(problem: AttentionProblem, side: Side, num_allowed: Tensor) ->
     return torch.where(num_allowed > 0, problem.mask_value, 0.0).to(num_allowed.dtype)
 
 
-def _lowest(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    return (scores if allowed is None else scores.masked_fill(~allowed, math.inf)).amin(-1)
+def _lowest(scores: Tensor, mask: Mask | None) -> Tensor:
+    return (scores if mask is None else torch.maximum(scores, -mask.limit(scores))).amin(-1)
 
 
 def _head_mean_lse(
@@ -165,18 +196,20 @@ def _head_mean_lse(
         lse = torch.full_like(side_rows.of(out), -math.inf)
         num_allowed = torch.zeros_like(lse)
         for keys in _key_blocks(problem, blocks, rows):
-            allowed = _allowed(problem, rows, keys)
-            block = score_block(side, problem, side_rows, keys, allowed).scores
+            mask = _mask_of(problem, rows, keys)
+            block = score_block(side, problem, side_rows, keys, mask).scores
             lse = torch.logaddexp(lse, torch.logsumexp(block, dim=-1))
-            num_allowed += _count(allowed, keys, side_rows)
+            num_allowed += _count(mask, keys, side_rows)
         if problem.mask_value != -math.inf:
             lse = torch.logaddexp(
                 lse,
                 torch.log(problem.seqlen_k - num_allowed)
                 + _masked_level(problem, side, num_allowed),
             )
-        sink = _sink_of(side, side_rows)
-        side_rows.of(out).copy_(lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse)))
+        sink = _sink_of(side)
+        if sink is not None:
+            lse = torch.logaddexp(lse, sink[side_rows.heads].expand_as(lse))
+        side_rows.of(out).copy_(lse)
 
 
 def _second_pass(
@@ -188,22 +221,22 @@ def _second_pass(
     stats: RowStatistics,
 ) -> None:
     """Sums f, h and g with the log-sum-exps of the first pass."""
-    lse_s = rows.of(stats.student_lse)
-    lse_t = teacher_rows.of(stats.teacher_lse)
+    lse_s = _finite(rows.of(stats.student_lse))
+    lse_t = _finite(teacher_rows.of(stats.teacher_lse))
     total, h_total = torch.zeros_like(lse_s), torch.zeros_like(lse_s)
     g_total = torch.zeros_like(lse_t)
     num_allowed = torch.zeros_like(lse_s)
     for keys in _key_blocks(problem, blocks, rows):
-        allowed = _allowed(problem, rows, keys)
+        mask = _mask_of(problem, rows, keys)
         log_t = _log_probabilities(
-            problem.teacher, problem, teacher_rows, keys, allowed, lse_t
+            problem.teacher, problem, teacher_rows, keys, mask, lse_t
         ).scores
-        log_s = _log_probabilities(problem.student, problem, rows, keys, allowed, lse_s).scores
-        f, h, g = key_sums(problem, log_t, log_s, allowed)
+        log_s = _log_probabilities(problem.student, problem, rows, keys, mask, lse_s).scores
+        f, h, g = key_sums(problem, log_t, log_s, mask)
         total += f.sum(-1)
         h_total += h.sum(-1)
         g_total += g.sum(-1)
-        num_allowed += _count(allowed, keys, rows)
+        num_allowed += _count(mask, keys, rows)
     if problem.mask_value != -math.inf:
         # the keys that are not allowed all look like this one
         absent = problem.seqlen_k - num_allowed
@@ -214,7 +247,8 @@ def _second_pass(
             for side, lse in ((problem.teacher, lse_t), (problem.student, lse_s))
         )
         f, h, g = (
-            x.squeeze(-1) for x in key_sums(problem, log_t, log_s, (absent > 0).unsqueeze(-1))
+            x.squeeze(-1)
+            for x in key_sums(problem, log_t, log_s, Mask((absent > 0).unsqueeze(-1)))
         )
         total += f * absent
         h_total += h * absent
@@ -225,13 +259,13 @@ def _second_pass(
 
 
 def key_sums(
-    problem: AttentionProblem, log_t: Tensor, log_s: Tensor, allowed: Tensor | None
+    problem: AttentionProblem, log_t: Tensor, log_s: Tensor, mask: Mask | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """f, h and g of every key."""
     variables = _variables(problem, log_t, log_s)
     f, h, g = problem.functional.terms("fhg", variables)
-    if allowed is not None:
-        f, h, g = (_where_allowed(allowed, x) for x in (f, h, g))
+    if mask is not None:
+        f, h, g = (_where_allowed(mask, x) for x in (f, h, g))
     return f, h, _per_teacher_head(problem, g, log_t, variables)
 
 
@@ -241,7 +275,8 @@ def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
         log_t = (torch.log((group - peak).exp_().mean(2)) + peak.squeeze(2)).contiguous()
-    return {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+    P, S = cpu_math.exp(log_t), cpu_math.exp(log_s)
+    return {"P": P, "S": S, "logP": log_t, "logS": log_s}
 
 
 def _per_teacher_head(
@@ -255,8 +290,8 @@ def _per_teacher_head(
     return (share * (g / share.shape[2]).unsqueeze(2)).flatten(1, 2)
 
 
-def _where_allowed(allowed: Tensor, x: Tensor) -> Tensor:
-    return torch.where(_per_head(allowed, x.shape[1]), x, torch.zeros_like(x))
+def _where_allowed(mask: Mask, x: Tensor) -> Tensor:
+    return torch.where(_per_head(mask.allowed, x.shape[1]), x, torch.zeros_like(x))
 
 
 @dataclass(frozen=True)
@@ -306,32 +341,42 @@ def _backward_sequence(
     sums: list[Tensor | None],
 ) -> None:
     blocks = streaming_blocks(problem)
+    grad = grad.to(problem.compute_dtype)
+    is_plain = (
+        problem.functional.plain_student_floor is not None
+        and problem.functional.closed_form is not None
+        and not wanted.teacher
+        and not problem.head_mean
+    )
+    all_lse_s, all_lse_t = _finite(stats.student_lse), _finite(stats.teacher_lse)
     for rows in _row_blocks(problem, blocks):
         teacher_rows = _teacher_rows(problem, rows)
-        row_grad = rows.of(grad).to(problem.compute_dtype).unsqueeze(-1)
-        lse_s, lse_t = rows.of(stats.student_lse), teacher_rows.of(stats.teacher_lse)
+        row_grad = rows.of(grad).unsqueeze(-1)
+        lse_s, lse_t = rows.of(all_lse_s), teacher_rows.of(all_lse_t)
         h_sum = rows.of(stats.student_sum).unsqueeze(-1)
         g_sum = teacher_rows.of(stats.teacher_sum).unsqueeze(-1)
         for keys in _key_blocks(problem, blocks, rows):
-            allowed = _allowed(problem, rows, keys)
-            block_t = _log_probabilities(
-                problem.teacher, problem, teacher_rows, keys, allowed, lse_t
-            )
-            block_s = _log_probabilities(problem.student, problem, rows, keys, allowed, lse_s)
+            mask = _mask_of(problem, rows, keys)
+            block_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, mask, lse_t)
+            block_s = _log_probabilities(problem.student, problem, rows, keys, mask, lse_s)
+            if is_plain:
+                slope = block_s.slope
+                ds = _plain_gradient(problem, block_t.scores, block_s.scores, h_sum)
+                _add_gradient(problem, problem.student, rows, keys, ds, slope, row_grad, *sums[:2])
+                continue
             variables = _variables(problem, block_t.scores, block_s.scores)
             names = "h" * wanted.student + "g" * wanted.teacher
             terms = problem.functional.terms(names, variables)
-            if allowed is not None:
-                terms = [_where_allowed(allowed, x) for x in terms]
+            if mask is not None:
+                terms = [_where_allowed(mask, x) for x in terms]
             if wanted.student:
-                ds = torch.addcmul(terms[0], variables["S"], h_sum, value=-1).mul_(row_grad)
-                _add_gradient(
-                    problem, problem.student, rows, keys, ds, block_s.slope, sums[0], sums[1]
-                )
+                ds = torch.addcmul(terms[0], variables["S"], h_sum, value=-1)
+                slope = block_s.slope
+                _add_gradient(problem, problem.student, rows, keys, ds, slope, row_grad, *sums[:2])
             if wanted.teacher:
                 g = _per_teacher_head(problem, terms[-1], block_t.scores, variables)
                 own = block_t.scores.exp() if problem.head_mean else variables["P"]
-                dt = torch.addcmul(g, own, g_sum, value=-1).mul_(_per_head(row_grad, g.shape[1]))
+                dt = torch.addcmul(g, own, g_sum, value=-1)
                 _add_gradient(
                     problem,
                     problem.teacher,
@@ -339,9 +384,21 @@ def _backward_sequence(
                     keys,
                     dt,
                     block_t.slope,
-                    sums[2],
-                    sums[3],
+                    _per_head(row_grad, g.shape[1]),
+                    *sums[2:],
                 )
+
+
+def _plain_gradient(
+    problem: AttentionProblem, log_t: Tensor, log_s: Tensor, h_sum: Tensor
+) -> Tensor:
+    """h - S H where h = c P, or 0 below the student's floor; overwrites both."""
+    floor, form = problem.functional.plain_student_floor, problem.functional.closed_form
+    assert floor is not None and form is not None
+    ds = cpu_math.exp_(log_t).mul_(form.ts)
+    if floor > -math.inf and bool(log_s.amin() < floor):
+        ds.masked_fill_(log_s < floor, 0.0)
+    return ds.addcmul_(cpu_math.exp_(log_s), h_sum, value=-1)
 
 
 def _add_gradient(
@@ -351,11 +408,14 @@ def _add_gradient(
     keys: slice,
     d_score: Tensor,
     slope: Tensor | float,
+    row_grad: Tensor,
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> None:
     """Add what a block contributes to dQ and dK; overwrites ``d_score``."""
-    d_dot = d_score.mul_(slope * (side.scale / problem.temperature))
+    d_dot = d_score.mul_(row_grad * (side.scale / problem.temperature))
+    if isinstance(slope, Tensor):
+        d_dot.mul_(slope)
     kv_heads = _kv_heads(side, rows)
     folded = d_dot.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(
         2, 3
@@ -370,7 +430,7 @@ def _add_gradient(
 
 
 def score_block(
-    side: Side, problem: AttentionProblem, rows: Rows, keys: slice, allowed: Tensor | None
+    side: Side, problem: AttentionProblem, rows: Rows, keys: slice, mask: Mask | None
 ) -> ScoreBlock:
     """Scores of a block, -inf where a key is not allowed."""
     dtype = problem.compute_dtype
@@ -398,9 +458,10 @@ def score_block(
         x.sub_(side.alibi_slopes[rows.heads].to(dtype)[:, None, None] * (i - j).abs().to(dtype))
     if problem.temperature != 1.0:
         x.div_(problem.temperature)
-    if allowed is not None:
-        x.masked_fill_(~_per_head(allowed, x.shape[1]), -math.inf)
-    return ScoreBlock(x, slope)
+    is_finite = side.bias is None
+    if mask is not None:
+        is_finite = cpu_math.mask_(x, mask.limit(x))
+    return ScoreBlock(x, slope, is_finite)
 
 
 def _log_probabilities(
@@ -408,12 +469,18 @@ def _log_probabilities(
     problem: AttentionProblem,
     rows: Rows,
     keys: slice,
-    allowed: Tensor | None,
+    mask: Mask | None,
     lse: Tensor,
 ) -> ScoreBlock:
-    block = score_block(side, problem, rows, keys, allowed)
-    block.scores.sub_(torch.where(lse == -math.inf, torch.zeros_like(lse), lse).unsqueeze(-1))
+    """Scores minus the log-sum-exps that `_finite` gave."""
+    block = score_block(side, problem, rows, keys, mask)
+    block.scores.sub_(lse.unsqueeze(-1))
     return block
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 for rows without keys, whose scores are all -inf."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
@@ -433,12 +500,11 @@ def _teacher_rows(problem: AttentionProblem, rows: Rows) -> Rows:
     return Rows(rows.batch, slice(rows.heads.start * ratio, rows.heads.stop * ratio), rows.queries)
 
 
-def _sink_of(side: Side, rows: Rows) -> Tensor | None:
-    return (
-        None
-        if side.sink is None
-        else side.sink[rows.heads].to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]
-    )
+def _sink_of(side: Side) -> Tensor | None:
+    """[heads, 1], which broadcasts to rows."""
+    if side.sink is None:
+        return None
+    return side.sink.to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]
 
 
 def _row_blocks(problem: AttentionProblem, blocks: StreamingBlocks) -> Iterator[Rows]:
@@ -464,8 +530,8 @@ def _key_blocks(problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows) 
         yield slice(j, min(j + blocks.keys, stop))
 
 
-def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | None:
-    """Boolean [batch or 1, heads or 1, queries, keys], or None when every key is allowed."""
+def _mask_of(problem: AttentionProblem, rows: Rows, keys: slice) -> Mask | None:
+    """The mask of a block, or None when every key is allowed."""
     offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
     first, last = rows.queries.start + offset, rows.queries.stop - 1 + offset
     left, right = problem.window_left, problem.window_right
@@ -490,7 +556,7 @@ def _allowed(problem: AttentionProblem, rows: Rows, keys: slice) -> Tensor | Non
     if problem.mask is not None:
         admitted = _broadcast_block(problem.mask, rows, keys)
         allowed = admitted if allowed is None else allowed & admitted
-    return allowed
+    return None if allowed is None else Mask(allowed)
 
 
 def _broadcast_block(x: Tensor, rows: Rows, keys: slice) -> Tensor:

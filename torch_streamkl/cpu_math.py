@@ -1,0 +1,62 @@
+"""Elementwise operations that a CPU computes several times faster than in the obvious way.
+
+On other devices they are the obvious way: these ask for numbers, and a GPU should not wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Of exp, by dtype: arguments below give numbers that are denormal, or nearly.
+_LEAST = {torch.float32: -87.0, torch.float64: -708.0}
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x; on a CPU numbers that would be denormal are 0, as GPUs have them.
+
+    One block with arguments below -87 takes 7 to 20 times as long there, with -inf three times.
+    """
+    least = _least_where_needed(x)
+    return x.exp() if least is None else _flushed(x.clamp_min(least), least)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """`exp` in place."""
+    least = _least_where_needed(x)
+    return x.exp_() if least is None else _flushed(x.clamp_min_(least), least)
+
+
+def _least_where_needed(x: Tensor) -> float | None:
+    if x.device.type != "cpu":
+        return None
+    least = _LEAST[x.dtype]
+    return least if bool(x.amin() < least) else None  # NaN stays
+
+
+def _flushed(clamped: Tensor, least: float) -> Tensor:
+    return F.threshold(clamped.exp_(), _exp_of(least, clamped.dtype), 0.0, inplace=True)
+
+
+@functools.cache
+def _exp_of(x: float, dtype: torch.dtype) -> float:
+    return float(torch.full((64,), x, dtype=dtype).exp()[0])  # as a vector is computed
+
+
+def limits(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `mask_` takes: inf where a key is allowed, -inf elsewhere."""
+    limit = torch.full(allowed.shape, -math.inf, dtype=dtype, device=allowed.device)
+    return limit.masked_fill_(allowed, math.inf)
+
+
+def mask_(x: Tensor, limit: Tensor) -> bool:
+    """Put -inf where a key is not allowed; whether no other element is known not to be finite."""
+    if x.device.type == "cpu" and bool(x.sum().isfinite()):
+        torch.minimum(x, limit, out=x)  # would keep NaN, which is not there
+        return True
+    x.masked_fill_(limit < 0, -math.inf)
+    return False
