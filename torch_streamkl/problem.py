@@ -180,6 +180,10 @@ class RowStatistics:
     def teacher_sum(self) -> Tensor:
         return self.teacher.select(0, 1)
 
+    def viewed(self, rows: torch.Size) -> RowStatistics:
+        """As statistics of rows of another shape, in the same order; for as many heads a side."""
+        return RowStatistics(self.student.view(2, *rows), self.teacher.view(2, *rows))
+
     def at_rows(self, rows: slice) -> RowStatistics:
         """Views of a range of query rows."""
         return RowStatistics(self.student[..., rows], self.teacher[..., rows])

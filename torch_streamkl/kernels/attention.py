@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_streamkl.kernels import attention_backward as bwd
 from torch_streamkl.kernels import attention_forward as fwd
 from torch_streamkl.kernels import head_mean_launch
-from torch_streamkl.kernels.few_queries import heads_as_rows, in_heads, of_rows
+from torch_streamkl.kernels.few_queries import heads_as_rows
 from torch_streamkl.kernels.plans import Plan, Stage, plan_of, tensors_of
 from torch_streamkl.kernels.shares import new_shares, share_strides, sum_of_shares
 from torch_streamkl.launch import key_shares
@@ -30,7 +30,9 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
         return head_mean_launch.forward(problem)
     rows = heads_as_rows(problem)
     if rows is not None:
-        return in_heads(*forward(rows), problem)
+        value, stats = forward(rows)
+        shape = problem.student.q.shape[:3]
+        return value.view(shape), stats.viewed(shape)
     value, stats = RowStatistics.allocate(problem)
     plan = plan_of(problem)
     stage = plan.stage(problem, "forward")
@@ -120,7 +122,9 @@ def backward(
     grad = grad.to(torch.float32).contiguous()
     rows = heads_as_rows(problem)
     if rows is not None:
-        dq, dk, teacher_dq, teacher_dk = backward(rows, *of_rows(stats, grad, rows), wanted)
+        shape = rows.student.q.shape[:3]
+        found = backward(rows, stats.viewed(shape), grad.view(shape), wanted)
+        dq, dk, teacher_dq, teacher_dk = found
         return (
             None if dq is None else dq.view(problem.student.q.shape),
             dk,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.problem import AttentionProblem, Side
 
 FEW_QUERIES = 32  # of a head: half of a tile's rows
 
@@ -35,24 +35,6 @@ def heads_as_rows(problem: AttentionProblem) -> AttentionProblem | None:
     return replace(
         problem, student=_as_rows(student), teacher=_as_rows(teacher), window_right=None
     )
-
-
-def in_heads(
-    value: Tensor, stats: RowStatistics, problem: AttentionProblem
-) -> tuple[Tensor, RowStatistics]:
-    """Values and statistics of `heads_as_rows`, in the shapes of the problem."""
-    shape = problem.student.q.shape[:3]
-    student, teacher = (x.view(2, *shape) for x in (stats.student, stats.teacher))
-    return value.view(shape), RowStatistics(student, teacher)
-
-
-def of_rows(
-    stats: RowStatistics, grad: Tensor, rows: AttentionProblem
-) -> tuple[RowStatistics, Tensor]:
-    """Statistics and incoming gradients of the problem, in the shapes of `heads_as_rows`."""
-    shape = rows.student.q.shape[:3]
-    student, teacher = (x.view(2, *shape) for x in (stats.student, stats.teacher))
-    return RowStatistics(student, teacher), grad.view(shape)
 
 
 def _has_positions(problem: AttentionProblem) -> bool:
