@@ -33,15 +33,16 @@ def test_exp_keeps_nan_and_infinity() -> None:
     assert cpu_math.exp(x).tolist() == [math.inf, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [0.0, math.inf, -math.inf, math.nan])
-def test_mask(hidden: float) -> None:
+def test_mask(hidden: float, dtype: torch.dtype) -> None:
     """Whatever a masked score is, it becomes -inf, and the others stay."""
     torch.manual_seed(0)
     allowed = torch.rand(1, 1, 5, 9) < 0.6
-    x = torch.randn(2, 3, 5, 9)
+    x = torch.randn(2, 3, 5, 9, dtype=dtype)
     expected = x.masked_fill(~allowed, -math.inf)
     x = torch.where(allowed, x, hidden)
-    assert cpu_math.mask_(x, cpu_math.limits(allowed, x.dtype)) == math.isfinite(hidden)
+    assert cpu_math.mask_(x, cpu_math.limits(allowed)) == math.isfinite(hidden)
     assert torch.equal(x, expected)
 
 

@@ -47,9 +47,9 @@ def _exp_of(x: float, dtype: torch.dtype) -> float:
     return float(torch.full((64,), x, dtype=dtype).exp()[0])  # as a vector is computed
 
 
-def limits(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def limits(allowed: Tensor) -> Tensor:
     """What `mask_` takes: inf where a key is allowed, -inf elsewhere."""
-    limit = torch.full(allowed.shape, -math.inf, dtype=dtype, device=allowed.device)
+    limit = torch.full(allowed.shape, -math.inf, device=allowed.device)
     return limit.masked_fill_(allowed, math.inf)
 
 

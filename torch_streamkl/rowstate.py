@@ -14,7 +14,7 @@ keys merge exactly, so a row may be split over blocks, programs, GPUs or shards 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class RowState:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.m_t, self.l_t, self.m_s, self.l_s, self.a, self.b)
+
+    @staticmethod
+    def allocate(like: Tensor) -> RowState:
+        """Uninitialised, each tensor memory of its own (those of `empty` share theirs)."""
+        return RowState(*(torch.empty_like(like) for _ in fields(RowState)))
 
     @staticmethod
     def empty(shape: tuple[int, ...], like: Tensor) -> RowState:
@@ -60,7 +65,7 @@ def state_of_scores(
     """
     m_t, m_s = t.amax(-1), s.amax(-1)
     if not finite or has_masked:
-        base_t, base_s = _without_infinity(m_t), _without_infinity(m_s)
+        base_t, base_s = without_infinity(m_t), without_infinity(m_s)
     else:
         base_t, base_s = m_t, m_s
     base_t, base_s = base_t.unsqueeze(-1), base_s.unsqueeze(-1)
@@ -109,7 +114,7 @@ def _moment(
 def merge(x: RowState, y: RowState, form: Bilinear) -> RowState:
     """State of the union of two disjoint sets of keys."""
     m_t, m_s = torch.maximum(x.m_t, y.m_t), torch.maximum(x.m_s, y.m_s)
-    base_t, base_s = _without_infinity(m_t), _without_infinity(m_s)
+    base_t, base_s = without_infinity(m_t), without_infinity(m_s)
     l_t = l_s = a = b = torch.zeros_like(m_t)
     for z in (x, y):
         shift_t, shift_s = z.m_t - base_t, z.m_s - base_s
@@ -203,7 +208,7 @@ def finish(
 
 
 def _denominator(m: Tensor, mass: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    base = _without_infinity(m)
+    base = without_infinity(m)
     return base, mass if sink is None else mass + torch.exp(sink - base)
 
 
@@ -227,5 +232,6 @@ def _combine(x: float, y: float, depth_t: Tensor, depth_s: Tensor, excess: Tenso
     return x * excess if x == -y else x * excess + (x + y) * depth_s
 
 
-def _without_infinity(m: Tensor) -> Tensor:
+def without_infinity(m: Tensor) -> Tensor:
+    """A maximum or log-sum-exp of rows, 0 for those whose scores are all -inf."""
     return m.masked_fill(m == -math.inf, 0.0)

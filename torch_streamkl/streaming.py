@@ -8,6 +8,7 @@ blocks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,14 @@ from torch_streamkl import cpu_math
 from torch_streamkl.functional import Bilinear
 from torch_streamkl.launch import StreamingBlocks, streaming_blocks
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side, bottom_right_offset
-from torch_streamkl.rowstate import RowState, finish, masked_keys_state, merge, state_of_scores
+from torch_streamkl.rowstate import (
+    RowState,
+    finish,
+    masked_keys_state,
+    merge,
+    state_of_scores,
+    without_infinity,
+)
 
 
 @dataclass(frozen=True)
@@ -43,18 +51,16 @@ class ScoreBlock:
     is_finite: bool  # known of those of allowed keys
 
 
+@dataclass
 class Mask:
     """Which keys of a block are allowed, [batch or 1, heads or 1, queries or 1, keys or 1]."""
 
-    def __init__(self, allowed: Tensor) -> None:
-        self.allowed = allowed
-        self._limits: dict[torch.dtype, Tensor] = {}
+    allowed: Tensor
 
-    def limit(self, like: Tensor) -> Tensor:
-        """inf where allowed, -inf elsewhere, for the heads of a tensor."""
-        if like.dtype not in self._limits:
-            self._limits[like.dtype] = cpu_math.limits(self.allowed, like.dtype)
-        return _per_head(self._limits[like.dtype], like.shape[1])
+    @functools.cached_property
+    def limit(self) -> Tensor:
+        """inf where a key is allowed, -inf elsewhere."""
+        return cpu_math.limits(self.allowed)
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
@@ -72,47 +78,48 @@ def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatis
     # What is per row is computed for all rows at once: for the rows of one block its many small
     # operations would take longer than those on the scores.
     blocks = streaming_blocks(problem)
-    pending = None  # rows that need a second pass, None is all
+    left = list(_row_blocks(problem, blocks))
     if problem.head_mean:
-        for rows in _row_blocks(problem, blocks):
+        for rows in left:
             _head_mean_lse(problem, blocks, rows, _teacher_rows(problem, rows), stats)
     else:
-        pending = _first_pass(problem, blocks, value, stats)
-    for rows in _row_blocks(problem, blocks):
-        if pending is None or bool(rows.of(pending).any()):
-            _second_pass(problem, blocks, rows, _teacher_rows(problem, rows), value, stats)
+        left = _first_pass(problem, blocks, left, value, stats)
+    for rows in left:
+        _second_pass(problem, blocks, rows, _teacher_rows(problem, rows), value, stats)
 
 
 def _first_pass(
-    problem: AttentionProblem, blocks: StreamingBlocks, value: Tensor, stats: RowStatistics
-) -> Tensor | None:
-    """Log-sum-exps, and values and sums of rows that have a closed form; which rows have none."""
+    problem: AttentionProblem,
+    blocks: StreamingBlocks,
+    row_blocks: list[Rows],
+    value: Tensor,
+    stats: RowStatistics,
+) -> list[Rows]:
+    """Log-sum-exps, and values and sums where they have a closed form; the blocks without one."""
     functional = problem.functional
     guard, form = functional.guarded, functional.closed_form or Bilinear()
-    pieces = RowState(*(torch.empty_like(value) for _ in range(6)))
-    low_t = low_s = value
-    if guard is not None:
-        low_t, low_s = torch.empty_like(value), torch.empty_like(value)
-    for rows in _row_blocks(problem, blocks):
-        state, lowest = _row_state(problem, blocks, rows, form, track_minima=guard is not None)
-        for whole, piece in zip(pieces.tensors(), state.tensors(), strict=True):
+    state = RowState.allocate(value)
+    low_t, low_s = value.new_empty((2, *value.shape)).unbind(0)
+    for rows in row_blocks:
+        found, lowest = _row_state(problem, blocks, rows, form, track_minima=guard is not None)
+        for whole, piece in zip(state.tensors(), found.tensors(), strict=True):
             rows.of(whole).copy_(piece)
         if guard is not None:
             rows.of(low_t).copy_(lowest[0])
             rows.of(low_s).copy_(lowest[1])
-    sums = finish(pieces, form, _sink_of(problem.student), _sink_of(problem.teacher))
+    sums = finish(state, form, _sink_of(problem.student), _sink_of(problem.teacher))
     stats.student_lse.copy_(sums.student_lse)
     stats.teacher_lse.copy_(sums.teacher_lse)
-    if functional.bilinear is None and guard is None:
-        return None
+    if functional.closed_form is None:
+        return row_blocks
     value.copy_(sums.value)
     stats.student_sum.copy_(sums.student_sum)
     stats.teacher_sum.copy_(sums.teacher_sum)
     if guard is None:
-        return torch.zeros((), dtype=torch.bool, device=value.device).expand_as(value)
+        return []
     above = low_t - sums.teacher_lse >= guard.teacher_floor
     above &= low_s - sums.student_lse >= guard.student_floor
-    return ~above
+    return [rows for rows in row_blocks if not bool(rows.of(above).all())]
 
 
 def _row_state(
@@ -176,7 +183,9 @@ def _masked_level(problem: AttentionProblem, side: Side, num_allowed: Tensor) ->
 
 
 def _lowest(scores: Tensor, mask: Mask | None) -> Tensor:
-    return (scores if mask is None else torch.maximum(scores, -mask.limit(scores))).amin(-1)
+    return (
+        scores if mask is None else torch.maximum(scores, -_per_head(mask.limit, scores.shape[1]))
+    ).amin(-1)
 
 
 def _head_mean_lse(
@@ -221,8 +230,8 @@ def _second_pass(
     stats: RowStatistics,
 ) -> None:
     """Sums f, h and g with the log-sum-exps of the first pass."""
-    lse_s = _finite(rows.of(stats.student_lse))
-    lse_t = _finite(teacher_rows.of(stats.teacher_lse))
+    lse_s = without_infinity(rows.of(stats.student_lse))
+    lse_t = without_infinity(teacher_rows.of(stats.teacher_lse))
     total, h_total = torch.zeros_like(lse_s), torch.zeros_like(lse_s)
     g_total = torch.zeros_like(lse_t)
     num_allowed = torch.zeros_like(lse_s)
@@ -274,7 +283,7 @@ def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[
     if problem.head_mean:
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
-        log_t = (torch.log((group - peak).exp_().mean(2)) + peak.squeeze(2)).contiguous()
+        log_t = (torch.log(cpu_math.exp_(group - peak).mean(2)) + peak.squeeze(2)).contiguous()
     P, S = cpu_math.exp(log_t), cpu_math.exp(log_s)
     return {"P": P, "S": S, "logP": log_t, "logS": log_s}
 
@@ -348,7 +357,7 @@ def _backward_sequence(
         and not wanted.teacher
         and not problem.head_mean
     )
-    all_lse_s, all_lse_t = _finite(stats.student_lse), _finite(stats.teacher_lse)
+    all_lse_s, all_lse_t = without_infinity(stats.student_lse), without_infinity(stats.teacher_lse)
     for rows in _row_blocks(problem, blocks):
         teacher_rows = _teacher_rows(problem, rows)
         row_grad = rows.of(grad).unsqueeze(-1)
@@ -460,7 +469,7 @@ def score_block(
         x.div_(problem.temperature)
     is_finite = side.bias is None
     if mask is not None:
-        is_finite = cpu_math.mask_(x, mask.limit(x))
+        is_finite = cpu_math.mask_(x, _per_head(mask.limit, x.shape[1]))
     return ScoreBlock(x, slope, is_finite)
 
 
@@ -472,15 +481,10 @@ def _log_probabilities(
     mask: Mask | None,
     lse: Tensor,
 ) -> ScoreBlock:
-    """Scores minus the log-sum-exps that `_finite` gave."""
+    """Scores minus log-sum-exps, those `without_infinity`."""
     block = score_block(side, problem, rows, keys, mask)
     block.scores.sub_(lse.unsqueeze(-1))
     return block
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """0 for rows without keys, whose scores are all -inf."""
-    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
