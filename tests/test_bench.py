@@ -486,7 +486,7 @@ def test_base_must_be_a_commit() -> None:
 
 
 def test_end_to_end_loss_is_the_same_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="transformers is not installed")
     quickly = partial(end_to_end.with_streamkl, **{"streamkl.inner": "aot_eager"})
     monkeypatch.setitem(end_to_end.PROVIDERS, "checked", quickly)
     pair = end_to_end.Pair("tiny", 32, 48, 4, 2, 64, (32,), teacher_layers=2, student_layers=1)

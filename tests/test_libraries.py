@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.support.comparing import compare
 from tests.support.modules import compare_step
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 SIZES = {"vocab_size": 260, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 
@@ -100,7 +100,9 @@ ROWS, STUDENT, TEACHER, VOCABULARY = 12, 8, 16, 40
 
 
 def _torchtune(name: str) -> Callable[..., Tensor]:
-    losses = pytest.importorskip("torchtune.modules.loss", exc_type=ImportError)
+    losses = pytest.importorskip(
+        "torchtune.modules.loss", reason="torchtune is not installed", exc_type=ImportError
+    )
     loss = getattr(losses, name)()
 
     def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
@@ -110,7 +112,9 @@ def _torchtune(name: str) -> Callable[..., Tensor]:
 
 
 def _trl(beta: float) -> Callable[..., Tensor]:
-    trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer", exc_type=ImportError)
+    trainer = pytest.importorskip(
+        "trl.experimental.gkd.gkd_trainer", reason="TRL is not installed", exc_type=ImportError
+    )
     loss = trainer.GKDTrainer.generalized_jsd_loss
 
     def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
@@ -120,7 +124,9 @@ def _trl(beta: float) -> Callable[..., Tensor]:
 
 
 def _liger(beta: float) -> Callable[..., Tensor]:
-    losses = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss", exc_type=ImportError)
+    losses = pytest.importorskip(
+        "liger_kernel.chunked_loss.jsd_loss", reason="Liger is not installed", exc_type=ImportError
+    )
     loss = losses.LigerFusedLinearJSDFunction.distillation_loss_fn
 
     def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
