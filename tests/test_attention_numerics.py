@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.denominators import check_denominators, denominators
 from tests.support.problems import INPUTS
-from torch_streamkl import attention_kl, ops, rowstate
+from torch_streamkl import attention_kl, ops, reference, rowstate
 from torch_streamkl.functional import named
 
 IMPLS = ["reference", "streaming"]
@@ -19,6 +19,16 @@ if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")
+LOWEST = torch.finfo(torch.float32).min
+FILLED = {
+    "no_clamp": named("cross_entropy").text,
+    "clamp_student": named("cross_entropy", student_clamp=1e-6).text,
+    "clamp_teacher": named("jeffreys", teacher_clamp=1e-6).text,
+    "clamp_both": named("reverse_kl", student_clamp=1e-6, teacher_clamp=1e-4).text,
+    # weights that are clamped too: a key without probability adds nothing, or something
+    "clamp_weight": "max(P,1e-3)*(max(logP,-7.0)-max(logS,-7.0))",
+    "clamp_weight_adds": "max(P,1e-3)*(max(logP,-7.0)-max(logS,-20.0))",
+}
 
 
 def run(impl: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
@@ -192,6 +202,52 @@ def test_filled_rows_are_uniform_whatever_the_value(fill: float, impl: str) -> N
     assert abs(value[0, 0, 0].item()) < 1e-6
     assert value.isfinite().all()
     assert student.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS[1:])
+@pytest.mark.parametrize(
+    ("fill", "places", "num_keys"),
+    [
+        (-3.0, (0.0, -6.0), 9),
+        (-2e3, (0.0, -1997.0, -4e3), 130),
+        (-1e4, (0.0, -9997.0, -2e4), 9),
+        (LOWEST, (0.0, -2e4), 130),
+        # far below all rows, which decide together on a second pass
+        (-1e4, (0.0, 20.0), 9),
+        (LOWEST, (0.0, 20.0), 130),
+    ],
+)
+@pytest.mark.parametrize("name", FILLED)
+def test_filled_keys_near_and_far(
+    name: str, fill: float, places: tuple[float, ...], num_keys: int, impl: str
+) -> None:
+    """NOTE [Masked keys far below] in rowstate.py: a row for every two places of its scores."""
+    torch.manual_seed(5)
+    offsets = torch.cartesian_prod(*[torch.tensor((*places, 0.0))] * 2)
+    num_rows = len(offsets)
+    mask = torch.rand(1, 1, num_rows, num_keys) > 0.3
+    mask[..., -1, :] = True
+    if min(places) < 0.0:
+        mask[..., -2, :] = False
+    student_bias, teacher_bias = (x[None, None, :, None] for x in offsets.unbind(1))
+    tensors = [torch.randn(1, 1, n, 8) for n in (num_rows, num_keys) * 2]
+    options = {"mask_value": fill, "functional": FILLED[name]}
+    options |= {"student_scale": 0.3, "teacher_scale": 0.3}
+    masks = {"mask": mask, "student_bias": student_bias, "teacher_bias": teacher_bias}
+    weight = torch.randn(1, 1, num_rows)
+
+    exact = [x.double().requires_grad_() for x in tensors]
+    rows = reference.attention_kl_rows(ops.problem_of(*exact, **masks, **options)[0])
+    truth = [rows, *torch.autograd.grad(rows, exact, weight.double())]
+    inputs = [x.to(DEVICE).requires_grad_() for x in tensors]
+    masks = {key: x.to(DEVICE) for key, x in masks.items()}
+    value = ops.attention_kl(*inputs, **masks, **options, impl=impl)[0]
+    found = [value, *torch.autograd.grad(value, inputs, weight.to(DEVICE))]
+    # roundings of scores; gradients are differences of terms as large as the values
+    unit = 8 * torch.finfo(torch.float32).eps * (4.0 + max(map(abs, places)))
+    for x, expected in zip(found, truth, strict=True):
+        size = rows.abs() if x is value else rows.abs().max() + expected.abs().max()
+        assert ((x.cpu() - expected).abs() <= unit * (1.0 + size)).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)

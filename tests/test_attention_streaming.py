@@ -49,6 +49,35 @@ def test_any_call() -> None:
     any_call()
 
 
+@pytest.mark.parametrize(
+    ("fill", "clamped", "num_passes"),
+    [
+        (-1e4, "P*(logP-max(logS,-20.0))", 1),
+        (torch.finfo(torch.float32).min, "P*(logP-max(logS,-20.0))", 1),
+        (-30.0, "P*(logP-max(logS,-20.0))", 2),
+        (-1e4, "max(P,1e-9)*(max(logP,-20.0)-max(logS,-21.0))", 2),  # masked keys add something
+    ],
+)
+def test_padded_rows_take_a_second_pass_where_padding_counts(
+    fill: float, clamped: str, num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NOTE [Masked keys far below] in rowstate.py."""
+    calls = [1]
+    original = streaming._second_pass
+    monkeypatch.setattr(
+        streaming, "_second_pass", lambda *args: calls.append(2) or original(*args)
+    )
+    torch.manual_seed(0)
+    tensors = torch.randn(4, 2, 1, 40, 8).unbind(0)
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    mask[1, ..., 30:] = False
+    ops.attention_kl(
+        *tensors, mask=mask, mask_value=fill, functional=clamped,
+        student_scale=0.1, teacher_scale=0.1, impl="streaming",
+    )  # fmt: skip
+    assert max(calls) == num_passes
+
+
 class LargestTensor(TorchDispatchMode):
     """Bytes of the largest tensor that an operation made, views of what was given aside."""
 

@@ -185,6 +185,20 @@ def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool)
 
 
 @inside
+@pytest.mark.parametrize(("fill", "is_reached"), [(-1e4, False), (-3e38, False), (-80.0, True)])
+def test_padded_rows_reach_a_clamp_where_padding_counts(fill: float, is_reached: bool) -> None:
+    """NOTE [Masked keys far below] in rowstate.py, seen as in the test before."""
+    from torch_streamkl.kernels import attention
+
+    q, k = torch.randn(2, 1, 2, 40, 16).unbind(0)
+    mask = (torch.arange(40) < 30)[None, None, None]
+    functional = named("forward_kl", student_clamp=1e-30).text
+    problem = problem_of(q, k, k, q, mask=mask, mask_value=fill, functional=functional)[0]
+    _, stats = attention.forward(problem)
+    assert ((stats.student_sum != -1.0) == is_reached).all()
+
+
+@inside
 @pytest.mark.filterwarnings("ignore:overflow")  # of the ratio that is not used then
 def test_denominators_of_any_two_sizes() -> None:
     """As in test_attention_numerics.py; sums relative to a fixed base may be far apart."""

@@ -9,6 +9,13 @@ Keeping moments relative to the maxima costs nothing (both differences are compu
 exponentials anyway) and avoids the cancellation of two large numbers. Two states over disjoint
 keys merge exactly, so a row may be split over blocks, programs, GPUs or shards of a vocabulary.
 `kernels/rows.py` holds the same functions for Triton.
+
+NOTE [Masked keys far below]
+Masks that are filled with a finite number leave keys in the softmax, and their probabilities lie
+below every clamp. Where the number is FAR below the row's maximum on both sides these are exactly
+0, and a functional that is 0 there (``absent``; h and g are, then) sums to the same without the
+keys. They are left out, as if the number were -inf: a padded row keeps its closed form, and
+finfo.min does not overflow in moments. Sinks only make probabilities smaller.
 """
 
 from __future__ import annotations
@@ -21,6 +28,8 @@ from torch import Tensor
 
 from torch_streamkl import cpu_math
 from torch_streamkl.functional import Bilinear
+
+FAR = 1e3  # nats: the exponential of its negative is 0 in every dtype we compute in
 
 
 @dataclass
@@ -150,6 +159,11 @@ def masked_keys_state(level_t: Tensor, level_s: Tensor, count: Tensor) -> RowSta
     level_t, level_s = (torch.where(count > 0, level, -math.inf) for level in (level_t, level_s))
     zero = torch.zeros_like(count)
     return RowState(level_t, count, level_s, count, zero, zero)
+
+
+def far_below(state: RowState, level_t: Tensor, level_s: Tensor) -> Tensor:
+    """Rows whose probabilities of keys with these scores are 0: NOTE [Masked keys far below]."""
+    return (state.m_t - level_t >= FAR) & (state.m_s - level_s >= FAR)
 
 
 @dataclass

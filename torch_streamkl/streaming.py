@@ -22,6 +22,7 @@ from torch_streamkl.launch import StreamingBlocks, streaming_blocks
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side, bottom_right_offset
 from torch_streamkl.rowstate import (
     RowState,
+    far_below,
     finish,
     masked_keys_state,
     merge,
@@ -99,14 +100,17 @@ def _first_pass(
     functional = problem.functional
     guard, form = functional.guarded, functional.closed_form or Bilinear()
     state = RowState.allocate(value)
-    low_t, low_s = value.new_empty((2, *value.shape)).unbind(0)
+    low_t, low_s = value.new_full((2, *value.shape), math.inf).unbind(0)
+    num_allowed = torch.zeros_like(value)
     for rows in row_blocks:
-        found, lowest = _row_state(problem, blocks, rows, form, track_minima=guard is not None)
+        lowest = None if guard is None else (rows.of(low_t), rows.of(low_s))
+        found = _row_state(problem, blocks, rows, form, lowest, rows.of(num_allowed))
         for whole, piece in zip(state.tensors(), found.tensors(), strict=True):
             rows.of(whole).copy_(piece)
-        if guard is not None:
-            rows.of(low_t).copy_(lowest[0])
-            rows.of(low_s).copy_(lowest[1])
+    if problem.mask_value != -math.inf:
+        state, below = _with_masked_keys(problem, state, num_allowed, form)
+        low_t.masked_fill_(below, -math.inf)
+        low_s.masked_fill_(below, -math.inf)
     sums = finish(state, form, _sink_of(problem.student), _sink_of(problem.teacher))
     stats.student_lse.copy_(sums.student_lse)
     stats.teacher_lse.copy_(sums.teacher_lse)
@@ -127,41 +131,42 @@ def _row_state(
     blocks: StreamingBlocks,
     rows: Rows,
     form: Bilinear,
-    track_minima: bool,
-) -> tuple[RowState, tuple[Tensor, Tensor]]:
-    """Row state over all keys and, where asked, each row's lowest teacher and student score."""
-    shape = tuple(problem.student.q[rows.batch, rows.heads, rows.queries, 0].shape)
-    like = problem.student.q.new_empty((), dtype=problem.compute_dtype)
+    lowest: tuple[Tensor, Tensor] | None,
+    num_allowed: Tensor,
+) -> RowState:
+    """Row state over the allowed keys.
+
+    Updates the rows' lowest teacher and student scores where asked, and, where the others have a
+    finite score, the number of allowed keys.
+    """
     state: RowState | None = None
-    low_t = low_s = like
-    if track_minima:
-        low_t = low_s = like.new_full(shape, math.inf)
-    is_filled = problem.mask_value != -math.inf
-    num_allowed = like.new_zeros(shape) if is_filled else like
     for keys in _key_blocks(problem, blocks, rows):
         mask = _mask_of(problem, rows, keys)
         t = score_block(problem.teacher, problem, rows, keys, mask)
         s = score_block(problem.student, problem, rows, keys, mask)
-        if track_minima:
-            low_t = torch.minimum(low_t, _lowest(t.scores, mask))
-            low_s = torch.minimum(low_s, _lowest(s.scores, mask))
-        if is_filled:
+        if lowest is not None:
+            for low, x in zip(lowest, (t, s), strict=True):
+                torch.minimum(low, _lowest(x.scores, mask), out=low)
+        if problem.mask_value != -math.inf:
             num_allowed += _count(mask, keys, rows)
         finite = t.is_finite and s.is_finite
         found = state_of_scores(
             t.scores, s.scores, form, finite=finite, has_masked=mask is not None
         )
         state = found if state is None else merge(state, found, form)
-    if state is None:
-        state = RowState.empty(shape, like)
-    if is_filled:
-        absent = problem.seqlen_k - num_allowed
-        level_t = _masked_level(problem, problem.teacher, num_allowed)
-        level_s = _masked_level(problem, problem.student, num_allowed)
-        state = merge(state, masked_keys_state(level_t, level_s, absent), form)
-        if track_minima:
-            low_t, low_s = (x.masked_fill(absent > 0, -math.inf) for x in (low_t, low_s))
-    return state, (low_t, low_s)
+    return RowState.empty(tuple(num_allowed.shape), num_allowed) if state is None else state
+
+
+def _with_masked_keys(
+    problem: AttentionProblem, state: RowState, num_allowed: Tensor, form: Bilinear
+) -> tuple[RowState, Tensor]:
+    """State with the keys that are not allowed counted in, and the rows where they were."""
+    absent = problem.seqlen_k - num_allowed
+    level_t = _masked_level(problem, problem.teacher, num_allowed)
+    level_s = _masked_level(problem, problem.student, num_allowed)
+    if problem.functional.absent == 0.0:
+        absent.masked_fill_(far_below(state, level_t, level_s), 0.0)
+    return merge(state, masked_keys_state(level_t, level_s, absent), form), absent > 0
 
 
 def _count(mask: Mask | None, keys: slice, rows: Rows) -> Tensor | int:

@@ -75,6 +75,7 @@ class Config(NamedTuple):
     HAS_RIGHT: bool
     DENSE: bool  # a mask tensor, a bias, full float32: every tile is looked at element by element
     FILLED: bool  # keys that are not allowed have a finite score and count
+    FILL_VANISHES: bool  # ... but not where they have no probability: NOTE in rowstate.py
     TWO_PASS: bool  # the functional is not linear in the log-probabilities
     GUARDED: bool  # ... but is where the clamps are not reached
     T_FLOOR: float  # log-probabilities above which they are not

@@ -264,6 +264,7 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         HAS_RIGHT=problem.window_right is not None,
         DENSE=_looks_at_every_tile(problem),
         FILLED=problem.mask_value != -math.inf,
+        FILL_VANISHES=functional.absent == 0.0,
         TWO_PASS=functional.bilinear is None,
         GUARDED=guarded is not None,
         T_FLOOR=guarded.teacher_floor if guarded else 0.0,

@@ -13,6 +13,7 @@ from torch_streamkl.kernels.arguments import State
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOW = tl.constexpr(-1.0e30)
+FAR = tl.constexpr(1.0e3)  # nats, as in rowstate.py
 
 # NOTE [Order of programs]
 # Under a causal mask blocks differ in work, and programs start in the order of their number. The
@@ -155,9 +156,14 @@ def masked_level(count, fill, HAS_SINK: tl.constexpr):
 def with_masked_keys(state, num_keys, fill, FORM: tl.constexpr, CONFIG: tl.constexpr):
     """State with the keys that are not allowed counted in at the score they were filled with."""
     absent = num_keys - state.count
+    level_t = masked_level(state.count, fill, CONFIG.T_SINK)
+    level_s = masked_level(state.count, fill, CONFIG.S_SINK)
+    if CONFIG.FILL_VANISHES:  # NOTE [Masked keys far below] in rowstate.py
+        far = ((state.m_t - level_t) * LN2 >= FAR) & ((state.m_s - level_s) * LN2 >= FAR)
+        absent = tl.where(far, 0.0, absent)
     present = absent > 0.0
-    m_t = tl.where(present, masked_level(state.count, fill, CONFIG.T_SINK), LOW)
-    m_s = tl.where(present, masked_level(state.count, fill, CONFIG.S_SINK), LOW)
+    m_t = tl.where(present, level_t, LOW)
+    m_s = tl.where(present, level_s, LOW)
     zero = state.count * 0.0
     low = tl.where(present, -float("inf"), float("inf"))
     return merge(state, State(m_t, absent, m_s, absent, zero, zero, low, low, zero), FORM)
