@@ -95,6 +95,18 @@ def _direct(case: Case) -> Loss:
     return lambda *inputs: torch_streamkl.linear_kl(*inputs, **options)
 
 
+def _any_order(case: Case) -> Loss:
+    import torch_streamkl
+
+    assert isinstance(case, AttentionCase)
+    if case.head_mean or case.softcap is not None:
+        raise Unavailable("gradients of this case are summed in one order only")
+    is_causal = case.is_causal
+    return lambda *inputs: torch_streamkl.attention_kl(
+        *inputs, is_causal=is_causal, reduction="mean", deterministic=False
+    )
+
+
 def _liger_fused(case: Case) -> Loss:
     _liger_can(case)
     module = _import("liger_kernel.transformers", "LigerFusedLinearJSD")(jsd_beta=0.0)
@@ -170,6 +182,15 @@ PROVIDERS = [
         note='the naive code, torch.compile(backend="streamkl")',
     ),
     Provider("direct", _direct, "#9467bd", note="attention_kl or linear_kl called by hand"),
+    Provider(
+        "any-order",
+        _any_order,
+        "#c49cde",
+        ("attention",),
+        ("cuda",),
+        quick=False,
+        note="attention_kl called by hand with deterministic=False",
+    ),
 ]
 OUTSIDE_COLORS = ("#2ca02c", "#e377c2", "#000000")
 

@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its def
     "streamkl.strict": (False, True),
     "streamkl.explain": (False, True),
     "streamkl.inner": INNER_BACKENDS,
+    "streamkl.deterministic": (True, False),
 }
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports: explain() adds itself
 
@@ -44,7 +45,8 @@ def streamkl(
 
     Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
     ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
-    graph ("inductor", "aot_eager" or "eager"). Everything else goes to Inductor.
+    graph ("inductor", "aot_eager" or "eager"), ``streamkl.deterministic`` is that argument of
+    `attention_kl`. Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     _rewrite_and_report(gm, ours)
@@ -77,14 +79,22 @@ def _free_cuda_graphs() -> None:
 streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]  # functions declare none
 
 
-def inductor_options(*, strict: bool = False, explain: bool = False) -> dict[str, Any]:
+def inductor_options(
+    *, strict: bool = False, explain: bool = False, deterministic: bool = True
+) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 
     The arguments are the backend's options of the same names. Passes that are already configured
     in ``torch._inductor.config`` run before ours. A graph that Inductor finds in its cache is not
     analysed again: a report is logged when a graph is compiled, not when it is loaded.
     """
-    ours, _ = split_options({"streamkl.strict": strict, "streamkl.explain": explain})
+    ours, _ = split_options(
+        {
+            "streamkl.strict": strict,
+            "streamkl.explain": explain,
+            "streamkl.deterministic": deterministic,
+        }
+    )
     config = torch._inductor.config
     return {
         "pre_grad_custom_pass": chained(PreGradPass(ours), config.pre_grad_custom_pass),
@@ -111,7 +121,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
-    report = rewrite(gm)
+    report = rewrite(gm, deterministic=ours["streamkl.deterministic"])
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures:

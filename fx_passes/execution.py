@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_streamkl import linear_ops, linear_rows, ops
 from torch_streamkl.fx_passes.slicing import example
-from torch_streamkl.launch import select_implementation
+from torch_streamkl.launch import adds_queries, select_implementation
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
 IMPLEMENTATIONS = {
@@ -20,6 +20,7 @@ IMPLEMENTATIONS = {
     "hopper": "as kernels for Hopper GPUs",
 }
 MEAN_AGAIN = "the mean of {} teacher heads made again by every pass: maps that fit may be faster"
+ANY_ORDER = "gradients in any order of sums"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"
 IN_BACKWARD = "logits computed again in the backward"
 
@@ -29,6 +30,13 @@ def mark_site(added: Iterable[fx.Node], site: str) -> None:
     for node in added:
         if node.target in (ops.attention_kl, linear_ops.linear_kl):
             node.meta[SITE] = site
+
+
+def sum_in_any_order(graph: fx.Graph) -> None:
+    """Let the inserted operators compute gradients that are not the same bits on every run."""
+    for node in graph.nodes:
+        if SITE in node.meta and node.target == ops.attention_kl:
+            node.kwargs = {**node.kwargs, "deterministic": False}
 
 
 def how_sites_run(graph: fx.Graph, mode: FakeTensorMode) -> dict[str, str]:
@@ -48,7 +56,10 @@ def _how(call: fx.Node) -> str:
     args, kwargs = given
     if call.target == ops.attention_kl:
         problem, impl = ops.problem_of(*args, **kwargs)
-        how = IMPLEMENTATIONS[select_implementation(problem, impl)]
+        implementation = select_implementation(problem, impl)
+        how = IMPLEMENTATIONS[implementation]
+        if implementation == "hopper" and adds_queries(problem):
+            how += f", {ANY_ORDER}"
         if problem.head_mean:
             ratio = problem.teacher.num_heads // problem.num_heads
             how += ", " + MEAN_AGAIN.format(ratio)

@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.builder import Builder, Selections
 from torch_streamkl.fx_passes.dead_code import remove_dead
 from torch_streamkl.fx_passes.describe import describe
 from torch_streamkl.fx_passes.emit import emit
-from torch_streamkl.fx_passes.execution import how_sites_run, mark_site
+from torch_streamkl.fx_passes.execution import how_sites_run, mark_site, sum_in_any_order
 from torch_streamkl.fx_passes.labels import share_labels
 from torch_streamkl.fx_passes.large_tensors import is_view, large_tensors_left, num_bytes
 from torch_streamkl.fx_passes.leftover import Leftovers
@@ -47,7 +47,7 @@ log = logging.getLogger("torch_streamkl.rewrite")
 Plans = dict[fx.Node, Plan | str]  # what computes a sum over keys, or why nothing does
 
 
-def rewrite(gm: fx.GraphModule) -> Report:
+def rewrite(gm: fx.GraphModule, deterministic: bool = True) -> Report:
     """Rewrite a Dynamo graph module in place and report every KL-like site."""
     report = Report()
     try:
@@ -55,13 +55,13 @@ def rewrite(gm: fx.GraphModule) -> Report:
             if not isinstance(child, fx.GraphModule):
                 continue
             if _is_plain_body(gm, name):
-                report.extend(rewrite(child))
+                report.extend(rewrite(child, deterministic))
             else:
                 report.sites += _left_alone(
                     f"it is in the body of {_owner(gm, name)}", child.graph
                 )
         graph = _copied(gm.graph)
-        found = _rewrite_graph(gm, graph)
+        found = _rewrite_graph(gm, graph, deterministic)
         if found.num_fused:
             graph.lint()
             gm.graph = graph
@@ -116,7 +116,7 @@ class Candidate:
     plan: Plan
 
 
-def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
+def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph, deterministic: bool) -> Report:
     report = Report()
     reason = obstacle(graph)
     if reason:
@@ -157,6 +157,8 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph) -> Report:
         sum_in_forward(graph, lambda node: Builder(node, mode))
         removed += remove_dead(graph, region.nodes, unused)
     saved = sum(num_bytes(n) for n in removed if n in sizes)
+    if not deterministic:
+        sum_in_any_order(graph)
     runs = how_sites_run(graph, fake_mode_of(region))
     for candidate, site in fused:
         share = saved // len(fused)

@@ -110,6 +110,11 @@ CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "layout must be one of 'bhnd', 'bnhd', got 'sbhd'",
         inputs() | {"layout": "sbhd"},
     ),
+    "deterministic": (
+        ValueError,
+        "deterministic must be one of True, False, got 'no'",
+        inputs() | {"deterministic": "no"},
+    ),
     "impl": (ValueError, "impl must be one of 'auto'.*got 'cuda'", inputs() | {"impl": "cuda"}),
     "beta": (
         ValueError,

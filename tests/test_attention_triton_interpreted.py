@@ -51,6 +51,23 @@ def test_float16(name: str) -> None:
 
 
 @inside
+def test_sums_in_the_order_of_registers() -> None:
+    """The gradient of sums that lie as a wgmma accumulator does: NOTE [Order of sums]."""
+    from torch_streamkl.kernels import hopper_atomic
+
+    heads, seqlen, head_dim, scale = 3, 150, 64, 0.5
+    gradient = torch.randn(heads, 192, head_dim)
+    # warp, half, row, column / 8, thread of a row, pair of columns
+    tiles = gradient.view(heads, 3, 4, 2, 8, head_dim // 8, 4, 2)
+    sums = tiles.permute(0, 1, 2, 5, 4, 6, 3, 7).reshape(heads * 3, -1).contiguous()
+    out = torch.empty(1, heads, seqlen, head_dim)
+    hopper_atomic.gradient_kernel[(heads * 3, 1, 1)](
+        sums, out, out.stride(1), out.stride(2), scale, seqlen, hopper_atomic.INNER, head_dim
+    )
+    assert torch.equal(out[0], gradient[:, :seqlen] * scale)
+
+
+@inside
 def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks are computed in shares, which add up to what one program gives."""
     from torch_streamkl.kernels import head_mean_launch

@@ -227,7 +227,10 @@ def test_strict_counts_a_failed_analysis(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"streamkl.strikt": True}, "streamkl.explain, streamkl.inner, streamkl.strict"),
+        (
+            {"streamkl.strikt": True},
+            "streamkl.deterministic, streamkl.explain, streamkl.inner, streamkl.strict",
+        ),
         ({"streamkl.strict": "yes"}, "streamkl.strict must be False or True, got 'yes'"),
         ({"streamkl.inner": "nvcc"}, "'inductor' or 'aot_eager' or 'eager', got 'nvcc'"),
     ],
@@ -235,6 +238,30 @@ def test_strict_counts_a_failed_analysis(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         torch.compile(fused, backend="streamkl", options=options)(*make_inputs())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_order_of_sums(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_streamkl import launch
+    from torch_streamkl.fx_passes import execution
+
+    found: list[str] = []
+
+    def watch(node: torch.fx.Node) -> str:
+        found.append(node.kwargs.get("deterministic", True))
+        return how(node)
+
+    how = execution._how
+    monkeypatch.setattr(execution, "_how", watch)
+    monkeypatch.setattr(launch, "ATOMIC_LEAST_FLOP", 0.0)
+    monkeypatch.setattr(execution, "select_implementation", lambda *_: "hopper")
+    reports: list[Report] = []
+    monkeypatch.setattr(backend, "REPORTS", [reports.append])
+    options = {**EAGER, "streamkl.deterministic": deterministic}
+    inputs = [x[..., :1].expand(*x.shape[:-1], 64) for x in make_inputs()]
+    torch.compile(fused, backend="streamkl", options=options)(*inputs)
+    assert found == [deterministic]
+    assert ("in any order" in str(reports[0])) is not deterministic
 
 
 def test_wrong_option_of_inductor_options() -> None:

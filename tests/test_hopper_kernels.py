@@ -235,6 +235,77 @@ def test_same_bits_on_every_run() -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.fixture
+def adds_small_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ATOMIC_LEAST_FLOP", 0.0)
+
+
+# seqlen_q, seqlen_k, key heads
+ANY_ORDER = [(1, 1, 4), (65, 129, 4), (300, 127, 2), (200, 333, 1), (257, 512, 2)]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("adds_small_queries")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("clamp", [0.0, 1e-3])
+@pytest.mark.parametrize("sizes", ANY_ORDER)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_any_order(
+    dtype: torch.dtype, sizes: tuple[int, int, int], clamp: float, is_causal: bool
+) -> None:
+    seqlen_q, seqlen_k, kv_heads = sizes
+    call = build(
+        spec(
+            64, student_kv_heads=kv_heads, teacher_kv_heads=kv_heads, seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k, is_causal=is_causal, student_clamp=clamp, dtype=dtype,
+            temperature=1.5,
+        )
+    )  # fmt: skip
+    any_order = call.to(device="cuda")
+    any_order.options["deterministic"] = False
+    check(any_order.value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("adds_small_queries")
+def test_sums_in_any_order_differ_by_order_only() -> None:
+    call = build(spec(64, seqlen_q=600, seqlen_k=2000)).to(device="cuda")
+    expected = call.value_and_gradients("hopper")
+    call.options["deterministic"] = False
+    found = call.value_and_gradients("hopper")
+    for name in ("value", "teacher_q", "teacher_k"):
+        assert torch.equal(found[name], expected[name])
+    assert not torch.equal(found["student_q"], expected["student_q"])
+    for name in ("student_q", "student_k"):
+        assert (found[name] - expected[name]).norm() <= 4e-3 * expected[name].norm()
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = call.value_and_gradients("hopper")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [({}, True), ({"deterministic": True}, False), ({"head_dim": 128}, False),
+     ({"seqlen": 512}, False), ({"asks_torch": True}, False)],
+)  # fmt: skip
+def test_who_sums_in_any_order(change: dict[str, Any], expected: bool) -> None:
+    options = {"head_dim": 64, "seqlen": 2048, "deterministic": False, "asks_torch": False}
+    options |= change
+    with FakeTensorMode():
+        q = torch.empty(1, 32, options["seqlen"], options["head_dim"])
+    p = problem_of(q, q, q, q, window_right=0, deterministic=options["deterministic"])[0]
+    torch.use_deterministic_algorithms(options["asks_torch"])
+    try:
+        assert launch.adds_queries(p) is expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])

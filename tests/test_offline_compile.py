@@ -172,6 +172,24 @@ def test_hopper_backward(
         check_hopper(launch, STACK.get(("sm_90", launch.kernel.__name__), 0))
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", CLAMPED])
+@pytest.mark.parametrize("window_right", [None, 0])
+def test_hopper_sums_in_any_order(window_right: int | None, divergence: str) -> None:
+    from torch_streamkl.kernels import hopper_attention
+
+    with record_launches("sm_90") as launches:
+        p = problem(64, divergence, 4096, window_right=window_right, deterministic=False)
+        _, stats = RowStatistics.allocate(p)
+        grad = torch.empty(1, 32, 4096, device="cuda")
+        hopper_attention.backward(p, stats, grad, Wanted(True, True, False, False))
+    both, in_order = launches
+    check_hopper(both, 0)
+    assert in_order.kernel.__name__ == "gradient_kernel"
+    assert compile_launch(in_order, "sm_90").spill_bytes == 0
+    # 16 bytes a thread, a warp in a row: otherwise the memory takes three times as long
+    assert compile_launch(both, "sm_90").asm["ptx"].count("add.v4.f32") == 64 * 64 // 128 // 4
+
+
 def test_other_hopper_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.kernels import hopper_attention
 

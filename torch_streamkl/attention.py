@@ -50,6 +50,7 @@ def attention_kl(
     layout: str = "bhnd",
     reduction: str = "none",
     impl: str = "auto",
+    deterministic: bool = True,
 ) -> Tensor:
     r"""Divergence between the attention distributions of teacher and student, without the maps.
 
@@ -106,6 +107,10 @@ def attention_kl(
         reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch.
         impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"streaming"`` (plain torch,
             bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
+        deterministic: False allows gradients whose last bits differ from run to run, where they
+            are faster: on Hopper, head_dim 64, to student_q beside student_k, with a float32
+            tensor as large as student_q beside them. ``torch.use_deterministic_algorithms(True)``
+            forbids them again.
 
     Returns:
         float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.
@@ -116,7 +121,7 @@ def attention_kl(
     Numerics: scores and sums are accumulated in float32. A row without allowed keys is 0 with
     gradient 0; a key that the student excludes and the teacher does not makes the row +inf, as the
     definition says. Gradients go to q and k of both sides where they require it, and are the same
-    bits on every run.
+    bits on every run unless ``deterministic`` is False.
     Source: the one-pass coupled softmax state of StreamKL (arXiv 2606.20005); see rowstate.py.
     """
     checks.one_of("layout", layout, LAYOUTS)
@@ -156,6 +161,7 @@ def attention_kl(
         layout,
         reduction,
         impl,
+        deterministic=deterministic,
     )
     return _run(inputs, settings)
 
@@ -302,6 +308,7 @@ class Settings(NamedTuple):
     impl: str
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    deterministic: bool = True
 
     @property
     def has_tensor(self) -> bool:
@@ -421,12 +428,14 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         settings.max_seqlen_k,
         settings.head_reduction == "mean",
         settings.impl,
+        settings.deterministic,
     )
 
 
 def _functional(settings: Settings) -> str:
     checks.one_of("reduction", settings.reduction, REDUCTIONS)
     checks.one_of("impl", settings.impl, IMPLEMENTATIONS)
+    checks.one_of("deterministic", settings.deterministic, (True, False))
     checks.positive("temperature", settings.temperature)
     return divergence_text(
         settings.divergence,

@@ -158,6 +158,10 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return "takes at least one query and one key"
     for x in (student.q, student.k, teacher.q, teacher.k):
+        a, b, c, last = x.stride()
+        usual = last == 1 and a > 0 and b > 0 and c > 0 and (a | b | c) % 8 == 0
+        if usual and _aligned_to_16(x):
+            continue
         outer = [n for size, n in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
         if x.stride(3) != 1 or any(n <= 0 or n % 8 for n in outer) or not _aligned_to_16(x):
             return f"takes tensors aligned to 16 bytes in every row, got strides {x.stride()}"
@@ -254,6 +258,10 @@ HOPPER_BACKWARD_LAUNCHES = {
     64: HopperBackwardLaunch(64, 64, 3, 4, True),
     128: HopperBackwardLaunch(64, 64, 2, 4, True),
 }
+# of dK where it adds up dQ, too (kernels/hopper_atomic.py), and is faster than both alone; from
+# this forward on, since it takes two launches more
+HOPPER_ATOMIC_LAUNCHES = {64: HopperBackwardLaunch(64, 64, 2, 4, False)}
+ATOMIC_LEAST_FLOP = 2.0**34
 # where logarithms of the probabilities are needed, too: three warp groups would spill
 HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
@@ -281,10 +289,22 @@ def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[
     return (blocks - last, parts) if parts > 1 else (blocks, 1)
 
 
+def adds_queries(problem: AttentionProblem) -> bool:
+    """Whether dQ may be summed in any order, and is faster so."""
+    return (
+        not problem.deterministic
+        and not torch.are_deterministic_algorithms_enabled()
+        and problem.student.head_dim in HOPPER_ATOMIC_LAUNCHES
+        and _flop(problem) >= ATOMIC_LEAST_FLOP
+    )
+
+
 def hopper_backward_launch(
-    problem: AttentionProblem, has_logarithms: bool
+    problem: AttentionProblem, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
-    """Configuration of the dQ and dK kernels on Hopper."""
+    """Configuration of the dQ and dK kernels on Hopper; ``adds``: of dK that adds up dQ."""
+    if adds:
+        return HOPPER_ATOMIC_LAUNCHES[problem.student.head_dim]
     if has_logarithms:
         return HOPPER_LOGARITHMS
     return HOPPER_BACKWARD_LAUNCHES[problem.student.head_dim]

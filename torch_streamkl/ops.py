@@ -40,7 +40,8 @@ _ARGUMENTS = (
     "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
     "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
     "float? mask_value=None, SymInt? window_left=None, SymInt? window_right=None, "
-    "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto'"
+    "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto', "
+    "bool deterministic=True"
 )
 _NUM_TENSORS = 15
 _DIFFERENTIABLE = (0, 1, 2, 3, 9, 10)  # q and k of both sides, and the sinks
@@ -95,6 +96,7 @@ def problem_of(
     max_seqlen_k: int = 0,
     head_mean: bool = False,
     impl: str = "auto",
+    deterministic: bool = True,
 ) -> tuple[AttentionProblem, str]:
     problem = AttentionProblem(
         student=Side(
@@ -128,6 +130,7 @@ def problem_of(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic,
     )
     return problem, impl
 

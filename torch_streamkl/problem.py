@@ -80,6 +80,7 @@ class AttentionProblem:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    deterministic: bool = True  # gradients are summed in a fixed order
 
     @property
     def batch(self) -> int:

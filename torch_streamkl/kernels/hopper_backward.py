@@ -58,9 +58,11 @@ from torch_streamkl.kernels.hopper import (
     start_scores,
     tiles_met,
 )
+from torch_streamkl.kernels.hopper_atomic import add_queries, hand_over, new_handover
 from torch_streamkl.kernels.rows import place_of, score_gradient
 
 LOADER_REGISTERS = gl.constexpr(32)
+ADDER_REGISTERS = gl.constexpr(96)
 # what `along` finds of a row, in this order
 OWN_LSE, OTHER_LSE, KEY_SUM, GRAD, CLAMP = (gl.constexpr(i) for i in range(5))
 NUM_STATISTICS = gl.constexpr(5)
@@ -86,6 +88,7 @@ class Task(NamedTuple):
     GROUPS: int  # warp groups that accumulate
     SLOTS: int  # of inner tiles in shared memory, a power of two
     PINNED: bool  # NOTE [A matmul always in flight]
+    ADDS: bool  # dK, and dQ beside it: NOTE [dQ by atomics] in hopper_atomic.py
 
 
 class Tiles(NamedTuple):
@@ -100,6 +103,7 @@ class Tiles(NamedTuple):
     outer_bar: Any
     full: Any
     empty: Any
+    handover: Any  # hopper_atomic.Handover where TASK.ADDS
 
 
 class Work(NamedTuple):
@@ -369,7 +373,10 @@ def accumulate(
                     d = visible(d, work, outer, i, TASK)
                     if TASK.FOLDED:
                         d = d * along(kept, tiles, slot, GRAD, mma, TASK)
-                d = gl.convert_layout(d.to(dtype), operand)
+                d = d.to(dtype)
+                if TASK.ADDS:
+                    hand_over(d, tiles.handover, i, GROUP, TASK)
+                d = gl.convert_layout(d, operand)
                 acc = warpgroup_mma(d, flat(tiles.own_inner.index(slot)), acc, is_async=True)
                 own = warpgroup_mma_wait(1, deps=[own])
                 other = start_scores(other_outer, tiles.other_inner.index(following), zero)
@@ -403,12 +410,13 @@ def accumulate(
 def backward_kernel(
     own_outer, other_outer, own_inner, other_inner,
     grad_ptr, own_stats, other_stats, stats_stride,
-    out_ptr, out_b, out_h, out_n, out_scale,
+    out_ptr, out_b, out_h, out_n, out_scale, sums,
     num_blocks, num_heads, seqlen_q, seqlen_k, own_scale, other_scale,
     HELPER: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads.
 
+    Where TASK.ADDS, what dQ gets from the block's keys is added to `sums`, without its factor.
     HELPER computes the gradient of one key (pointwise.py) where TASK.FORM does not hold.
     """
     gdc_launch_dependents()  # NOTE [One gradient beside the next]
@@ -446,6 +454,12 @@ def backward_kernel(
     rows: gl.constexpr = [1 if TASK.ROWS else TASK.SLOTS * NUM_STATISTICS, TASK.INNER]
     vectors: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     bars: gl.constexpr = mbarrier.MBarrierLayout()
+    handover = None
+    if TASK.ADDS:
+        handover = new_handover(own_inner.dtype, TASK)
+        tiles_of_head = (seqlen_q + TASK.INNER - 1) // TASK.INNER
+        tile_size: gl.constexpr = TASK.INNER * TASK.HEAD_DIM
+        sums += (b * num_heads + first_head).to(gl.int64) * tiles_of_head * tile_size
     tiles = Tiles(
         gl.allocate_shared_memory(own_outer.dtype, outer, own_outer.layout),
         gl.allocate_shared_memory(other_outer.dtype, outer, other_outer.layout),
@@ -456,13 +470,29 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.int64, [1], bars),
         gl.allocate_shared_memory(gl.int64, [TASK.SLOTS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [TASK.SLOTS, 1], bars),
+        handover,
     )
     mbarrier.init(tiles.outer_bar, count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(tiles.full.index(slot), count=1 if TASK.ROWS else 2)
         mbarrier.init(tiles.empty.index(slot), count=TASK.GROUPS)
-    REGISTERS: gl.constexpr = GROUP_REGISTERS // TASK.GROUPS
-    if TASK.GROUPS == 2:
+    REGISTERS: gl.constexpr = (
+        GROUP_REGISTERS - (ADDER_REGISTERS if TASK.ADDS else 0)
+    ) // TASK.GROUPS
+    if TASK.ADDS:
+        gl.warp_specialize(
+            [
+                (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(1), HELPER, TASK)),
+                (add_queries, (tiles, work, sums, TASK)),
+                (load_all, (
+                    own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
+                )),
+            ],
+            [NUM_WARPS, NUM_WARPS, 1],
+            [REGISTERS, ADDER_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    elif TASK.GROUPS == 2:
         gl.warp_specialize(
             [
                 (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
