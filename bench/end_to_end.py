@@ -3,7 +3,8 @@
 Both are transformers models with random weights. A step is both models' forward, the loss and the
 student's backward, without an optimiser. The loss is naive code on `output_attentions` (and on the
 logits), as people write it. The providers whose names end with -graphs are compiled as by
-mode="reduce-overhead": the step is replayed as CUDA graphs. They need a GPU.
+mode="reduce-overhead": the step is replayed as CUDA graphs. They need a GPU. -any-order is the
+option streamkl.deterministic=False.
 """
 
 from __future__ import annotations
@@ -125,19 +126,25 @@ def streamkl_graphs(loss_of: LossFunction) -> LossFunction:
     return cuda_graphs.marked(with_streamkl(loss_of, **mode))
 
 
+def streamkl_any_order(loss_of: LossFunction) -> LossFunction:
+    return with_streamkl(loss_of, **{"streamkl.deterministic": False})
+
+
 PROVIDERS: dict[str, Callable[[LossFunction], LossFunction]] = {
     "eager": lambda loss_of: loss_of,
     "inductor": lambda loss_of: torch.compile(loss_of, dynamic=False),
     "streamkl": with_streamkl,
+    "streamkl-any-order": streamkl_any_order,
     "inductor-graphs": inductor_graphs,
     "streamkl-graphs": streamkl_graphs,
 }
 GRAPH_PROVIDERS = ("inductor-graphs", "streamkl-graphs")
+GPU_PROVIDERS = (*GRAPH_PROVIDERS, "streamkl-any-order")
 
 
 def default_providers(device: torch.device) -> list[str]:
-    """All that can run."""
-    return [p for p in PROVIDERS if device.type == "cuda" or p not in GRAPH_PROVIDERS]
+    """All that differ on the device."""
+    return [p for p in PROVIDERS if device.type == "cuda" or p not in GPU_PROVIDERS]
 
 
 def step_times(step: Callable[[], object], device: torch.device, seconds: float) -> list[float]:

@@ -94,9 +94,20 @@ def lane_sum(x):
 
 
 @gluon.jit
-def lane_min(x):
-    """As lane_sum, the lowest of a thread's columns."""
-    return gl.min(by_lane(x), 2)
+def bits(x):
+    """float32 as unsigned integers: of negative numbers the lowest has the largest."""
+    return x.to(gl.uint32, bitcast=True)
+
+
+@gluon.jit
+def lane_lowest(low, x):
+    """As lane_sum, the lowest of `low` and a thread's columns, where that is not above 0.
+
+    It is a number from 0 up where it is. Two maxima of unsigned integers are one instruction; two
+    minima of floats are two.
+    """
+    low = gl.maximum(bits(low), gl.max(by_lane(bits(x)), 2))
+    return low.to(gl.float32, bitcast=True)
 
 
 @gluon.jit

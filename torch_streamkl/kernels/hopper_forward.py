@@ -40,7 +40,7 @@ from torch_streamkl.kernels.hopper import (
     complete_keys,
     exp2,
     flat,
-    lane_min,
+    lane_lowest,
     lane_sum,
     phase_of,
     slot_of,
@@ -199,7 +199,7 @@ def step(
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
     low_o = sums.low_o
     if CLAMP_OTHER:
-        low_o = before_wait(gl.minimum(low_o, lane_min(o)))
+        low_o = before_wait(lane_lowest(low_o, o))
     w = warpgroup_mma_wait(0, deps=[w])
     if HALF == 1:
         next_o = start_scores(oq, tile_of(tiles.other_k, i, 0, SLOTS), zero)
@@ -212,7 +212,7 @@ def step(
     w = w * block.weight_scale - gl.expand_dims(sums.base_w, 1)
     low_w = sums.low_w
     if CLAMP_WEIGHT:
-        low_w = before_wait(gl.minimum(low_w, lane_min(w)))
+        low_w = before_wait(lane_lowest(low_w, w))
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
     mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
@@ -261,8 +261,10 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr):
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
     mom = gl.convert_layout(gl.sum(sums.moment, 1), row_layout)
-    low_o = gl.convert_layout(gl.min(sums.low_o, 1), row_layout) + sums.base_o
-    low_w = gl.convert_layout(gl.min(sums.low_w, 1), row_layout) + sums.base_w
+    # The base is a score of the row, so that the lowest is not above it; of a row that had no key
+    # before, whose base is 0, it may be above.
+    low_o = gl.minimum(gl.convert_layout(gl.min(sums.low_o, 1), row_layout), 0.0) + sums.base_o
+    low_w = gl.minimum(gl.convert_layout(gl.min(sums.low_w, 1), row_layout), 0.0) + sums.base_w
     if WEIGHT_IS_TEACHER:
         return State(
             sums.base_w, state.l_t + sum_w, sums.base_o, state.l_s + sum_o, state.a + mom,
