@@ -240,31 +240,35 @@ def adds_small_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "ATOMIC_LEAST_FLOP", 0.0)
 
 
-# seqlen_q, seqlen_k, key heads
-ANY_ORDER = [(1, 1, 4), (65, 129, 4), (300, 127, 2), (200, 333, 1), (257, 512, 2)]
-
-
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.usefixtures("adds_small_queries")
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("clamp", [0.0, 1e-3])
-@pytest.mark.parametrize("sizes", ANY_ORDER)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(1, 1), (65, 129), (300, 127), (200, 333), (257, 512)])
+@pytest.mark.parametrize(
+    ("kv_heads", "clamp", "is_causal", "dtype"),
+    [
+        (4, 0.0, False, torch.bfloat16),
+        (4, 1e-3, True, torch.float16),
+        (2, 0.0, True, torch.bfloat16),
+        (1, 1e-3, False, torch.bfloat16),
+    ],
+)
 def test_sums_in_any_order(
-    dtype: torch.dtype, sizes: tuple[int, int, int], clamp: float, is_causal: bool
+    kv_heads: int, clamp: float, is_causal: bool, dtype: torch.dtype, sizes: tuple[int, int]
 ) -> None:
-    seqlen_q, seqlen_k, kv_heads = sizes
     call = build(
         spec(
-            64, student_kv_heads=kv_heads, teacher_kv_heads=kv_heads, seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k, is_causal=is_causal, student_clamp=clamp, dtype=dtype,
+            64, student_kv_heads=kv_heads, teacher_kv_heads=kv_heads, seqlen_q=sizes[0],
+            seqlen_k=sizes[1], is_causal=is_causal, student_clamp=clamp, dtype=dtype,
             temperature=1.5,
         )
     )  # fmt: skip
-    any_order = call.to(device="cuda")
-    any_order.options["deterministic"] = False
-    check(any_order.value_and_gradients("hopper"), budget(call))
+    for name in ("teacher_q", "teacher_k"):
+        call.tensors[name].requires_grad_(False)
+    expected = budget(call)
+    call = call.to(device="cuda")
+    call.options["deterministic"] = False
+    check(call.value_and_gradients("hopper"), expected)
 
 
 @pytest.mark.gpu

@@ -114,11 +114,12 @@ def value_and_gradients(call: Call, function: Any) -> dict[str, Tensor]:
     value = function(call)
     generator = torch.Generator().manual_seed(call.spec.seed + 1)
     weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    inputs = {name: x for name, x in call.tensors.items() if x.requires_grad}
     grads = torch.autograd.grad(
-        value, list(call.tensors.values()), weight.to(value.device, value.dtype), allow_unused=True
+        value, list(inputs.values()), weight.to(value.device, value.dtype), allow_unused=True
     )
     results = {"value": value.detach()}
-    for (name, x), grad in zip(call.tensors.items(), grads, strict=True):
+    for (name, x), grad in zip(inputs.items(), grads, strict=True):
         results[name] = torch.zeros_like(x) if grad is None else grad
     return results
 
