@@ -113,11 +113,9 @@ def _compile_time(record: Record) -> str:
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "linear_h200": ("linear_kl beside its peers", _linear_gpu),
     "linear_cpu": ("linear_kl on a CPU", _linear_cpu),
-    # small calls took the kernels for Hopper at that commit, which they no longer do
-    "attention_native": ("attention_kl on a GPU: all tests", _native_tests),
-    "hopper_native": ("attention_kl on a GPU: small calls, tests of the Hopper kernels", _native),
-    "hopper_native_clamps": (
-        "attention_kl on a GPU: tests of clamps and shared key heads on Hopper",
+    "attention_native": ("attention_kl on a GPU: small calls, all tests", _native),
+    "attention_native_rest": (
+        "attention_kl on a GPU: the tests that had no turn",
         _native_tests,
     ),
     "compile_time_cpu": (

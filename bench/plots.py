@@ -160,7 +160,7 @@ MARKS = {
     ("attention", "backward"): ("v", "attention backward"),
     ("linear", "step"): ("s", "LM head, both"),
 }
-KERNELS = ("direct", "liger_fused", "liger_chunked")
+KERNELS = ("direct", "any-order", "liger_fused", "liger_chunked")
 
 
 def kernel_points(run: Run) -> list[tuple[Record, str]]:

@@ -185,7 +185,7 @@ PROVIDERS = [
     Provider(
         "any-order",
         _any_order,
-        "#c49cde",
+        "#2ca25f",
         ("attention",),
         ("cuda",),
         quick=False,

@@ -190,15 +190,16 @@ def test_hopper_sums_in_any_order(window_right: int | None, divergence: str) -> 
     assert compile_launch(both, "sm_90").asm["ptx"].count("add.v4.f32") == 64 * 64 // 128 // 4
 
 
-def test_other_hopper_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("groups", [2, 4])
+def test_other_hopper_launch(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.kernels import hopper_attention
 
-    launch = HopperLaunch(64, 64, groups=2, slots=2)
+    launch = HopperLaunch(64, 64, groups, slots=2)
     monkeypatch.setattr(hopper_attention, "hopper_launch", lambda _: launch)
     with record_launches("sm_90") as launches:
         hopper_attention.forward(problem(64, window_right=0))
     check_hopper(launches[0], HOPPER_FORWARD_STACK)
-    assert launches[0].grid == (32 * 1024 // (2 * 64), 1, 1)
+    assert launches[0].grid == (32 * 1024 // (groups * 64), 1, 1)
 
 
 def head(width: int) -> linear_problem.Head:

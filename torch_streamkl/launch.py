@@ -242,7 +242,7 @@ class HopperLaunch:
 
     block_m: int  # rows of a warp group: queries, for dK keys
     block_n: int  # rows of a tile that streams by: keys, for dK queries
-    groups: int  # warp groups that compute, 2 or 3
+    groups: int  # warp groups that compute: 2 or 3, in the forward also 4
     slots: int  # in shared memory, of streamed tiles or (forward) pairs of them; a power of two
 
 

@@ -1,4 +1,4 @@
-"""The forward on Hopper: one warp loads, two or three warp groups of 64 rows each reduce.
+"""The forward on Hopper: one warp loads, two to four warp groups of 64 rows each reduce.
 
 The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
 the student of forward KL. Tiles of keys are loaded in pairs, which halves the barriers, and come
@@ -436,7 +436,11 @@ def forward_kernel(
                 tiles, block, outputs, gl.constexpr(2),
                 WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
             )),
+            (reduce_rows, (
+                tiles, block, outputs, gl.constexpr(3),
+                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
+            )),
         ][: GROUPS + 1],
-        [1, NUM_WARPS, NUM_WARPS][:GROUPS],
-        [LOADER_REGISTERS, REGISTERS, REGISTERS][:GROUPS],
+        [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],
+        [LOADER_REGISTERS, REGISTERS, REGISTERS, REGISTERS][:GROUPS],
     )  # fmt: skip
