@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_streamkl.kernels.hopper import NUM_WARPS, flat, phase_of, slot_of
 
-INNER = 64  # queries of a tile of sums
 HANDS = gl.constexpr(2)  # slots of dscore tiles in shared memory
 ROWS_OF_WARP = tl.constexpr(16)  # of a wgmma accumulator
 
@@ -43,11 +42,11 @@ class Handover(NamedTuple):
     empty: Any
 
 
-def new_sums(q: Tensor) -> Tensor:
-    """Zeros for `add_queries`: tiles of all heads, one after the other."""
+def new_sums(q: Tensor, inner: int) -> Tensor:
+    """Zeros for `add_queries`, [tiles of all heads, inner * head_dim]."""
     batch, num_heads, seqlen, head_dim = q.shape
-    num_tiles = batch * num_heads * -(-seqlen // INNER)
-    return q.new_zeros((num_tiles, INNER * head_dim), dtype=torch.float32)
+    num_tiles = batch * num_heads * -(-seqlen // inner)
+    return q.new_zeros((num_tiles, inner * head_dim), dtype=torch.float32)
 
 
 @gluon.jit

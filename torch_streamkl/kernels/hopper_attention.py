@@ -147,7 +147,8 @@ def backward(
     sums = None
     both = wanted.student_q and wanted.student_k
     if both and adds_queries(problem) and _clamp(problem, student=True) is not None:
-        sums = hopper_atomic.new_sums(problem.student.q)
+        launch = hopper_backward_launch(problem, has_logarithms=False, adds=True)
+        sums = hopper_atomic.new_sums(problem.student.q, launch.block_n)
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
     for is_wanted, student, rows in (
         (wanted.student_k, True, False),
@@ -221,16 +222,16 @@ def _gradient(
 def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
     plan, q = plan_of(problem), problem.student.q
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    form = plan.form
+    head_dim = q.shape[3]
     plan.run(
         "gradient of sums",
         hopper_atomic.gradient_kernel,
         (sums.shape[0], 1, 1),
         (
             sums, out, out.stride(1), out.stride(2),
-            problem.student.scale / problem.temperature * form.TS, problem.seqlen_q,
+            problem.student.scale / problem.temperature * plan.form.TS, problem.seqlen_q,
         ),
-        (hopper_atomic.INNER, problem.student.head_dim),
+        (sums.shape[1] // head_dim, head_dim),
         {"num_warps": 4},
         (),
     )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Launches of the Hopper kernels beside each other and cuDNN's attention, on an H200.
+
+    python bench/notes/hopper_variants.py [--only forward|backward] [--rounds 9]
+
+Every variant is compared with the default (values and gradients), then all take turns in shuffled
+rounds; medians, bf16, B=1, 32 heads, N=8192. Processes that run every variant once compile first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torch_streamkl import launch, ops
+from torch_streamkl.functional import DIVERGENCES, named
+from torch_streamkl.kernels import hopper_attention, plans
+from torch_streamkl.launch import HopperBackwardLaunch, HopperLaunch
+from torch_streamkl.problem import AttentionProblem
+from torch_streamkl.streaming import Wanted
+
+HEADS, SEQLEN, CALLS = 32, 8192, 8
+QUEUED_CYCLES = 600_000  # that the device waits while the host issues the calls of a sample
+STUDENT = Wanted(True, True, False, False)
+CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What replaces a table of launch.py, for one head_dim."""
+
+    name: str
+    table: str
+    launch: HopperLaunch
+    deterministic: bool = True
+
+
+DEFAULT = "default"
+FORWARD = {
+    64: [
+        Variant("4 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2)),
+        Variant("3 groups, 4 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4)),
+    ],
+    128: [Variant("2 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 2, 2))],
+}
+ANY_ORDER = HopperBackwardLaunch(64, 64, 2, 4, False)
+BACKWARD = {
+    64: [Variant("any order", "HOPPER_ATOMIC_LAUNCHES", ANY_ORDER, deterministic=False)],
+    128: [],  # in one kernel they do not fit with four slots
+}
+CASES = [(d, causal, clamped) for d in (64, 128) for causal in (False, True) for clamped in (0, 1)]
+_plans: dict[str, dict[Any, Any]] = {}  # a variant's own: they keep what was compiled
+
+
+@contextmanager
+def used(variant: Variant | None, head_dim: int) -> Iterator[None]:
+    """Inside, launches are a variant's."""
+    name = DEFAULT if variant is None else variant.name
+    saved, plans._plans = plans._plans, _plans.setdefault(f"{name} {head_dim}", {})
+    table = {} if variant is None else getattr(launch, variant.table)
+    saved_entry = table.get(head_dim)
+    if variant is not None:
+        table[head_dim] = variant.launch
+    try:
+        yield
+    finally:
+        plans._plans = saved
+        if saved_entry is not None:
+            table[head_dim] = saved_entry
+        else:
+            table.pop(head_dim, None)
+
+
+def problem(head_dim: int, causal: bool, clamped: bool, deterministic: bool) -> AttentionProblem:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (1, HEADS, SEQLEN, head_dim)
+    tensors = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for _ in range(4)
+    ]
+    return ops.problem_of(
+        *tensors,
+        functional=CLAMPED if clamped else DIVERGENCES["forward_kl"],
+        student_scale=head_dim**-0.5,
+        teacher_scale=head_dim**-0.5,
+        window_right=0 if causal else None,
+        deterministic=deterministic,
+    )[0]
+
+
+def calls_of(case: tuple[int, bool, bool], backward: bool) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name: the variants, and cuDNN's attention beside a forward."""
+    head_dim, causal, clamped = case
+    calls: dict[str, Callable[[], Any]] = {}
+    grad = torch.rand(1, HEADS, SEQLEN, device="cuda")
+    for variant in (None, *(BACKWARD if backward else FORWARD)[head_dim]):
+        p = problem(head_dim, causal, clamped, variant is None or variant.deterministic)
+        _, stats = hopper_attention.forward(p)
+
+        def call(p: Any = p, stats: Any = stats, v: Any = variant) -> Any:
+            with used(v, head_dim):
+                if backward:
+                    return hopper_attention.backward(p, stats, grad, STUDENT)[:2]
+                return hopper_attention.forward(p)[:1]
+
+        calls[DEFAULT if variant is None else variant.name] = call
+    if not backward:
+        s = problem(head_dim, causal, clamped, True).student
+
+        def attention() -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    s.q, s.k, s.q, is_causal=causal
+                )
+
+        calls["cuDNN attention"] = attention
+    return calls
+
+
+def errors_of(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Largest difference of a variant's results from the default's, relative in norm."""
+    expected = [x.double() for x in calls[DEFAULT]()]
+    found = {}
+    for name, call in calls.items():
+        if name in (DEFAULT, "cuDNN attention"):
+            continue
+        pairs = zip(call(), expected, strict=True)
+        found[name] = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+    return found
+
+
+def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of a call."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for _ in range(rounds):
+        random.shuffle(names)
+        for name in names:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(QUEUED_CYCLES)
+            start.record()
+            for _ in range(CALLS):
+                calls[name]()
+            stop.record()
+            stop.synchronize()
+            times[name].append(start.elapsed_time(stop) / CALLS)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def compile_all(work: tuple[tuple[int, bool, bool], bool]) -> None:
+    for call in calls_of(*work).values():
+        call()
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("forward", "backward"))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--jobs", type=int, default=14)
+    options = parser.parse_args()
+    passes = [b for b in (False, True) if options.only in (None, ("forward", "backward")[b])]
+    work = [(case, backward) for backward in passes for case in CASES]
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_all, work))
+    for case, backward in work:
+        head_dim, causal, clamped = case
+        calls = calls_of(case, backward)
+        errors = errors_of(calls)
+        flop = 4.0 * HEADS * SEQLEN**2 * head_dim * (2 if backward else 1) / (2 if causal else 1)
+        what = ("backward" if backward else "forward", "causal" if causal else "full")
+        print(f"D={head_dim}", *what, "clamped" if clamped else "", flush=True)
+        for name, ms in timed(calls, options.rounds).items():
+            error = f"  {errors[name]:.1e} from the default" if name in errors else ""
+            print(f"  {name:<20}{ms:8.3f} ms {flop / ms * 1e-9:6.0f} TFLOP/s{error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
