@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_streamkl import cpu_math
 from torch_streamkl.functional import Bilinear, Expr, evaluate
 from torch_streamkl.linear_problem import (
     Head,
@@ -118,12 +119,12 @@ def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) ->
     log_s, log_t = s - _shift(rows.student_lse), t - _shift(rows.teacher_lse)
     level = (form.ss + form.s - rows.student_sum)[:, None]
     if form.has_student_moment:
-        p_s = log_s.exp()
+        p_s = cpu_math.exp(log_s)
         moment = log_s.mul_(form.ss) if form.ss else torch.zeros_like(p_s)
         d = moment.add_(log_t, alpha=form.st).add_(level).mul_(p_s).masked_fill_(p_s == 0, 0.0)
     else:
-        d = log_s.exp_().mul_(level)
-    return d.add_(log_t.exp_(), alpha=form.ts) if form.ts else d
+        d = cpu_math.exp_(log_s).mul_(level)
+    return d.add_(cpu_math.exp_(log_t), alpha=form.ts) if form.ts else d
 
 
 def _shift(lse: Tensor) -> Tensor:
@@ -170,7 +171,8 @@ def _second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: 
 
 def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
     log_s, log_t = s - _shift(rows.student_lse), t - _shift(rows.teacher_lse)
-    return {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+    P, S = cpu_math.exp(log_t), cpu_math.exp(log_s)
+    return {"P": P, "S": S, "logP": log_t, "logS": log_s}
 
 
 def _counted(problem: LinearProblem) -> Tensor:
@@ -200,7 +202,7 @@ def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Ten
         torch.arange(block.words.start, block.words.stop, device=block.y.device)
         + problem.first_word
     )
-    p = torch.exp(block.y - rows.hard_lse[:, None])
+    p = cpu_math.exp_(block.y - rows.hard_lse[:, None])
     p = p - (problem.labels[:, None] == word).to(p.dtype)
     return torch.where(_counted(problem)[:, None], p, 0.0)
 
