@@ -295,14 +295,17 @@ def test_sums_in_any_order_differ_by_order_only() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [({}, True), ({"deterministic": True}, False), ({"head_dim": 128}, False),
-     ({"seqlen": 512}, False), ({"asks_torch": True}, False)],
+     ({"seqlen": 512}, False), ({"divergence": "reverse_kl"}, False),
+     ({"asks_torch": True}, False)],
 )  # fmt: skip
 def test_who_sums_in_any_order(change: dict[str, Any], expected: bool) -> None:
-    options = {"head_dim": 64, "seqlen": 2048, "deterministic": False, "asks_torch": False}
-    options |= change
+    options: dict[str, Any] = {"head_dim": 64, "seqlen": 2048, "divergence": "forward_kl"}
+    options |= {"deterministic": False, "asks_torch": False, **change}
     with FakeTensorMode():
         q = torch.empty(1, 32, options["seqlen"], options["head_dim"])
-    p = problem_of(q, q, q, q, window_right=0, deterministic=options["deterministic"])[0]
+    functional = DIVERGENCES[options["divergence"]]
+    given = {"functional": functional, "deterministic": options["deterministic"]}
+    p = problem_of(q, q, q, q, window_right=0, **given)[0]
     torch.use_deterministic_algorithms(options["asks_torch"])
     try:
         assert launch.adds_queries(p) is expected

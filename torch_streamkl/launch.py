@@ -296,6 +296,7 @@ def adds_queries(problem: AttentionProblem) -> bool:
         and not torch.are_deterministic_algorithms_enabled()
         and problem.student.head_dim in HOPPER_ATOMIC_LAUNCHES
         and _flop(problem) >= ATOMIC_LEAST_FLOP
+        and problem.functional.plain_student_floor is not None
     )
 
 
