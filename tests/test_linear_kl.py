@@ -24,6 +24,7 @@ from torch_streamkl.linear_problem import (
     Wanted,
     even_ranges,
     even_step,
+    workspace_bytes,
 )
 from torch_streamkl.nitrobrew import forward_kl, reverse_kl
 
@@ -475,3 +476,13 @@ def test_errors_of_shapes_and_dtypes():
         linear_kl(xs[:0], ws, xt[:0], wt)
     with pytest.raises(TypeError, match="must be a tensor, got None"):
         linear_kl(None, ws, xt, wt)
+
+
+# MiB of a student's and a teacher's weights, and what was asked for
+@pytest.mark.parametrize(
+    ("weights", "asked", "expected"), [(300, 0, 40), (800, 0, 100), (800, 64, 64)]
+)
+def test_workspace_on_a_cpu(weights: int, asked: int, expected: int) -> None:
+    head = Head(torch.empty(4, 512), torch.empty(1, 512).expand(weights * 2**20 // 4096, -1))
+    problem = LinearProblem(head, head, named("forward_kl"))
+    assert workspace_bytes(problem, asked) == expected * 2**20

@@ -95,7 +95,8 @@ def linear_kl(
             takes the first where the result is reduced, a gradient is needed and no input is
             float16 (whose gradients may need a loss scale that only the backward knows).
         max_workspace_mib: limit of the memory for logits beyond inputs and gradients; default 512
-            MiB on a GPU, 40 MiB on the CPU. At least the logits of one token.
+            MiB on a GPU, on the CPU 40 MiB or an eighth of the weights. At least the logits of one
+            token.
         impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch) or ``"reference"`` (naive,
             unbounded memory).
 
