@@ -76,12 +76,12 @@ def _checkpoint(case: Case) -> Loss:
     return loss
 
 
-def _direct(case: Case) -> Loss:
-    """The operators called by hand."""
+def _direct(case: Case, **more: Any) -> Loss:
+    """The operators called by hand, with more options."""
     import torch_streamkl
 
     if isinstance(case, AttentionCase):
-        options: dict[str, Any] = {"is_causal": case.is_causal, "reduction": "mean"}
+        options: dict[str, Any] = {"is_causal": case.is_causal, "reduction": "mean", **more}
         if case.softcap is not None:
             options |= {"student_softcap": case.softcap, "teacher_softcap": case.softcap}
         if case.head_mean:
@@ -89,22 +89,17 @@ def _direct(case: Case) -> Loss:
         return lambda *inputs: torch_streamkl.attention_kl(*inputs, **options)
     if not hasattr(torch_streamkl, "linear_kl"):
         raise Unavailable("this torch_streamkl has no linear_kl")
-    options = {"reduction": "mean"}
+    options = {"reduction": "mean", **more}
     if case.softcap is not None:
         options |= {"student_softcap": case.softcap, "teacher_softcap": case.softcap}
     return lambda *inputs: torch_streamkl.linear_kl(*inputs, **options)
 
 
 def _any_order(case: Case) -> Loss:
-    import torch_streamkl
-
     assert isinstance(case, AttentionCase)
     if case.head_mean or case.softcap is not None:
         raise Unavailable("gradients of this case are summed in one order only")
-    is_causal = case.is_causal
-    return lambda *inputs: torch_streamkl.attention_kl(
-        *inputs, is_causal=is_causal, reduction="mean", deterministic=False
-    )
+    return _direct(case, deterministic=False)
 
 
 def _liger_fused(case: Case) -> Loss:

@@ -245,7 +245,7 @@ def test_order_of_sums(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> 
     from torch_streamkl import launch
     from torch_streamkl.fx_passes import execution
 
-    found: list[str] = []
+    found: list[bool] = []
 
     def watch(node: torch.fx.Node) -> str:
         found.append(node.kwargs.get("deterministic", True))

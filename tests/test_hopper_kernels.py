@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -235,6 +236,15 @@ def test_same_bits_on_every_run() -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@contextmanager
+def torch_deterministic(asks: bool = True) -> Iterator[None]:
+    torch.use_deterministic_algorithms(asks)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def adds_small_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "ATOMIC_LEAST_FLOP", 0.0)
@@ -284,11 +294,8 @@ def test_sums_in_any_order_differ_by_order_only() -> None:
     assert not torch.equal(found["student_q"], expected["student_q"])
     for name in ("student_q", "student_k"):
         assert (found[name] - expected[name]).norm() <= 4e-3 * expected[name].norm()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with torch_deterministic():
         again = call.value_and_gradients("hopper")
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
@@ -306,11 +313,8 @@ def test_who_sums_in_any_order(change: dict[str, Any], expected: bool) -> None:
     functional = DIVERGENCES[options["divergence"]]
     given = {"functional": functional, "deterministic": options["deterministic"]}
     p = problem_of(q, q, q, q, window_right=0, **given)[0]
-    torch.use_deterministic_algorithms(options["asks_torch"])
-    try:
+    with torch_deterministic(options["asks_torch"]):
         assert launch.adds_queries(p) is expected
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -449,7 +449,7 @@ class Functional:
         """What one pass computes: of every row, or of those that reach no clamp."""
         return self.guarded.form if self.guarded else self.bilinear
 
-    @property
+    @functools.cached_property
     def plain_student_floor(self) -> float | None:
         """The floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P always.
 

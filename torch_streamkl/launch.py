@@ -158,12 +158,9 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return "takes at least one query and one key"
     for x in (student.q, student.k, teacher.q, teacher.k):
-        a, b, c, last = x.stride()
-        usual = last == 1 and a > 0 and b > 0 and c > 0 and (a | b | c) % 8 == 0
-        if usual and _aligned_to_16(x):
-            continue
-        outer = [n for size, n in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-        if x.stride(3) != 1 or any(n <= 0 or n % 8 for n in outer) or not _aligned_to_16(x):
+        *outer, (_, last) = zip(x.shape, x.stride(), strict=True)
+        is_odd = any(size > 1 and (n <= 0 or n % 8) for size, n in outer)
+        if last != 1 or is_odd or not _aligned_to_16(x):
             return f"takes tensors aligned to 16 bytes in every row, got strides {x.stride()}"
     return None
 
@@ -262,6 +259,7 @@ HOPPER_BACKWARD_LAUNCHES = {
 # this forward on, since it takes two launches more
 HOPPER_ATOMIC_LAUNCHES = {64: HopperBackwardLaunch(64, 64, 2, 4, False)}
 ATOMIC_LEAST_FLOP = 2.0**34
+LOWEST_CLAMP = -126 * math.log(2.0)  # of a log-probability: below, hopper.exp2 gives 0
 # where logarithms of the probabilities are needed, too: three warp groups would spill
 HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
@@ -296,8 +294,19 @@ def adds_queries(problem: AttentionProblem) -> bool:
         and not torch.are_deterministic_algorithms_enabled()
         and problem.student.head_dim in HOPPER_ATOMIC_LAUNCHES
         and _flop(problem) >= ATOMIC_LEAST_FLOP
-        and problem.functional.plain_student_floor is not None
+        and plain_clamp(problem) is not None
     )
+
+
+def plain_clamp(problem: AttentionProblem) -> float | None:
+    """The clamp of `Functional.plain_student_floor`, 0 without one.
+
+    None where the gradient is anything else, or the kernels for Hopper would lose the clamp.
+    """
+    floor = problem.functional.plain_student_floor
+    if floor is None or -math.inf < floor < LOWEST_CLAMP:
+        return None
+    return math.exp(floor)
 
 
 def hopper_backward_launch(

@@ -23,7 +23,7 @@ from torch_streamkl.linear_problem import (
     Wanted,
     ranges,
 )
-from torch_streamkl.rowstate import RowState, finish, merge, state_of_scores
+from torch_streamkl.rowstate import RowState, finish, merge, state_of_scores, without_infinity
 
 BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 
@@ -116,7 +116,7 @@ def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) ->
 
     h = ts P + S (st log P + ss log S + ss + s).
     """
-    log_s, log_t = s - _shift(rows.student_lse), t - _shift(rows.teacher_lse)
+    log_s, log_t = _log_probabilities(s, t, rows)
     level = (form.ss + form.s - rows.student_sum)[:, None]
     if form.has_student_moment:
         p_s = cpu_math.exp(log_s)
@@ -127,8 +127,9 @@ def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) ->
     return d.add_(cpu_math.exp_(log_t), alpha=form.ts) if form.ts else d
 
 
-def _shift(lse: Tensor) -> Tensor:
-    return torch.where(lse == -math.inf, 0.0, lse)[:, None]
+def _log_probabilities(s: Tensor, t: Tensor, rows: RowValues) -> tuple[Tensor, Tensor]:
+    lse_s, lse_t = without_infinity(rows.student_lse), without_infinity(rows.teacher_lse)
+    return s - lse_s[:, None], t - lse_t[:, None]
 
 
 def _store(d_score: Tensor, block: Block, logits: Tensor) -> None:
@@ -170,7 +171,7 @@ def _second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: 
 
 
 def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
-    log_s, log_t = s - _shift(rows.student_lse), t - _shift(rows.teacher_lse)
+    log_s, log_t = _log_probabilities(s, t, rows)
     P, S = cpu_math.exp(log_t), cpu_math.exp(log_s)
     return {"P": P, "S": S, "logP": log_t, "logS": log_s}
 

@@ -1,14 +1,15 @@
 """Launches of the Hopper kernels beside each other and cuDNN's attention, on an H200.
 
-    python bench/notes/hopper_variants.py [--only forward|backward] [--rounds 9]
+    python -m bench.notes.hopper_variants [--only forward|backward] [--rounds 9]
 
-Every variant is compared with the default (values and gradients), then all take turns in shuffled
+The results of every variant are compared with the default's, then all take turns in shuffled
 rounds; medians, bf16, B=1, 32 heads, N=8192. Processes that run every variant once compile first.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import random
 import statistics
@@ -17,20 +18,21 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_streamkl import launch, ops
+from bench.attention_matrix import median_ms
+from torch_streamkl import launch, ops, tune
 from torch_streamkl.functional import DIVERGENCES, named
 from torch_streamkl.kernels import hopper_attention, plans
-from torch_streamkl.launch import HopperBackwardLaunch, HopperLaunch
+from torch_streamkl.launch import HopperLaunch
 from torch_streamkl.problem import AttentionProblem
 from torch_streamkl.streaming import Wanted
 
-HEADS, SEQLEN, CALLS = 32, 8192, 8
-QUEUED_CYCLES = 600_000  # that the device waits while the host issues the calls of a sample
+HEADS, SEQLEN = 32, 8192
 STUDENT = Wanted(True, True, False, False)
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
 
@@ -45,7 +47,7 @@ class Variant:
     deterministic: bool = True
 
 
-DEFAULT = "default"
+DEFAULT, CUDNN = "default", "cuDNN attention"
 FORWARD = {
     64: [
         Variant("4 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2)),
@@ -53,12 +55,12 @@ FORWARD = {
     ],
     128: [Variant("2 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 2, 2))],
 }
-ANY_ORDER = HopperBackwardLaunch(64, 64, 2, 4, False)
+ANY_ORDER = launch.HOPPER_ATOMIC_LAUNCHES[64]
 BACKWARD = {
     64: [Variant("any order", "HOPPER_ATOMIC_LAUNCHES", ANY_ORDER, deterministic=False)],
     128: [],  # in one kernel they do not fit with four slots
 }
-CASES = [(d, causal, clamped) for d in (64, 128) for causal in (False, True) for clamped in (0, 1)]
+CASES = list(itertools.product((64, 128), (False, True), (False, True)))  # causal, clamped
 _plans: dict[str, dict[Any, Any]] = {}  # a variant's own: they keep what was compiled
 
 
@@ -66,19 +68,11 @@ _plans: dict[str, dict[Any, Any]] = {}  # a variant's own: they keep what was co
 def used(variant: Variant | None, head_dim: int) -> Iterator[None]:
     """Inside, launches are a variant's."""
     name = DEFAULT if variant is None else variant.name
-    saved, plans._plans = plans._plans, _plans.setdefault(f"{name} {head_dim}", {})
     table = {} if variant is None else getattr(launch, variant.table)
-    saved_entry = table.get(head_dim)
-    if variant is not None:
-        table[head_dim] = variant.launch
-    try:
+    changes = {} if variant is None else {head_dim: variant.launch}
+    own_plans = _plans.setdefault(f"{name} {head_dim}", {})
+    with patch.object(plans, "_plans", own_plans), patch.dict(table, changes):
         yield
-    finally:
-        plans._plans = saved
-        if saved_entry is not None:
-            table[head_dim] = saved_entry
-        else:
-            table.pop(head_dim, None)
 
 
 def problem(head_dim: int, causal: bool, clamped: bool, deterministic: bool) -> AttentionProblem:
@@ -123,37 +117,24 @@ def calls_of(case: tuple[int, bool, bool], backward: bool) -> dict[str, Callable
                     s.q, s.k, s.q, is_causal=causal
                 )
 
-        calls["cuDNN attention"] = attention
+        calls[CUDNN] = attention
     return calls
 
 
 def errors_of(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Largest difference of a variant's results from the default's, relative in norm."""
-    expected = [x.double() for x in calls[DEFAULT]()]
-    found = {}
-    for name, call in calls.items():
-        if name in (DEFAULT, "cuDNN attention"):
-            continue
-        pairs = zip(call(), expected, strict=True)
-        found[name] = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
-    return found
+    """How far a variant's results are from the default's, of what is allowed."""
+    expected = calls[DEFAULT]()
+    variants = {n: call for n, call in calls.items() if n not in (DEFAULT, CUDNN)}
+    return {name: tune.largest_error(call(), expected) for name, call in variants.items()}
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median milliseconds of a call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
+    device = torch.device("cuda")
     for _ in range(rounds):
-        random.shuffle(names)
-        for name in names:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(QUEUED_CYCLES)
-            start.record()
-            for _ in range(CALLS):
-                calls[name]()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) / CALLS)
+        for name in random.sample(list(calls), len(calls)):
+            times[name].append(median_ms(calls[name], device, rounds=1))
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -181,7 +162,7 @@ def main() -> None:
         what = ("backward" if backward else "forward", "causal" if causal else "full")
         print(f"D={head_dim}", *what, "clamped" if clamped else "", flush=True)
         for name, ms in timed(calls, options.rounds).items():
-            error = f"  {errors[name]:.1e} from the default" if name in errors else ""
+            error = f"  error {errors[name]:.2f} of what is allowed" if name in errors else ""
             print(f"  {name:<20}{ms:8.3f} ms {flop / ms * 1e-9:6.0f} TFLOP/s{error}", flush=True)
 
 

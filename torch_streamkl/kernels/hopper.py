@@ -101,10 +101,9 @@ def bits(x):
 
 @gluon.jit
 def lane_lowest(low, x):
-    """As lane_sum, the lowest of `low` and a thread's columns, where that is not above 0.
+    """As lane_sum, the lowest of `low` and a thread's columns; if none is below 0, one of them.
 
-    It is a number from 0 up where it is. Two maxima of unsigned integers are one instruction; two
-    minima of floats are two.
+    Two maxima of unsigned integers are one instruction; two minima of floats are two.
     """
     low = gl.maximum(bits(low), gl.max(by_lane(bits(x)), 2))
     return low.to(gl.float32, bitcast=True)

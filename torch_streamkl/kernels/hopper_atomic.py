@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_streamkl.kernels.hopper import NUM_WARPS, flat, phase_of, slot_of
+from torch_streamkl.launch import ceil_div
 
 HANDS = gl.constexpr(2)  # slots of dscore tiles in shared memory
 ROWS_OF_WARP = tl.constexpr(16)  # of a wgmma accumulator
@@ -45,7 +46,7 @@ class Handover(NamedTuple):
 def new_sums(q: Tensor, inner: int) -> Tensor:
     """Zeros for `add_queries`, [tiles of all heads, inner * head_dim]."""
     batch, num_heads, seqlen, head_dim = q.shape
-    num_tiles = batch * num_heads * -(-seqlen // inner)
+    num_tiles = batch * num_heads * ceil_div(seqlen, inner)
     return q.new_zeros((num_tiles, inner * head_dim), dtype=torch.float32)
 
 

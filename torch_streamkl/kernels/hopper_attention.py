@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,11 +27,11 @@ from torch_streamkl.launch import (
     hopper_launch,
     key_shares,
     parts_of_last_round,
+    plain_clamp,
 )
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.streaming import Wanted
 
-LOWEST_CLAMP = -126 * math.log(2.0)  # of a log-probability: below, hopper.exp2 gives 0
 UNITED_ROWS = 128  # of a program
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -145,8 +144,7 @@ def backward(
     grad = grad.to(torch.float32).contiguous()
     gradients: dict[tuple[bool, bool], Tensor] = {}
     sums = None
-    both = wanted.student_q and wanted.student_k
-    if both and adds_queries(problem) and _clamp(problem, student=True) is not None:
+    if wanted.student_q and wanted.student_k and adds_queries(problem):
         launch = hopper_backward_launch(problem, has_logarithms=False, adds=True)
         sums = hopper_atomic.new_sums(problem.student.q, launch.block_n)
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
@@ -238,18 +236,10 @@ def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
     return out
 
 
-def _clamp(problem: AttentionProblem, student: bool) -> float | None:
-    """Where the gradient is FORM.TS (P - S) of keys with S at or above a clamp: that clamp."""
-    floor = problem.functional.plain_student_floor if student else None
-    if floor is None or -math.inf < floor < LOWEST_CLAMP:
-        return None
-    return math.exp(floor)
-
-
 def _task(
     problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows: bool, adds: bool
 ) -> bwd.Task:
-    clamp = _clamp(problem, student)
+    clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
     launch = hopper_backward_launch(problem, has_logarithms=not plain, adds=adds)
     group, num_shares = _group(own), 1

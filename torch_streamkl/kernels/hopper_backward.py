@@ -479,20 +479,7 @@ def backward_kernel(
     REGISTERS: gl.constexpr = (
         GROUP_REGISTERS - (ADDER_REGISTERS if TASK.ADDS else 0)
     ) // TASK.GROUPS
-    if TASK.ADDS:
-        gl.warp_specialize(
-            [
-                (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
-                (accumulate, (tiles, work, stats, output, gl.constexpr(1), HELPER, TASK)),
-                (add_queries, (tiles, work, sums, TASK)),
-                (load_all, (
-                    own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
-                )),
-            ],
-            [NUM_WARPS, NUM_WARPS, 1],
-            [REGISTERS, ADDER_REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
-    elif TASK.GROUPS == 2:
+    if TASK.GROUPS == 2 and not TASK.ADDS:
         gl.warp_specialize(
             [
                 (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
@@ -509,11 +496,12 @@ def backward_kernel(
             [
                 (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
                 (accumulate, (tiles, work, stats, output, gl.constexpr(1), HELPER, TASK)),
+                (add_queries, (tiles, work, sums, TASK)) if TASK.ADDS else
                 (accumulate, (tiles, work, stats, output, gl.constexpr(2), HELPER, TASK)),
                 (load_all, (
                     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
                 )),
             ],
             [NUM_WARPS, NUM_WARPS, 1],
-            [REGISTERS, REGISTERS, LOADER_REGISTERS],
+            [REGISTERS, ADDER_REGISTERS if TASK.ADDS else REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
