@@ -1,10 +1,13 @@
-"""What every test starts from."""
+"""What every test starts from: the same inputs in every run, so that a failure can be repeated."""
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("streamkl", derandomize=True, deadline=None)
+settings.load_profile("streamkl")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same random inputs in every run: a draw that fails can be drawn again."""
     torch.manual_seed(0)

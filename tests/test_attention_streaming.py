@@ -41,7 +41,7 @@ def test_dtype(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_any_call() -> None:
     @given(specs(dtypes=DTYPES))
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=150)
     def any_call(spec: Spec) -> None:
         call = build(spec)
         check(call.value_and_gradients("streaming"), budget(call))

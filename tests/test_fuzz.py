@@ -124,8 +124,6 @@ def programs(draw: st.DrawFn) -> Fuzzed:
 
 SETTINGS = settings(
     max_examples=NUM_PROGRAMS,
-    deadline=None,
-    derandomize=True,
     database=None,
     phases=[Phase.generate],  # a failing program is short enough as it is
     suppress_health_check=list(HealthCheck),

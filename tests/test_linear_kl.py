@@ -117,7 +117,7 @@ def test_every_option_at_once(strategy, workspace):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_tokens=st.sampled_from([1, 2, 7, 33]),
     widths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
