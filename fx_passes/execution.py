@@ -19,7 +19,7 @@ IMPLEMENTATIONS = {
     "triton": "as Triton kernels",
     "hopper": "as kernels for Hopper GPUs",
 }
-MEAN_AGAIN = "the mean of {} teacher heads made again by every pass: maps that fit may be faster"
+MEAN_AGAIN = "the mean of {} teacher heads made again in the backward: maps that fit may be faster"
 ANY_ORDER = "gradients in any order of sums"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"
 IN_BACKWARD = "logits computed again in the backward"

@@ -89,6 +89,31 @@ def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @inside
+@pytest.mark.parametrize("rows", [32, 96])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("head_mean")])
+def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean that does not fit its memory is made for some rows after the others."""
+    from torch_streamkl.kernels import head_mean_launch
+
+    original, chunks = head_mean_launch.Launcher.chunks, []
+
+    def counted(launcher: Any) -> Any:
+        chunks.append(launcher.num_chunks)
+        return original(launcher)
+
+    call = build(replace(CASES[name], batch=2, seqlen_q=70, seqlen_k=40))
+    whole = call.value_and_gradients("triton")
+    monkeypatch.setattr(head_mean_launch, "MEAN_BYTES", 4 * rows * 48)  # 40 keys are three tiles
+    monkeypatch.setattr(head_mean_launch.Launcher, "chunks", counted)
+    found = call.value_and_gradients("triton")
+    blocks = 2 * call.spec.heads * 3  # of 32 rows
+    assert chunks == [blocks // (rows // 32)] * 2  # forward and backward
+    for key, x in found.items():
+        torch.testing.assert_close(x, whole[key], rtol=1e-5, atol=1e-6)
+    check(found, budget(call))
+
+
+@inside
 @pytest.mark.parametrize("name", ["gqa", "mqa", "mqa_causal", "varlen_causal"])
 def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dK whose heads are shared by programs is what one program gives."""

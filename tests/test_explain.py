@@ -95,7 +95,7 @@ def test_averaged_teachers_say_what_they_cost() -> None:
     q, k, teacher = (torch.randn(2, heads, 16, 8) for heads in (1, 1, 4))
     (site,) = torch_streamkl.explain(indexer, q, k, teacher).sites
     assert site.fused
-    assert "the mean of 4 teacher heads made again by every pass" in site.runs
+    assert "the mean of 4 teacher heads made again in the backward" in site.runs
 
 
 def test_what_nothing_reads_does_not_remain() -> None:

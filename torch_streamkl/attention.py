@@ -99,7 +99,8 @@ def attention_kl(
         student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes
             log(max(P + eps, clamp)), exactly; the weight in front of the log stays P.
         head_reduction: ``"mean"`` averages the teacher's probabilities over the heads that belong
-            to one student head; the teacher then has a multiple of the student's heads.
+            to one student head; the teacher then has a multiple of the student's heads. Triton
+            kernels keep up to 64 MiB of the mean at a time.
         teacher_lse: ``[batch, num_teacher_heads, seqlen_q]`` known log-sum-exps in nats, with
             head_reduction only.
         layout: ``"bhnd"``, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]`` inputs; rows

@@ -321,7 +321,10 @@ def hopper_backward_launch(
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
-    """Configuration of the "forward", "dq" or "dk" kernel."""
+    """Configuration of the "forward", "dq" or "dk" kernel.
+
+    With a head-averaged teacher that of "lse", "mean", or "forward": all that read the mean.
+    """
     widest = max(problem.student.head_dim, problem.teacher.head_dim)
     wide = str(problem.student.q.dtype) == "torch.float32"
     device = problem.student.q.device
@@ -331,7 +334,7 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
             measured.block_m, measured.block_n, measured.num_warps, measured.num_stages
         )
     elif device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
-        launch = TritonLaunch(16, 16, 4, 1)
+        launch = TritonLaunch(32 if kernel == "mean" else 16, 16, 4, 1)
     elif problem.head_mean:
         launch = _head_mean_launch(kernel, widest, wide, device)
     else:
@@ -405,15 +408,15 @@ def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> 
 def _head_mean_launch(
     kernel: str, head_dim: int, wide: bool, device: torch.device
 ) -> TritonLaunch:
-    # Every head's tiles pass through a program. The next head's are loaded meanwhile where there
-    # is room, and eight warps hold a tile of the mean and a gradient. Larger tiles read operands
-    # half as often, and spill where the accumulators of matmuls are not registers (sm_100).
+    # Every head's tiles pass through a program of the mean: the next head's are loaded meanwhile
+    # where there is room, and larger tiles read operands less often. They spill where the
+    # accumulators of matmuls are not registers (sm_100).
     shared_kib = shared_memory_kib(device)
-    if shared_kib >= 120 and not wide and compute_capability(device) == (9, 0):
-        return TritonLaunch(64, 64, 8, 2)
-    if shared_kib >= 120 and not wide:
-        return TritonLaunch(32, 64, 8, 2) if kernel == "dk" else TritonLaunch(64, 32, 8, 2)
-    return replace(_default_launch(kernel, head_dim, wide, shared_kib), num_stages=1)
+    if wide or shared_kib < 120:
+        return replace(_default_launch("forward", head_dim, wide, shared_kib), num_stages=1)
+    if compute_capability(device) != (9, 0):
+        return TritonLaunch(64, 32, 8, 2)
+    return TritonLaunch(128, 64, 8, 2) if kernel == "mean" else TritonLaunch(64, 64, 8, 2)
 
 
 def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:

@@ -53,6 +53,13 @@ class MaskArgs(NamedTuple):
     seqlen_k: Any
 
 
+class Mean(NamedTuple):
+    """log2 of the mean over teacher heads, of some blocks of query rows (head_mean.py)."""
+
+    ptr: Any  # [rows, keys], float32
+    stride: Any  # of a row
+
+
 class Config(NamedTuple):
     """Compile-time choices of one kernel; CONFIG inside the kernels."""
 

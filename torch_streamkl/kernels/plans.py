@@ -73,7 +73,7 @@ class Plan:
         self.device_index = device.index if on_gpu else None
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
-        """Configuration of the "forward", "dq" or "dk" kernel."""
+        """Configuration of a kernel, by its name in `launch.triton_launch`."""
         stage = self._stages.get(kernel)
         if stage is None:
             stage = self._stages[kernel] = _stage(problem, kernel)
