@@ -115,6 +115,41 @@ def test_a_launch_that_raises_does_not_count_but_the_default_must_run() -> None:
 
 
 @inside
+@pytest.mark.parametrize(
+    ("hopper_ms", "implementation"),
+    [((3.0, 1.0, 1.0), "hopper"), ((1.0, 3.0, 3.0), "triton"), ((1.0, 1.0, None), "triton")],
+)
+def test_all_kernels_together_decide_about_hopper(
+    hopper_ms: tuple[float | None, ...],
+    implementation: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Here 2 ms for each portable kernel; None is a kernel for Hopper that is wrong."""
+    taken = dict(zip(launch_table.KERNELS, hopper_ms, strict=True))
+    running: list[str] = []
+
+    def run_hopper(self: tune.Workload, kernel: str) -> tuple[torch.Tensor, ...]:
+        running.append(kernel)
+        found = self.run(kernel)
+        return found if taken[kernel] is not None else tuple(x + 1.0 for x in found)
+
+    def timer(call: Callable[[], Any]) -> float:
+        running.clear()
+        call()
+        return taken[running[0]] if running else 2.0
+
+    monkeypatch.setattr(tune.Workload, "run_hopper", run_hopper)
+    monkeypatch.setattr(launch, "hopper_limit", lambda _: None)
+    monkeypatch.setattr(tune, "candidates", lambda default, _: [default])
+    forward, dq, dk = tune.tune(SHAPE, list(launch_table.KERNELS), 0, timer)
+    assert forward.implementation == implementation
+    assert forward.runtime_ms == (3.0 if implementation == "hopper" else 2.0)
+    assert (dq.implementation, dk.implementation) == ("triton", "triton")
+    assert "together: " in capsys.readouterr().out
+
+
+@inside
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel; what is written is what later calls launch, with the same result."""
     monkeypatch.setattr(tune, "candidates", lambda default, _: [default, FAST])

@@ -59,7 +59,7 @@ class MeasuredLaunch:
     """The fastest launch of a kernel, and what it was faster than."""
 
     key: LaunchKey
-    implementation: str  # of "auto": "hopper" where its forward was faster than the best below
+    implementation: str  # of "auto", in the forward's: "hopper" where its kernels are faster
     block_m: int
     block_n: int
     num_warps: int

@@ -56,7 +56,6 @@ class Plan:
         self.fill = 0.0 if fill == -math.inf else max(fill, LOWEST_FILL)
         self.stats_stride = problem.batch * problem.num_heads * problem.seqlen_q
         self.num_sequences = num_sequences(problem)
-        self._stages: dict[str, Stage] = {}
         self._sides = tuple(
             _side_metadata(problem, side) for side in (problem.student, problem.teacher)
         )
@@ -74,16 +73,13 @@ class Plan:
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
         """Configuration of a kernel, by its name in `launch.triton_launch`."""
-        stage = self._stages.get(kernel)
-        if stage is None:
-            stage = self._stages[kernel] = _stage(problem, kernel)
-        return stage
+        return self.kept(("stage", kernel), lambda: _stage(problem, kernel))
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
         """What make() gave the first time: it may depend on metadata only."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        found: T = self._kept[key]
+        found: T | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
         return found
 
     def arguments(self, problem: AttentionProblem) -> tuple[SideArgs, SideArgs, MaskArgs]:
