@@ -48,6 +48,10 @@ _REMEDIES = (
         "keep that dimension static: dynamic=False, or torch._dynamo.mark_static",
     ),
     (
+        "are read from tensors",
+        "keep the sizes that tensors have, and mask what is beyond the lengths",
+    ),
+    (
         "class weights, label smoothing",
         "write the loss as -(p * logits.log_softmax(-1)).sum(-1), with weights per row",
     ),

@@ -125,7 +125,11 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph, deterministic: bool) -> 
     region = find_region(graph)
     if region is None:
         return report
-    trace = trace_region(gm, region)
+    try:
+        trace = trace_region(gm, region)
+    except Blocked as reason:
+        report.sites = _left_alone(str(reason), graph)
+        return report
     recognised = Recogniser(trace)
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)

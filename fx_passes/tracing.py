@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_streamkl.fx_passes.slicing import Region, example
+from torch_streamkl.fx_passes.values import Blocked
+
+SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,10 @@ class Trace:
 
 
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
-    """Run the region's nodes on their recorded fake inputs under make_fx."""
+    """Run the region's nodes on their recorded fake inputs under make_fx.
+
+    Blocked where torch would have to know a size that only the data decides.
+    """
     slice_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     tensor_leaves = []
@@ -71,12 +78,15 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
         else contextlib.nullcontext()
     )
     with mode, guards, torch.enable_grad():
-        traced = make_fx(
-            lambda *inputs: Recorder(slice_module).run(*inputs),
-            tracing_mode="real",
-            pre_dispatch=True,
-            _allow_non_fake_inputs=True,
-        )(*fakes)
+        try:
+            traced = make_fx(
+                lambda *inputs: Recorder(slice_module).run(*inputs),
+                tracing_mode="real",
+                pre_dispatch=True,
+                _allow_non_fake_inputs=True,
+            )(*fakes)
+        except GuardOnDataDependentSymNode as error:
+            raise Blocked(SIZES_OF_DATA) from error
     nodes = {n.name: n for n in traced.graph.nodes}
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     outer = {nodes[name]: source for name, source in same_value.items() if name in nodes}

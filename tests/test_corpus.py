@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from tests.corpus import table
 from tests.corpus.naive_losses import BY_NAME
 from tests.corpus.outcomes import NAMES, SETTINGS, TABLE_SETTING, Setting, row_of, run_case
+from torch_streamkl.fx_passes.tracing import SIZES_OF_DATA
 
+IS_OLD_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 IS_FULL = bool(os.environ.get("STREAMKL_FULL_CORPUS"))
 OTHERS = [s for s in SETTINGS if s != TABLE_SETTING]
 CHOSEN = [
@@ -33,6 +36,8 @@ def test_is_exact_and_the_table_is_current(
 ) -> None:
     outcome = run_case(BY_NAME[name]).check()
     row = row_of(BY_NAME[name], outcome)
+    if IS_OLD_TORCH and row.reason == SIZES_OF_DATA:
+        pytest.skip("this torch cannot trace sizes that are read from tensors so far")
     assert committed[name] == (row.verdict, table.escaped(row.reason))
 
 

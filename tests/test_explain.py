@@ -98,6 +98,24 @@ def test_averaged_teachers_say_what_they_cost() -> None:
     assert "the mean of 4 teacher heads made again in the backward" in site.runs
 
 
+def test_sizes_of_data_are_a_reason() -> None:
+    def loss(q: Tensor, k: Tensor, t: Tensor, u: Tensor, lengths: Tensor) -> Tensor:
+        n = lengths[0].item()
+        got = (q[:, :, :n] @ k[:, :, :n].mT).log_softmax(-1)
+        wanted = (t[:, :, :n] @ u[:, :, :n].mT).softmax(-1)
+        return F.kl_div(got, wanted, reduction="batchmean")
+
+    inputs = (*torch.randn(4, 2, 3, 16, 8), torch.tensor([5]))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        report = torch_streamkl.explain(loss, *inputs)
+        value = torch.compile(loss, backend="streamkl", options=EAGER)(*inputs)
+    (site,) = report.sites
+    assert "sizes are read from tensors" in site.reason
+    assert "mask what is beyond the lengths" in site.remedy
+    assert not report.failures
+    torch.testing.assert_close(value, loss(*inputs))
+
+
 def test_what_nothing_reads_does_not_remain() -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
         scores = q @ k.mT
