@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -45,15 +46,20 @@ class Variant:
     table: str
     launch: HopperLaunch
     deterministic: bool = True
+    parts: int = 0  # of the last round of blocks, where it is not full; 0 as launch.py has it
 
 
 DEFAULT, CUDNN = "default", "cuDNN attention"
 FORWARD = {
     64: [
         Variant("4 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2)),
+        Variant("4 groups, 5 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2), parts=5),
         Variant("3 groups, 4 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4)),
     ],
-    128: [Variant("2 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 2, 2))],
+    128: [
+        Variant("2 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 2, 2)),
+        Variant("7 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=7),
+    ],
 }
 ANY_ORDER = launch.HOPPER_ATOMIC_LAUNCHES[64]
 BACKWARD = {
@@ -71,8 +77,19 @@ def used(variant: Variant | None, head_dim: int) -> Iterator[None]:
     table = {} if variant is None else getattr(launch, variant.table)
     changes = {} if variant is None else {head_dim: variant.launch}
     own_plans = _plans.setdefault(f"{name} {head_dim}", {})
-    with patch.object(plans, "_plans", own_plans), patch.dict(table, changes):
+    parts_of = launch.parts_of_last_round
+    if variant is not None and variant.parts:
+        parts_of = partial(_in_parts, variant.parts)
+    with (
+        patch.object(plans, "_plans", own_plans),
+        patch.dict(table, changes),
+        patch.object(hopper_attention, "parts_of_last_round", parts_of),
+    ):
         yield
+
+
+def _in_parts(parts: int, blocks: int, _tiles: int, device: torch.device) -> tuple[int, int]:
+    return blocks - blocks % launch.multiprocessors(device), parts
 
 
 def problem(head_dim: int, causal: bool, clamped: bool, deterministic: bool) -> AttentionProblem:
