@@ -51,6 +51,7 @@ class Report:
     failures: list[str] = field(
         default_factory=list
     )  # exceptions in the analysis; the graph was left alone
+    not_analysed: int = 0  # graphs with sites that are left alone as a whole
 
     @property
     def num_fused(self) -> int:
@@ -68,6 +69,7 @@ class Report:
         self.sites += other.sites
         self.remaining += other.remaining
         self.failures += other.failures
+        self.not_analysed += other.not_analysed
 
     def __str__(self) -> str:
         head = f"streamkl: {self.num_fused} of {len(self.sites)} KL sites fused"
@@ -82,8 +84,10 @@ class Report:
                 shape = " x ".join(str(s) for s in x.shape)
                 times = f"{count} of " if count > 1 else ""
                 lines.append(f"     {times}[{shape}] {_shown(x.location)}: {x.reason}")
-        elif self.num_fused:
+        elif self.num_fused and not (self.not_analysed or self.failures):
             lines.append("No quadratic tensor remains on the distillation path.")
+        if self.not_analysed:
+            lines.append(f"{_graphs(self.not_analysed)} not analysed: what remains is not known.")
         lines += [f"analysis failed, graph left alone: {failure}" for failure in self.failures]
         return "\n".join(lines)
 
@@ -107,6 +111,10 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
 def _alike(items: Sequence[Item]) -> list[tuple[Item, int]]:
     """Equal items once, in order of appearance, with their number."""
     return list(Counter(items).items())
+
+
+def _graphs(count: int) -> str:
+    return "1 graph was" if count == 1 else f"{count} graphs were"
 
 
 def _shown(location: str) -> str:

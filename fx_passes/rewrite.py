@@ -57,9 +57,8 @@ def rewrite(gm: fx.GraphModule, deterministic: bool = True) -> Report:
             if _is_plain_body(gm, name):
                 report.extend(rewrite(child, deterministic))
             else:
-                report.sites += _left_alone(
-                    f"it is in the body of {_owner(gm, name)}", child.graph
-                )
+                reason = f"it is in the body of {_owner(gm, name)}"
+                report.extend(_left_alone(reason, child.graph))
         graph = _copied(gm.graph)
         found = _rewrite_graph(gm, graph, deterministic)
         if found.num_fused:
@@ -99,12 +98,13 @@ def _owner(gm: fx.GraphModule, name: str) -> str:
     return str(users[0].target) if users else "another operator"
 
 
-def _left_alone(reason: str, graph: fx.Graph) -> list[Site]:
+def _left_alone(reason: str, graph: fx.Graph) -> Report:
     """Sites of a graph that is not analysed."""
     remedy = remedy_for(reason)
-    return [
+    sites = [
         Site(False, "", "", reason, *location_of(n), remedy=remedy) for n in divergence_like(graph)
     ]
+    return Report(sites, not_analysed=1 if sites else 0)
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,14 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph, deterministic: bool) -> 
     report = Report()
     reason = obstacle(graph)
     if reason:
-        report.sites = _left_alone(reason, graph)
-        return report
+        return _left_alone(reason, graph)
     region = find_region(graph)
     if region is None:
         return report
     try:
         trace = trace_region(gm, region)
-    except Blocked as reason:
-        report.sites = _left_alone(str(reason), graph)
-        return report
+    except Blocked as blocked:
+        return _left_alone(str(blocked), graph)
     recognised = Recogniser(trace)
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)

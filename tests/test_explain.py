@@ -116,6 +116,19 @@ def test_sizes_of_data_are_a_reason() -> None:
     torch.testing.assert_close(value, loss(*inputs))
 
 
+def test_what_remains_of_a_graph_left_alone_is_not_known() -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        first = fused(q, k, v, t)
+        torch._dynamo.graph_break()
+        return first + torch.vmap(fused)(q, k, v, t).sum()
+
+    report = torch_streamkl.explain(loss, *make_inputs())
+    assert (report.num_fused, report.not_analysed) == (1, 1)
+    assert "No quadratic tensor remains" not in str(report)
+    assert "1 graph was not analysed: what remains is not known." in str(report)
+    assert "No quadratic tensor remains" in str(torch_streamkl.explain(fused, *make_inputs()))
+
+
 def test_what_nothing_reads_does_not_remain() -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
         scores = q @ k.mT
