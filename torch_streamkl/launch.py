@@ -64,6 +64,8 @@ def ceil_div(a: int, b: int) -> int:
 
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")
 MAX_TRITON_HEAD_DIM = 256
+# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
 LSE_UNIT = {
     "hopper": math.log(2.0),
     "triton": math.log(2.0),

@@ -30,7 +30,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": (9, 4)}
 SHARED_LIMIT_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
@@ -77,6 +77,7 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
+        assert options["enable_fp_fusion"], "left to Triton's default, which changes"
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         launches.append(Launch(self, tuple(grid), dict(bound.arguments), options))

@@ -15,6 +15,7 @@ from torch_streamkl.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.linear_rows import Config, HeadArgs, RowArgs, row_kernel, scale_kernel
 from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.launch import COMPILE_OPTIONS
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 
 TILE_WORDS = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
@@ -57,7 +58,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
     scale_kernel[(triton.cdiv(x.numel(), block),)](
-        flat, factor, x.numel(), BLOCK=block, num_warps=8
+        flat, factor, x.numel(), BLOCK=block, num_warps=8, **COMPILE_OPTIONS
     )
     torch.autograd.graph.increment_version(x)
 
@@ -108,7 +109,7 @@ def _launch(
     row_kernel[(problem.num_tokens,)](
         _head(problem.student, student), _head(problem.teacher, teacher), rows,
         FORM=_form(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config,
-        num_warps=num_warps,
+        num_warps=num_warps, **COMPILE_OPTIONS,
     )  # fmt: skip
 
 

@@ -19,7 +19,13 @@ from torch.nn import Parameter
 from torch_streamkl.functional import Bilinear
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.launch import HopperLaunch, TritonLaunch, dot_precision, triton_launch
+from torch_streamkl.launch import (
+    COMPILE_OPTIONS,
+    HopperLaunch,
+    TritonLaunch,
+    dot_precision,
+    triton_launch,
+)
 from torch_streamkl.problem import AttentionProblem, Side
 
 T = TypeVar("T")
@@ -108,12 +114,13 @@ class Plan:
                 self.run(name, kernel, grid, arguments, constants, options, tensors)
             return
         if not _aligned(tensors):
-            kernel[grid](*arguments, *constants, **options)
+            kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
             return
         compiled = self._compiled.get(name)
         if compiled is None:
             # what comes back is the compiled kernel, or None from the interpreter
-            self._compiled[name] = kernel[grid](*arguments, *constants, **options)
+            compiled = kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
+            self._compiled[name] = compiled
         else:
             compiled[grid](*arguments, *constants)
 
