@@ -36,6 +36,17 @@ def test_few_rows(name: str) -> None:
     check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["head_mean", "head_mean_groups"])
+def test_head_mean_in_chunks(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of the mean at a time: the first compiled kernel serves those behind it, too."""
+    from torch_streamkl.kernels import head_mean_launch
+
+    monkeypatch.setattr(head_mean_launch, "MEAN_BYTES", 1)
+    call = build(replace(CASES[name], dtype=DTYPES[dtype], batch=2, seqlen_q=300, seqlen_k=500))
+    check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
+
+
 def test_float32_follows_matmul_precision() -> None:
     call = build(Spec(seqlen_q=130, seqlen_k=200, student_dim=64, teacher_dim=64))
     full = call.to(device="cuda").value_and_gradients("triton")["value"]
@@ -49,7 +60,7 @@ def test_float32_follows_matmul_precision() -> None:
     check({"value": full}, replace(allowed, truth={"value": allowed.truth["value"]}))
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "js", "gqa"])
+@pytest.mark.parametrize("name", ["forward_kl", "js", "gqa", "head_mean"])
 def test_same_bits_on_every_run(name: str) -> None:
     call = build(replace(CASES[name], dtype=torch.bfloat16, seqlen_q=300, seqlen_k=500)).to(
         device="cuda"
