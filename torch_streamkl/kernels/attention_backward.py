@@ -16,6 +16,7 @@ from torch_streamkl.kernels.scores import (
     bind_sequence,
     bind_student,
     bind_teacher,
+    gradient_ptrs,
     key_range,
     row_range,
     student_scores,
@@ -143,13 +144,11 @@ def dq_kernel(
         student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
     )  # fmt: skip
     acc *= (grad * dq_scale)[:, None]
-    offs_d = tl.arange(0, BLOCK_D)
-    if masks.cu_seqlens_q is not None:
-        b = b * 0
-    out = dq_ptr + split.to(tl.int64) * dq_split
-    out += b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
-    out += (seq.start_q + rows.offs).to(tl.int64)[:, None] * dq_m + offs_d[None, :]
-    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < DIM))
+    out = gradient_ptrs(
+        dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, h, seq.start_q + rows.offs, BLOCK_D
+    )
+    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -255,11 +254,8 @@ def dk_kernel(
             STUDENT, True, FORM, HELPER, CONFIG,
         )  # fmt: skip
     acc *= dk_scale
-    offs_d = tl.arange(0, BLOCK_D)
-    if masks.cu_seqlens_q is not None:
-        b = b * 0
-    out = dk_ptr + share.to(tl.int64) * dk_share
-    out += b.to(tl.int64) * dk_b + kv.to(tl.int64) * dk_h
-    out += (sizes.start_k + offs_n).to(tl.int64)[:, None] * dk_n + offs_d[None, :]
-    inside = (offs_n[:, None] < sizes.num_keys) & (offs_d[None, :] < DIM)
+    out = gradient_ptrs(
+        dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, share, b, kv, sizes.start_k + offs_n, BLOCK_D
+    )
+    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < DIM)
     tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)

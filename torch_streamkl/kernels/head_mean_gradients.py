@@ -12,7 +12,13 @@ from torch_streamkl.kernels.head_mean import (
     tile_mask,
 )
 from torch_streamkl.kernels.rows import LN2
-from torch_streamkl.kernels.scores import bind_rows, bind_sequence, key_range, row_range
+from torch_streamkl.kernels.scores import (
+    bind_rows,
+    bind_sequence,
+    gradient_ptrs,
+    key_range,
+    row_range,
+)
 
 
 @triton.jit
@@ -94,13 +100,11 @@ def mean_dq_kernel(
     row = row_offset(bh, h, seq, masks) + offs_m
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0)
     acc *= (grad * dq_scale)[:, None]
-    offs_d = tl.arange(0, BLOCK_D)
-    if masks.cu_seqlens_q is not None:
-        b = b * 0
-    out = dq_ptr + split.to(tl.int64) * dq_split
-    out += b.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h
-    out += (seq.start_q + offs_m).to(tl.int64)[:, None] * dq_m + offs_d[None, :]
-    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < DIM))
+    out = gradient_ptrs(
+        dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, head, seq.start_q + offs_m, BLOCK_D
+    )
+    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_block", "stop_block"])
@@ -154,13 +158,10 @@ def mean_dk_kernel(
             acc = tl.dot(
                 tl.trans((d * grad[:, None]).to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION
             )
-    offs_d = tl.arange(0, BLOCK_D)
-    if masks.cu_seqlens_q is not None:
-        b = b * 0
-    out = dk_ptr + split.to(tl.int64) * dk_split
-    out += b.to(tl.int64) * dk_b + kv.to(tl.int64) * dk_h
-    out += (sizes.start_k + offs_n).to(tl.int64)[:, None] * dk_n + offs_d[None, :]
-    inside = (offs_n[:, None] < sizes.num_keys) & (offs_d[None, :] < DIM)
+    out = gradient_ptrs(
+        dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, split, b, kv, sizes.start_k + offs_n, BLOCK_D
+    )
+    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < DIM)
     acc *= dk_scale
     if first_block > 0:
         acc += tl.load(out, mask=inside, other=0.0)

@@ -64,7 +64,7 @@ class Launcher:
 
     def _log_sum_exps(self, side: Any, out: Tensor, ratio: int, student: bool) -> None:
         stage = self.plan.stage(self.problem, "lse")
-        self._run(
+        self.plan.run(
             ("lse", student),
             head_mean.lse_kernel,
             (stage.programs * ratio, 1, 1),
@@ -73,7 +73,8 @@ class Launcher:
                 self.plan.inv_temperature, self.plan.fill,
             ),
             (student, stage.config),
-            stage,
+            stage.options,
+            self.tensors,
         )  # fmt: skip
 
     def chunks(self) -> Iterator[Chunk]:
@@ -83,7 +84,7 @@ class Launcher:
         mean = Mean(self.stats.student.new_empty((rows, self.keys)), self.keys)
         for first in range(0, total, self.mean_blocks):
             stop = min(first + self.mean_blocks, total)
-            self._run(
+            self.plan.run(
                 "mean",
                 head_mean.mean_kernel,
                 ((stop - first) * stage.num_key_blocks, 1, 1),
@@ -93,13 +94,14 @@ class Launcher:
                     self.plan.inv_temperature,
                 ),
                 (stage.config,),
-                stage,
+                stage.options,
+                self.tensors,
             )  # fmt: skip
             yield Chunk(mean, first * self.finer, stop * self.finer)
 
     def sums(self, chunk: Chunk, value: Tensor, student_sum: Tensor, splits: int) -> None:
         """Write values and H of a chunk, those of each share of the keys after the others."""
-        self._run(
+        self.plan.run(
             "sums",
             head_mean_sums.mean_sums_kernel,
             (chunk.stop - chunk.first, splits, 1),
@@ -110,14 +112,13 @@ class Launcher:
                 self.plan.inv_temperature, self.plan.fill,
             ),
             (self.plan.helper, self.stage.config),
-            self.stage,
-            value,
-            student_sum,
+            self.stage.options,
+            (*self.tensors, value, student_sum),
         )  # fmt: skip
 
     def group_sums(self, chunk: Chunk, sums: Tensor) -> None:
         """Write G of a chunk, of all teacher heads."""
-        self._run(
+        self.plan.run(
             "group_sums",
             head_mean_sums.group_sums_kernel,
             ((chunk.stop - chunk.first) * self.ratio, 1, 1),
@@ -127,15 +128,15 @@ class Launcher:
                 self.ratio, self.plan.inv_temperature, self.plan.fill,
             ),
             (self.plan.helper, self.stage.config),
-            self.stage,
-            sums,
+            self.stage.options,
+            (*self.tensors, sums),
         )  # fmt: skip
 
     def dq(self, chunk: Chunk, sums: Tensor, grad: Tensor, shares: Tensor, student: bool) -> None:
         """Write a chunk's rows of dQ."""
         side, own_ratio = self.own(student)
         splits = num_shares(shares)
-        self._run(
+        self.plan.run(
             ("dq", student),
             head_mean_gradients.mean_dq_kernel,
             ((chunk.stop - chunk.first) * own_ratio, splits, 1),
@@ -146,9 +147,8 @@ class Launcher:
                 self.ratio, self.keys_of(splits), self.plan.inv_temperature,
             ),
             (student, self.plan.helper, self.stage.config),
-            self.stage,
-            sums,
-            grad,
+            self.stage.options,
+            (*self.tensors, sums, grad),
         )  # fmt: skip
 
     def dk(self, chunk: Chunk, sums: Tensor, grad: Tensor, shares: Tensor, student: bool) -> None:
@@ -156,7 +156,7 @@ class Launcher:
         side, _ = self.own(student)
         splits = num_shares(shares)
         rows_of_split = ceil_div(self.num_blocks, splits) * self.stage.launch.block_m
-        self._run(
+        self.plan.run(
             ("dk", student),
             head_mean_gradients.mean_dk_kernel,
             (self.key_programs(side), splits, 1),
@@ -168,9 +168,8 @@ class Launcher:
                 side.num_heads // side.num_kv_heads, rows_of_split, self.plan.inv_temperature,
             ),
             (student, self.plan.helper, self.stage.config),
-            self.stage,
-            sums,
-            grad,
+            self.stage.options,
+            (*self.tensors, sums, grad),
         )  # fmt: skip
 
     def new_shares(self, student: bool, queries: bool) -> Tensor:
@@ -193,20 +192,6 @@ class Launcher:
     def keys_of(self, splits: int) -> int:
         """Keys of one share."""
         return ceil_div(self.stage.num_key_blocks, splits) * self.stage.launch.block_n
-
-    def _run(
-        self,
-        name: Any,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        arguments: tuple[Any, ...],
-        constants: tuple[Any, ...],
-        stage: Stage,
-        *tensors: Tensor,
-    ) -> None:
-        self.plan.run(
-            name, kernel, grid, arguments, constants, stage.options, (*self.tensors, *tensors)
-        )
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
@@ -240,8 +225,8 @@ def backward(
     grad = grad.to(torch.float32).contiguous()
     launcher = Launcher(problem, stats)
     group = stats.teacher_sum
-    has_group_sums = problem.teacher.sink is not None
-    if not has_group_sums:
+    makes_group_sums = wanted.teacher and problem.teacher.sink is None
+    if makes_group_sums:
         group = torch.empty_like(group)
     flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
     inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
@@ -250,7 +235,7 @@ def backward(
         for (student, queries), is_wanted in zip(GRADIENTS, flags, strict=True)
     ]
     for chunk in launcher.chunks():
-        if wanted.teacher and not has_group_sums:
+        if makes_group_sums:
             launcher.group_sums(chunk, group)
         for (student, queries), out in zip(GRADIENTS, shares, strict=True):
             if out is not None:

@@ -117,6 +117,19 @@ def teacher_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: 
 
 
 @triton.jit
+def gradient_ptrs(
+    ptr, stride_share, stride_b, stride_h, stride, masks, share, b, head, rows,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Where rows of a gradient to q or k are written [rows, BLOCK_D], with shares.py's strides."""
+    if masks.cu_seqlens_q is not None:
+        b = b * 0  # packed tensors have one batch element
+    out = ptr + share.to(tl.int64) * stride_share
+    out += b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    return out + (rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :])
+
+
+@triton.jit
 def tanh(x):
     # 1 - 2 / (1 + e^2x): right at both ends, where e^2x overflows or vanishes
     return 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
