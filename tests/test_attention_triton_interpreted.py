@@ -189,7 +189,8 @@ def test_a_kept_plan_takes_the_tensors_of_the_call() -> None:
 
 @inside
 @pytest.mark.parametrize("window_right", [None, 0])
-def test_only_marked_blocks_are_computed_again(window_right: int | None) -> None:
+@pytest.mark.parametrize("programs", [3, 10])
+def test_only_blocks_with_nan_are_computed_again(window_right: int | None, programs: int) -> None:
     from torch_streamkl.kernels import attention, attention_forward, plans
 
     q, k = torch.randn(2, 1, 2, 70, 16).unbind(0)
@@ -197,17 +198,19 @@ def test_only_marked_blocks_are_computed_again(window_right: int | None) -> None
     expected, _ = attention.forward(problem)
     value, stats = RowStatistics.allocate(problem)
     value.fill_(7.0)
+    for head, row in ((0, 16), (1, 69), (1, 64)):
+        value[0, head, row] = math.nan
     blocks, tiles, plan = 5, launch.TritonLaunch(16, 16, 4, 1), plans.plan_of(problem)
-    again = torch.zeros(1, 2, blocks, dtype=torch.int32)
-    again[0, 0, 1] = again[0, 1, 4] = 1
-    attention_forward.forward_again_kernel[(again.numel(),)](
-        again, *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
-        blocks, 2, plan.inv_temperature, plan.fill,
-        FORM=plan.form, HELPER=None, CONFIG=plans.config_of(problem, tiles), **tiles.options(),
+    attention_forward.forward_again_kernel[(programs,)](
+        *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
+        blocks, 2 * blocks, 2, plan.inv_temperature, plan.fill,
+        BLOCKS=4, FORM=plan.form, HELPER=None, CONFIG=plans.config_of(problem, tiles),
+        **tiles.options(),
     )  # fmt: skip
-    marked = again.repeat_interleave(16, -1)[..., :70] == 1
-    assert torch.equal(value[marked], expected[marked])
-    assert (value[~marked] == 7.0).all()
+    repeated = torch.zeros(1, 2, 70, dtype=torch.bool)
+    repeated[0, 0, 16:32] = repeated[0, 1, 64:] = True
+    assert torch.equal(value[repeated], expected[repeated])
+    assert (value[~repeated] == 7.0).all()
 
 
 @inside

@@ -22,6 +22,7 @@ from torch_streamkl.launch import (
     HOPPER_AGAIN,
     HopperLaunch,
     adds_queries,
+    blocks_looked_at,
     ceil_div,
     hopper_backward_launch,
     hopper_launch,
@@ -41,8 +42,6 @@ class Blocks:
     """The blocks of rows of a forward; those from num_whole on are computed in parts."""
 
     of_head: int
-    flags_of_head: int  # one for the rows of a warp group
-    num_flags: int
     num_whole: int
     parts: int
     num_programs: int
@@ -59,7 +58,6 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     student, teacher = problem.student, problem.teacher
     other, weight = (student, teacher) if by_teacher else (teacher, student)
     blocks = plan.kept("blocks", lambda: _blocks(problem, launch))
-    again = torch.zeros(blocks.num_flags, dtype=torch.int32, device=value.device)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
     state, strides = value, (0, 0)  # nobody writes it
     if blocks.parts > 1:
@@ -75,7 +73,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
         (
             descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
             descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
-            *outputs, again, blocks.flags_of_head, state, *strides, blocks.first_row,
+            *outputs, state, *strides, blocks.first_row,
             blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
             problem.seqlen_q, problem.seqlen_k,
             _log2_scale(problem, other), _log2_scale(problem, weight),
@@ -92,33 +90,37 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             "unite",
             unite_rows_kernel,
             (ceil_div(blocks.num_rows, UNITED_ROWS), 1, 1),
-            (
-                state, *strides, blocks.first_row, blocks.num_rows, *outputs,
-                again, blocks.flags_of_head, launch.block_m, problem.seqlen_q,
-            ),
+            (state, *strides, blocks.first_row, blocks.num_rows, *outputs),
             (blocks.parts, UNITED_ROWS, form, config),
             {"num_warps": 4},
             (),
-        )  # fmt: skip
+        )
+    of_head, num_all, of_program = plan.kept("again", lambda: _again(problem))
     plan.run(
         "again",
         portable.forward_again_kernel,
-        (blocks.num_flags, 1, 1),
+        (ceil_div(num_all, of_program), 1, 1),
         (
-            again, *plan.arguments(problem), *outputs,
-            blocks.flags_of_head, problem.num_heads, plan.inv_temperature, plan.fill,
+            *plan.arguments(problem), *outputs,
+            of_head, num_all, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
-        (form, plan.helper, again_config),
+        (of_program, form, plan.helper, again_config),
         options,
         (),
     )  # fmt: skip
     return value, stats
 
 
+def _again(problem: AttentionProblem) -> tuple[int, int, int]:
+    """Blocks that may have to be repeated: those of a head, of all heads, of a program."""
+    of_head = ceil_div(problem.seqlen_q, HOPPER_AGAIN.block_m)
+    num_all = of_head * problem.num_heads * problem.batch
+    return of_head, num_all, blocks_looked_at(problem, num_all)
+
+
 def _blocks(problem: AttentionProblem, launch: HopperLaunch) -> Blocks:
     heads = problem.num_heads * problem.batch
-    flags_of_head = ceil_div(problem.seqlen_q, launch.block_m)
-    of_head = ceil_div(flags_of_head, launch.groups)
+    of_head = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
     num_whole, parts = of_head * heads, 1
     if problem.window_right is None:  # causal blocks get shorter: the last round is short anyway
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
@@ -127,8 +129,6 @@ def _blocks(problem: AttentionProblem, launch: HopperLaunch) -> Blocks:
     first_row += num_whole % of_head * launch.groups * launch.block_m
     return Blocks(
         of_head,
-        flags_of_head,
-        flags_of_head * heads,
         num_whole,
         parts,
         num_whole + (of_head * heads - num_whole) * parts,

@@ -14,13 +14,13 @@ as good as one relative to the true maximum if it is from 2^-80 to 2^100: no ter
 does the sum times its logarithm, and what terms below 2^-126 lose is less than 2^23 2^-126 in all,
 2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then loses at most
 2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100 either. A row
-that fails marks its block, and the launch that follows (`attention_forward.forward_again_kernel`)
-computes marked blocks again, and no others.
+that fails gets NaN for its value, and the launch that follows
+(`attention_forward.forward_again_kernel`) computes blocks with such rows again, and no others.
 
 NOTE [Clamps]
 FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
 or two] in functional.py). So the lowest scores of a clamped side are kept, and a row with a
-probability below its clamp marks its block, as one that fails does.
+probability below its clamp gets NaN, as one that fails does.
 """
 
 from typing import Any, NamedTuple
@@ -88,8 +88,6 @@ class Outputs(NamedTuple):
     s_stats: Any
     t_stats: Any
     stats_stride: Any
-    again: Any
-    num_flags: Any  # blocks of 64 rows of a head
     state: Any  # where a part writes the state of its head's row 0, fields apart by field_stride
     field_stride: Any
 
@@ -278,18 +276,15 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr):
 
 
 @gluon.jit
-def doubtful(state):
-    """Rows whose sums relative to a fixed base may be wrong; NaN compares false."""
+def without_doubtful(state):
+    """The state, with NaN for a sum of rows where those relative to a fixed base may be wrong."""
     good = (state.l_t >= SMALLEST_SUM) & (state.l_t <= LARGEST)
     good &= (state.l_s >= SMALLEST_SUM) & (state.l_s <= LARGEST)
     good &= (gl.abs(state.a) <= LARGEST) & (gl.abs(state.b) <= LARGEST)
-    return good == 0
-
-
-@gluon.jit
-def flags_of(outputs, block, rows, BLOCK_M: gl.constexpr):
-    """Where rows mark their block, to be computed again."""
-    return outputs.again + block.bh * outputs.num_flags + rows // BLOCK_M
+    return State(
+        state.m_t, gl.where(good, state.l_t, float("nan")), state.m_s, state.l_s,
+        state.a, state.b, state.low_t, state.low_s, state.count,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -348,15 +343,11 @@ def reduce_rows(
             sums, oq, wq, tiles, block, num_masked, zero,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
-        state = with_sums(state, sums, WEIGHT_IS_TEACHER)
-        # every doubtful row marks its block
-        flags = flags_of(outputs, block, rows, BLOCK_M)
-        gl.store(flags, 1, mask=doubtful(state) & (rows < block.seqlen_q))
+        state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER))
     inside = rows < block.seqlen_q
     if PARTS == 1 or block.beyond < 0:
         finish_rows(
             state, block.bh.to(gl.int64) * block.seqlen_q + rows, inside,
-            flags_of(outputs, block, rows, BLOCK_M),
             outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, FORM, CONFIG,
         )  # fmt: skip
     else:
@@ -364,12 +355,10 @@ def reduce_rows(
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
-@gluon.jit(
-    do_not_specialize=["num_flags", "num_blocks", "num_whole", "first_row", "seqlen_q", "seqlen_k"]
-)
+@gluon.jit(do_not_specialize=["num_blocks", "num_whole", "first_row", "seqlen_q", "seqlen_k"])
 def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    again_ptr, num_flags, state_ptr, field_stride, part_stride, first_row,
+    state_ptr, field_stride, part_stride, first_row,
     num_whole, num_blocks, num_heads, other_group, weight_group,
     seqlen_q, seqlen_k, other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
@@ -414,8 +403,7 @@ def forward_kernel(
         first_field = bh.to(gl.int64) * seqlen_q - first_row
         state_ptr += first_field + beyond % PARTS * part_stride
     outputs = Outputs(
-        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr, num_flags,
-        state_ptr, field_stride,
+        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, state_ptr, field_stride
     )  # fmt: skip
     REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
     gl.warp_specialize(

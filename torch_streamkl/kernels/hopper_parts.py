@@ -37,25 +37,25 @@ def tiles_of_part(num_tiles, beyond, PARTS: gl.constexpr):
 
 @triton.jit
 def finish_rows(
-    state, row, inside, flags, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     FORM: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Write values and statistics; rows below a clamp mark their blocks, to be computed again."""
+    """Write values and statistics; NaN for rows to be computed again (hopper_forward.py)."""
     lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
+    again = state.l_t != state.l_t
     if CONFIG.GUARDED:
-        below = below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
-        tl.store(flags, 1, mask=below & inside)
+        again |= below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
+    value = tl.where(again, float("nan"), value)
     store_rows(
         value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
         row, inside, lse_t, lse_s, value, h_sum, g_sum,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "seqlen_q"])
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def unite_rows_kernel(
     state_ptr, field_stride, part_stride, first_row, num_rows,
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    again_ptr, num_flags, rows_of_flag, seqlen_q,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Values and statistics of the last rows [batch * num_heads * seqlen_q] from their parts."""
@@ -67,7 +67,6 @@ def unite_rows_kernel(
             state, load_state(state_ptr + part * part_stride + offs, field_stride, inside), FORM
         )
     row = first_row + offs.to(tl.int64)
-    flags = again_ptr + (row // seqlen_q * num_flags + row % seqlen_q // rows_of_flag)
     finish_rows(
-        state, row, inside, flags, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, FORM, CONFIG
+        state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, FORM, CONFIG
     )
