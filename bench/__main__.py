@@ -56,6 +56,9 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, help="of timing for each provider and case (default 2, quick 0.5)"
     )
     result.add_argument(
+        "--alone", action="store_true", help="time forwards without gradients, too"
+    )
+    result.add_argument(
         "--memory-limit-gib", type=float, help="as if the device had only this much"
     )
     result.add_argument(
@@ -104,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
             compare.compare(options.base, [c.label for c in cases], arguments, run, path)
         else:
             seconds = options.seconds or (0.5 if options.quick else 2.0)
-            measure_all(cases, providers, Settings(device, dtype, seconds), run, path)
+            settings = Settings(device, dtype, seconds, options.alone)
+            measure_all(cases, providers, settings, run, path)
         run.is_complete = True
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import AttentionCase
-from bench.measure import OutOfMemory, Sample, Timed
+from bench.measure import OutOfMemory, Sample, Timed, time_ms
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
@@ -63,17 +63,17 @@ def attention(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> 
     return timed
 
 
-def attention_tflops(case: AttentionCase, taken: list[Sample]) -> tuple[float, float]:
-    """Forward and backward rates in samples of `attention`.
+def attention_tflops(case: AttentionCase, mode: str, taken: list[Sample]) -> float:
+    """Rate of a mode's part of samples of `attention`, in which two matmuls are a forward.
 
-    Two matmuls forward and five backward, as everyone counts.
+    A backward is five, as everyone counts.
     """
     heads = case.teacher
     pairs = case.seqlen**2 * (0.5 if case.is_causal else 1.0)
     matmul = 2.0 * case.batch * heads.num_heads * pairs * heads.head_dim
-    forward = statistics.median(s.forward_ms for s in taken)
-    backward = statistics.median(s.backward_ms for s in taken)
-    return 2 * matmul / forward * 1e-9, 5 * matmul / backward * 1e-9
+    number = 5 if mode == "backward" else 2
+    ms = statistics.median(time_ms(sample, mode) for sample in taken)
+    return number * matmul / ms * 1e-9
 
 
 class _Sink(torch.autograd.Function):

@@ -34,6 +34,16 @@ class Sample:
         return self.forward_ms + self.backward_ms
 
 
+def time_ms(sample: Sample, mode: str) -> float:
+    """Of a part of a step, or of the whole; "alone" is a forward of samples without a backward."""
+    return {
+        "forward": sample.forward_ms,
+        "alone": sample.forward_ms,
+        "backward": sample.backward_ms,
+        "step": sample.step_ms,
+    }[mode]
+
+
 @dataclass(frozen=True)
 class Timing:
     """Median of the samples and the half of them around it."""
@@ -97,7 +107,11 @@ def synchronize(device: torch.device) -> None:
 
 # -------------------------------------------------------------------------------------- time
 def sample(
-    loss_fn: Callable[..., Tensor], inputs: Inputs, repeats: int = 1, warm_up: int = 0
+    loss_fn: Callable[..., Tensor],
+    inputs: Inputs,
+    repeats: int = 1,
+    warm_up: int = 0,
+    has_backward: bool = True,
 ) -> Sample:
     """Forward and backward of ``repeats`` steps, by CUDA events or by the host's clock.
 
@@ -106,12 +120,14 @@ def sample(
     """
     device = inputs[0].device
     marks: list[tuple[object, object, object]] = []
-    for _ in range(warm_up + repeats):
-        start = _now(device)
-        loss = loss_fn(*inputs)
-        middle = _now(device)
-        torch.autograd.grad(loss, inputs[:2])
-        marks.append((start, middle, _now(device)))
+    with torch.set_grad_enabled(has_backward):
+        for _ in range(warm_up + repeats):
+            start = _now(device)
+            loss = loss_fn(*inputs)
+            middle = _now(device)
+            if has_backward:
+                torch.autograd.grad(loss, inputs[:2])
+            marks.append((start, middle, _now(device)))
     synchronize(device)
     timed = marks[warm_up:]
     forward = sum(_elapsed_ms(start, middle) for start, middle, _ in timed) / repeats
@@ -126,13 +142,15 @@ class Timed:
     loss_fn: Callable[..., Tensor]
     inputs: Sequence[Inputs]
     context: Callable[[], AbstractContextManager[object]] = nullcontext
+    has_backward: bool = True  # or the forward alone, without gradients
 
     def burst(self, number: int, repeats: int = 1, warm_up: int = 0) -> Sample:
         """A sample on the input set whose turn it is; raises `OutOfMemory`."""
         inputs = self.inputs[number % len(self.inputs)]
         with self.context():  # entered before the clock starts
             taken = guarded(
-                lambda: sample(self.loss_fn, inputs, repeats, warm_up), inputs[0].device
+                lambda: sample(self.loss_fn, inputs, repeats, warm_up, self.has_backward),
+                inputs[0].device,
             )
         assert isinstance(taken, Sample)
         return taken

@@ -12,6 +12,7 @@ from bench.measure import Timing
 
 SCHEMA = 1
 MODES = ("forward", "backward", "step")
+ALONE = "alone"  # one more mode where asked for: a forward without gradients, after no backward
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,9 +26,10 @@ from bench.measure import (
     peak_mib,
     release,
     step,
+    time_ms,
 )
 from bench.providers import Provider, Unavailable
-from bench.records import MODES, Record
+from bench.records import ALONE, MODES, Record
 
 BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get two sets instead of three
 ATTENTION = "the library's attention"  # among the timed, and no provider
@@ -41,6 +42,7 @@ class Settings:
     device: torch.device
     dtype: torch.dtype
     seconds: float = 2.0  # of timing per provider and case
+    alone: bool = False  # forwards alone, too
 
 
 def run_case(
@@ -79,34 +81,42 @@ def run_case(
     del truth
     release(device)
     show(f"{case.label}: timing")
-    samples, rates = _time(case, losses, inputs, settings)
+    entries = {name: Timed(loss_fn, inputs) for name, loss_fn in losses.items()}
+    if entries and isinstance(case, AttentionCase):
+        attention = ceilings.attention(case, device, dtype)
+        if attention is not None:
+            entries[ATTENTION] = attention
+    for name in losses:
+        _weigh(records[name], case, size)
+    _time(case, entries, MODES, settings, records)
+    if settings.alone:
+        alone = {name: replace(entry, has_backward=False) for name, entry in entries.items()}
+        _time(case, alone, (ALONE,), settings, records)
+    return list(records.values())
+
+
+def _time(
+    case: Case,
+    entries: dict[str, Timed],
+    modes: tuple[str, ...],
+    settings: Settings,
+    records: dict[str, Record],
+) -> None:
+    """Times of the providers, and rates of theirs and of the library's attention's, by mode."""
+    samples = interleaved(entries, settings.seconds)
+    attention = samples.pop(ATTENTION, None)
     for name, taken in samples.items():
         record = records[name]
         if isinstance(taken, OutOfMemory):
             record.status, record.detail = "oom", str(taken)
             continue
         record.samples = len(taken)
-        record.timing = {
-            mode: Timing.of([getattr(s, f"{mode}_ms") for s in taken]) for mode in MODES
-        }
-        _rate(record, case, rates, size)
-    return list(records.values())
-
-
-def _time(
-    case: Case, losses: dict[str, Callable[..., Tensor]], inputs: list[Inputs], settings: Settings
-) -> tuple[dict[str, list[Sample] | OutOfMemory], tuple[float, float] | None]:
-    """The providers' samples, and the library's attention's rates in the same rounds."""
-    entries = {name: Timed(loss_fn, inputs) for name, loss_fn in losses.items()}
-    if losses and isinstance(case, AttentionCase):
-        attention = ceilings.attention(case, settings.device, settings.dtype)
-        if attention is not None:
-            entries[ATTENTION] = attention
-    samples = interleaved(entries, settings.seconds)
-    taken = samples.pop(ATTENTION, None)
-    if not isinstance(case, AttentionCase) or not isinstance(taken, list):
-        return samples, None
-    return samples, ceilings.attention_tflops(case, taken)
+        for mode in modes:
+            timing = Timing.of([time_ms(sample, mode) for sample in taken])
+            record.timing[mode] = timing
+            record.tflops[mode] = record.least_gflop[mode] / timing.median_ms
+            if isinstance(attention, list) and isinstance(case, AttentionCase):
+                record.attention_tflops[mode] = _attention_tflops(record, case, mode, attention)
 
 
 def out_of_memory_before(case: Case, provider: Provider) -> Record:
@@ -155,9 +165,22 @@ def _reason(verdict: accuracy.Verdict) -> str:
     )
 
 
-def _rate(record: Record, case: Case, rates: tuple[float, float] | None, input_bytes: int) -> None:
+def _attention_tflops(
+    record: Record, case: AttentionCase, mode: str, attention: list[Sample]
+) -> float:
+    """The rate of the library's attention; of a step that of one with the case's arithmetic."""
+    if mode != "step":
+        return ceilings.attention_tflops(case, mode, attention)
+    gflop, rates = record.least_gflop, record.attention_tflops
+    return gflop["step"] / sum(gflop[part] / rates[part] for part in ("forward", "backward"))
+
+
+def _weigh(record: Record, case: Case, input_bytes: int) -> None:
+    """The least arithmetic and traffic of a case."""
     forward, backward = (f * 1e-9 for f in case.flops())  # GFLOP
-    record.least_gflop = {"forward": forward, "backward": backward, "step": forward + backward}
+    record.least_gflop = {
+        "forward": forward, "backward": backward, "step": forward + backward, ALONE: forward
+    }  # fmt: skip
     # gradients are as large as the student's inputs
     gradient = input_bytes * _student_share(case)
     record.least_mib = {
@@ -165,16 +188,6 @@ def _rate(record: Record, case: Case, rates: tuple[float, float] | None, input_b
         "backward": (input_bytes + gradient) / MIB,
         "step": (2 * input_bytes + gradient) / MIB,
     }
-    record.tflops = {
-        mode: record.least_gflop[mode] / record.timing[mode].median_ms for mode in MODES
-    }
-    if rates is not None:
-        time_of_both = forward / rates[0] + backward / rates[1]
-        record.attention_tflops = {
-            "forward": rates[0],
-            "backward": rates[1],
-            "step": (forward + backward) / time_of_both,
-        }
 
 
 def _student_share(case: Case) -> float:

@@ -4,22 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.records import Record, Run
+from bench.measure import Timing
+from bench.records import ALONE, Record, Run
 
 COLUMNS = (
     "provider", "forward ms", "backward ms", "step ms", "spread", "TFLOP/s", "of matmul",
     "of attention", "peak MiB", "loss error", "gradient error", "vs eager", "vs inductor",
 )  # fmt: skip
+# of forwards without gradients, where they were timed
+ALONE_COLUMNS = (
+    "provider", "forward alone ms", "spread", "TFLOP/s", "of matmul", "of attention",
+    "vs eager", "vs inductor",
+)  # fmt: skip
 
 
 def rows(records: list[Record], matmul_tflops: float) -> list[tuple[str, ...]]:
     """Cells of one case's records, in `COLUMNS`' order."""
-    step_ms = {
-        r.provider: r.timing["step"].median_ms
-        for r in records
-        if r.status == "ok" and r.version in ("", "head")
-    }
+    step_ms = _medians(records, "step")
     return [_row(r, matmul_tflops, step_ms) for r in records if r.status != "unavailable"]
+
+
+def alone_rows(records: list[Record], matmul_tflops: float) -> list[tuple[str, ...]]:
+    """Cells in `ALONE_COLUMNS`' order of those records that have them."""
+    ms = _medians(records, ALONE)
+    return [
+        (
+            r.provider,
+            number(r.timing[ALONE].median_ms),
+            _spread(r.timing[ALONE]),
+            number(r.tflops[ALONE]),
+            f"{r.tflops[ALONE] / matmul_tflops:.0%}",
+            _percent(r.share_of_attention(ALONE)),
+            _ratio("eager", ms, r.timing[ALONE].median_ms),
+            _ratio("inductor", ms, r.timing[ALONE].median_ms),
+        )
+        for r in records
+        if r.status == "ok" and ALONE in r.timing
+    ]
+
+
+def _medians(records: list[Record], mode: str) -> dict[str, float]:
+    """Milliseconds by provider, of those that are right."""
+    return {
+        r.provider: r.timing[mode].median_ms
+        for r in records
+        if r.status == "ok" and r.version in ("", "head") and mode in r.timing
+    }
 
 
 def _row(record: Record, matmul_tflops: float, step_ms: dict[str, float]) -> tuple[str, ...]:
@@ -37,7 +67,6 @@ def _row(record: Record, matmul_tflops: float, step_ms: dict[str, float]) -> tup
     if verdict is not None:
         loss = "not checked" if verdict.loss_error is None else f"{verdict.loss_error:.1e}"
         errors = (loss, f"{verdict.gradient_error:.1e}")
-    share = record.share_of_attention("step")
     # a result that is wrong is compared with nothing
     ratios = (
         ("red", "red")
@@ -52,14 +81,22 @@ def _row(record: Record, matmul_tflops: float, step_ms: dict[str, float]) -> tup
         number(timing["forward"].median_ms),
         number(timing["backward"].median_ms),
         number(step.median_ms),
-        f"{(step.high_ms - step.low_ms) / step.median_ms:.0%}",
+        _spread(step),
         number(record.tflops["step"]),
         f"{record.tflops['step'] / matmul_tflops:.0%}",
-        "" if share is None else f"{share:.0%}",
+        _percent(record.share_of_attention("step")),
         "" if record.peak_mib is None else number(record.peak_mib),
         *errors,
         *ratios,
     )
+
+
+def _spread(timing: Timing) -> str:
+    return f"{(timing.high_ms - timing.low_ms) / timing.median_ms:.0%}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
 def _ratio(name: str, step_ms: dict[str, float], mine: float) -> str:
@@ -81,28 +118,35 @@ def by_case(run: Run) -> dict[str, list[Record]]:
 
 def text(records: list[Record], matmul_tflops: float) -> str:
     """One case for the terminal."""
-    cells = [COLUMNS, *rows(records, matmul_tflops)]
-    widths = [
-        max(len(row[i]) for row in cells if not _is_message(row)) for i in range(len(COLUMNS))
-    ]
-    lines = [
-        "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
+    lines = _aligned([COLUMNS, *rows(records, matmul_tflops)])
+    alone = alone_rows(records, matmul_tflops)
+    if alone:
+        lines += ["", *_aligned([ALONE_COLUMNS, *alone])]
     missing = [
         f"{r.provider}: {r.detail}" for r in records if r.status in ("unavailable", "red", "error")
     ]
     return "\n".join(
         [
             f"{records[0].case}  ({records[0].shape})",
-            *(line.rstrip() for line in lines),
+            *lines,
             *missing,
             "",
         ]
     )
+
+
+def _aligned(cells: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table with a head; rows that are a message may be wider than it."""
+    widths = [
+        max(len(row[i]) for row in cells if not _is_message(row)) for i in range(len(cells[0]))
+    ]
+    return [
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def _is_message(row: tuple[str, ...]) -> bool:
@@ -111,8 +155,15 @@ def _is_message(row: tuple[str, ...]) -> bool:
 
 def markdown(records: list[Record], matmul_tflops: float) -> str:
     """One case for RESULTS.md."""
-    cells = [COLUMNS, ("---",) * len(COLUMNS), *rows(records, matmul_tflops)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    lines = _lines(COLUMNS, rows(records, matmul_tflops))
+    alone = alone_rows(records, matmul_tflops)
+    if alone:
+        lines += ["", *_lines(ALONE_COLUMNS, alone)]
+    return "\n".join(lines)
+
+
+def _lines(head: tuple[str, ...], cells: list[tuple[str, ...]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *cells)]
 
 
 END_TO_END_COLUMNS = ("provider", "context", "step ms", "tokens/s", "peak MiB", "loss")

@@ -104,6 +104,17 @@ def test_correct_providers_pass_the_gate(case: Case) -> None:
     assert records["eager"].timing["step"].median_ms > 0
 
 
+def test_forwards_alone_have_their_own_table() -> None:
+    settings = replace(SETTINGS, alone=True)
+    records = run_case(ATTENTION, [EAGER, provider("half", half)], settings)
+    assert records[0].timing["alone"].median_ms < records[0].timing["step"].median_ms
+    row, *others = table.alone_rows(records, matmul_tflops=1.0)
+    assert not others, "a result that is wrong is compared with nothing"
+    assert row[0] == "eager" and row[-2:] == ("1.00x", "")
+    assert "forward alone ms" in table.text(records, 1.0)
+    assert "forward alone ms" not in table.text(run_case(ATTENTION, [EAGER], SETTINGS), 1.0)
+
+
 def test_gate_rejects_wrong_providers_and_prints_no_ratio() -> None:
     wrong = [provider(f.__name__, f) for f in (half, gradient_to_one_side, not_a_number)]
     records = list(run_case(ATTENTION, [EAGER, *wrong], SETTINGS))
@@ -160,7 +171,7 @@ def test_warm_up_is_in_the_burst_and_does_not_count(monkeypatch: pytest.MonkeyPa
 def test_rounds_repeat_short_steps_behind_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     bursts: list[tuple[int, int]] = []
 
-    def sample(loss_fn: object, inputs: object, repeats: int = 1, warm_up: int = 0) -> object:
+    def sample(loss_fn: object, _: object, repeats: int, warm_up: int, __: bool) -> object:
         bursts.append((repeats, warm_up))
         return measure.Sample(2.0 if loss_fn is torch.add else 50.0, 3.0)
 
@@ -176,9 +187,7 @@ def test_attention_takes_its_turn_in_every_round(monkeypatch: pytest.MonkeyPatch
     """Its rates are those of samples between the providers', with its backend chosen."""
     turns: list[str] = []
 
-    def sample(
-        loss_fn: Callable[..., Tensor], inputs: cases.Inputs, repeats: int = 1, warm_up: int = 0
-    ) -> measure.Sample:
+    def sample(loss_fn: Callable[..., Tensor], inputs: cases.Inputs, *_: object) -> measure.Sample:
         is_attention = inputs[2].requires_grad  # nobody else's third input has a gradient
         backends = torch.nn.attention._cur_sdpa_kernel_backends()
         assert (backends == [SDPBackend.FLASH_ATTENTION]) == is_attention

@@ -52,12 +52,14 @@ class Variant:
 DEFAULT, CUDNN = "default", "cuDNN attention"
 FORWARD = {
     64: [
-        Variant("4 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2)),
-        Variant("4 groups, 5 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2), parts=5),
-        Variant("3 groups, 4 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4)),
+        Variant("2 slots, 4 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=4),
+        Variant("2 slots, 7 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=7),
+        Variant("3 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 3)),
+        Variant("4 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4)),
+        Variant("4 slots, 7 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4), parts=7),
     ],
     128: [
-        Variant("2 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 2, 2)),
+        Variant("4 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=4),
         Variant("7 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=7),
     ],
 }
