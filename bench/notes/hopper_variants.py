@@ -54,7 +54,6 @@ FORWARD = {
     64: [
         Variant("2 slots, 4 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=4),
         Variant("2 slots, 7 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=7),
-        Variant("3 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 3)),
         Variant("4 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4)),
         Variant("4 slots, 7 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4), parts=7),
     ],
