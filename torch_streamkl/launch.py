@@ -269,8 +269,8 @@ HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
     128: HopperLaunch(64, 64, 3, 2),
 }
-# A launch unites the parts of blocks, in about 3 us: as long as a block takes for two tiles.
-LEAST_TILES_OF_PART = 16
+# A part starts and unites in the time of about two tiles (bench/notes/hopper_kernels.md).
+LEAST_TILES_OF_PART = 8
 # of the portable kernel that repeats blocks of rows
 HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 
@@ -289,14 +289,17 @@ def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[
     return (blocks - last, parts) if parts > 1 else (blocks, 1)
 
 
-def blocks_looked_at(problem: AttentionProblem, blocks: int) -> int:
-    """How many of all blocks a program looks at that repeats those with a mark.
+def repeating_programs(problem: AttentionProblem, blocks: int) -> tuple[int, int]:
+    """Programs that repeat those blocks that have a mark, and how many each looks at, at most.
 
-    Most often there are none. 4096 programs that end at once take 10 us, an eighth of them 4. Few
+    Most often there are none: 4096 programs that end at once take 10 us, an eighth of them 3. Few
     are as fast with a block each, and a second pass leaves no registers for a loop over blocks.
     """
-    few = 8 * multiprocessors(problem.student.q.device)
-    return 1 if blocks <= few or problem.functional.guarded is not None else 16
+    device = problem.student.q.device
+    if blocks <= 8 * multiprocessors(device) or problem.functional.guarded is not None:
+        return blocks, 1
+    most = 16
+    return max(4 * multiprocessors(device), ceil_div(blocks, most)), most
 
 
 def adds_queries(problem: AttentionProblem) -> bool:

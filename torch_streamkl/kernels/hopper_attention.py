@@ -22,13 +22,13 @@ from torch_streamkl.launch import (
     HOPPER_AGAIN,
     HopperLaunch,
     adds_queries,
-    blocks_looked_at,
     ceil_div,
     hopper_backward_launch,
     hopper_launch,
     key_shares,
     parts_of_last_round,
     plain_clamp,
+    repeating_programs,
 )
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.streaming import Wanted
@@ -95,27 +95,27 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             {"num_warps": 4},
             (),
         )
-    of_head, num_all, of_program = plan.kept("again", lambda: _again(problem))
+    of_head, num_all, programs, most = plan.kept("again", lambda: _again(problem))
     plan.run(
         "again",
         portable.forward_again_kernel,
-        (ceil_div(num_all, of_program), 1, 1),
+        (programs, 1, 1),
         (
             *plan.arguments(problem), *outputs,
             of_head, num_all, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
-        (of_program, form, plan.helper, again_config),
+        (most, form, plan.helper, again_config),
         options,
         (),
     )  # fmt: skip
     return value, stats
 
 
-def _again(problem: AttentionProblem) -> tuple[int, int, int]:
-    """Blocks that may have to be repeated: those of a head, of all heads, of a program."""
+def _again(problem: AttentionProblem) -> tuple[int, int, int, int]:
+    """Blocks of a head and in all that may have to be repeated, and `repeating_programs`."""
     of_head = ceil_div(problem.seqlen_q, HOPPER_AGAIN.block_m)
     num_all = of_head * problem.num_heads * problem.batch
-    return of_head, num_all, blocks_looked_at(problem, num_all)
+    return of_head, num_all, *repeating_programs(problem, num_all)
 
 
 def _blocks(problem: AttentionProblem, launch: HopperLaunch) -> Blocks:
