@@ -118,6 +118,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
         "attention_kl on a GPU: the tests that had no turn",
         _native_tests,
     ),
+    "hopper_native": (
+        "attention_kl on a GPU: after the forward for Hopper and head-averaged teachers changed",
+        _native,
+    ),
     "compile_time_cpu": (
         "What the rewrite adds to compilation (pairs of 12 layers)",
         _compile_time,
