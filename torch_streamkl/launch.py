@@ -269,7 +269,7 @@ HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
     128: HopperLaunch(64, 64, 3, 2),
 }
-# A part starts and unites in the time of about two tiles (bench/notes/hopper_kernels.md).
+# Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
 LEAST_TILES_OF_PART = 8
 # of the portable kernel that repeats blocks of rows
 HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
