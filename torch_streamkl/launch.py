@@ -289,19 +289,6 @@ def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[
     return (blocks - last, parts) if parts > 1 else (blocks, 1)
 
 
-def repeating_programs(problem: AttentionProblem, blocks: int) -> tuple[int, int]:
-    """Programs that repeat those blocks that have a mark, and how many each looks at, at most.
-
-    Most often there are none: 4096 programs that end at once take 10 us, an eighth of them 3. Few
-    are as fast with a block each, and a second pass leaves no registers for a loop over blocks.
-    """
-    device = problem.student.q.device
-    if blocks <= 8 * multiprocessors(device) or problem.functional.guarded is not None:
-        return blocks, 1
-    most = 16
-    return max(4 * multiprocessors(device), ceil_div(blocks, most)), most
-
-
 def adds_queries(problem: AttentionProblem) -> bool:
     """Whether dQ may be summed in any order, and is faster so."""
     return (

@@ -157,10 +157,7 @@ def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
 
         return field("vgpr_count"), 4 * field("vgpr_spill_count")
     text = _dumped(asm["cubin"], "cuobjdump", "--dump-resource-usage")
-    stack = int(re.search(r"STACK:(\d+)", text)[1])
-    if stack and not re.search(r"\b(LDL|STL)\b", _dumped(asm["cubin"], "nvdisasm", "-c")):
-        stack = 0  # of a variable that the compiler has left nothing of
-    return int(re.search(r"REG:(\d+)", text)[1]), stack
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
 def stack_in_main_loops(cubin: bytes) -> list[str]:

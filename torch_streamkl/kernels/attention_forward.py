@@ -252,40 +252,25 @@ def forward_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_all"])
+@triton.jit
 def forward_again_kernel(
     student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_blocks, num_all, num_heads, inv_temperature, fill,
-    BLOCKS: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    num_blocks, num_heads, inv_temperature, fill,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`forward_kernel` for those of num_all blocks with a row whose value is NaN.
-
-    A program looks at BLOCKS of them at once, and most often there is nothing to do.
-    """
+    """`forward_kernel` for those blocks [batch, num_heads, num_blocks] that have a NaN value."""
     pid = tl.program_id(0)
-    order = tl.arange(0, BLOCKS)
-    blocks = pid + order * tl.num_programs(0)
-    marked = has_nan(value_ptr, blocks, num_blocks, num_all, masks.seqlen_q, CONFIG.BLOCK_M)
-    remaining = tl.sum(marked << order, 0)
-    # what does not change in the loop is not worth a register, which the tiles need
-    for i in tl.range(0, BLOCKS, disable_licm=True):
-        if (remaining >> i) & 1:
-            block = pid + i * tl.num_programs(0)
-            forward_block(
-                block % num_blocks, block // num_blocks,
-                student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-                num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
-            )  # fmt: skip
-
-
-@triton.jit
-def has_nan(value_ptr, blocks, num_blocks, num_all, seqlen_q, BLOCK_M: tl.constexpr):
-    """1 for each of the blocks [batch, num_heads, num_blocks] with a value that is NaN, else 0."""
-    rows = (blocks % num_blocks * BLOCK_M)[:, None] + tl.arange(0, BLOCK_M)[None, :]
-    inside = (rows < seqlen_q) & (blocks < num_all)[:, None]
-    first = (blocks // num_blocks).to(tl.int64) * seqlen_q
-    value = tl.load(value_ptr + first[:, None] + rows, mask=inside, other=0.0)
-    return tl.max((value != value).to(tl.int32), 1)
+    block = pid % num_blocks
+    bh = pid // num_blocks
+    rows = block * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
+    values = value_ptr + bh.to(tl.int64) * masks.seqlen_q + rows
+    value = tl.load(values, mask=rows < masks.seqlen_q, other=0.0)
+    if tl.max((value != value).to(tl.int32), 0) == 0:
+        return
+    forward_block(
+        block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from torch_streamkl.launch import (
     key_shares,
     parts_of_last_round,
     plain_clamp,
-    repeating_programs,
 )
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.streaming import Wanted
@@ -95,27 +94,20 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             {"num_warps": 4},
             (),
         )
-    of_head, num_all, programs, most = plan.kept("again", lambda: _again(problem))
+    of_head = ceil_div(problem.seqlen_q, HOPPER_AGAIN.block_m)
     plan.run(
         "again",
         portable.forward_again_kernel,
-        (programs, 1, 1),
+        (of_head * problem.num_heads * problem.batch, 1, 1),
         (
             *plan.arguments(problem), *outputs,
-            of_head, num_all, problem.num_heads, plan.inv_temperature, plan.fill,
+            of_head, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
-        (most, form, plan.helper, again_config),
+        (form, plan.helper, again_config),
         options,
         (),
     )  # fmt: skip
     return value, stats
-
-
-def _again(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    """Blocks of a head and in all that may have to be repeated, and `repeating_programs`."""
-    of_head = ceil_div(problem.seqlen_q, HOPPER_AGAIN.block_m)
-    num_all = of_head * problem.num_heads * problem.batch
-    return of_head, num_all, *repeating_programs(problem, num_all)
 
 
 def _blocks(problem: AttentionProblem, launch: HopperLaunch) -> Blocks:
