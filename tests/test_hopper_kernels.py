@@ -112,8 +112,10 @@ def test_whole_blocks_and_parts() -> None:
         (1376, 128, (1320, 2)),  # 56 blocks for 132 multiprocessors
         (1320, 128, (1320, 1)),
         (1419, 128, (1419, 1)),  # 99 blocks fill the round well
-        (1330, 256, (1320, 13)),
-        (1330, 40, (1320, 5)),  # parts of fewer tiles would take longer
+        (1364, 256, (1320, 3)),
+        (1330, 256, (1320, 8)),  # 13 would fill the round better, and be one kernel more
+        (1330, 47, (1320, 4)),
+        (1330, 24, (1320, 3)),  # parts of fewer tiles would take longer
         (60, 15, (60, 1)),
         (60, 16, (0, 2)),
     ],

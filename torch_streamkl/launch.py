@@ -281,11 +281,17 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
 
 
 def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Blocks to compute whole, and parts of each of the others (NOTE [Parts], hopper_parts.py)."""
+    """Blocks to compute whole, and parts of each of the others (NOTE [Parts], hopper_parts.py).
+
+    Every number of parts is a kernel to compile, and lengths may change from step to step: beyond
+    four parts only powers of two.
+    """
     last = blocks % multiprocessors(device)
     if last == 0:
         return blocks, 1
     parts = min(multiprocessors(device) // last, tiles // LEAST_TILES_OF_PART)
+    if parts > 4:
+        parts = 1 << (parts.bit_length() - 1)
     return (blocks - last, parts) if parts > 1 else (blocks, 1)
 
 
