@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import AttentionCase
-from bench.measure import OutOfMemory, Sample, Timed, time_ms
+from bench.measure import OutOfMemory, Sample, Timed
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
@@ -72,7 +72,7 @@ def attention_tflops(case: AttentionCase, mode: str, taken: list[Sample]) -> flo
     pairs = case.seqlen**2 * (0.5 if case.is_causal else 1.0)
     matmul = 2.0 * case.batch * heads.num_heads * pairs * heads.head_dim
     number = 5 if mode == "backward" else 2
-    ms = statistics.median(time_ms(sample, mode) for sample in taken)
+    ms = statistics.median(sample.ms(mode) for sample in taken)
     return number * matmul / ms * 1e-9
 
 

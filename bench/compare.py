@@ -33,7 +33,7 @@ def child_arguments(options: argparse.Namespace, providers: list[str]) -> list[s
         value = getattr(options, name)
         if value is not None:
             arguments += [f"--{name.replace('_', '-')}", str(value)]
-    return arguments + ["--quick"] * options.quick
+    return arguments + ["--quick"] * options.quick + ["--alone"] * options.alone
 
 
 def compare(base: str, labels: list[str], arguments: list[str], run: Run, path: Path) -> None:

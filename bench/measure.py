@@ -19,6 +19,8 @@ from bench.memory import peak_bytes
 
 MIB = 2**20
 SHORT_MS = 50.0  # steps shorter than this are repeated within a sample
+MODES = ("forward", "backward", "step")
+ALONE = "alone"  # one more where asked for: a forward without gradients, after no backward
 WARM_UP_MS = 10.0  # of steps before them that do not count: a GPU's clocks fall while it waits
 
 
@@ -33,15 +35,10 @@ class Sample:
     def step_ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
-
-def time_ms(sample: Sample, mode: str) -> float:
-    """Of a part of a step, or of the whole; "alone" is a forward of samples without a backward."""
-    return {
-        "forward": sample.forward_ms,
-        "alone": sample.forward_ms,
-        "backward": sample.backward_ms,
-        "step": sample.step_ms,
-    }[mode]
+    def ms(self, mode: str) -> float:
+        """Of one of `MODES`, or `ALONE`: the forward of a sample without a backward."""
+        time: float = getattr(self, f"{'forward' if mode == ALONE else mode}_ms")
+        return time
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,7 @@ def sample(
 ) -> Sample:
     """Forward and backward of ``repeats`` steps, by CUDA events or by the host's clock.
 
+    Without ``has_backward`` no gradients are recorded, either.
     The first ``warm_up`` steps of the burst do not count. Nothing waits between them and the
     others: a GPU that is busy when a step is issued is not charged for the host's work.
     """

@@ -11,8 +11,6 @@ from bench.accuracy import Verdict
 from bench.measure import Timing
 
 SCHEMA = 1
-MODES = ("forward", "backward", "step")
-ALONE = "alone"  # one more mode where asked for: a forward without gradients, after no backward
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Record:
     )  # inputs read once, outputs written once
     peak_mib: float | None = None  # above inputs, gradients included
     compile_s: float | None = None  # the first step: compilation, kernel builds
-    samples: int = 0
+    samples: int = 0  # of steps
     verdict: Verdict | None = None
     version: str = ""  # "head" or "base" when two commits are compared
 

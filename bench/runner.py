@@ -16,7 +16,9 @@ from torch import Tensor
 from bench import accuracy, ceilings
 from bench.cases import AttentionCase, Case, Inputs
 from bench.measure import (
+    ALONE,
     MIB,
+    MODES,
     OutOfMemory,
     Sample,
     Timed,
@@ -26,10 +28,9 @@ from bench.measure import (
     peak_mib,
     release,
     step,
-    time_ms,
 )
 from bench.providers import Provider, Unavailable
-from bench.records import ALONE, MODES, Record
+from bench.records import Record
 
 BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get two sets instead of three
 ATTENTION = "the library's attention"  # among the timed, and no provider
@@ -110,9 +111,9 @@ def _time(
         if isinstance(taken, OutOfMemory):
             record.status, record.detail = "oom", str(taken)
             continue
-        record.samples = len(taken)
+        record.samples = record.samples or len(taken)  # steps are timed first
         for mode in modes:
-            timing = Timing.of([time_ms(sample, mode) for sample in taken])
+            timing = Timing.of([sample.ms(mode) for sample in taken])
             record.timing[mode] = timing
             record.tflops[mode] = record.least_gflop[mode] / timing.median_ms
             if isinstance(attention, list) and isinstance(case, AttentionCase):

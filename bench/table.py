@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.measure import Timing
-from bench.records import ALONE, Record, Run
+from bench.measure import ALONE, Timing
+from bench.records import Record, Run
 
 COLUMNS = (
     "provider", "forward ms", "backward ms", "step ms", "spread", "TFLOP/s", "of matmul",
@@ -29,7 +29,7 @@ def alone_rows(records: list[Record], matmul_tflops: float) -> list[tuple[str, .
     ms = _medians(records, ALONE)
     return [
         (
-            r.provider,
+            _name(r),
             number(r.timing[ALONE].median_ms),
             _spread(r.timing[ALONE]),
             number(r.tflops[ALONE]),
@@ -53,7 +53,7 @@ def _medians(records: list[Record], mode: str) -> dict[str, float]:
 
 
 def _row(record: Record, matmul_tflops: float, step_ms: dict[str, float]) -> tuple[str, ...]:
-    name = f"{record.provider} ({record.version})" if record.version else record.provider
+    name = _name(record)
     if record.status in ("oom", "error"):
         text = (
             "out of memory"
@@ -89,6 +89,10 @@ def _row(record: Record, matmul_tflops: float, step_ms: dict[str, float]) -> tup
         *errors,
         *ratios,
     )
+
+
+def _name(record: Record) -> str:
+    return f"{record.provider} ({record.version})" if record.version else record.provider
 
 
 def _spread(timing: Timing) -> str:

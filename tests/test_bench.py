@@ -26,7 +26,7 @@ from bench import (
     results,
     table,
 )
-from bench.__main__ import main
+from bench.__main__ import main, parser
 from bench.cases import AttentionCase, Case, Heads, LinearCase
 from bench.providers import PROVIDERS, Provider, Unavailable, choose
 from bench.records import Record, Run
@@ -108,10 +108,15 @@ def test_correct_providers_pass_the_gate(case: Case) -> None:
 def test_forwards_alone_have_their_own_table() -> None:
     settings = replace(SETTINGS, alone=True)
     records = run_case(ATTENTION, [EAGER, provider("half", half)], settings)
-    assert records[0].timing["alone"].median_ms < records[0].timing["step"].median_ms
+    assert set(records[0].timing) == {*measure.MODES, measure.ALONE}
+    assert all(t.median_ms > 0 for t in records[0].timing.values())
     row, *others = table.alone_rows(records, matmul_tflops=1.0)
     assert not others, "a result that is wrong is compared with nothing"
     assert row[0] == "eager" and row[-2:] == ("1.00x", "")
+    both = [replace(records[0], version=version) for version in compare.VERSIONS]
+    assert [r[0] for r in table.alone_rows(both, 1.0)] == ["eager (base)", "eager (head)"]
+    options = parser().parse_args(["--alone", "--base", "HEAD"])
+    assert "--alone" in compare.child_arguments(options, ["eager"])
     assert "forward alone ms" in table.text(records, 1.0)
     assert "forward alone ms" not in table.text(run_case(ATTENTION, [EAGER], SETTINGS), 1.0)
 

@@ -52,6 +52,8 @@ class Variant:
 DEFAULT, CUDNN = "default", "cuDNN attention"
 FORWARD = {
     64: [
+        Variant("4 groups", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2)),
+        Variant("4 groups, 5 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 4, 2), parts=5),
         Variant("2 slots, 4 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=4),
         Variant("2 slots, 7 parts", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 2), parts=7),
         Variant("4 slots", "HOPPER_LAUNCHES", HopperLaunch(64, 64, 3, 4)),
