@@ -94,14 +94,14 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             {"num_warps": 4},
             (),
         )
-    of_head = ceil_div(problem.seqlen_q, HOPPER_AGAIN.block_m)
+    again_blocks = ceil_div(problem.seqlen_q, HOPPER_AGAIN.block_m)
     plan.run(
         "again",
         portable.forward_again_kernel,
-        (of_head * problem.num_heads * problem.batch, 1, 1),
+        (again_blocks * problem.num_heads * problem.batch, 1, 1),
         (
             *plan.arguments(problem), *outputs,
-            of_head, problem.num_heads, plan.inv_temperature, plan.fill,
+            again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
         (form, plan.helper, again_config),
         options,
