@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import torch_streamkl
 from torch_streamkl.fx_passes.report import Report
 from torch_streamkl.fx_passes.rewrite import rewrite
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
 
 log = logging.getLogger("torch_streamkl")
@@ -62,7 +63,7 @@ def streamkl(
 
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
-    patches["joint_custom_pre_pass"] = chained(CacheKey(ours), previous)
+    patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
@@ -98,7 +99,7 @@ def inductor_options(
     config = torch._inductor.config
     return {
         "pre_grad_custom_pass": chained(PreGradPass(ours), config.pre_grad_custom_pass),
-        "joint_custom_pre_pass": chained(CacheKey(ours), config.joint_custom_pre_pass),
+        "joint_custom_pre_pass": chained(JointPass(ours), config.joint_custom_pre_pass),
     }
 
 
@@ -151,17 +152,24 @@ def digest_of(root: Path) -> str:
     return digest.hexdigest()
 
 
-class CacheKey(CustomGraphPass):
-    """A pass that does nothing and whose uuid is part of the FX and AOTAutograd cache keys."""
+def cache_key(ours: dict[str, Any]) -> str:
+    """What a compiled graph depends on beside the graph: our sources and our options."""
+    return f"torch_streamkl {source_digest()} {sorted(ours.items())}"
+
+
+class JointPass(CustomGraphPass):
+    """Calls our operators without autograd; its uuid is in the FX and AOTAutograd cache keys."""
 
     def __init__(self, ours: dict[str, Any]) -> None:
-        self._uuid = f"torch_streamkl {source_digest()} {sorted(ours.items())}"
+        self.ours = ours
 
     def __call__(self, graph: fx.Graph) -> None:
-        pass
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.target = WITHOUT_AUTOGRAD.get(node.target, node.target)
 
     def uuid(self) -> str:
-        return self._uuid
+        return cache_key(self.ours)
 
 
 class PreGradPass(CustomGraphPass):
@@ -169,14 +177,13 @@ class PreGradPass(CustomGraphPass):
 
     def __init__(self, ours: dict[str, Any]) -> None:
         self.ours = ours
-        self.key = CacheKey(ours)
 
     def __call__(self, graph: fx.Graph) -> None:
         assert graph.owning_module is not None
         _rewrite_and_report(graph.owning_module, self.ours)
 
     def uuid(self) -> str:
-        return self.key.uuid()
+        return cache_key(self.ours)
 
 
 class Chained(CustomGraphPass):

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import budget, check
-from torch_streamkl import attention, attention_kl, checks, ops
+from torch_streamkl import attention, attention_kl, checks, inductor_options, ops
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 SMALL = Spec(heads=2, seqlen_q=5, seqlen_k=7, student_dim=4, teacher_dim=4)
 
@@ -340,6 +343,46 @@ def test_export_round_trip(tmp_path: Any) -> None:
     longer = tuple(torch.randn(1, 2, n, 4) for n in (9, 11, 9, 11))
     for call in (inputs, longer):
         torch.testing.assert_close(loaded(*call), Loss()(*call))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("options", [inductor_options, None])
+def test_compiled_graphs_call_operators_without_autograd(options: Any, autocast: bool) -> None:
+    torch._dynamo.reset()
+    inputs = tensors_of()
+
+    def loss(*tensors: Tensor) -> Tensor:
+        student, teacher = (q @ k.transpose(-1, -2) for q, k in (tensors[:2], tensors[2:]))
+        student, teacher = student.float().log_softmax(-1), teacher.float().softmax(-1)
+        return F.kl_div(student, teacher, reduction="none").sum(-1).mean()
+
+    if options is None:
+        compiled = torch.compile(loss, backend="streamkl", options={"streamkl.strict": True})
+    else:
+        compiled = torch.compile(loss, options=options(strict=True))
+    with torch.autocast("cpu", enabled=autocast):
+        expected = torch.autograd.grad(loss(*inputs), inputs)
+        torch.autograd.grad(compiled(*inputs), inputs)  # compiles
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            got = torch.autograd.grad(compiled(*inputs), inputs)
+    names = {event.key for event in profiled.key_averages() if "attention_kl" in event.key}
+    assert names == {"torch_streamkl::_attention_kl", "torch_streamkl::_attention_kl_backward"}
+    tolerance = {"rtol": 0.02, "atol": 1e-3} if autocast else {}
+    torch.testing.assert_close(got, expected, **tolerance)
+
+
+def test_flops_of_a_compiled_graph() -> None:
+    inputs = tensors_of()
+    outputs = ops.attention_kl(*inputs)
+    backward = (torch.ones_like(outputs[0]), *outputs[1:], [True] * 4, *inputs)
+    counts = []
+    for operators in (WITHOUT_AUTOGRAD.keys(), WITHOUT_AUTOGRAD.values()):
+        forward_op, backward_op, *_ = operators
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            forward_op(*inputs)
+            backward_op(*backward)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_compiled_call() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import fx
 
 import torch_streamkl
 from torch_streamkl.fx_passes import backend
@@ -109,10 +110,10 @@ def test_a_pass_of_the_user_runs_and_is_part_of_the_key() -> None:
         def uuid(self) -> str | None:
             return self.name
 
-    ours, one, two = backend.CacheKey({}), Users("one"), Users("two")
+    ours, one, two = backend.JointPass({}), Users("one"), Users("two")
     assert backend.chained(ours, None) is ours
     both = backend.chained(ours, [one, two])
-    both(None)
+    both(fx.Graph())
     assert (one.ran, two.ran) == (1, 1)
     keys = {backend.chained(ours, p).uuid() for p in (one, two, [one, two], [two, one])}
     assert len(keys) == 4

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils.flop_counter import register_flop_formula
 
 from torch_streamkl import linear_chunks, linear_rows
 from torch_streamkl.functional import Functional
@@ -240,9 +239,42 @@ def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return rows.value.new_empty(()), rows.value, rows.hard, *_gradient_fakes(problem, wanted)
 
 
-register(_lib, "linear_kl", _forward, _forward_fake)
-register(_lib, "linear_kl_backward", _backward, _backward_fake)
-register(_lib, "linear_kl_sum", _sum, _sum_fake)
+def _matmul_flops(hidden: Any, weight: Any) -> int:
+    flops: int = 2 * hidden[0] * hidden[1] * weight[0]
+    return flops
+
+
+def _forward_flops(xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
+    """The two logits matmuls."""
+    return _matmul_flops(xs, ws) + _matmul_flops(xt, wt)
+
+
+def _backward_flops(
+    _g: Any, _h: Any, _s: Any, wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any
+) -> int:
+    """The recomputed logits and one matmul for each gradient."""
+    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+
+
+def _sum_flops(xs: Any, ws: Any, xt: Any, wt: Any, *args: Any, wanted: Any = (), **_: Any) -> int:
+    """The logits and one matmul for each gradient."""
+    wanted = args[5] if len(args) > 5 else wanted
+    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+
+
+def _gradient_flops(wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any) -> int:
+    sides = (
+        _matmul_flops(xs, ws),
+        _matmul_flops(xs, ws),
+        _matmul_flops(xt, wt),
+        _matmul_flops(xt, wt),
+    )
+    return sum(f for f, need in zip(sides, wanted, strict=False) if need)
+
+
+register(_lib, "linear_kl", _forward, _forward_fake, _forward_flops)
+register(_lib, "linear_kl_backward", _backward, _backward_fake, _backward_flops)
+register(_lib, "linear_kl_sum", _sum, _sum_fake, _sum_flops)
 
 
 def _setup_context(
@@ -379,39 +411,3 @@ def _no_vmap(*_: Any) -> Any:
 
 torch.library.register_vmap(f"{NAMESPACE}::linear_kl", _vmap, lib=_lib)
 torch.library.register_vmap(f"{NAMESPACE}::linear_kl_sum", _no_vmap, lib=_lib)
-
-
-def _matmul_flops(hidden: Any, weight: Any) -> int:
-    flops: int = 2 * hidden[0] * hidden[1] * weight[0]
-    return flops
-
-
-@register_flop_formula(torch.ops.torch_streamkl.linear_kl)
-def _forward_flops(xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
-    """The two logits matmuls."""
-    return _matmul_flops(xs, ws) + _matmul_flops(xt, wt)
-
-
-@register_flop_formula(torch.ops.torch_streamkl.linear_kl_backward)
-def _backward_flops(
-    _g: Any, _h: Any, _s: Any, wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any
-) -> int:
-    """The recomputed logits and one matmul for each gradient."""
-    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
-
-
-@register_flop_formula(torch.ops.torch_streamkl.linear_kl_sum)
-def _sum_flops(xs: Any, ws: Any, xt: Any, wt: Any, *args: Any, wanted: Any = (), **_: Any) -> int:
-    """The logits and one matmul for each gradient."""
-    wanted = args[5] if len(args) > 5 else wanted
-    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
-
-
-def _gradient_flops(wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any) -> int:
-    sides = (
-        _matmul_flops(xs, ws),
-        _matmul_flops(xs, ws),
-        _matmul_flops(xt, wt),
-        _matmul_flops(xt, wt),
-    )
-    return sum(f for f, need in zip(sides, wanted, strict=False) if need)

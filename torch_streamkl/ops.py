@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils.flop_counter import register_flop_formula
 
 from torch_streamkl import streaming
 from torch_streamkl.checks import is_plain
@@ -206,8 +205,33 @@ def _backward_fake(
     return a, b, c, d
 
 
-register(_lib, "attention_kl", run_forward, _forward_fake)
-register(_lib, "attention_kl_backward", run_backward, _backward_fake)
+def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
+    batch, heads, seqlen_q, head_dim = q_shape
+    return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim
+
+
+def _forward_flops(
+    student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
+) -> int:
+    """Two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
+    return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
+
+
+def _backward_flops(
+    _g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
+) -> int:
+    """The recomputed scores and one matmul for each gradient."""
+    sides = (
+        _matmul_flops(sq, sk),
+        _matmul_flops(sq, sk),
+        _matmul_flops(tq, tk),
+        _matmul_flops(tq, tk),
+    )
+    return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
+
+
+register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops)
+register(_lib, "attention_kl_backward", run_backward, _backward_fake, _backward_flops)
 
 
 def _setup_context(
@@ -337,30 +361,3 @@ def _vmap(
 
 
 torch.library.register_vmap(f"{NAMESPACE}::attention_kl", _vmap, lib=_lib)
-
-
-def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
-    batch, heads, seqlen_q, head_dim = q_shape
-    return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim
-
-
-@register_flop_formula(torch.ops.torch_streamkl.attention_kl)
-def _forward_flops(
-    student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
-) -> int:
-    """Two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
-    return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
-
-
-@register_flop_formula(torch.ops.torch_streamkl.attention_kl_backward)
-def _backward_flops(
-    _g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
-) -> int:
-    """The recomputed scores and one matmul for each gradient."""
-    sides = (
-        _matmul_flops(sq, sk),
-        _matmul_flops(sq, sk),
-        _matmul_flops(tq, tk),
-        _matmul_flops(tq, tk),
-    )
-    return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
