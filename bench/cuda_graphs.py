@@ -8,6 +8,19 @@ from unittest import mock
 
 import torch
 
+LEAST_REPLAYS = 2  # of a step: forward and backward
+
+
+def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled with CUDA graphs by Inductor."""
+    return marked(torch.compile(function, dynamic=False, mode="reduce-overhead"))
+
+
+def options() -> dict[str, Any]:
+    """The same for another backend: torch.compile takes a mode or options."""
+    mode: dict[str, Any] = torch._inductor.list_mode_options("reduce-overhead")
+    return mode
+
 
 def marked(call: Callable[..., Any]) -> Callable[..., Any]:
     """The same call, which begins a step: the memory of the step before may be used again."""
@@ -31,6 +44,18 @@ def replays_of(call: Callable[[], object]) -> int:
     with mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
         call()
     return count
+
+
+def record(step: Callable[[], object]) -> int:
+    """Runs a step that ran once until its graphs are recorded; how many it replays."""
+    step()
+    replays = replays_of(step)
+    if replays < LEAST_REPLAYS:
+        raise RuntimeError(
+            f"a step must replay at least {LEAST_REPLAYS} CUDA graphs (forward, backward), "
+            f"got {replays}: TORCH_LOGS=cudagraphs says why"
+        )
+    return replays
 
 
 def pools_bytes() -> int:

@@ -30,8 +30,6 @@ from bench.records import Run, command_line
 
 LossFunction = Callable[[Tensor], Tensor]
 OBJECTIVES = ("attention", "attention+logits")
-UNTIMED_STEPS = 3  # with CUDA graphs the first warms up, the second records, the third replays
-LEAST_REPLAYS = 2  # of a step: forward and backward
 BURST_S = 0.1  # of steps that follow each other without a wait, as in a training loop
 
 
@@ -115,15 +113,8 @@ def with_streamkl(loss_of: LossFunction, **options: Any) -> LossFunction:
     return torch.compile(loss_of, dynamic=False, backend="streamkl", options=options)
 
 
-def inductor_graphs(loss_of: LossFunction) -> LossFunction:
-    compiled = torch.compile(loss_of, dynamic=False, mode="reduce-overhead")
-    return cuda_graphs.marked(compiled)
-
-
 def streamkl_graphs(loss_of: LossFunction) -> LossFunction:
-    # torch.compile takes a mode or options, so the mode is passed as the options that it means
-    mode = torch._inductor.list_mode_options("reduce-overhead")
-    return cuda_graphs.marked(with_streamkl(loss_of, **mode))
+    return cuda_graphs.marked(with_streamkl(loss_of, **cuda_graphs.options()))
 
 
 def streamkl_any_order(loss_of: LossFunction) -> LossFunction:
@@ -135,7 +126,7 @@ PROVIDERS: dict[str, Callable[[LossFunction], LossFunction]] = {
     "inductor": lambda loss_of: torch.compile(loss_of, dynamic=False),
     "streamkl": with_streamkl,
     "streamkl-any-order": streamkl_any_order,
-    "inductor-graphs": inductor_graphs,
+    "inductor-graphs": cuda_graphs.inductor,
     "streamkl-graphs": streamkl_graphs,
 }
 GRAPH_PROVIDERS = ("inductor-graphs", "streamkl-graphs")
@@ -184,14 +175,7 @@ def measure_context(
     start = time.perf_counter()
     first = step().item()
     compile_s = time.perf_counter() - start
-    for _ in range(UNTIMED_STEPS - 2):
-        step()
-    replays = cuda_graphs.replays_of(step)
-    if uses_graphs and replays < LEAST_REPLAYS:
-        raise RuntimeError(
-            f"a step must replay at least {LEAST_REPLAYS} CUDA graphs (forward, backward), "
-            f"got {replays}: TORCH_LOGS=cudagraphs says why"
-        )
+    replays = cuda_graphs.record(step) if uses_graphs else 0
     student.zero_grad(set_to_none=True)
     peak = peak_mib(step, device)
     graphs: dict[str, Any] = {}

@@ -187,9 +187,11 @@ def _roofline(run: Run, path: Path) -> None:
                 linestyle="none",
                 alpha=0.8,
                 color=color_of(record.provider),
+                fillstyle="none" if record.provider.endswith("-graphs") else "full",
             )
         for name in dict.fromkeys(r.provider for r, _ in points):
-            panel.plot([], [], linewidth=5, color=color_of(name), label=name)
+            style = ":" if name.endswith("-graphs") else "-"
+            panel.plot([], [], style, linewidth=5, color=color_of(name), label=name)
         for marker, label in dict.fromkeys(MARKS[r.family, mode] for r, mode in points):
             panel.plot([], [], marker=marker, linestyle="none", color="grey", label=label)
         panel.set(xscale="log", yscale="log")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import cuda_graphs
 from bench.cases import AttentionCase, Case, LinearCase
 
 Loss = Callable[..., Tensor]
@@ -36,6 +37,7 @@ class Provider:
     families: tuple[str, ...] = ("attention", "linear")
     devices: tuple[str, ...] = ("cpu", "cuda")
     quick: bool = True  # part of --quick
+    graphs: bool = False  # replays CUDA graphs, which keep memory from the others: by name only
     note: str = field(default="", compare=False)
 
 
@@ -53,11 +55,18 @@ def _auto_chunker(case: Case) -> Loss:
     )
 
 
-def _streamkl_backend(case: Case) -> Loss:
+def _inductor_graphs(case: Case) -> Loss:
+    return cuda_graphs.inductor(case.naive())
+
+
+def _streamkl_backend(case: Case, **options: Any) -> Loss:
     # strict: a loss that was not fused is an error, not a slow result
-    return torch.compile(
-        case.naive(), dynamic=False, backend="streamkl", options={"streamkl.strict": True}
-    )
+    options = {"streamkl.strict": True, **options}
+    return torch.compile(case.naive(), dynamic=False, backend="streamkl", options=options)
+
+
+def _streamkl_graphs(case: Case) -> Loss:
+    return cuda_graphs.marked(_streamkl_backend(case, **cuda_graphs.options()))
 
 
 def _checkpoint(case: Case) -> Loss:
@@ -186,6 +195,24 @@ PROVIDERS = [
         quick=False,
         note="attention_kl called by hand with deterministic=False",
     ),
+    Provider(
+        "inductor-graphs",
+        _inductor_graphs,
+        "#1f77b4",
+        devices=("cuda",),
+        quick=False,
+        graphs=True,
+        note='torch.compile(mode="reduce-overhead") of the naive code: CUDA graphs',
+    ),
+    Provider(
+        "streamkl-graphs",
+        _streamkl_graphs,
+        "#d62728",
+        devices=("cuda",),
+        quick=False,
+        graphs=True,
+        note='backend="streamkl" with the options of mode="reduce-overhead"',
+    ),
 ]
 OUTSIDE_COLORS = ("#2ca02c", "#e377c2", "#000000")
 
@@ -202,12 +229,13 @@ def outside(specification: str, position: int = 0) -> Provider:
 
 
 def choose(names: list[str], outsiders: list[str], quick: bool = False) -> list[Provider]:
-    """Providers by name (all without names), then those from outside."""
+    """Providers by name (without names all but CUDA graphs), then those from outside."""
     known = {p.name: p for p in PROVIDERS}
     unknown = [n for n in names if n not in known]
     if unknown:
         raise ValueError(f"providers are {', '.join(known)}, got {', '.join(unknown)}")
-    chosen = [known[n] for n in names] if names else [p for p in PROVIDERS if p.quick or not quick]
+    usual = [p for p in PROVIDERS if not p.graphs and (p.quick or not quick)]
+    chosen = [known[n] for n in names] if names else usual
     return chosen + [outside(spec, i) for i, spec in enumerate(outsiders)]
 
 

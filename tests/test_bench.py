@@ -598,6 +598,44 @@ def test_a_row_of_graphs_has_their_replays_and_their_memory(
     assert end_to_end.measure_context(*arguments)["peak_mib"] < 0.1
 
 
+def test_an_operator_with_graphs_is_judged_by_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    graph = Graph()
+
+    def build(case: Case, right_from: int) -> Callable[..., Tensor]:
+        naive = case.naive()
+
+        def loss(*inputs: Tensor) -> Tensor:
+            calls.append("call")
+            for _ in range(2):
+                graph.replay()
+            return naive(*inputs) * (1.0 if calls.count("call") >= right_from else 1.5)
+
+        return loss
+
+    segments = [{"segment_pool_id": (0, 1), "total_size": 2**20}]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(
+        torch.cuda, "memory_snapshot", lambda: segments if "replay" in calls else []
+    )
+    for right_from, status in ((4, "ok"), (5, "red")):
+        calls.clear()
+        graphs = Provider("x-graphs", partial(build, right_from=right_from), "#000", graphs=True)
+        record = records_of(ATTENTION, graphs)["x-graphs"]
+        assert record.status == status, record.detail
+        assert record.peak_mib is not None
+        assert record.peak_mib > 1.0
+    without = replace(EAGER, name="y-graphs", graphs=True)
+    record = records_of(ATTENTION, without)["y-graphs"]
+    assert record.status == "error"
+    assert "must replay at least 2 CUDA graphs" in record.detail
+
+
 def test_native_tests_that_share_kernels_share_a_process() -> None:
     ids = [f"t::clamps[case{c}-sizes{s}]" for c in range(3) for s in range(4)] + ["t::other"]
     assert native_operators.shares(ids, 2) == [ids[:4] + ids[8:12], [*ids[4:8], "t::other"]]
