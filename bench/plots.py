@@ -66,7 +66,8 @@ def _curves(records: Iterable[Record]) -> Curves:
         time, memory = curves.setdefault(record.provider, ([], []))
         is_ok = record.status == "ok"
         time.append((record.sweep[1], record.timing["step"].median_ms if is_ok else None))
-        memory.append((record.sweep[1], record.peak_mib if is_ok else None))
+        if record.peak_mib is not None or not is_ok:  # it was weighed, or did not fit
+            memory.append((record.sweep[1], record.peak_mib if is_ok else None))
     return curves
 
 
