@@ -188,14 +188,14 @@ def _roofline(run: Run, path: Path) -> None:
                 linestyle="none",
                 alpha=0.8,
                 color=color_of(record.provider),
-                fillstyle="none" if record.provider.endswith("-graphs") else "full",
             )
         for name in dict.fromkeys(r.provider for r, _ in points):
-            style = ":" if name.endswith("-graphs") else "-"
-            panel.plot([], [], style, linewidth=5, color=color_of(name), label=name)
+            panel.plot([], [], linewidth=5, color=color_of(name), label=name)
         for marker, label in dict.fromkeys(MARKS[r.family, mode] for r, mode in points):
             panel.plot([], [], marker=marker, linestyle="none", color="grey", label=label)
         panel.set(xscale="log", yscale="log")
+        for axis in (panel.xaxis, panel.yaxis):  # those of a short axis lie over each other
+            axis.set_minor_formatter("")
         panel.set(xlabel="least FLOP per least byte", ylabel="TFLOP/s on the least work")
         panel.set_ylim(top=peak * 1.6)
         panel.grid(True, which="major", alpha=0.3)
