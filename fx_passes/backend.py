@@ -14,6 +14,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_streamkl
+from torch_streamkl.fx_passes import ddp
 from torch_streamkl.fx_passes.report import Report
 from torch_streamkl.fx_passes.rewrite import rewrite
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
@@ -50,7 +51,8 @@ def streamkl(
     `attention_kl`. Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
-    _rewrite_and_report(gm, ours)
+    if not ddp.is_part_of_a_rewritten_graph():
+        _rewrite_and_report(gm, ours)
     inner = ours["streamkl.inner"]
     if inner == "eager":
         return gm.forward
@@ -66,6 +68,19 @@ def streamkl(
     patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
+
+
+def _options_of(compiler: Any) -> dict[str, Any] | None:
+    """Our options of what torch.compile calls, None where that is another backend."""
+    while isinstance(compiler, functools.partial):  # of explain()
+        if compiler.func is streamkl:
+            return split_options(compiler.keywords.get("options") or {})[0]
+        compiler = compiler.func
+    inner = getattr(compiler, "compiler_fn", None)
+    if inner is None:
+        return split_options({})[0] if compiler is streamkl else None
+    options = getattr(compiler, "kwargs", {}).get("options")
+    return _options_of(functools.partial(inner, options=options) if options else inner)
 
 
 def _free_cuda_graphs() -> None:
@@ -130,6 +145,9 @@ def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     if ours["streamkl.strict"] and (report.num_fused < len(report.sites) or report.failures):
         raise UnfusedError(f"streamkl.strict: a KL site stays unfused\n{report}")
     return report
+
+
+ddp.rewrite_before_split(_options_of, _rewrite_and_report)
 
 
 @functools.cache

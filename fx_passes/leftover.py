@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.torch_version import TorchVersion
 
 from torch_streamkl.fx_passes.builder import Builder
 from torch_streamkl.fx_passes.emit import add_up_biases
@@ -27,6 +28,8 @@ from torch_streamkl.fx_passes.slicing import example
 from torch_streamkl.fx_passes.values import ABSORBING, Attention, Blocked
 
 STUDENT = 1
+# Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
+COMPILES_IN_FLOAT64 = TorchVersion(torch.__version__) >= "2.13"
 
 
 @dataclass
@@ -47,11 +50,13 @@ class Leftovers:
         place = geometry(distribution, layout, distribution, layout, elements.key_dim)
         if place.query is None:
             raise Blocked("attention of a single query row")
+        value = example(node)
+        assert isinstance(value, Tensor)
+        if value.dtype == torch.float64 and value.device.type == "cpu" and not COMPILES_IN_FLOAT64:
+            raise Blocked("scaled_dot_product_attention in float64 on a CPU needs torch 2.13")
         mask = masks_of(place)
         inputs = [place.student.rows, place.student.keys, attention.values]
         nodes = [outer_node(o.node, self.outer) for o in inputs]
-        value = example(node)
-        assert isinstance(value, Tensor)
         q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)
         k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
         v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import re
 
+import torch
+
+_ELSEWHERE = "not made from scores in this graph|not made in this graph"
+_SEVERAL_PROCESSES = (
+    "; fully_shard breaks graphs at every module that it is applied to: apply it to the outermost "
+    'one alone; DistributedDataParallel splits them, but for backend="streamkl" or with '
+    "torch._dynamo.config.optimize_ddp = False"
+)
 _REMEDIES = (
     (
-        "not made from scores in this graph|not made in this graph",
+        _ELSEWHERE,
         "compute the scores and softmaxes of both sides in the compiled function of the KL; "
         "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called "
         "function torch._dynamo.config.nested_graph_breaks = True keeps its caller's part "
@@ -68,4 +76,6 @@ _REMEDIES = (
 
 def remedy_for(reason: str) -> str:
     """Advice in the user's terms, empty where there is none."""
-    return next((text for pattern, text in _REMEDIES if re.search(pattern, reason)), "")
+    advice = next((text for pattern, text in _REMEDIES if re.search(pattern, reason)), "")
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return advice + _SEVERAL_PROCESSES * (distributed and bool(re.search(_ELSEWHERE, reason)))

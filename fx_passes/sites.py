@@ -18,13 +18,14 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.analysis import op_name
 from torch_streamkl.fx_passes.recognise import Recogniser
 from torch_streamkl.fx_passes.sizes import expression
-from torch_streamkl.fx_passes.slicing import MATMULS
+from torch_streamkl.fx_passes.slicing import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.tracing import Trace
 from torch_streamkl.fx_passes.values import Elements, Scores, Shifted
 
 SOFTMAXES = {"softmax", "_softmax"}
 LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
 CALLS = {"kl_div", "cross_entropy_loss"}
+ONE_SIDE = "the scores or probabilities of one side are not made"
 ELSEWHERE = "is not made from scores in this graph: it is an input, or a graph break lies between"
 
 
@@ -49,7 +50,7 @@ def divergence_sites(trace: Trace, recognised: Recogniser) -> list[fx.Node]:
         marks[node] = _marks_of(node, name, inherited, recognised)
         if any(a in met for a in node.all_input_nodes):
             met.add(node)
-        elif _meet(inherited) or _is_call(node, name):
+        elif _meet(inherited) or _is_call(node, name) or compared_by_hand(node):
             met.add(node)
             sites.append(node)
     return sites
@@ -87,6 +88,9 @@ def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
     """Why a site stays: the nearest thing behind or before it that blocked, and its node."""
+    for node in (site, *site.users):
+        if any(x.op == "placeholder" for x in compared_by_hand(node)):
+            return f"{ONE_SIDE} in this graph", None
     for node in _near(site, "users"):
         reason = recognised.reasons.get(node) or plans.get(node)
         if isinstance(reason, str):
@@ -104,9 +108,7 @@ def reason_of(
             "the divergence leaves the graph before it is summed over the keys: as an output, or "
             "at a graph break"
         ), None
-    return (
-        "the scores or probabilities of one side are not made in this graph, or not summed in it"
-    ), None
+    return f"{ONE_SIDE} in this graph, or not summed in it", None
 
 
 def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:
@@ -181,10 +183,10 @@ class _Families:
 
 
 def _is_origin(node: fx.Node, recognised: Recogniser) -> bool:
-    """A score matrix, or the softmax of logits that were made elsewhere."""
+    """A score matrix, or what is made of logits or probabilities from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
-    return node.op == "call_function" and op_name(node) in SOFTMAXES | {"log_softmax"}
+    return node.op == "call_function" and op_name(node) in SOFTMAXES | {"log_softmax", "log"}
 
 
 def _union(masks: Iterable[int]) -> int:

@@ -1,6 +1,6 @@
 """Which nodes of a Dynamo graph a KL could be made of: the region around its softmaxes.
 
-A region starts at the seeds (softmax and its hand-written forms, kl_div, cross_entropy), reaches
+A region starts at the seeds (softmax, kl_div and their hand-written forms, cross_entropy), reaches
 backwards to the matmuls that make the scores and through the code that makes the masks, and
 forwards to the first scalar. Only regions are analysed, never the rest of the program.
 """
@@ -32,6 +32,10 @@ OPERAND_VIEWS = {
     "reshape", "view", "repeat_interleave", "getitem", "getattr",
     "to", "float", "double", "half", "bfloat16",
 }  # fmt: skip
+PRODUCTS, QUOTIENTS = {"mul", "multiply"}, {"truediv", "div", "divide", "true_divide"}
+DIFFERENCES = {"sub", "subtract"}
+CASTS = {"to", "_to_copy", "float", "double", "half", "bfloat16", "contiguous", "detach"}
+GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 MAX_NODES = 4000
 
 
@@ -164,7 +168,8 @@ def find_region(graph: fx.Graph) -> Region | None:
     seeds = [
         n
         for n in graph.nodes
-        if _is_operation(n) and (name_of(n) in SEEDS or _is_softmax_by_hand(n))
+        if _is_operation(n)
+        and (name_of(n) in SEEDS or _is_softmax_by_hand(n) or compared_by_hand(n))
     ]
     if not seeds:
         return None
@@ -243,6 +248,41 @@ def _is_softmax_by_hand(node: fx.Node) -> bool:
         if _is_operation(current) and name_of(current) not in WALLS | SEEDS:
             frontier.extend(current.all_input_nodes)
     return False
+
+
+def compared_by_hand(node: fx.Node) -> list[fx.Node]:
+    """p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``, wherever they were made."""
+    if name_of(node) not in PRODUCTS or len(node.all_input_nodes) != 2:
+        return []
+    for weight, ratio in (node.all_input_nodes, reversed(node.all_input_nodes)):
+        sources = [_behind(x, GUARDS) for x in _compared(_behind(ratio, CASTS))]
+        value = example(sources[0]) if len(sources) == 2 else None
+        if (
+            isinstance(value, Tensor)
+            and value.dim() > 1
+            and is_tensor(sources[1])
+            and _behind(weight, GUARDS) in sources
+        ):
+            return sources
+    return []
+
+
+def _compared(ratio: fx.Node) -> list[fx.Node]:
+    """The two tensors of which a node is the logarithm of the ratio, or fewer."""
+    if name_of(ratio) in DIFFERENCES:
+        logs = [_behind(x, CASTS) for x in ratio.all_input_nodes]
+        return [x.all_input_nodes[0] for x in logs if name_of(x) == "log"]
+    if name_of(ratio) == "log" and len(ratio.all_input_nodes) == 1:
+        quotient = _behind(ratio.all_input_nodes[0], CASTS)
+        return quotient.all_input_nodes if name_of(quotient) in QUOTIENTS else []
+    return []
+
+
+def _behind(node: fx.Node, names: set[str]) -> fx.Node:
+    """What these operations, each with one tensor as its input, are applied to."""
+    while name_of(node) in names and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:

@@ -147,7 +147,31 @@ def masks_of_which_neither_has_the_other(sq, sk, tq, tk, pad):
     return (p * ((p + 1e-6).log() - (q + 1e-6).log()) * causal(s)).sum(-1).mean()
 
 
+def maps_are_inputs(sq, sk, tq, tk, pad):
+    q, p = sq.square() + 0.1, (sq - 1.0).square() + 0.1
+    torch._dynamo.graph_break()
+    return (p * (p.clamp_min(1e-6).log() - q.clamp_min(1e-6).log())).sum(-1).mean()
+
+
+def a_ratio_of_inputs(sq, sk, tq, tk, pad):
+    q, p = sq.square() + 0.1, (sq - 1.0).square() + 0.1
+    torch._dynamo.graph_break()
+    return (p * (p / q).log()).sum(-1).mean()
+
+
+def one_map_is_an_input(sq, sk, tq, tk, pad):
+    s, _ = maps(sq, sk, tq, tk)
+    p = tq.new_ones(s.shape[-1]) / s.shape[-1]
+    p = torch.stack([p] * s.shape[-2]).expand_as(s).contiguous()
+    torch._dynamo.graph_break()
+    q = s.softmax(-1)
+    return (p * (p.log() - q.log())).sum(-1).mean()
+
+
 LEFT_ALONE: list[tuple[Case, str]] = [
+    (maps_are_inputs, "not made in this graph"),
+    (a_ratio_of_inputs, "not made in this graph"),
+    (one_map_is_an_input, "not made in this graph"),
     (a_window_with_a_moderate_value, "a mask on keys is applied after the softmax"),
     (a_window_stricter_than_both, "a mask on keys is applied after the softmax"),
     (a_window_wider_than_the_student_s, "masked differently"),
@@ -178,6 +202,14 @@ def test_is_left_alone_for_a_reason(program: Case, reason: str) -> None:
     assert outcome.num_fused == 0, str(outcome.report)
     assert any(reason in r for r in outcome.reasons), outcome.reasons
     assert outcome.report.remaining_quadratic > 0, str(outcome.report)
+
+
+def test_logarithms_alone_are_no_site() -> None:
+    def ratios(sq, sk, tq, tk, pad):  # as of probabilities of actions, with advantages
+        return (sq.sin() * (sq.abs().log() - sq.cosh().log()).exp()).sum(-1).mean()
+
+    outcome = compare(ratios, Program().inputs()).check()
+    assert outcome.report.sites == []
 
 
 def test_an_entropy_is_no_site() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from tests.support.comparing import compare
+from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
 from torch_streamkl.fx_passes import backend, emit, mask_plan, plan, slicing
 from torch_streamkl.fx_passes import rewrite as rewriting
@@ -231,6 +232,21 @@ def test_wrappers(one_process: None, wrapper: str, monkeypatch: pytest.MonkeyPat
     for a, b in zip(expected, got, strict=True):
         # gradients of softmaxes that differ by rounding: 1e-7 of probabilities, not of differences
         torch.testing.assert_close(b, a, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_beside_the_loss_compiles(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    step = Step().to(dtype)
+    x = torch.randn(3, 12, WIDTH, dtype=dtype)
+    torch.compile(step, backend="streamkl", options={"streamkl.strict": True})(x).backward()
+    got = gradients(step)
+    step.zero_grad()
+    step(x).backward()
+    limit = 64 * torch.finfo(dtype).eps
+    for a, b in zip(got, gradients(step), strict=True):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit * float(b.abs().max()))
 
 
 def test_exported_program() -> None:

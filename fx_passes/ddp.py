@@ -1,0 +1,51 @@
+"""DistributedDataParallel: a graph is rewritten before Dynamo splits it, not part by part.
+
+Under DistributedDataParallel Dynamo splits every graph where buckets of gradients are reduced, and
+a backend gets the parts: attention maps that one makes and another compares, as its inputs. There
+is no hook in front of the split, so its function is wrapped, for our backend alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torch import fx
+
+_is_part = ContextVar("is_part", default=False)
+
+
+def is_part_of_a_rewritten_graph() -> bool:
+    """Whether the graph that is compiled now is a part of one that was rewritten as a whole."""
+    return _is_part.get()
+
+
+def rewrite_before_split(
+    options_of: Callable[[Any], dict[str, Any] | None],
+    rewrite: Callable[[fx.GraphModule, dict[str, Any]], object],
+) -> None:
+    """From now on a graph that is split for our backend is rewritten first.
+
+    ``options_of`` gives the options of a compiler that is our backend, None for any other one.
+    """
+    try:
+        from torch._dynamo.backends.distributed import DDPOptimizer
+    except ImportError:  # torch without it splits nothing
+        return
+    split = DDPOptimizer.compile_fn
+
+    @functools.wraps(split)
+    def compile_fn(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        options = options_of(self.backend_compile_fn)
+        if options is None:
+            return split(self, gm, *args, **kwargs)
+        rewrite(gm, options)
+        token = _is_part.set(True)
+        try:
+            return split(self, gm, *args, **kwargs)
+        finally:
+            _is_part.reset(token)
+
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
