@@ -110,6 +110,26 @@ def _compile_time(record: Record) -> str:
     return _table(header, rows)
 
 
+def _several_gpus(record: Record) -> str:
+    rows = [
+        (
+            row["objective"],
+            str(row["context"]),
+            row["provider"],
+            f"{row['step_ms']:.1f}",
+            f"{row['peak_mib'] / 1024:.2f}",
+            f"{row['loss_difference']:.1e}",
+            f"{row['gradient_difference']:.1e}",
+        )
+        for row in record["rows"]
+    ]
+    header = (
+        "KL of", "tokens a rank", "provider", "step ms", "peak GiB a rank",
+        "loss off eager's", "gradients off eager's",
+    )  # fmt: skip
+    return f"{record['processes']} processes, a GPU each.\n\n{_table(header, rows)}"
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "linear_h200": ("linear_kl beside its peers", _linear_gpu),
     "linear_cpu": ("linear_kl on a CPU", _linear_cpu),
@@ -121,6 +141,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "hopper_native": (
         "attention_kl on a GPU: after the forward for Hopper and head-averaged teachers changed",
         _native,
+    ),
+    "h200-several-gpus": (
+        "A training step of the Llama pair on several GPUs, DistributedDataParallel",
+        _several_gpus,
     ),
     "compile_time_cpu": (
         "What the rewrite adds to compilation (pairs of 12 layers)",
