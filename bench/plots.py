@@ -194,8 +194,7 @@ def _roofline(run: Run, path: Path) -> None:
         for marker, label in dict.fromkeys(MARKS[r.family, mode] for r, mode in points):
             panel.plot([], [], marker=marker, linestyle="none", color="grey", label=label)
         panel.set(xscale="log", yscale="log")
-        for axis in (panel.xaxis, panel.yaxis):  # those of a short axis lie over each other
-            axis.set_minor_formatter("")
+        panel.xaxis.set_minor_formatter("")  # those of a short axis lie over each other
         panel.set(xlabel="least FLOP per least byte", ylabel="TFLOP/s on the least work")
         panel.set_ylim(top=peak * 1.6)
         panel.grid(True, which="major", alpha=0.3)

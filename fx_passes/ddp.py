@@ -32,9 +32,10 @@ def rewrite_before_split(
     """
     try:
         from torch._dynamo.backends.distributed import DDPOptimizer
-    except ImportError:  # torch without it splits nothing
+
+        split = DDPOptimizer.compile_fn
+    except (ImportError, AttributeError):  # another torch: the report says what is in parts
         return
-    split = DDPOptimizer.compile_fn
 
     @functools.wraps(split)
     def compile_fn(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
