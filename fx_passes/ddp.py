@@ -12,7 +12,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import fx
+
+from torch_streamkl.fx_passes.report import Report
+from torch_streamkl.fx_passes.slicing import example
 
 _is_part = ContextVar("is_part", default=False)
 
@@ -24,7 +28,7 @@ def is_part_of_a_rewritten_graph() -> bool:
 
 def rewrite_before_split(
     options_of: Callable[[Any], dict[str, Any] | None],
-    rewrite: Callable[[fx.GraphModule, dict[str, Any]], object],
+    rewrite: Callable[[fx.GraphModule, dict[str, Any]], Report],
 ) -> None:
     """From now on a graph that is split for our backend is rewritten first.
 
@@ -42,7 +46,9 @@ def rewrite_before_split(
         options = options_of(self.backend_compile_fn)
         if options is None:
             return split(self, gm, *args, **kwargs)
-        rewrite(gm, options)
+        if rewrite(gm, options).num_fused:
+            _keep_numbers_with_their_users(gm.graph)
+            gm.recompile()
         token = _is_part.set(True)
         try:
             return split(self, gm, *args, **kwargs)
@@ -50,3 +56,19 @@ def rewrite_before_split(
             _is_part.reset(token)
 
     DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
+
+
+def _keep_numbers_with_their_users(graph: fx.Graph) -> None:
+    """A part cannot return a number that is no size, such as the scale of scores made elsewhere.
+
+    With dynamic shapes those of modules are read from inputs of the graph, which every part has.
+    """
+    for node in reversed(graph.nodes):
+        is_call = node.op in ("call_function", "call_method")
+        if not is_call or not isinstance(example(node), (float, torch.SymFloat)):
+            continue
+        for user in [user for user in node.users if user.op != "output"]:
+            with graph.inserting_before(user):
+                user.replace_input_with(node, graph.node_copy(node))
+            if not node.users:
+                graph.erase_node(node)

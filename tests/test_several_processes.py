@@ -6,6 +6,7 @@ the end (fx_passes/ddp.py). The hooks of fully_shard break graphs, which a backe
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,24 +85,58 @@ def expected_gradients(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return gradients(step)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_maps_of_different_buckets(one_process: None, graphs: list[bool], inner: str) -> None:
+@pytest.mark.parametrize(
+    ("inner", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+)
+def test_maps_of_different_buckets(
+    one_process: None, graphs: list[bool], inner: str, dynamic: bool
+) -> None:
     # Inductor of torch 2.11 has no attention in float64 on a CPU
     dtype = torch.float64 if inner == "aot_eager" else torch.float32
     step, x = step_and_input(dtype)
     module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
     options = {"streamkl.strict": True, "streamkl.inner": inner}
-    compiled = torch.compile(module, backend="streamkl", options=options)
+    # dynamic: the scale of the scores is a number that Dynamo reads from an input of the graph
+    compiled = torch.compile(module, backend="streamkl", options=options, dynamic=dynamic)
     with reported() as report:
         compiled(x).backward()
     assert len(graphs) > 2
     assert all(graphs)
-    assert (report.num_fused, len(report.sites)) == (2, 2)
+    # with dynamic shapes Dynamo may begin again, after the first graph was reported
+    assert report.num_fused == len(report.sites) == (4 if dynamic else 2)
     if dtype == torch.float32:
         assert not report.remaining
     for got, expected in zip(gradients(step), expected_gradients(dtype), strict=True):
         limit = 64 * torch.finfo(dtype).eps
         torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+
+
+def test_numbers_stay_in_the_parts_of_their_users() -> None:
+    """A part of a split graph may return tensors and sizes, not the scale of a far-away loss."""
+
+    def program(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        number = scale.item() * 2.0
+        return x * number, x.sin() + number
+
+    graph = torch.fx.Graph()
+    x, scale = graph.placeholder("x"), graph.placeholder("scale")
+    item = graph.call_method("item", (scale,))
+    number = graph.call_function(operator.mul, (item, 2.0))
+    first = graph.call_function(operator.mul, (x, number))
+    sine = graph.call_method("sin", (x,))
+    second = graph.call_function(operator.add, (sine, number))
+    graph.output((first, second))
+    for node in (item, number):
+        node.meta["example_value"] = 1.5
+    ddp._keep_numbers_with_their_users(graph)
+    graph.lint()
+    order = [str(node.target) for node in graph.nodes if node.op.startswith("call")]
+    expected = ["item", "mul", "mul", "sin", "item", "mul", "add"]
+    assert [name.split()[-1].strip(">") for name in order] == expected
+    inputs = torch.randn(3), torch.tensor(0.7)
+    rewritten = torch.fx.GraphModule(torch.nn.Module(), graph)
+    for got, wanted in zip(rewritten(*inputs), program(*inputs), strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_explain_a_wrapped_module(one_process: None, graphs: list[bool]) -> None:

@@ -16,13 +16,14 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.scaling = (WIDTH // HEADS) ** -0.5
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (
             project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
-        probabilities = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
+        probabilities = (q @ k.transpose(-1, -2) * self.scaling).softmax(-1)
         return x + (probabilities @ v).transpose(1, 2).flatten(2), probabilities
 
 
