@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten
 
 import torch_streamkl
 from tests.support.distilled_step import HEADS, WIDTH, Step, gradients
+from tests.support.hard_programs import PROGRAMS, make_inputs
 from torch_streamkl.fx_passes import backend, ddp
 from torch_streamkl.fx_passes.report import Report
 
@@ -109,6 +111,50 @@ def test_maps_of_different_buckets(
     for got, expected in zip(gradients(step), expected_gradients(dtype), strict=True):
         limit = 64 * torch.finfo(dtype).eps
         torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+
+
+class Shifted(nn.Module):
+    """A program behind parameters that are added to its inputs."""
+
+    def __init__(self, program: Any, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.program = program
+        self.shifts = nn.ParameterList(
+            nn.Parameter(x.new_zeros(x.shape[-1])) for x in inputs if x.is_floating_point()
+        )
+
+    def forward(self, *inputs: Tensor) -> Any:
+        shifts = iter(self.shifts)
+        return self.program(*[x + next(shifts) if x.is_floating_point() else x for x in inputs])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_hard_programs_are_split(one_process: None, name: str) -> None:
+    found: list[list[Tensor | None] | str] = []
+    for chosen in ("aot_eager", "streamkl"):
+        torch._dynamo.reset()
+        inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in make_inputs()]
+        shifted = Shifted(PROGRAMS[name].fn, inputs)
+        module = DistributedDataParallel(shifted, bucket_cap_mb=SMALL_BUCKETS)
+        options = {"streamkl.inner": "aot_eager"} if chosen == "streamkl" else None
+        torch.manual_seed(0)
+        try:
+            results = tree_flatten(torch.compile(module, backend=chosen, options=options)(*inputs))
+            tensors = [x for x in results[0] if isinstance(x, Tensor)]
+            sums = [x.double().sum() for x in tensors if x.requires_grad]
+            if sums:
+                torch.stack(sums).sum().backward()
+            found.append([*tensors, *(p.grad for p in shifted.parameters())])
+        except Exception as error:
+            found.append(f"{type(error).__name__}")
+    plain, ours = found
+    if isinstance(plain, str):
+        pytest.skip(f"does not compile under DDP: {plain}")
+    assert not isinstance(ours, str), ours
+    assert [x is None for x in ours] == [x is None for x in plain]
+    for a, b in zip(ours, plain, strict=True):
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_numbers_stay_in_the_parts_of_their_users() -> None:
