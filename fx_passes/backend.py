@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,23 @@ OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its def
     "streamkl.inner": INNER_BACKENDS,
     "streamkl.deterministic": (True, False),
 }
-REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports: explain() adds itself
+REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
 
 class UnfusedError(RuntimeError):
     """Raised with ``streamkl.strict`` when a KL site of the graph stays as it is."""
+
+
+@contextmanager
+def collected() -> Iterator[Report]:
+    """What is reported meanwhile, in one report."""
+    report = Report()
+    observer = report.extend
+    REPORTS.append(observer)
+    try:
+        yield report
+    finally:
+        REPORTS.remove(observer)
 
 
 def streamkl(
@@ -72,15 +85,17 @@ def streamkl(
 
 def _options_of(compiler: Any) -> dict[str, Any] | None:
     """Our options of what torch.compile calls, None where that is another backend."""
-    while isinstance(compiler, functools.partial):  # of explain()
-        if compiler.func is streamkl:
-            return split_options(compiler.keywords.get("options") or {})[0]
-        compiler = compiler.func
-    inner = getattr(compiler, "compiler_fn", None)
-    if inner is None:
-        return split_options({})[0] if compiler is streamkl else None
-    options = getattr(compiler, "kwargs", {}).get("options")
-    return _options_of(functools.partial(inner, options=options) if options else inner)
+    arguments: dict[str, Any] = {}
+    while compiler is not streamkl:
+        if compiler is None:
+            return None
+        if isinstance(compiler, functools.partial):  # of explain()
+            arguments = {**compiler.keywords, **arguments}
+            compiler = compiler.func
+        else:  # of torch.compile()
+            arguments = {**getattr(compiler, "kwargs", {}), **arguments}
+            compiler = getattr(compiler, "compiler_fn", None)
+    return split_options(arguments.get("options") or {})[0]
 
 
 def _free_cuda_graphs() -> None:

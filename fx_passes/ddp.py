@@ -55,7 +55,7 @@ def rewrite_before_split(
         finally:
             _is_part.reset(token)
 
-    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]  # there is no hook
 
 
 def _keep_numbers_with_their_users(graph: fx.Graph) -> None:

@@ -22,16 +22,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     was compiled to before stays, and no cache is read or written. ``fn`` may be a module or a
     compiled function.
     """
-    collected = Report()
     program = _in_a_new_frame(_uncompiled(fn))
-    observer = collected.extend
-    backend.REPORTS.append(observer)
-    try:
-        with torch._dynamo.config.patch(_LIMITS):
-            torch.compile(program, backend=_new_backend())(*args, **kwargs)
-    finally:
-        backend.REPORTS.remove(observer)
-    return collected
+    with backend.collected() as report, torch._dynamo.config.patch(_LIMITS):
+        torch.compile(program, backend=_new_backend())(*args, **kwargs)
+    return report
 
 
 def _uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:

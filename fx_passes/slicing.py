@@ -27,14 +27,14 @@ WALLS = {
     "layer_norm", "rms_norm", "group_norm", "batch_norm", "gelu", "silu",
     "conv1d", "conv2d", "conv3d", "conv_transpose2d", "checkpoint", "all_reduce", "all_gather",
 }  # fmt: skip
-OPERAND_VIEWS = {
+DTYPES = {"to", "float", "double", "half", "bfloat16"}
+OPERAND_VIEWS = DTYPES | {
     "transpose", "permute", "swapaxes", "swapdims", "t", "contiguous", "unsqueeze", "expand",
     "reshape", "view", "repeat_interleave", "getitem", "getattr",
-    "to", "float", "double", "half", "bfloat16",
 }  # fmt: skip
 PRODUCTS, QUOTIENTS = {"mul", "multiply"}, {"truediv", "div", "divide", "true_divide"}
 DIFFERENCES = {"sub", "subtract"}
-CASTS = {"to", "_to_copy", "float", "double", "half", "bfloat16", "contiguous", "detach"}
+CASTS = DTYPES | {"_to_copy", "contiguous", "detach"}
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 MAX_NODES = 4000
 

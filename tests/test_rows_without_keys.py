@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.report import Report
 
 LOWEST = torch.finfo(torch.float32).min
 NUM_ROWS, HEAD_DIM = 7, 8
@@ -57,15 +56,11 @@ def test_gradients_are_those_of_eager(mask_scores: object) -> None:
         loss = (out * weights).sum() + rows.sum()
         return [rows.detach(), out.detach(), *torch.autograd.grad(loss, leaves)]
 
-    report = Report()
     torch._dynamo.reset()
-    backend.REPORTS.append(report.extend)
-    try:
+    with backend.collected() as report:
         compiled = run(
             torch.compile(attention, backend="streamkl", options={"streamkl.inner": "aot_eager"})
         )
-    finally:
-        backend.REPORTS.remove(report.extend)
     assert report.num_fused == 1, report
     assert report.remaining_quadratic == 0, report
     for name, a, b in zip(("rows", "out", "q", "k", "v"), run(attention), compiled, strict=True):
