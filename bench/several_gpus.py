@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import machine
-from bench.end_to_end import OBJECTIVES, PAIRS, build, forget_program, make_loss, with_streamkl
-from bench.measure import MIB, synchronize
-from bench.memory import peak_bytes
+from bench.end_to_end import OBJECTIVES, PAIRS, PROVIDERS, build, forget_program, make_loss
+from bench.measure import peak_mib, synchronize
 from bench.records import command_line
 
 UNTIMED_STEPS, STEPS = 2, 10  # the same number on every rank, or they would wait for each other
-PROVIDERS: dict[str, Callable[[Any], Any]] = {
-    "eager": lambda step: step,
-    "inductor": lambda step: torch.compile(step, dynamic=False),
-    "streamkl": with_streamkl,
-}
+COMPARED = ["eager", "inductor", "streamkl"]
 
 
 class Step(nn.Module):
@@ -70,7 +64,7 @@ def measure(
     for _ in range(UNTIMED_STEPS):
         one_step()
     step.zero_grad(set_to_none=True)
-    peak = peak_bytes(one_step, device) / MIB
+    peak = peak_mib(one_step, device)
     times = []
     for _ in range(STEPS):
         torch.distributed.barrier()
@@ -143,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--objectives", nargs="*", default=["attention"], choices=OBJECTIVES)
     parser.add_argument("--contexts", nargs="*", type=int, default=[4096])
-    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
+    parser.add_argument("--providers", nargs="*", default=COMPARED, choices=PROVIDERS)
     parser.add_argument("--json", type=Path, default=machine.ROOT / "out" / "several-gpus.json")
     parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
