@@ -100,7 +100,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     written: list[object] = [node.kwargs.get("out")]
     first_is_written = (
         name in ("setitem", "__setitem__", "copy_", "index_put_")
-        or (name.endswith("_") and not name.endswith("__"))
+        or _is_named_in_place(node)
         or node.target in _IN_PLACE_OPERATORS
         or _asks_for_in_place(node)
     )
@@ -108,6 +108,13 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         # torch._foreach_addcdiv_ and the fused optimizers write to lists
         written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
     return _nodes_in(written)
+
+
+def _is_named_in_place(node: fx.Node) -> bool:
+    """``x.add_()``, ``F.relu_(x)``; ``operator.and_`` is named so because ``and`` is a keyword."""
+    name = name_of(node)
+    from_operator = getattr(node.target, "__module__", None) == operator.and_.__module__
+    return name.endswith("_") and not name.endswith("__") and not from_operator
 
 
 def _written_arguments(
