@@ -1,0 +1,126 @@
+"""What every rule of the recogniser reads: values found so far, gradients, reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import example
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.values import (
+    Blocked,
+    Elements,
+    Number,
+    RowFactor,
+    Rows,
+    Scores,
+    Shifted,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+
+Arguments = dict[str, Any]
+
+
+class Analysis:
+    """State of the recogniser, and the questions that its rules ask.
+
+    Rules are methods: ``op_NAME(node, arguments)`` says what the ATen operation NAME makes of its
+    inputs' values. They are grouped by kind of operation in the files of ``rules/``.
+    """
+
+    trace: Trace
+    values: dict[fx.Node, object]
+    reasons: dict[fx.Node, str]
+    canonical: dict[fx.Node, fx.Node]
+    rank: dict[fx.Node, int]
+    written: dict[fx.Node, tuple[fx.Node, Scores]]  # by write: the tensor that has new scores
+    counts: dict[fx.Node, Any]  # number of rows that a boolean index selects
+
+    def _dtype_of(self, node: fx.Node) -> torch.dtype:
+        """What Dynamo recorded, which knows of autocast, or what the trace has."""
+        source = self.trace.outer.get(node)
+        value = example(source) if source is not None else node.meta["val"]
+        assert isinstance(value, Tensor)
+        return value.dtype
+
+    def _no_rule(self, node: fx.Node, name: str) -> object:
+        """Of an operation without a rule: nothing known, unless its inputs were scores or such."""
+        known = [self.value(a) for a in node.all_input_nodes]
+        if any(isinstance(v, Rows) for v in known):
+            return None  # what the user does with rows stays the user's code
+        if any(isinstance(v, (Elements, Shifted)) for v in known):
+            raise Blocked(f"{name} of attention or vocabulary probabilities")
+        if any(isinstance(v, Scores) for v in known):
+            raise Blocked(f"{name} of scores")
+        for a in node.all_input_nodes:
+            if a in self.reasons:
+                raise Blocked(self.reasons[a])
+        return None
+
+    def value(self, x: object) -> object:
+        """The abstract value of an argument: a number stands for itself."""
+        if isinstance(x, fx.Node):
+            return self.values.get(x)
+        if isinstance(x, (bool, int, float)):
+            return Number(float(x))
+        return None
+
+    def trained(self, node: fx.Node) -> bool:
+        """Whether gradient flows through a node: what Dynamo recorded for the user's code."""
+        source = self.trace.outer.get(node) or self.trace.origin.get(node)
+        value = example(source) if source is not None else None
+        return bool(isinstance(value, Tensor) and value.requires_grad)
+
+    def _stays_blocked(self, *nodes: object) -> None:
+        """Raise the reason of an input that was blocked before."""
+        for node in nodes:
+            if isinstance(node, fx.Node) and node in self.reasons:
+                raise Blocked(self.reasons[node])
+
+    def _row_factor(
+        self,
+        x: Elements,
+        other: object,
+        *,
+        selects: bool = False,
+        keeps: bool = True,
+        divides: bool = False,
+    ) -> RowFactor:
+        if not isinstance(other, fx.Node):
+            raise Blocked(
+                "a value that is neither a tensor nor a number multiplies the divergence"
+            )
+        self._stays_blocked(other)
+        value = other.meta.get("val")
+        if isinstance(value, Tensor):
+            dim = value.dim() - (x.rank - x.key_dim)
+            if value.dim() > x.rank:
+                raise Blocked("the divergence is broadcast against a tensor with more dimensions")
+            if dim >= 0 and not is_one(value.shape[dim]):
+                raise Blocked("weights that vary along the keys multiply the divergence")
+        return RowFactor(self.canonical[other], x.rank, selects, keeps, divides)
+
+    def _axis(self, x: Scores, dim: int) -> int:
+        pieces = x.layout[dim]
+        if len(pieces) != 1 or lay.axis_dim(x.layout, pieces[0].axis) != dim:
+            raise Blocked("a reduction over a dimension that is not one axis of the scores")
+        return pieces[0].axis
+
+
+def op_name(node: fx.Node) -> str:
+    """Name of an ATen operation without its overload, or of a Python function."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[2]
+    return getattr(target, "__name__", str(target))
+
+
+def named_arguments(node: fx.Node) -> Arguments:
+    """Arguments by schema name; defaults are left out."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return dict(node.kwargs)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -1,0 +1,79 @@
+"""Rules for softmax and the ways of writing it by hand."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from torch_streamkl.fx_passes.analysis.context import Analysis, Arguments
+from torch_streamkl.fx_passes.domain import element_algebra as elements
+from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.values import (
+    Blocked,
+    Elements,
+    LogSumExp,
+    RowMax,
+    Scores,
+    Stacked,
+)
+
+
+class SoftmaxRules(Analysis):
+    """The part of the recogniser that turns scores into distributions."""
+
+    def op_softmax(self, node: fx.Node, a: Arguments) -> object:
+        return self._softmax_of(node, a, log=False)
+
+    def op_log_softmax(self, node: fx.Node, a: Arguments) -> object:
+        return self._softmax_of(node, a, log=True)
+
+    op__softmax = op_softmax
+    op__log_softmax = op_log_softmax
+
+    def _softmax_of(self, node: fx.Node, a: Arguments, *, log: bool) -> object:
+        x = self.value(a["self"])
+        if isinstance(x, Elements):
+            raise Blocked("softmax of values that are probabilities already (double softmax)")
+        if not isinstance(x, Scores):
+            self._stays_blocked(a["self"])
+            return None
+        dim = a["dim"] % len(x.layout)
+        return elements.softmax(x, dim, self.trained(node), log=log)
+
+    def _softmax(self, x: Scores, axis: int, trained: bool, *, log: bool) -> Elements:
+        dim = lay.axis_dim(x.layout, axis)
+        assert dim is not None
+        return elements.softmax(x, dim, trained, log=log)
+
+    def op_logsumexp(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
+        if isinstance(x, Stacked) and [d % (x.items[0].rank + 1) for d in dims] == [x.dim]:
+            total = x.items[0]
+            for item in x.items[1:]:
+                total = elements.combined("logaddexp", total, item)
+            return total
+        if not isinstance(x, Scores) or len(dims) != 1:
+            return self._no_rule(node, "logsumexp")
+        dim = dims[0] % len(x.layout)
+        axis = self._axis(x, dim)
+        layout = (*x.layout[:dim], *(((),) if a.get("keepdim") else ()), *x.layout[dim + 1 :])
+        return LogSumExp(x.key, axis, self.trained(node), layout)
+
+    def _log_probabilities(self, node: fx.Node, x: Scores, y: LogSumExp) -> Elements:
+        dim = lay.axis_dim(x.layout, y.axis)
+        if x.key != y.scores or dim is None or len(y.layout) != len(x.layout):
+            raise Blocked("a log-sum-exp of other scores is subtracted")
+        return elements.softmax(x, dim, self.trained(node), log=True)
+
+    def op_amax(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        given = a.get("dim", [])
+        dims = given if isinstance(given, (list, tuple)) else [given]
+        if not isinstance(x, Scores) or len(dims) != 1 or not a.get("keepdim"):
+            return self._no_rule(node, "amax")
+        return RowMax(x.key, self._axis(x, dims[0] % len(x.layout)))
+
+    def op_max(self, node: fx.Node, a: Arguments) -> object:
+        if "dim" not in a:
+            return self._no_rule(node, "max")
+        return self.op_amax(node, a)
