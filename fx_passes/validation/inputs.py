@@ -187,13 +187,14 @@ def _meaning(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> Meaning:
         if name in ("cross_entropy", "nll_loss", "cross_entropy_loss"):
             logits = _shape(node.args[0], sizes)
             _at_most(meaning, logits[1 if len(logits) > 1 else 0] if logits else None)
-            meaning.special.add(int(node.kwargs.get("ignore_index", -100)))
+            ignored = node.kwargs.get("ignore_index", -100)
+            meaning.special |= {ignored} if isinstance(ignored, int) else set()
         elif name in ("gather", "take_along_dim", "index_select", "scatter", "index_add"):
             source, dim = _shape(node.args[0], sizes), node.args[1]
             if name == "take_along_dim":
                 dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
             _at_most(meaning, source[dim] if source and isinstance(dim, int) else None)
-        elif name == "embedding":
+        elif name in ("embedding", "embedding_bag"):
             weights = [_shape(a, sizes) for a in node.all_input_nodes if a.name not in same]
             _at_most(meaning, weights[0][0] if weights and weights[0] else None)
         elif name == "one_hot":
