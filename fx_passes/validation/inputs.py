@@ -123,10 +123,10 @@ def _entries(
         return _integers(shape, dtype, uniform(), draw, meaning)
     if sum(n > 1 for n in shape) <= 1:
         # scales, temperatures, row weights, biases: not near 0, since they may be divided by
-        return (0.5 + 1.5 * uniform()).to(dtype)
+        return (0.5 + uniform()).to(dtype)
     normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-    # products along the last dimension have a standard deviation of about 4 at most
-    normal *= min(1.0, 2.0 * shape[-1] ** -0.25)
+    # products along the last dimension have a standard deviation of about 2 at most
+    normal *= min(1.0, 1.4 * shape[-1] ** -0.25)
     return (normal.abs() + 0.01 if draw.positive else normal).to(dtype)
 
 

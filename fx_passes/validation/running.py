@@ -17,7 +17,8 @@ from torch_streamkl.fx_passes.validation.options import NotChecked
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-EXPONENTIALS = {"exp", "softmax", "log_softmax", "logsumexp", "cross_entropy", "logaddexp"}
+LOGARITHMS = {"log_softmax", "logsumexp", "cross_entropy", "logaddexp"}  # of exponentials
+EXPONENTIALS = {"exp", "softmax"} | LOGARITHMS
 _FILL = 1e4  # beyond it lie the values of masks
 
 
@@ -28,7 +29,6 @@ class Result:
     value: Any
     gradients: dict[str, Tensor | None]
     written: dict[str, Tensor]  # leaves that were modified in place
-    largest_exponent: float = 0.0  # of what went into exponentials
 
 
 def run(
@@ -53,18 +53,17 @@ def run(
     dependent = _dependent(nodes, leaves) if wide else frozenset[str]()
     values: dict[str, Any] = dict(given)
     last_use = {a.name: n.name for n in nodes for a in n.all_input_nodes}
-    kept, largest = _kept_dtypes(leaves), 0.0
+    kept = _kept_dtypes(leaves)
     with _modes_restored():
         for node in nodes:
-            if wide and name_of(node) in EXPONENTIALS:
-                largest = max(largest, _largest(values[node.all_input_nodes[0].name]))
             made = _run_node(node, values, node.name in dependent, wide, kept)
             if (
                 noise is not None
                 and node.name in dependent
                 and getattr(made, "dtype", None) not in kept
             ):
-                made = _rounded_otherwise(made, node, noise)
+                given_to = [values.get(a.name) for a in node.all_input_nodes[:1]]
+                made = _rounded_otherwise(made, node, noise, *map(_largest, given_to))
             values[node.name] = made
             for a in node.all_input_nodes:
                 if last_use[a.name] == node.name and a.name != output and a.name not in leaves:
@@ -79,7 +78,7 @@ def run(
         if isinstance(given[n], Tensor) and env[n]._version != version
     }
     plain = value.detach() if isinstance(value, Tensor) else value
-    return Result(plain, gradients, written, largest)
+    return Result(plain, gradients, written)
 
 
 def _largest(x: Any) -> float:
@@ -100,8 +99,14 @@ def _kept_dtypes(leaves: Mapping[str, Any]) -> frozenset[torch.dtype]:
     return frozenset(d for d in NARROW if eps and torch.finfo(d).eps > max(eps))
 
 
-def _rounded_otherwise(made: Any, node: fx.Node, generator: torch.Generator) -> Any:
-    """A new floating tensor with each entry moved up or down by one unit in its last place."""
+def _rounded_otherwise(
+    made: Any, node: fx.Node, generator: torch.Generator, largest_input: float = 0.0
+) -> Any:
+    """A new floating tensor with each entry moved by one rounding, up or down.
+
+    What an exponential gives is moved by as much as roundings of its argument do: a streaming
+    operator makes probabilities again as exp(score - normaliser), for two distributions.
+    """
     value = example(node)
     if not isinstance(made, Tensor) or not isinstance(value, Tensor):
         return made
@@ -113,8 +118,17 @@ def _rounded_otherwise(made: Any, node: fx.Node, generator: torch.Generator) -> 
     draw = torch.randint(
         0, 2, made.shape, generator=generator, device=generator.device, dtype=torch.int8
     )
-    change = (2 * draw - 1).to(made.device, made.dtype) * torch.finfo(value.dtype).eps
-    return torch.where(made.detach().abs() < _FILL, made * (1 + change), made)
+    sign = (2 * draw - 1).to(made.device, made.dtype)
+    change = made.detach() * sign * torch.finfo(value.dtype).eps
+    name = name_of(node)
+    if name in EXPONENTIALS:
+        exponent = 4 * largest_input * torch.finfo(_accumulated(value.dtype)).eps
+        change += sign * exponent * (1.0 if name in LOGARITHMS else made.detach())
+    return torch.where(made.detach().abs() < _FILL, made + change, made)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _fresh(value: Any, wide: bool) -> Any:
