@@ -29,6 +29,11 @@ from torch_streamkl.fx_passes.validation.costs import bytes_allowed, bytes_neede
 from torch_streamkl.fx_passes.validation.inputs import DRAWS, values_of
 from torch_streamkl.fx_passes.validation.isolation import isolated
 from torch_streamkl.fx_passes.validation.options import CheckOptions, NotChecked
+from torch_streamkl.fx_passes.validation.records import (
+    Fingerprint,
+    passed_before,
+    record_pass,
+)
 from torch_streamkl.fx_passes.validation.regions import (
     Region,
     draws_random,
@@ -103,8 +108,14 @@ def _check_region(
         raise NotChecked("it draws random numbers")
     devices = {x.device for n in region.before if isinstance(x := example(n), Tensor)}
     sizes = _affordable_sizes(region, graph, devices, options, deadline)
+    fingerprint = Fingerprint(region, sizes, owner)
+    if passed_before(fingerprint, options):
+        return ""
     with isolated(devices):
-        return _Comparison(region, owner, sizes, options, deadline).difference()
+        found = _Comparison(region, owner, sizes, options, deadline).difference()
+    if not found:
+        record_pass(fingerprint, options)
+    return found
 
 
 def _affordable_sizes(
