@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import example
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.values import (
-    Blocked,
     Elements,
     Number,
     RowFactor,
@@ -19,16 +17,17 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
     Shifted,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
-
-Arguments = dict[str, Any]
 
 
 class Analysis:
     """State of the recogniser, and the questions that its rules ask.
 
-    Rules are methods: ``op_NAME(node, arguments)`` says what the ATen operation NAME makes of its
-    inputs' values. They are grouped by kind of operation in the files of ``rules/``.
+    Rules are methods that `registry.rule` registers for overloads: ``method(node, arguments)``
+    says what the operation makes of its inputs' values. They are grouped by kind of operation in
+    the files of ``rules/``.
     """
 
     trace: Trace
@@ -108,19 +107,3 @@ class Analysis:
         if len(pieces) != 1 or lay.axis_dim(x.layout, pieces[0].axis) != dim:
             raise Blocked("a reduction over a dimension that is not one axis of the scores")
         return pieces[0].axis
-
-
-def op_name(node: fx.Node) -> str:
-    """Name of an ATen operation without its overload, or of a Python function."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[2]
-    return getattr(target, "__name__", str(target))
-
-
-def named_arguments(node: fx.Node) -> Arguments:
-    """Arguments by schema name; defaults are left out."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return dict(node.kwargs)
-    names = [argument.name for argument in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

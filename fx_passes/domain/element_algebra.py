@@ -14,11 +14,18 @@ from torch import fx
 
 from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import Layout, axis_dim
-from torch_streamkl.fx_passes.domain.masks import BoolTensor, Mask, axes_in, to_axes
+from torch_streamkl.fx_passes.domain.layout import (
+    Layout,
+    axis_dim,
+)
+from torch_streamkl.fx_passes.domain.masks import (
+    BoolTensor,
+    Mask,
+    axes_in,
+    to_axes,
+)
 from torch_streamkl.fx_passes.domain.values import (
     IMPROBABLE,
-    Blocked,
     Distribution,
     Elements,
     LogSumExp,
@@ -37,6 +44,7 @@ from torch_streamkl.fx_passes.domain.values import (
     where_within,
     within,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 

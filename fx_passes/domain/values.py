@@ -15,14 +15,12 @@ import torch
 from torch import fx
 
 from torch_streamkl.functional import Expr, apply
-from torch_streamkl.fx_passes.domain.layout import Layout, Piece
+from torch_streamkl.fx_passes.domain.layout import (
+    Layout,
+    Piece,
+)
 from torch_streamkl.fx_passes.domain.masks import Mask
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
-
-
-class Blocked(Exception):
-    """The analysis cannot represent an operation; the message says why in the user's terms."""
-
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 

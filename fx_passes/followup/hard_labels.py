@@ -17,13 +17,20 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
-from torch_streamkl.fx_passes.analysis.context import named_arguments, op_name
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.capture.region import example, is_in_place, name_of
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.values import ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.values import (
+    ScoreKey,
+    Scores,
+)
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    name_of,
+    named_arguments,
+)
 from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
 from torch_streamkl.fx_passes.reporting.execution import SITE
 
@@ -36,7 +43,7 @@ def share_labels(
 ) -> None:
     """Replace cross-entropies of the logits of a `linear_kl` call by the call's second output."""
     for inner in trace.graph.nodes:
-        if inner.op != "call_function" or op_name(inner) != "cross_entropy_loss":
+        if inner.op != "call_function" or name_of(inner) != "cross_entropy_loss":
             continue
         node = trace.outer.get(inner)
         if node is None or node._erased or not _is_plain(inner, node):

@@ -17,10 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.torch_version import TorchVersion
 
-from torch_streamkl.fx_passes.capture.region import example
-from torch_streamkl.fx_passes.domain.values import ABSORBING, Attention, Blocked
+from torch_streamkl.fx_passes.domain.values import (
+    ABSORBING,
+    Attention,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, quotient, same
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+    quotient,
+    same,
+)
 from torch_streamkl.fx_passes.lowering.calls import add_up_biases
 from torch_streamkl.fx_passes.lowering.empty_rows import (
     rows_with_keys,
@@ -34,8 +43,14 @@ from torch_streamkl.fx_passes.lowering.operands import (
     rows_as_user,
     shape,
 )
-from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
-from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
+from torch_streamkl.fx_passes.planning.dimensions import (
+    Geometry,
+    geometry,
+)
+from torch_streamkl.fx_passes.planning.masks import (
+    MaskPlan,
+    masks_of,
+)
 
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails

@@ -17,13 +17,25 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.functional import DIVERGENCES, Functional
-from torch_streamkl.fx_passes.capture.region import example
 from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import Bias, Blocked, ScoreKey
+from torch_streamkl.fx_passes.domain.values import (
+    Bias,
+    ScoreKey,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.lowering.operands import canonical, outer_node, weight
-from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.lowering.operands import (
+    canonical,
+    outer_node,
+    weight,
+)
+from torch_streamkl.fx_passes.planning.dimensions import (
+    ROW_ONLY,
+    Geometry,
+    SideGeometry,
+)
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores, their rows' order, is it trained
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text

@@ -9,9 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
-from torch_streamkl.fx_passes.domain.values import Blocked, Distribution, Operand
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, product, quotient, same
+from torch_streamkl.fx_passes.domain.layout import (
+    Dim,
+    Layout,
+    Piece,
+    axes_of,
+)
+from torch_streamkl.fx_passes.domain.values import (
+    Distribution,
+    Operand,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    product,
+    quotient,
+    same,
+)
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 

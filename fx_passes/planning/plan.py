@@ -24,7 +24,6 @@ from torch_streamkl.functional import (
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.values import (
     VARIABLES,
-    Blocked,
     Distribution,
     Elements,
     RowFactor,
@@ -33,8 +32,12 @@ from torch_streamkl.fx_passes.domain.values import (
     variables,
     where_within,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.lowering import lm_head as linear
-from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
+from torch_streamkl.fx_passes.planning.dimensions import (
+    Geometry,
+    geometry,
+)
 from torch_streamkl.fx_passes.planning.divergence_forms import (
     bilinear_form,
     monomials,

@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.functional import ZERO
-from torch_streamkl.fx_passes.analysis.context import Arguments
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.softmax import SoftmaxRules
 from torch_streamkl.fx_passes.analysis.rules.value_masks import ValueMaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, to_axes
+from torch_streamkl.fx_passes.domain.masks import (
+    BoolTensor,
+    Choice,
+    to_axes,
+)
 from torch_streamkl.fx_passes.domain.values import (
     ABSORBING,
-    Blocked,
     Elements,
     ExpSum,
     Factor,
@@ -31,23 +34,29 @@ from torch_streamkl.fx_passes.domain.values import (
     Shifted,
     where_within,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import same, shape_of
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    same,
+    shape_of,
+)
+
+aten = torch.ops.aten
 
 
 class ArithmeticRules(ValueMaskRules, SoftmaxRules):
     """The part of the recogniser for + - * / between tensors."""
 
-    def op_add(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.add.Tensor, aten.add.Scalar, aten.add_.Tensor, aten.add_.Scalar)
+    def add(self, node: fx.Node, a: Arguments) -> object:
         return self._sum(node, a["self"], a["other"], 1.0, a.get("alpha", 1))
 
-    def op_sub(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.sub.Tensor, aten.sub.Scalar, aten.sub_.Tensor, aten.sub_.Scalar)
+    def sub(self, node: fx.Node, a: Arguments) -> object:
         return self._sum(node, a["self"], a["other"], -1.0, a.get("alpha", 1))
 
-    def op_rsub(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.rsub.Tensor, aten.rsub.Scalar)
+    def rsub(self, node: fx.Node, a: Arguments) -> object:
         return self._sum(node, a["other"], a["self"], -1.0, a.get("alpha", 1))
-
-    op_add_ = op_add
-    op_sub_ = op_sub
 
     def _sum(
         self, node: fx.Node, left: object, right: object, sign: float, alpha: object
@@ -134,17 +143,26 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             raise Blocked("a tensor that does not match the scores is added to them")
         return source, tuple(placed)
 
-    def op_mul(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor, aten.mul_.Scalar)
+    def mul(self, node: fx.Node, a: Arguments) -> object:
         return self._product(node, a["self"], a["other"], divides=False)
 
-    def op_div(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.div.Tensor,
+        aten.div.Scalar,
+        aten.div.Tensor_mode,
+        aten.div.Scalar_mode,
+        aten.div_.Tensor,
+        aten.div_.Tensor_mode,
+        aten.div_.Scalar,
+        aten.div_.Scalar_mode,
+        aten.true_divide.Tensor,
+        aten.true_divide.Scalar,
+    )
+    def div(self, node: fx.Node, a: Arguments) -> object:
         if a.get("rounding_mode") is not None:
             return self._no_rule(node, "div with a rounding mode")
         return self._product(node, a["self"], a["other"], divides=True)
-
-    op_mul_ = op_mul
-    op_div_ = op_div
-    op_true_divide = op_div
 
     def _product(self, node: fx.Node, left: object, right: object, *, divides: bool) -> object:
         x, y = self.value(left), self.value(right)

@@ -10,18 +10,28 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece
+from torch_streamkl.fx_passes.domain.layout import (
+    Dim,
+    Layout,
+    Piece,
+)
 from torch_streamkl.fx_passes.domain.values import (
     CONTRACTED,
     Attention,
     Bias,
-    Blocked,
     Elements,
     Operand,
     ScoreKey,
     Scores,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, quotient, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_one,
+    quotient,
+    same,
+    shape_of,
+)
 
 
 def scores_of_matmul(
