@@ -9,6 +9,8 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
@@ -73,6 +75,10 @@ class Analysis:
         value = example(source) if source is not None else None
         return bool(isinstance(value, Tensor) and value.requires_grad)
 
+    def reference(self, node: fx.Node, layout: Layout = ()) -> TensorRef:
+        """A tensor that a value is made of, with what it says of its own gradient."""
+        return TensorRef(self.canonical[node], layout, grad=self.trained(node))
+
     def _stays_blocked(self, *nodes: object) -> None:
         """Raise the reason of an input that was blocked before."""
         for node in nodes:
@@ -100,7 +106,7 @@ class Analysis:
                 raise Blocked("the divergence is broadcast against a tensor with more dimensions")
             if dim >= 0 and not is_one(value.shape[dim]):
                 raise Blocked("weights that vary along the keys multiply the divergence")
-        return RowFactor(self.canonical[other], x.rank, selects, keeps, divides)
+        return RowFactor(self.reference(other), x.rank, selects, keeps, divides)
 
     def _axis(self, x: Scores, dim: int) -> int:
         pieces = x.layout[dim]

@@ -20,6 +20,7 @@ from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.tensor_ref import flows
 from torch_streamkl.fx_passes.domain.values import (
     ScoreKey,
     Scores,
@@ -51,9 +52,10 @@ def share_labels(
         logits = recognised.values.get(inner.args[0])
         if not isinstance(logits, Scores) or len(logits.layout) != 2:
             continue
-        trained = recognised.trained(inner.args[0])
+        if not _flows_like(node, logits):
+            continue
         for call in [n for n in graph.nodes if n.target is linear_ops.linear_kl]:
-            temperature = _temperature(call, logits, trained)
+            temperature = _temperature(call, logits)
             if temperature is None:
                 continue
             place = _place(graph, call, node)
@@ -77,14 +79,20 @@ def _is_plain(inner: fx.Node, node: fx.Node) -> bool:
     )
 
 
+def _flows_like(node: fx.Node, logits: Scores) -> bool:
+    """Whether the cross-entropy has the gradient of its logits: it may be under no_grad."""
+    value = example(node)
+    return isinstance(value, Tensor) and value.requires_grad == flows(logits)
+
+
 def _labels(node: fx.Node) -> Any:
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("target")
 
 
-def _temperature(call: fx.Node, logits: Scores, trained: bool) -> float | None:
+def _temperature(call: fx.Node, logits: Scores) -> float | None:
     """What the call's student scores are the logits divided by; None when they are others."""
-    key, pieces, call_trained = call.meta[STUDENT]
-    if "labels" in call.kwargs or trained != call_trained:
+    key, pieces = call.meta[STUDENT]
+    if "labels" in call.kwargs:
         return None
     rows, words = logits.layout
     if lay.merged(tuple(pieces)) != lay.merged(rows) or len(words) != 1:
