@@ -27,7 +27,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
 
 T = TypeVar("T")
@@ -53,6 +53,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         self._written_storages = _written_storages(trace.graph)
         self.counts: dict[fx.Node, Any] = {}
         self.folding = Folding()
+        source = next(iter(trace.origin.values()), None)
+        self.unrecorded = under_no_grad(source.graph) if source is not None else set()
         self._constants(trace.module)
         for node in trace.graph.nodes:
             self._visit(node)
@@ -75,6 +77,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
                 raise Blocked(
                     "a tensor that is modified in place through a view of it is used afterwards"
                 )
+            if self._hides_its_write(node):
+                raise Blocked("a tensor that has a gradient is modified in place under no_grad")
             value = self._apply(node, name)
         except Blocked as reason:
             self.reasons[node] = str(reason)

@@ -26,11 +26,12 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
+from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
     name_of,
     named_arguments,
+    storage_of,
 )
 from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
 from torch_streamkl.fx_passes.reporting.execution import SITE
@@ -124,17 +125,19 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
     """Where both outputs can be computed, after moving what reads the earlier one behind it."""
     order = list(graph.nodes)
     position = {n: i for i, n in enumerate(order)}
-    if position[_labels(node)] < position[call] < position[node]:
-        return call  # the readers of both are behind it
     earlier, later = sorted((call, node), key=position.__getitem__)
     between = order[position[earlier] + 1 : position[later]]
     moved = {earlier}
     for n in between:
         if moved & set(n.all_input_nodes):
             moved.add(n)
+    reads = {storage_of(a) for n in (later, *moved) for a in n.all_input_nodes} - {None}
+    if any(storage_of(target) in reads for n in between for target in written_by(n)):
+        return None  # the two read it at different times
+    if position[_labels(node)] < position[call] < position[node]:
+        return call  # the readers of both are behind it
     moved.discard(earlier)
-    movable = all(_is_pure(n) for n in moved) and not any(is_in_place(n) for n in between)
-    movable = movable and not moved & set(later.all_input_nodes)
+    movable = all(_is_pure(n) for n in moved) and not moved & set(later.all_input_nodes)
     if not movable or _modes(order[: position[earlier]]) != _modes(order[: position[later]]):
         return None
     place = later
