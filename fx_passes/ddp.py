@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.reporting.report import Report
 
 _is_part = ContextVar("is_part", default=False)

@@ -16,36 +16,68 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes, reason_of
-from torch_streamkl.fx_passes.capture.preconditions import divergence_like, obstacle
+from torch_streamkl.fx_passes.analysis.sites import (
+    divergence_sites,
+    quadratic_nodes,
+    reason_of,
+)
+from torch_streamkl.fx_passes.capture.aliases import Aliases
+from torch_streamkl.fx_passes.capture.preconditions import (
+    divergence_like,
+    obstacle,
+)
 from torch_streamkl.fx_passes.capture.region import (
     MATMULS,
     Region,
-    example,
     find_region,
-    name_of,
 )
-from torch_streamkl.fx_passes.capture.retrace import Trace, fake_mode_of, trace_region
-from torch_streamkl.fx_passes.domain.values import Attention, Blocked, Rows
+from torch_streamkl.fx_passes.capture.retrace import (
+    Trace,
+    fake_mode_of,
+    trace_region,
+)
+from torch_streamkl.fx_passes.domain.values import (
+    Attention,
+    Rows,
+)
 from torch_streamkl.fx_passes.followup.hard_labels import share_labels
 from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
 from torch_streamkl.fx_passes.followup.sdpa_fusion import Leftovers
 from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
-from torch_streamkl.fx_passes.fx_utils.aliasing import Aliases
-from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.builder import (
+    Builder,
+    Selections,
+)
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
-from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    UNKNOWN,
+    example,
+    location_of,
+    name_of,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    is_unknown,
+    same,
+)
 from torch_streamkl.fx_passes.lowering.calls import emit
-from torch_streamkl.fx_passes.planning.plan import Plan, plan
+from torch_streamkl.fx_passes.planning.plan import (
+    Plan,
+    plan,
+)
 from torch_streamkl.fx_passes.reporting.describe import describe
-from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
+from torch_streamkl.fx_passes.reporting.execution import (
+    how_sites_run,
+    mark_site,
+    sum_in_any_order,
+)
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.remaining_tensors import (
     is_view,
     large_tensors_left,
     num_bytes,
 )
-from torch_streamkl.fx_passes.reporting.report import UNKNOWN, Report, Site, location_of
+from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.refusal import Refused, rewrite_checked
 

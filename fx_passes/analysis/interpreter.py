@@ -7,14 +7,13 @@ reduction, scale, masks, casts and layout are independent of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.constant_folding import Folding
-from torch_streamkl.fx_passes.analysis.context import Arguments, named_arguments, op_name
+from torch_streamkl.fx_passes.analysis.registry import RULES
 from torch_streamkl.fx_passes.analysis.rules.functions import FunctionRules
 from torch_streamkl.fx_passes.analysis.rules.losses import LossRules
 from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
@@ -22,11 +21,16 @@ from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.masks import Affine
+from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
 from torch_streamkl.fx_passes.domain.values import (
-    Blocked,
     Number,
     Scores,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
+
+T = TypeVar("T")
 
 
 class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
@@ -49,6 +53,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         self._written_storages = _written_storages(trace.graph)
         self.counts: dict[fx.Node, Any] = {}
         self.folding = Folding()
+        source = next(iter(trace.origin.values()), None)
+        self.unrecorded = under_no_grad(source.graph) if source is not None else set()
         self._constants(trace.module)
         for node in trace.graph.nodes:
             self._visit(node)
@@ -65,12 +71,14 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         if node.op != "call_function":
             self._note_storage(node)
             return
-        name = op_name(node)
+        name = name_of(node)
         try:
             if any(a in self._overwritten for a in node.all_input_nodes):
                 raise Blocked(
                     "a tensor that is modified in place through a view of it is used afterwards"
                 )
+            if self._hides_its_write(node):
+                raise Blocked("a tensor that has a gradient is modified in place under no_grad")
             value = self._apply(node, name)
         except Blocked as reason:
             self.reasons[node] = str(reason)
@@ -96,8 +104,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
 
     def _note_writes(self, node: fx.Node) -> None:
         """After a write, what the analysis knows of other views of the storage is void."""
-        for target in _written_arguments(node):
-            storage = _storage(target)
+        for target in written_by(node):
+            storage = storage_of(target)
             aliases = self._by_storage.get(storage, []) if storage is not None else []
             self._overwritten.update(a for a in aliases if a is not target)
         if node in self.written:
@@ -109,59 +117,45 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         """The first node that computes the same: equal pure operations on equal inputs."""
         if node.op != "call_function" or not _is_pure(node):
             return node
-        if any(_storage(n) in self._written_storages for n in (node, *node.all_input_nodes)):
+        if any(storage_of(n) in self._written_storages for n in (node, *node.all_input_nodes)):
             return node  # equal operations at different times see different values
         try:
             arguments = fx.map_arg(
                 (node.args, tuple(sorted(node.kwargs.items()))), lambda n: self.canonical[n]
             )
-            key = (node.target, _hashable(arguments), _shape_key(node))
+            key = (node.target, _hashable(arguments), _shape_key(node), self.trained(node))
             return self._numbering.setdefault(key, node)
         except TypeError:
             return node
 
     def _apply(self, node: fx.Node, name: str) -> object:
         same_node = self.canonical[node]
-        if (
-            same_node is not node
-            and same_node in self.values
-            and not self._differs_in_gradient(node, same_node)
-        ):
+        if same_node is not node and same_node in self.values:
             return self.values[same_node]
-        rule: Callable[[fx.Node, Arguments], object] | None = getattr(self, f"op_{name}", None)
-        arguments = named_arguments(node)
+        rule = RULES.get(node.target)
         if rule is None:
             return self._no_rule(node, name)
-        value = rule(node, arguments)
+        value = rule(self, node, named_arguments(node))
         if isinstance(value, Scores) and value.key.dtype is None:
             value = value.with_key(dtype=self._dtype_of(node))
+        return self._with_gradient_of(node, value)
+
+    def _with_gradient_of(self, node: fx.Node, value: T) -> T:
+        """The value as the node's own record has it: see NOTE [Gradient flow]."""
+        made = node.meta.get("val")
+        if not isinstance(made, Tensor) or not made.dtype.is_floating_point:
+            return value  # a condition names the distributions that it asks about
+        if next(refs_in(value), None) is None:
+            return value
+        if not self.trained(node):
+            return cut(value)
+        if not flows(value):
+            raise Blocked("a gradient flows through part of the divergence that is a constant")
         return value
-
-    def _differs_in_gradient(self, a: fx.Node, b: fx.Node) -> bool:
-        return self.trained(a) != self.trained(b)
-
-
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def _written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operation writes to."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return []
-    return [
-        value
-        for argument, value in zip(target._schema.arguments, node.args, strict=False)
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and isinstance(value, fx.Node)
-    ]
 
 
 def _written_storages(graph: fx.Graph) -> set[int | None]:
-    return {_storage(n) for node in graph.nodes for n in _written_arguments(node)} - {None}
+    return {storage_of(n) for node in graph.nodes for n in written_by(node)} - {None}
 
 
 def _is_pure(node: fx.Node) -> bool:

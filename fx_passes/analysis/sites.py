@@ -15,11 +15,18 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.context import op_name
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
+from torch_streamkl.fx_passes.capture.region import (
+    MATMULS,
+    compared_by_hand,
+)
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.domain.values import Elements, Scores, Shifted
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    Scores,
+    Shifted,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
 
 SOFTMAXES = {"softmax", "_softmax"}
@@ -45,7 +52,7 @@ def divergence_sites(trace: Trace, recognised: Recogniser) -> list[fx.Node]:
     for node in trace.graph.nodes:
         if node.op != "call_function":
             continue
-        name = op_name(node)
+        name = name_of(node)
         inherited = frozenset().union(*(marks.get(a, frozenset()) for a in node.all_input_nodes))
         marks[node] = _marks_of(node, name, inherited, recognised)
         if any(a in met for a in node.all_input_nodes):
@@ -100,7 +107,7 @@ def reason_of(
             reason = recognised.reasons[node]
             return reason, _first_with(reason, node, recognised)
     for node in _near(site, "all_input_nodes"):
-        name = op_name(node) if node.op == "call_function" else ""
+        name = name_of(node) if node.op == "call_function" else ""
         if name in SOFTMAXES | LOG_SOFTMAXES | CALLS and recognised.values.get(node) is None:
             return f"the input of {name.removeprefix('_')} {ELSEWHERE}", node
     if isinstance(recognised.values.get(site), Elements):
@@ -186,7 +193,7 @@ def _is_origin(node: fx.Node, recognised: Recogniser) -> bool:
     """A score matrix, or what is made of logits or probabilities from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
-    return node.op == "call_function" and op_name(node) in SOFTMAXES | {"log_softmax", "log"}
+    return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
 
 
 def _union(masks: Iterable[int]) -> int:

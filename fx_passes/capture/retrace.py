@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from torch_streamkl.fx_passes.capture.region import Region, example
-from torch_streamkl.fx_passes.domain.values import Blocked
+from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 
 SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
@@ -29,6 +30,11 @@ class Trace:
     origin: dict[fx.Node, fx.Node]  # ATen node -> the user's node that it came from
     outer: dict[fx.Node, fx.Node]  # ATen node -> the user's node with the same value
     module: fx.GraphModule  # owner of constants that the graph refers to
+
+
+def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
+    """The user's node that a node of the trace has its value from, or else came from."""
+    return trace.outer.get(node) or trace.origin.get(node)
 
 
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:

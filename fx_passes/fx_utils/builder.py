@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_streamkl.fx_passes.capture.region import example
-from torch_streamkl.fx_passes.domain.values import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+)
 
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 

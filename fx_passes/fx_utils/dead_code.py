@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import is_in_place, storage_of, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import (
+    is_in_place,
+    written_by,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 
 
 def remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node]) -> list[fx.Node]:

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import example
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 

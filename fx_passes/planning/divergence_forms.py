@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from torch_streamkl.functional import DIVERGENCES, LOG_P, LOG_S, Expr, Functional, P, S, const
-from torch_streamkl.fx_passes.domain.values import Blocked, Distribution
+from torch_streamkl.fx_passes.domain.values import Distribution
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 Monomials = dict[tuple[tuple[str, int], ...], float]
 

@@ -11,17 +11,25 @@ import torch
 
 from torch_streamkl.functional import ZERO, Expr, Functional, apply, evaluate
 from torch_streamkl.fx_passes.domain.layout import Piece
-from torch_streamkl.fx_passes.domain.masks import AxisCondition, AxisExcept, AxisTensor
+from torch_streamkl.fx_passes.domain.masks import (
+    AxisCondition,
+    AxisExcept,
+    AxisTensor,
+)
 from torch_streamkl.fx_passes.domain.values import (
     ABSORBING,
     IMPROBABLE,
-    Blocked,
     ScoreKey,
     conditions_in,
     mentions,
     where_within,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+    same,
+)
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 # NOTE [Masks after the softmax]

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.capture.region import example, has_effect, name_of
-from torch_streamkl.fx_passes.reporting.report import Remaining, location_of
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    location_of,
+    name_of,
+)
+from torch_streamkl.fx_passes.reporting.report import Remaining
 
 
 def is_view(node: fx.Node) -> bool:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import fx
-
 Item = TypeVar("Item")
-UNKNOWN = "unknown location"
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True)
@@ -130,20 +125,6 @@ def _bytes(count: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{value:.4g} {units[0]}"
-
-
-def location_of(node: fx.Node) -> tuple[str, str]:
-    """file:line, and its text, of the innermost frame of the user's code behind a node."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return UNKNOWN, ""
-    frames = list(_FRAME.finditer(trace))
-    outside = [f for f in frames if "/torch/nn/" not in f[1] and "/torch/_" not in f[1]] or frames
-    if not outside:
-        return UNKNOWN, ""
-    frame = outside[-1]
-    rest = trace[frame.end() :].lstrip("\n").splitlines()
-    return f"{frame[1]}:{frame[2]}", rest[0].strip() if rest else ""
 
 
 def remaining_text(count: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
 from torch_streamkl.fx_passes.validation.compare import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import example, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
 from torch_streamkl.fx_passes.validation.sizes import Sizes

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.reporting.report import Report, Site, location_of
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of
+from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.validation.check import Verdict, check
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 

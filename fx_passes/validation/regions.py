@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import example, name_of, storage_of, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.validation.changes import Change, Comparison
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.fx_passes.validation.sizes import Sizes

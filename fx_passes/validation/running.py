@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from torch_streamkl.fx_passes.capture.region import example, name_of, storage_of, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.validation.options import NotChecked
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from torch_streamkl.functional import ZERO, apply, const
-from torch_streamkl.fx_passes.analysis.context import Arguments
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.values import (
-    Blocked,
     Elements,
     ExpSum,
     Number,
@@ -21,24 +21,30 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
     Shifted,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+
+aten = torch.ops.aten
 
 
 class FunctionRules(MaskRules):
     """The part of the recogniser for pointwise functions."""
 
-    def op_exp(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.exp.default)
+    def exp(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if isinstance(x, Shifted) and not x.exponential:
-            return Shifted(x.scores, x.axis, x.trained, exponential=True)
+            return Shifted(x.scores, x.axis, exponential=True)
         return self._unary(node, a, "exp", math.exp)
 
-    def op_log(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.log.default)
+    def log(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if isinstance(x, ExpSum):
             return ExpSum(x.scores, x.axis, logarithm=True)
         return self._unary(node, a, "log", lambda v: math.log(v) if v > 0 else -math.inf)
 
-    def op_neg(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.neg.default)
+    def neg(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if isinstance(x, Rows):
             return x.scaled(-1.0)
@@ -46,13 +52,16 @@ class FunctionRules(MaskRules):
             return scores.scaled(x, -1.0)
         return self._unary(node, a, "neg", lambda v: -v)
 
-    def op_abs(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.abs.default)
+    def abs(self, node: fx.Node, a: Arguments) -> object:
         return self._unary(node, a, "abs", abs)
 
-    def op_sqrt(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.sqrt.default)
+    def sqrt(self, node: fx.Node, a: Arguments) -> object:
         return self._unary(node, a, "sqrt", math.sqrt)
 
-    def op_log1p(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.log1p.default)
+    def log1p(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if isinstance(x, Number):
             return Number(math.log1p(x.value))
@@ -70,11 +79,13 @@ class FunctionRules(MaskRules):
             return Number(on_number(x.value))
         return self.mask_unary(node, a["self"], op) or self._no_rule(node, op)
 
-    def op_tanh(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.tanh.default)
+    def tanh(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         return scores.with_tanh(x) if isinstance(x, Scores) else self._no_rule(node, "tanh")
 
-    def op_pow(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.pow.Tensor_Scalar)
+    def pow(self, node: fx.Node, a: Arguments) -> object:
         x, exponent = self.value(a["self"]), a["exponent"]
         if isinstance(x, Elements) and exponent == 2:
             return elements.combined("mul", x, x)
@@ -82,7 +93,8 @@ class FunctionRules(MaskRules):
             return elements.unary("sqrt", x)
         return self._no_rule(node, "pow")
 
-    def op_clamp(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.clamp.default, aten.clip.default, aten.clamp_.default)
+    def clamp(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         low, high = a.get("min"), a.get("max")
         if isinstance(x, Rows):
@@ -102,13 +114,9 @@ class FunctionRules(MaskRules):
             x = x.map(lambda e: apply("min", e, const(high)))
         return x
 
-    op_clip = op_clamp
-    op_clamp_ = op_clamp
-
-    def op_clamp_min(self, node: fx.Node, a: Arguments) -> object:
-        return self.op_clamp(node, {"self": a["self"], "min": a["min"]})
-
-    op_clamp_min_ = op_clamp_min
+    @rule(aten.clamp_min.default, aten.clamp_min_.default)
+    def clamp_min(self, node: fx.Node, a: Arguments) -> object:
+        return self.clamp(node, {"self": a["self"], "min": a["min"]})
 
     def _clamped_constant(self, node: fx.Node, x: Rows, low: object, high: object) -> object:
         known = not x.offsets and not x.divisors and all(t.expr == ZERO for t in x.elements.terms)
@@ -116,35 +124,41 @@ class FunctionRules(MaskRules):
             return x
         return self._no_rule(node, "clamp")
 
-    def op_xlogy(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
+    def xlogy(self, node: fx.Node, a: Arguments) -> object:
         x, y = self.value(a["self"]), self.value(a["other"])
         if isinstance(x, Elements) and isinstance(y, Elements):
             return elements.combined("mul", x, elements.unary("log", y))
         return self._no_rule(node, "xlogy")
 
-    def op_logaddexp(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.logaddexp.default)
+    def logaddexp(self, node: fx.Node, a: Arguments) -> object:
         x, y = self.value(a["self"]), self.value(a["other"])
         if isinstance(x, Elements) and isinstance(y, Elements):
             return elements.combined("logaddexp", x, y)
         return self._no_rule(node, "logaddexp")
 
-    def op_maximum(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.maximum.default)
+    def maximum(self, node: fx.Node, a: Arguments) -> object:
         return self._no_rule(
             node, "maximum"
         )  # halves the gradient at ties: not the clamp of expressions
 
-    def op_lerp(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.lerp.Scalar, aten.lerp.Tensor)
+    def lerp(self, node: fx.Node, a: Arguments) -> object:
         x, y, w = self.value(a["self"]), self.value(a["end"]), self.value(a["weight"])
         if isinstance(x, Elements) and isinstance(y, Elements) and isinstance(w, Number):
             end = elements.with_constant("mul", y, w.value)
             return elements.combined("add", elements.with_constant("mul", x, 1.0 - w.value), end)
         return self._no_rule(node, "lerp")
 
-    def op_nan_to_num(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.nan_to_num.default)
+    def nan_to_num(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         return x if isinstance(x, Elements) else self._no_rule(node, "nan_to_num")
 
-    def op_dropout(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.dropout.default)
+    def dropout(self, node: fx.Node, a: Arguments) -> object:
         if a["p"] == 0.0 or not a["train"]:
             return self.value(a["input"])
         if isinstance(self.value(a["input"]), Elements):

@@ -7,18 +7,31 @@ comes of it is causal.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.context import Analysis, Arguments
-from torch_streamkl.fx_passes.domain.masks import TRUE_TENSOR, Affine
+from torch_streamkl.fx_passes.analysis.context import Analysis
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
+from torch_streamkl.fx_passes.domain.masks import (
+    TRUE_TENSOR,
+    Affine,
+)
 from torch_streamkl.fx_passes.domain.values import Number
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_one,
+    same,
+    shape_of,
+)
+
+aten = torch.ops.aten
 
 
 class IndexRules(Analysis):
     """The part of the recogniser that follows tensors of indices."""
 
-    def op_diff(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.diff.default)
+    def diff(self, node: fx.Node, a: Arguments) -> object:
         """Differences of neighbours: of an affine tensor, its coefficient."""
         x, before = self.value(a["self"]), a.get("prepend")
         if not isinstance(x, Affine) or a.get("n", 1) != 1 or a.get("append") is not None:
@@ -36,7 +49,8 @@ class IndexRules(Analysis):
                 return self._no_rule(node, "diff")
         return Number(float(step))
 
-    def op_cumsum(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.cumsum.default)
+    def cumsum(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if x == TRUE_TENSOR.inverted() or x == Number(0.0):
             return Number(0.0)

@@ -8,27 +8,31 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.context import Analysis, Arguments
+from torch_streamkl.fx_passes.analysis.context import Analysis
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.values import (
-    Blocked,
     Elements,
     ExpSum,
     Rows,
     Scores,
     Shifted,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
 
 KL_DIV_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+aten = torch.ops.aten
 
 
 class LossRules(Analysis):
     """The part of the recogniser that makes rows of values per key."""
 
-    def op_kl_div(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.kl_div.default)
+    def kl_div(self, node: fx.Node, a: Arguments) -> object:
         x, target = self.value(a["self"]), self.value(a["target"])
         if not isinstance(x, Elements) or not isinstance(target, Elements):
             self._stays_blocked(a["self"], a["target"])
@@ -52,7 +56,8 @@ class LossRules(Analysis):
     def _broadcast_shape(self, *nodes: fx.Node) -> Sequence[Any]:
         return torch.broadcast_shapes(*(shape_of(n) for n in nodes))
 
-    def op_cross_entropy_loss(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.cross_entropy_loss.default)
+    def cross_entropy_loss(self, node: fx.Node, a: Arguments) -> object:
         x, target = self.value(a["self"]), self.value(a["target"])
         if not isinstance(target, Elements):
             return None  # labels: not a divergence between two distributions
@@ -64,7 +69,7 @@ class LossRules(Analysis):
             self._stays_blocked(a["self"])
             raise Blocked("cross_entropy with class weights, label smoothing or unknown logits")
         dim = 1 if len(x.layout) > 1 else 0
-        logs = elements.softmax(x, dim, self.trained(a["self"]), log=True)
+        logs = elements.softmax(x, dim, log=True)
         values = elements.unary("neg", elements.combined("mul", target, logs))
         if values.key_dim != dim:
             raise Blocked(
@@ -79,13 +84,13 @@ class LossRules(Analysis):
             return Rows(rows.elements, rows.reduced, False, rows.weight, counted)
         return rows
 
-    def op_sum(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.sum.dim_IntList, aten.sum.default, aten.nansum.default)
+    def sum(self, node: fx.Node, a: Arguments) -> object:
         return self._reduced(node, a, mean=False)
 
-    def op_mean(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.mean.default, aten.mean.dim)
+    def mean(self, node: fx.Node, a: Arguments) -> object:
         return self._reduced(node, a, mean=True)
-
-    op_nansum = op_sum
 
     def _reduced(self, node: fx.Node, a: Arguments, *, mean: bool) -> object:
         x = self.value(a["self"])
@@ -110,7 +115,8 @@ class LossRules(Analysis):
             return None  # what the user does with rows stays the user's code
         return self._no_rule(node, "mean" if mean else "sum")
 
-    def op_linalg_vector_norm(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.linalg_vector_norm.default)
+    def linalg_vector_norm(self, node: fx.Node, a: Arguments) -> object:
         """The 1-norm that F.normalize divides by: a sum, for values that are not negative."""
         x = self.value(a["self"])
         if not isinstance(x, Elements) or a.get("ord", 2) != 1 or not elements.not_negative(x):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.functional import ONE, ZERO
-from torch_streamkl.fx_passes.analysis.context import Arguments
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.indices import IndexRules
 from torch_streamkl.fx_passes.domain.masks import (
     TRUE_TENSOR,
@@ -24,8 +24,19 @@ from torch_streamkl.fx_passes.domain.masks import (
     opaque,
     rearranged,
 )
-from torch_streamkl.fx_passes.domain.values import Absent, Blocked, Elements, Number, Scores
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one
+from torch_streamkl.fx_passes.domain.values import (
+    Absent,
+    Elements,
+    Number,
+    Scores,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_one,
+)
+
+aten = torch.ops.aten
 
 
 class MaskRules(IndexRules):
@@ -70,7 +81,8 @@ class MaskRules(IndexRules):
         return node, dims
 
     # ------------------------------------------------------------------------------------ creation
-    def op_arange(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
+    def arange(self, node: fx.Node, a: Arguments) -> object:
         start, step = a.get("start", 0), a.get("step", 1)
         if not all(isinstance(x, (int, torch.SymInt)) for x in (start, step)) or not isinstance(
             step, int
@@ -78,31 +90,29 @@ class MaskRules(IndexRules):
             return None
         return Affine((step,), start)
 
-    def op_ones(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+    def ones(self, node: fx.Node, a: Arguments) -> object:
         return Number(1.0)
 
-    def op_zeros(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+    def zeros(self, node: fx.Node, a: Arguments) -> object:
         return Number(0.0)
 
-    op_ones_like = op_ones
-    op_new_ones = op_ones
-    op_zeros_like = op_zeros
-    op_new_zeros = op_zeros
-
-    def op_full(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.full.default, aten.full_like.default, aten.new_full.default)
+    def full(self, node: fx.Node, a: Arguments) -> object:
         value = a.get("fill_value")
         return Number(float(value)) if isinstance(value, (bool, int, float)) else None
 
-    op_full_like = op_full
-    op_new_full = op_full
-
-    def op_scalar_tensor(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.scalar_tensor.default)
+    def scalar_tensor(self, node: fx.Node, a: Arguments) -> object:
         return Number(float(a["s"])) if isinstance(a["s"], (bool, int, float)) else None
 
-    def op_tril(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.tril.default)
+    def tril(self, node: fx.Node, a: Arguments) -> object:
         return self._triangle(node, a, lower=True)
 
-    def op_triu(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.triu.default)
+    def triu(self, node: fx.Node, a: Arguments) -> object:
         return self._triangle(node, a, lower=False)
 
     def _triangle(self, node: fx.Node, a: Arguments, *, lower: bool) -> object:
@@ -187,22 +197,28 @@ class MaskRules(IndexRules):
         return None
 
     # --------------------------------------------------------------------------------- comparisons
-    def op_ge(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.ge.Tensor, aten.ge.Scalar)
+    def ge(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "ge", a["self"], a["other"])
 
-    def op_gt(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.gt.Tensor, aten.gt.Scalar)
+    def gt(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "gt", a["self"], a["other"])
 
-    def op_le(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.le.Tensor, aten.le.Scalar)
+    def le(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "le", a["self"], a["other"])
 
-    def op_lt(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.lt.Tensor, aten.lt.Scalar)
+    def lt(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "lt", a["self"], a["other"])
 
-    def op_eq(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.eq.Tensor, aten.eq.Scalar)
+    def eq(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "eq", a["self"], a["other"])
 
-    def op_ne(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.ne.Tensor, aten.ne.Scalar)
+    def ne(self, node: fx.Node, a: Arguments) -> object:
         return self._comparison(node, "ne", a["self"], a["other"])
 
     def _comparison(self, node: fx.Node, op: str, left: object, right: object) -> object:
@@ -228,17 +244,21 @@ class MaskRules(IndexRules):
                 return _conditions(op, difference)
         return self.unknown(node)
 
-    def op_isinf(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.isinf.default)
+    def isinf(self, node: fx.Node, a: Arguments) -> object:
         return self.finite(self.value(a["self"]), infinite=True) or self.unknown(node)
 
-    def op_isnan(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.isnan.default)
+    def isnan(self, node: fx.Node, a: Arguments) -> object:
         return self.finite(self.value(a["self"]), infinite=True) or self.unknown(node)
 
-    def op_isfinite(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.isfinite.default)
+    def isfinite(self, node: fx.Node, a: Arguments) -> object:
         return self.finite(self.value(a["self"]), infinite=False) or self.unknown(node)
 
     # --------------------------------------------------------------------------------------- logic
-    def op_bitwise_not(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.bitwise_not.default, aten.logical_not.default)
+    def bitwise_not(self, node: fx.Node, a: Arguments) -> object:
         x = self.boolean(a["self"])
         if isinstance(x, Elements):
             e = x.single()
@@ -247,22 +267,35 @@ class MaskRules(IndexRules):
             return x.map(lambda e: ZERO if e == ONE else ONE)
         return x.inverted() if isinstance(x, BoolTensor) else self.unknown(node)
 
-    op_logical_not = op_bitwise_not
-
-    def op_bitwise_and(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.bitwise_and.Tensor,
+        aten.bitwise_and.Scalar,
+        aten.bitwise_and.Scalar_Tensor,
+        aten.__and__.Scalar,
+        aten.__and__.Tensor,
+        aten.logical_and.default,
+        aten.bitwise_and_.Tensor,
+        aten.bitwise_and_.Scalar,
+        aten.__iand__.Tensor,
+        aten.__iand__.Scalar,
+    )
+    def bitwise_and(self, node: fx.Node, a: Arguments) -> object:
         return self._logical(node, a, conjunction=True)
 
-    def op_bitwise_or(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.bitwise_or.Tensor,
+        aten.bitwise_or.Scalar,
+        aten.bitwise_or.Scalar_Tensor,
+        aten.__or__.Tensor,
+        aten.__or__.Scalar,
+        aten.logical_or.default,
+        aten.bitwise_or_.Tensor,
+        aten.bitwise_or_.Scalar,
+        aten.__ior__.Tensor,
+        aten.__ior__.Scalar,
+    )
+    def bitwise_or(self, node: fx.Node, a: Arguments) -> object:
         return self._logical(node, a, conjunction=False)
-
-    op___and__ = op_bitwise_and
-    op_logical_and = op_bitwise_and
-    op_bitwise_and_ = op_bitwise_and
-    op___iand__ = op_bitwise_and
-    op___or__ = op_bitwise_or
-    op_logical_or = op_bitwise_or
-    op_bitwise_or_ = op_bitwise_or
-    op___ior__ = op_bitwise_or
 
     def _logical(self, node: fx.Node, a: Arguments, *, conjunction: bool) -> object:
         x, y = self.boolean(a["self"]), self.boolean(a["other"])
@@ -275,7 +308,8 @@ class MaskRules(IndexRules):
         neither = x.inverted().conjunction(y.inverted())
         return neither.inverted() if neither is not None else self.unknown(node)
 
-    def op_any(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.any.default, aten.any.dim, aten.any.dims)
+    def any(self, node: fx.Node, a: Arguments) -> object:
         x = self.boolean(a["self"])
         if (
             not isinstance(x, BoolTensor)

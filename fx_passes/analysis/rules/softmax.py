@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.context import Analysis, Arguments
+from torch_streamkl.fx_passes.analysis.context import Analysis
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.values import (
-    Blocked,
     Elements,
     LogSumExp,
     RowMax,
     Scores,
     Stacked,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+
+aten = torch.ops.aten
 
 
 class SoftmaxRules(Analysis):
     """The part of the recogniser that turns scores into distributions."""
 
-    def op_softmax(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.softmax.int, aten._softmax.default)
+    def softmax(self, node: fx.Node, a: Arguments) -> object:
         return self._softmax_of(node, a, log=False)
 
-    def op_log_softmax(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.log_softmax.int, aten._log_softmax.default)
+    def log_softmax(self, node: fx.Node, a: Arguments) -> object:
         return self._softmax_of(node, a, log=True)
-
-    op__softmax = op_softmax
-    op__log_softmax = op_log_softmax
 
     def _softmax_of(self, node: fx.Node, a: Arguments, *, log: bool) -> object:
         x = self.value(a["self"])
@@ -37,14 +40,15 @@ class SoftmaxRules(Analysis):
             self._stays_blocked(a["self"])
             return None
         dim = a["dim"] % len(x.layout)
-        return elements.softmax(x, dim, self.trained(node), log=log)
+        return elements.softmax(x, dim, log=log)
 
-    def _softmax(self, x: Scores, axis: int, trained: bool, *, log: bool) -> Elements:
+    def _softmax(self, x: Scores, axis: int, *, log: bool) -> Elements:
         dim = lay.axis_dim(x.layout, axis)
         assert dim is not None
-        return elements.softmax(x, dim, trained, log=log)
+        return elements.softmax(x, dim, log=log)
 
-    def op_logsumexp(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.logsumexp.default)
+    def logsumexp(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
         if isinstance(x, Stacked) and [d % (x.items[0].rank + 1) for d in dims] == [x.dim]:
@@ -57,15 +61,16 @@ class SoftmaxRules(Analysis):
         dim = dims[0] % len(x.layout)
         axis = self._axis(x, dim)
         layout = (*x.layout[:dim], *(((),) if a.get("keepdim") else ()), *x.layout[dim + 1 :])
-        return LogSumExp(x.key, axis, self.trained(node), layout)
+        return LogSumExp(x.key, axis, layout)
 
     def _log_probabilities(self, node: fx.Node, x: Scores, y: LogSumExp) -> Elements:
         dim = lay.axis_dim(x.layout, y.axis)
         if x.key != y.scores or dim is None or len(y.layout) != len(x.layout):
             raise Blocked("a log-sum-exp of other scores is subtracted")
-        return elements.softmax(x, dim, self.trained(node), log=True)
+        return elements.softmax(x, dim, log=True)
 
-    def op_amax(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.amax.default)
+    def amax(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         given = a.get("dim", [])
         dims = given if isinstance(given, (list, tuple)) else [given]
@@ -73,7 +78,8 @@ class SoftmaxRules(Analysis):
             return self._no_rule(node, "amax")
         return RowMax(x.key, self._axis(x, dims[0] % len(x.layout)))
 
-    def op_max(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.max.dim)
+    def max_along(self, node: fx.Node, a: Arguments) -> object:
         if "dim" not in a:
             return self._no_rule(node, "max")
-        return self.op_amax(node, a)
+        return self.amax(node, a)

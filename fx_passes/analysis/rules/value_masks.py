@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx
 
 from torch_streamkl.functional import ONE, ZERO, apply
-from torch_streamkl.fx_passes.analysis.context import Arguments
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.masks import AnyKey, BoolTensor, Choice, to_axes
+from torch_streamkl.fx_passes.domain.masks import (
+    AnyKey,
+    BoolTensor,
+    Choice,
+    to_axes,
+)
 from torch_streamkl.fx_passes.domain.values import (
     IMPROBABLE,
     Absent,
-    Blocked,
     Elements,
     Number,
     Rows,
     Scores,
 )
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+
+aten = torch.ops.aten
 
 
 class ValueMaskRules(MaskRules):
     """The part of the recogniser that applies masks."""
 
-    def op_masked_fill(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.masked_fill_.Scalar,
+        aten.masked_fill_.Tensor,
+    )
+    def masked_fill(self, node: fx.Node, a: Arguments) -> object:
         x, mask, value = self.value(a["self"]), self.boolean(a["mask"]), self.value(a["value"])
         if not isinstance(x, (Elements, Scores, Rows)):
             return self.mask_masked_fill(node, a)
@@ -36,8 +50,6 @@ class ValueMaskRules(MaskRules):
         if isinstance(x, Scores):
             return self._filled(x, mask, value.value)
         return self._without(x, mask, value.value, a["mask"])
-
-    op_masked_fill_ = op_masked_fill
 
     def _filled(self, x: Scores, mask: object, fill: float) -> Scores:
         """Scores with ``fill`` where the mask is True."""
@@ -71,7 +83,8 @@ class ValueMaskRules(MaskRules):
             lambda: self._row_factor(x, node, selects=True, keeps=False),
         )
 
-    def op_where(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+    def where(self, node: fx.Node, a: Arguments) -> object:
         if "self" not in a or "other" not in a:
             return self._no_rule(node, "where")
         condition, x, y = (

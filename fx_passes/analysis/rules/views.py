@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.context import Arguments
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice
+from torch_streamkl.fx_passes.domain.masks import (
+    BoolTensor,
+    Choice,
+)
 from torch_streamkl.fx_passes.domain.values import (
-    Blocked,
     Elements,
     Number,
     Parts,
@@ -27,13 +30,21 @@ from torch_streamkl.fx_passes.domain.values import (
     Shifted,
     Stacked,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    is_one,
+    same,
+    shape_of,
+)
+
+aten = torch.ops.aten
 
 
 class ViewRules(MaskRules):
     """The part of the recogniser for what moves values without changing them."""
 
-    def op_getitem(self, node: fx.Node, a: Arguments) -> object:
+    @rule(operator.getitem)
+    def getitem(self, node: fx.Node, a: Arguments) -> object:
         source, index = node.args[0], node.args[1]
         x = self.value(source)
         if isinstance(x, RowMax):
@@ -44,40 +55,45 @@ class ViewRules(MaskRules):
         self._stays_blocked(source)
         return None
 
-    def op_view(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.view_as.default,
+    )
+    def view(self, node: fx.Node, a: Arguments) -> object:
         shape = shape_of(node)
         return self._viewed(node, a["self"], lambda x: lay.reshape(x, shape), "reshape")
 
-    op_reshape = op_view
-    op__unsafe_view = op_view
-    op_flatten = op_view
-    op_unflatten = op_view
-    op_view_as = op_view
-
-    def op_transpose(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.transpose.int)
+    def transpose(self, node: fx.Node, a: Arguments) -> object:
         rank = self.rank[node]
         order = list(range(rank))
         x, y = a["dim0"] % rank, a["dim1"] % rank
         order[x], order[y] = order[y], order[x]
         return self._permuted(node, a["self"], order)
 
-    def op_permute(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.permute.default)
+    def permute(self, node: fx.Node, a: Arguments) -> object:
         return self._permuted(node, a["self"], [d % self.rank[node] for d in a["dims"]])
 
-    def op_t(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.t.default, aten.numpy_T.default)
+    def t(self, node: fx.Node, a: Arguments) -> object:
         return self._permuted(node, a["self"], list(reversed(range(self.rank[node]))))
-
-    op_numpy_T = op_t
 
     def _permuted(self, node: fx.Node, source: fx.Node, order: list[int]) -> object:
         return self._viewed(node, source, lambda x: lay.permute(x, order), "transpose", order)
 
-    def op_unsqueeze(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.unsqueeze.default)
+    def unsqueeze(self, node: fx.Node, a: Arguments) -> object:
         dim = a["dim"] % self.rank[node]
         order = [*range(dim), None, *range(dim, self.rank[node] - 1)]
         return self._viewed(node, a["self"], lambda x: lay.unsqueeze(x, dim), "unsqueeze", order)
 
-    def op_squeeze(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+    def squeeze(self, node: fx.Node, a: Arguments) -> object:
         source = shape_of(a["self"])
         given = a.get("dim")
         dims = (
@@ -87,7 +103,8 @@ class ViewRules(MaskRules):
         order = [d for d in range(len(source)) if d not in dropped]
         return self._viewed(node, a["self"], lambda x: lay.squeeze(x, dropped), "squeeze", order)
 
-    def op_expand(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+    def expand(self, node: fx.Node, a: Arguments) -> object:
         if isinstance(self.value(a["self"]), (Elements, Scores)):
             same_shape = len(shape_of(node)) == self.rank[a["self"]] and all(
                 same(x, y) for x, y in zip(shape_of(node), shape_of(a["self"]), strict=True)
@@ -96,9 +113,6 @@ class ViewRules(MaskRules):
         if isinstance(self.value(a["self"]), Rows):
             return self.value(a["self"])  # a known sum, expanded to divide by it
         return self.mask_expand(node, a["self"])
-
-    op_expand_as = op_expand
-    op_broadcast_to = op_expand
 
     def _viewed(
         self,
@@ -120,16 +134,21 @@ class ViewRules(MaskRules):
             return None
         return self.mask_view(node, source, order)
 
-    def op_contiguous(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.lift_fresh_copy.default,
+        aten.lift_fresh.default,
+    )
+    def contiguous(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         return x if x is not None else self._no_rule(node, "contiguous")
 
-    op_clone = op_contiguous
-    op_alias = op_contiguous
-    op_lift_fresh_copy = op_contiguous
-    op_lift_fresh = op_contiguous
-
-    def op_to(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default
+    )
+    def to(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if (
             isinstance(x, (Elements, Scores, Rows, Shifted))
@@ -140,21 +159,15 @@ class ViewRules(MaskRules):
             return self.mask_cast(node, a["self"])
         return x
 
-    op__to_copy = op_to
-    op_float = op_to
-    op_type_as = op_to
-
-    def op_detach(self, node: fx.Node, a: Arguments) -> object:
-        x = self.value(a["self"])
-        if isinstance(x, Elements):
-            return Elements(x.terms, tuple(p.untrained() for p in x.parts), x.layouts, x.key_dim)
+    @rule(aten.detach.default, aten.detach_.default)
+    def detach(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])  # what detaching does to gradients, the node's own record says
         if isinstance(x, Rows):
             return None
         return x if x is not None else self._no_rule(node, "detach")
 
-    op_detach_ = op_detach
-
-    def op_select(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.select.int)
+    def select(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
             size = shape_of(a["self"])[dim]
@@ -164,7 +177,8 @@ class ViewRules(MaskRules):
             )
         return self.mask_select(node, a)
 
-    def op_slice(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.slice.Tensor)
+    def slice(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a.get("dim", 0) % self.rank[a["self"]]
         if not isinstance(x, (Scores, Elements)):
             return self.mask_slice(node, a)
@@ -174,13 +188,22 @@ class ViewRules(MaskRules):
         start = start + size if isinstance(start, int) and start < 0 else start
         return self._part(x, dim, start, shape_of(node)[dim])
 
-    def op_narrow(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.narrow.default)
+    def narrow(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
             return self._part(x, dim, a["start"], shape_of(node)[dim])
         return self._no_rule(node, "narrow")
 
-    def op_chunk(self, node: fx.Node, a: Arguments) -> object:
+    @rule(
+        aten.chunk.default,
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.tensor_split.sections,
+        aten.tensor_split.indices,
+    )
+    def chunk(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if not isinstance(x, (Scores, Elements)):
             return None
@@ -190,10 +213,6 @@ class ViewRules(MaskRules):
             bounds.append((start, piece.shape[dim]))
             start = start + piece.shape[dim]
         return Parts(x, dim, tuple(bounds))
-
-    op_split = op_chunk
-    op_split_with_sizes = op_chunk
-    op_tensor_split = op_chunk
 
     def _part(self, x: object, dim: int, start: Any, length: Any) -> object:
         if isinstance(x, Scores):
@@ -216,13 +235,14 @@ class ViewRules(MaskRules):
             if distribution.averaged:
                 raise Blocked("part of head-averaged probabilities is used")
             key, changed = change(distribution.scores, layout)
-            parts.append(type(distribution)(key, distribution.axis, distribution.trained))
+            parts.append(type(distribution)(key, distribution.axis))
             layouts.append(changed)
         (key_dim,) = {lay.axis_dim(y, d.axis) for y, d in zip(layouts, parts, strict=True)}
         assert key_dim is not None
         return Elements(x.terms, tuple(parts), tuple(layouts), key_dim)
 
-    def op_index(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.index.Tensor)
+    def index(self, node: fx.Node, a: Arguments) -> object:
         x, indices = self.value(a["self"]), a["indices"]
         if not isinstance(x, (Scores, Elements)):
             return self.mask_index(node, a)
@@ -246,14 +266,16 @@ class ViewRules(MaskRules):
             x, dim, lambda key, layout: scores.selected_rows(key, layout, dim, chosen, rank, count)
         )
 
-    def op_stack(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.stack.default)
+    def stack(self, node: fx.Node, a: Arguments) -> object:
         items = [self.value(n) for n in a["tensors"]]
         elements = tuple(x for x in items if isinstance(x, Elements))
         if items and len(elements) == len(items):
             return Stacked(elements, a.get("dim", 0) % self.rank[node])
         return self._no_rule(node, "stack")
 
-    def op_pad(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.pad.default, aten.constant_pad_nd.default)
+    def pad(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if not isinstance(x, Scores):
             return self._no_rule(node, "pad")
@@ -266,5 +288,3 @@ class ViewRules(MaskRules):
                 f"scores are padded with {value.value:g}, which takes part in the softmax"
             )
         return scores.padded(x, shape_of(node)[-1])
-
-    op_constant_pad_nd = op_pad

@@ -12,20 +12,36 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.context import Analysis, Arguments, named_arguments, op_name
+from torch_streamkl.fx_passes.analysis.context import Analysis
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import axis_dim
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import Number, Scores
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, same, shape_of
+from torch_streamkl.fx_passes.domain.values import (
+    Number,
+    Scores,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    name_of,
+    named_arguments,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    same,
+    shape_of,
+)
+
+aten = torch.ops.aten
 
 
 class WriteRules(Analysis):
     """The part of the recogniser that follows writes to parts of scores."""
 
-    def op_fill_(self, node: fx.Node, a: Arguments) -> object:
+    @rule(aten.fill_.Scalar, aten.fill_.Tensor)
+    def fill_(self, node: fx.Node, a: Arguments) -> object:
         written = self._columns(a["self"])
         value = self.value(a["value"])
         if written is None or not isinstance(value, Number) or value.value != -math.inf:
@@ -45,11 +61,11 @@ class WriteRules(Analysis):
     def _columns(self, view: fx.Node) -> tuple[fx.Node, int, int, int] | None:
         """The tensor, dimension, start and stop that a view of plain indexing takes."""
         found: tuple[int, int, int] | None = None
-        while view.op == "call_function" and op_name(view) in ("select", "slice"):
+        while view.op == "call_function" and name_of(view) in ("select", "slice"):
             a = named_arguments(view)
             source = a["self"]
             dim = a.get("dim", 0) % self.rank[source]
-            size, name = shape_of(source)[dim], op_name(view)
+            size, name = shape_of(source)[dim], name_of(view)
             length = 1 if name == "select" else shape_of(view)[dim]
             if name == "select" or not same(length, size):
                 start = _start(a, name, size)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import Region, storage_of, written_by
-from torch_streamkl.fx_passes.domain.values import Blocked
-from torch_streamkl.fx_passes.reporting.report import location_of
+from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of, storage_of
 
 
 class Aliases:
