@@ -10,19 +10,28 @@ if TYPE_CHECKING:
     from torch_streamkl.fx_passes.backend import inductor_options
     from torch_streamkl.fx_passes.explain import explain
     from torch_streamkl.fx_passes.reporting.report import Report
+    from torch_streamkl.fx_passes.verify import Verification, verify
 
 __all__ = [
     "LinearKL",
     "Report",
+    "Verification",
     "__version__",
     "attention_kl",
     "attention_kl_varlen",
     "explain",
     "inductor_options",
     "linear_kl",
+    "verify",
 ]
 
-_LAZY = {"Report": "reporting.report", "explain": "explain", "inductor_options": "backend"}
+_LAZY = {
+    "Report": "reporting.report",
+    "Verification": "verify",
+    "explain": "explain",
+    "inductor_options": "backend",
+    "verify": "verify",
+}
 
 
 def __getattr__(name: str) -> Any:

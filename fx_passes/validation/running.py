@@ -88,7 +88,7 @@ def run(
 
 def _largest(x: Any) -> float:
     """Largest absolute entry, what masks fill in left out."""
-    if not isinstance(x, Tensor) or not x.numel() or not x.dtype.is_floating_point:
+    if not isinstance(x, Tensor) or not x.numel() or x.dtype not in (*NARROW, torch.float64):
         return 0.0
     size = x.detach().abs()
     return float(torch.where(size < _FILL, size, 0.0).max())
@@ -185,7 +185,7 @@ def _run_node(
     target: Any = node.target
     if wide and name_of(node) in ("_enter_autocast", "_exit_autocast"):
         return None
-    with _default_dtype(torch.float64) if dependent else contextlib.nullcontext():
+    with default_dtype(torch.float64) if dependent else contextlib.nullcontext():
         if dependent:
             args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
         if node.op == "call_method":
@@ -235,7 +235,7 @@ def weights(value: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
