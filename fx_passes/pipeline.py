@@ -81,25 +81,34 @@ from torch_streamkl.fx_passes.reporting.report import (
     Report,
     Site,
 )
+from torch_streamkl.fx_passes.validation.options import CheckOptions
+from torch_streamkl.fx_passes.validation.refusal import Refused, rewrite_checked
 
 log = logging.getLogger("torch_streamkl.rewrite")
 Plans = dict[fx.Node, Plan | str]  # what computes a sum over keys, or why nothing does
 
 
-def rewrite(gm: fx.GraphModule, deterministic: bool = True) -> Report:
+def rewrite(
+    gm: fx.GraphModule, deterministic: bool = True, verify: CheckOptions | None = None
+) -> Report:
     """Rewrite a Dynamo graph module in place and report every KL-like site."""
+    verify = verify or CheckOptions()
     report = Report()
     try:
         for name, child in gm.named_children():
             if not isinstance(child, fx.GraphModule):
                 continue
             if _is_plain_body(gm, name):
-                report.extend(rewrite(child, deterministic))
+                report.extend(rewrite(child, deterministic, verify))
             else:
                 reason = f"it is in the body of {_owner(gm, name)}"
                 report.extend(_left_alone(reason, child.graph))
-        graph = _copied(gm.graph)
-        found = _rewrite_graph(gm, graph, deterministic)
+        graph, found = rewrite_checked(
+            gm,
+            _copied,
+            lambda graph, refused: _rewrite_graph(gm, graph, deterministic, refused),
+            verify,
+        )
         if found.num_fused:
             graph.lint()
             gm.graph = graph
@@ -155,7 +164,9 @@ class Candidate:
     plan: Plan
 
 
-def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph, deterministic: bool) -> Report:
+def _rewrite_graph(
+    gm: fx.GraphModule, graph: fx.Graph, deterministic: bool, refused: Refused
+) -> Report:
     report = Report()
     reason = obstacle(graph)
     if reason:
@@ -182,7 +193,7 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph, deterministic: bool) -> 
     fused: list[tuple[Candidate, Site]] = []
     selections = Selections()
     for candidate in candidates:
-        site = _fuse(candidate, region, trace, aliases, selections)
+        site = _fuse(candidate, region, trace, aliases, selections, refused)
         if site.fused:
             fused.append((candidate, site))
         else:
@@ -193,7 +204,7 @@ def _rewrite_graph(gm: fx.GraphModule, graph: fx.Graph, deterministic: bool) -> 
         shapes_as_sizes(region, sizes, lambda node: Builder(node, mode))
     removed = remove_dead(graph, region.nodes, unused)
     if fused:
-        _replace_attention(trace, recognised, region, aliases)
+        _replace_attention(trace, recognised, region, aliases, refused)
         share_labels(graph, trace, recognised, lambda node: Builder(node, mode))
         sum_in_forward(graph, lambda node: Builder(node, mode))
         removed += remove_dead(graph, region.nodes, unused)
@@ -346,6 +357,7 @@ def _fuse(
     trace: Trace,
     aliases: Aliases,
     selections: Selections,
+    refused: Refused,
 ) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was."""
     node = candidate.node
@@ -355,6 +367,8 @@ def _fuse(
     try:
         value = example(node)
         assert isinstance(value, Tensor)
+        if node.name in refused:
+            raise Blocked(refused[node.name])
         replacement = emit(build, candidate.plan, value, trace.outer)
         aliases.check(build.added)
         mark_site(build.added, node.name)
@@ -362,19 +376,21 @@ def _fuse(
         for added in reversed(build.added):
             node.graph.erase_node(added)
         remedy = remedy_for(str(reason))
-        return Site(False, kind, form, str(reason), location, code, remedy=remedy)
+        return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
     node.replace_all_uses_with(replacement)
-    return Site(True, kind, form, "", location, code)
+    return Site(True, kind, form, "", location, code, node=node.name)
 
 
 def _replace_attention(
-    trace: Trace, recognised: Recogniser, region: Region, aliases: Aliases
+    trace: Trace, recognised: Recogniser, region: Region, aliases: Aliases, refused: Refused
 ) -> None:
     """Attention written by hand, where its map has no other reader, by the fused one."""
     leftovers = Leftovers(trace.outer)
     for inner in trace.graph.nodes:
         value, node = recognised.values.get(inner), trace.outer.get(inner)
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
+            continue
+        if node.name in refused:
             continue
         build = Builder(node, fake_mode_of(region))
         try:
