@@ -18,10 +18,7 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
-    name_of,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import same
 from torch_streamkl.fx_passes.reporting.execution import SITE
 

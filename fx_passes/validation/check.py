@@ -20,12 +20,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
-from torch_streamkl.fx_passes.validation.compare import (
-    Slack,
-    difference,
-    is_informative,
-    rounded,
-)
+from torch_streamkl.fx_passes.validation.compare import Slack, difference, is_informative, rounded
 from torch_streamkl.fx_passes.validation.costs import bytes_allowed, bytes_needed, seconds_needed
 from torch_streamkl.fx_passes.validation.inputs import DRAWS, values_of
 from torch_streamkl.fx_passes.validation.isolation import isolated

@@ -187,7 +187,9 @@ def _meaning(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> Meaning:
         if name in ("cross_entropy", "nll_loss", "cross_entropy_loss"):
             logits = _shape(node.args[0], sizes)
             _at_most(meaning, logits[1 if len(logits) > 1 else 0] if logits else None)
-            meaning.special.add(int(node.kwargs.get("ignore_index", -100)))
+            ignored = node.kwargs.get("ignore_index", -100)
+            if isinstance(ignored, int):
+                meaning.special.add(ignored)
         elif name in ("gather", "take_along_dim", "index_select", "scatter", "index_add"):
             source, dim = _shape(node.args[0], sizes), node.args[1]
             if name == "take_along_dim":
