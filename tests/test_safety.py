@@ -191,7 +191,7 @@ def test_exported_program() -> None:
 # ------------------------------------------------------------------------------------- faults
 STAGES = [
     (rewriting, "obstacle"),
-    (rewriting, "_copied"),
+    (rewriting, "copied"),
     (rewriting, "find_region"),
     (rewriting, "trace_region"),
     (rewriting, "Recogniser"),
