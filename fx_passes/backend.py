@@ -175,6 +175,7 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
         mode=ours["streamkl.verify"],
         max_mib=ours["streamkl.verify_max_mib"],
         max_seconds=ours["streamkl.verify_max_seconds"],
+        version=source_digest(),
     )
 
 

@@ -123,10 +123,10 @@ def _entries(
         return _integers(shape, dtype, uniform(), draw, meaning)
     if sum(n > 1 for n in shape) <= 1:
         # scales, temperatures, row weights, biases: not near 0, since they may be divided by
-        return (0.5 + 1.5 * uniform()).to(dtype)
+        return (0.5 + uniform()).to(dtype)
     normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-    # products along the last dimension have a standard deviation of about 4 at most
-    normal *= min(1.0, 2.0 * shape[-1] ** -0.25)
+    # products along the last dimension have a standard deviation of about 2 at most
+    normal *= min(1.0, 1.4 * shape[-1] ** -0.25)
     return (normal.abs() + 0.01 if draw.positive else normal).to(dtype)
 
 
@@ -188,14 +188,13 @@ def _meaning(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> Meaning:
             logits = _shape(node.args[0], sizes)
             _at_most(meaning, logits[1 if len(logits) > 1 else 0] if logits else None)
             ignored = node.kwargs.get("ignore_index", -100)
-            if isinstance(ignored, int):
-                meaning.special.add(ignored)
+            meaning.special |= {ignored} if isinstance(ignored, int) else set()
         elif name in ("gather", "take_along_dim", "index_select", "scatter", "index_add"):
             source, dim = _shape(node.args[0], sizes), node.args[1]
             if name == "take_along_dim":
                 dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
             _at_most(meaning, source[dim] if source and isinstance(dim, int) else None)
-        elif name == "embedding":
+        elif name in ("embedding", "embedding_bag"):
             weights = [_shape(a, sizes) for a in node.all_input_nodes if a.name not in same]
             _at_most(meaning, weights[0][0] if weights and weights[0] else None)
         elif name == "one_hot":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -25,7 +26,9 @@ def isolated(devices: set[torch.device]) -> Iterator[None]:
         torch.set_grad_enabled(grad),
         torch._dynamo.compiled_autograd._disable(),
         torch.random.fork_rng(devices=cuda),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")  # the program itself will say them
         try:
             yield
         finally:

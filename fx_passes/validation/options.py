@@ -19,6 +19,7 @@ class CheckOptions:
     mode: str = "auto"  # "auto" within the bounds, "always" without them, "never"
     max_mib: float | None = None  # memory of one check; None is a share of what is free
     max_seconds: float = 1.0  # of all checks of a graph, compiling kernels excepted
+    version: str = ""  # of the sources: passes are recorded in Inductor's cache for it
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

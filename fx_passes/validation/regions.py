@@ -64,11 +64,11 @@ def find_region(change: Change, graphs: Comparison) -> Region:
         if not torn:
             break
         computed |= torn
-    ordered = [
-        tuple(n for n in nodes.values() if n in chosen or _sets_state(n))
-        for nodes, chosen in ((graphs.before, before), (graphs.after, after))
-    ]
-    return Region(change, tuple(found), *map(_without_tail, ordered))
+    in_order = (
+        _with_modes(graphs.before.values(), before),
+        _with_modes(graphs.after.values(), after),
+    )
+    return Region(change, tuple(found), *in_order)
 
 
 def replacement_of(change: Change, graphs: Comparison) -> set[fx.Node]:
@@ -99,15 +99,48 @@ def draws_random(node: fx.Node) -> bool:
     return any(word in name for word in RANDOM)
 
 
+def _renormalised(node: fx.Node) -> list[fx.Node]:
+    """The table that an embedding with ``max_norm`` writes to, which no name tells."""
+    if name_of(node) not in ("embedding", "embedding_bag"):
+        return []
+    place = 3 if name_of(node) == "embedding" else 4
+    norm = node.args[place] if len(node.args) > place else node.kwargs.get("max_norm")
+    return node.all_input_nodes if norm is not None else []
+
+
 def _sets_state(node: fx.Node) -> bool:
     """Whether a node changes a mode for those that follow: gradients, autocast."""
     return name_of(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
-def _without_tail(nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-    """Without the changes of modes behind the last operation."""
-    last = max((i for i, n in enumerate(nodes) if not _sets_state(n)), default=-1)
-    return nodes[: last + 1]
+def _with_modes(nodes: Iterable[fx.Node], chosen: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """The chosen nodes in order, and the changes of modes that they run under."""
+    kept: list[fx.Node] = []
+    recording = torch.is_grad_enabled()  # at the start of the graph
+    last: list[bool] = [recording]  # the mode of the operation before
+    for node in nodes:
+        name = name_of(node)
+        if name == "_set_grad_enabled":
+            recording = bool(node.args[0])
+        elif name == "_exit_autocast" and kept and kept[-1] is node.args[0]:
+            kept.pop()
+        elif _sets_state(node):
+            kept.append(node)
+        elif node in chosen:
+            if recording != last[-1]:
+                kept.append(_latest_mode(node, recording))
+                last.append(recording)
+            kept.append(node)
+    while kept and _sets_state(kept[-1]):
+        kept.pop()
+    return tuple(kept)
+
+
+def _latest_mode(node: fx.Node, recording: bool) -> fx.Node:
+    """The last node before this one that sets whether gradients are recorded."""
+    while name_of(node) != "_set_grad_enabled" or node.args[0] is not recording:
+        node = node.prev
+    return node
 
 
 def _walk(start: fx.Node, stops: frozenset[str]) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -184,7 +217,7 @@ def _with_writes(
                 break
             if node in inside or node in added:
                 continue
-            targets = written_by(node)
+            targets = written_by(node) + _renormalised(node)
             if any(storage_of(target) in touched for target in targets):
                 more, met = _walk(node, stops - {node.name})
                 added |= more

@@ -13,11 +13,14 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.validation.options import NotChecked
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
-_CASTS = {"float", "half", "bfloat16"}
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+LOGARITHMS = {"log_softmax", "logsumexp", "cross_entropy", "logaddexp"}  # of exponentials
+EXPONENTIALS = {"exp", "softmax"} | LOGARITHMS
+_FILL = 1e4  # beyond it lie the values of masks
 
 
 @dataclass
@@ -36,11 +39,13 @@ def run(
     deadline: float | None = None,
     *,
     wide: bool = False,
+    noise: torch.Generator | None = None,
 ) -> Result:
     """The value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
 
     What is computed from no floating leaf (masks, positions, tables) keeps its dtype in float64
-    runs too: there a rounding is part of the program.
+    runs too, and so does a cast to a dtype narrower than all leaves: there a rounding is part of
+    the program. With ``noise`` every intermediate result is moved by a rounding of its own dtype.
     """
     env = {name: _fresh(value, wide) for name, value in leaves.items()}
     versions = {n: x._version for n, x in env.items() if isinstance(x, Tensor)}
@@ -49,9 +54,18 @@ def run(
     dependent = _dependent(nodes, leaves) if wide else frozenset[str]()
     values: dict[str, Any] = dict(given)
     last_use = {a.name: n.name for n in nodes for a in n.all_input_nodes}
+    kept = _kept_dtypes(leaves)
     with _modes_restored():
         for node in nodes:
-            values[node.name] = _run_node(node, values, node.name in dependent, wide)
+            made = _run_node(node, values, node.name in dependent, wide, kept)
+            if (
+                noise is not None
+                and node.name in dependent
+                and getattr(made, "dtype", None) not in kept
+            ):
+                given_to = [values.get(a.name) for a in node.all_input_nodes[:1]]
+                made = _rounded_otherwise(made, node, noise, *map(_largest, given_to))
+            values[node.name] = made
             for a in node.all_input_nodes:
                 if last_use[a.name] == node.name and a.name != output and a.name not in leaves:
                     values.pop(a.name, None)
@@ -64,7 +78,58 @@ def run(
         for n, version in versions.items()
         if isinstance(given[n], Tensor) and env[n]._version != version
     }
-    return Result(value.detach() if isinstance(value, Tensor) else value, gradients, written)
+    plain = value.detach() if isinstance(value, Tensor) else value
+    return Result(plain, gradients, written)
+
+
+def _largest(x: Any) -> float:
+    """Largest absolute entry, what masks fill in left out."""
+    if not isinstance(x, Tensor) or not x.numel():
+        return 0.0
+    size = x.detach().abs()
+    return float(torch.where(size < _FILL, size, 0.0).max())
+
+
+def _kept_dtypes(leaves: Mapping[str, Any]) -> frozenset[torch.dtype]:
+    """Dtypes that are coarser than all floating leaves: casts to them are meant to round."""
+    eps = [
+        torch.finfo(x.dtype).eps
+        for x in leaves.values()
+        if isinstance(x, Tensor) and x.dtype.is_floating_point
+    ]
+    return frozenset(d for d in NARROW if eps and torch.finfo(d).eps > max(eps))
+
+
+def _rounded_otherwise(
+    made: Any, node: fx.Node, generator: torch.Generator, largest_input: float = 0.0
+) -> Any:
+    """A new floating tensor with each entry moved by one rounding, up or down.
+
+    What an exponential gives is moved by as much as roundings of its argument do: a streaming
+    operator makes probabilities again as exp(score - normaliser), for two distributions.
+    """
+    value = example(node)
+    if not isinstance(made, Tensor) or not isinstance(value, Tensor):
+        return made
+    memory = storage_of(node)
+    if value.dtype not in (*NARROW, torch.float64) or any(
+        storage_of(a) == memory for a in node.all_input_nodes
+    ):
+        return made
+    draw = torch.randint(
+        0, 2, made.shape, generator=generator, device=generator.device, dtype=torch.int8
+    )
+    sign = (2 * draw - 1).to(made.device, made.dtype)
+    change = made.detach() * sign * torch.finfo(value.dtype).eps
+    name = name_of(node)
+    if name in EXPONENTIALS:
+        exponent = 4 * largest_input * torch.finfo(_accumulated(value.dtype)).eps
+        change += sign * exponent * (1.0 if name in LOGARITHMS else made.detach())
+    return torch.where(made.detach().abs() < _FILL, made + change, made)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _fresh(value: Any, wide: bool) -> Any:
@@ -93,11 +158,21 @@ def _entrance(value: Any) -> Any:
         return value.view_as(value)
 
 
-def _run_node(node: fx.Node, values: Mapping[str, Any], dependent: bool, wide: bool) -> Any:
+def _run_node(
+    node: fx.Node,
+    values: Mapping[str, Any],
+    dependent: bool,
+    wide: bool,
+    kept: frozenset[torch.dtype],
+) -> Any:
+    def widened(x: Any) -> Any:
+        is_narrow = isinstance(x, torch.dtype) and x in NARROW and x not in kept
+        return torch.float64 if is_narrow else x
+
     def look_up(n: fx.Node) -> Any:
         value = values[n.name]
-        if dependent and isinstance(value, Tensor) and value.dtype in NARROW:
-            return value.double()
+        if dependent and isinstance(value, Tensor):
+            return value.to(widened(value.dtype))
         return value
 
     given: Any = fx.map_arg((node.args, node.kwargs), look_up)
@@ -107,15 +182,12 @@ def _run_node(node: fx.Node, values: Mapping[str, Any], dependent: bool, wide: b
         return None
     with _default_dtype(torch.float64) if dependent else contextlib.nullcontext():
         if dependent:
-            args, kwargs = tree_map(_widened, args), tree_map(_widened, kwargs)
+            args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
         if node.op == "call_method":
-            method = "double" if dependent and target in _CASTS else target
+            is_widened = dependent and target in _CASTS and _CASTS[target] not in kept
+            method = "double" if is_widened else target
             return getattr(args[0], method)(*args[1:], **kwargs)
         return target(*args, **kwargs)
-
-
-def _widened(x: Any) -> Any:
-    return torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
 
 
 def _dependent(nodes: Sequence[fx.Node], leaves: Mapping[str, Any]) -> frozenset[str]:
