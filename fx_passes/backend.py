@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-import torch_streamkl
 from torch_streamkl.fx_passes import ddp
+from torch_streamkl.fx_passes.inductor_passes import (
+    JointPass,
+    PreGradPass,
+    chained,
+    rewriting_pass,
+    source_digest,
+    without_ours,
+)
 from torch_streamkl.fx_passes.pipeline import rewrite
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
-from torch_streamkl.registration import WITHOUT_AUTOGRAD
-from torch_streamkl.version import __version__
 
 log = logging.getLogger("torch_streamkl")
 PREFIX = "streamkl."
@@ -71,7 +73,7 @@ def streamkl(
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
-        _rewrite_and_report(gm, ours)
+        rewrite_and_report(gm, ours)
     inner = ours["streamkl.inner"]
     if inner == "eager":
         return gm.forward
@@ -85,16 +87,25 @@ def streamkl(
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
+    # enable() may have set a pass for all graphs: this one is rewritten already
+    before = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
+    patches["pre_grad_custom_pass"] = without_ours(before)
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
 
 def _options_of(compiler: Any) -> dict[str, Any] | None:
-    """Our options of what torch.compile calls, None where that is another backend."""
+    """Our options of what torch.compile calls, None where that does not rewrite."""
     arguments: dict[str, Any] = {}
     while compiler is not streamkl:
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
         if compiler is None:
             return None
+        if isinstance(compiler, torch._TorchCompileInductorWrapper):
+            configured = torch._inductor.config.pre_grad_custom_pass
+            configured = compiler.config.get("pre_grad_custom_pass", configured)
+            found = rewriting_pass(configured)
+            return None if found is None else found.ours
         if isinstance(compiler, functools.partial):  # of explain()
             arguments = {**compiler.keywords, **arguments}
             compiler = compiler.func
@@ -143,7 +154,9 @@ def inductor_options(
     )
     config = torch._inductor.config
     return {
-        "pre_grad_custom_pass": chained(PreGradPass(ours), config.pre_grad_custom_pass),
+        "pre_grad_custom_pass": chained(
+            PreGradPass(ours, rewrite_and_report), config.pre_grad_custom_pass
+        ),
         "joint_custom_pre_pass": chained(JointPass(ours), config.joint_custom_pre_pass),
     }
 
@@ -179,7 +192,7 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
     )
 
 
-def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
+def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours))
     for observer in REPORTS:
         observer(report)
@@ -190,80 +203,4 @@ def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     return report
 
 
-ddp.rewrite_before_split(_options_of, _rewrite_and_report)
-
-
-@functools.cache
-def source_digest() -> str:
-    """Digest of every file of the package: a change of ours must never meet a cached graph.
-
-    A custom operator's backward is part of compiled graphs only by name, so without this a cached
-    graph would silently keep computing yesterday's gradient.
-    """
-    roots = (Path(torch_streamkl.__file__).parent, Path(__file__).parent)
-    return " ".join([__version__, *(digest_of(root) for root in roots)])
-
-
-def digest_of(root: Path) -> str:
-    """Digest of names and contents of all files below a directory, compiled bytecode excepted."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
-        digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def cache_key(ours: dict[str, Any]) -> str:
-    """What a compiled graph depends on beside the graph: our sources and our options."""
-    return f"torch_streamkl {source_digest()} {sorted(ours.items())}"
-
-
-class JointPass(CustomGraphPass):
-    """Calls our operators without autograd; its uuid is in the FX and AOTAutograd cache keys."""
-
-    def __init__(self, ours: dict[str, Any]) -> None:
-        self.ours = ours
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.op == "call_function":
-                node.target = WITHOUT_AUTOGRAD.get(node.target, node.target)
-
-    def uuid(self) -> str:
-        return cache_key(self.ours)
-
-
-class PreGradPass(CustomGraphPass):
-    """The rewrite as Inductor's pre-grad pass."""
-
-    def __init__(self, ours: dict[str, Any]) -> None:
-        self.ours = ours
-
-    def __call__(self, graph: fx.Graph) -> None:
-        assert graph.owning_module is not None
-        _rewrite_and_report(graph.owning_module, self.ours)
-
-    def uuid(self) -> str:
-        return cache_key(self.ours)
-
-
-class Chained(CustomGraphPass):
-    """Passes that run one after the other; not cached when one of them has no uuid."""
-
-    def __init__(self, passes: Sequence[Any]) -> None:
-        self.passes = tuple(passes)
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for each in self.passes:
-            each(graph)
-
-    def uuid(self) -> Any:
-        keys = tuple(each.uuid() if hasattr(each, "uuid") else None for each in self.passes)
-        return None if None in keys else keys
-
-
-def chained(ours: CustomGraphPass, users: Any) -> CustomGraphPass:
-    """What the user configured (nothing, a pass, or a list of passes), then ours."""
-    if users is None:
-        return ours
-    return Chained([*(users if isinstance(users, (list, tuple)) else [users]), ours])
+ddp.rewrite_before_split(_options_of, rewrite_and_report)

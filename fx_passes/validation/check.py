@@ -109,6 +109,8 @@ def _check_region(
     if any(draws_random(n) for n in (*region.before, *region.after) if not is_leaf(n)):
         raise NotChecked("it draws random numbers")
     devices = {x.device for n in region.before if isinstance(x := example(n), Tensor)}
+    if any(device.type == "meta" for device in devices):
+        raise NotChecked("tensors on the meta device have no values")
     sizes = _affordable_sizes(region, graph, devices, options, deadline)
     fingerprint = Fingerprint(region, sizes, owner)
     if passed_before(fingerprint, options):
