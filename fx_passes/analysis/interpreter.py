@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
 from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.fitting import fitted
 from torch_streamkl.fx_passes.domain.masks import Affine
 from torch_streamkl.fx_passes.domain.values import (
     Number,
@@ -135,7 +136,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         value = rule(self, node, named_arguments(node))
         if isinstance(value, Scores) and value.key.dtype is None:
             value = value.with_key(dtype=self._dtype_of(node))
-        return value
+        tensor = node.meta.get("val")
+        return fitted(value, tensor.shape) if isinstance(tensor, Tensor) else value
 
     def _differs_in_gradient(self, a: fx.Node, b: fx.Node) -> bool:
         return self.trained(a) != self.trained(b)

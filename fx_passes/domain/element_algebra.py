@@ -16,6 +16,7 @@ from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, cons
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.layout import (
     Layout,
+    Shape,
     axis_dim,
 )
 from torch_streamkl.fx_passes.domain.masks import (
@@ -45,21 +46,22 @@ from torch_streamkl.fx_passes.domain.values import (
     within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product, same
 
 
 def softmax(scores: Scores, dim: int, trained: bool, *, log: bool) -> Elements:
     """Probabilities (or their logarithms) along a dimension of the scores."""
-    distribution = _distribution(scores, dim, trained)
-    return Elements(
-        (Term(log_prob(0) if log else prob(0)),), (distribution,), (scores.layout,), dim
-    )
+    return _elements(log_prob(0) if log else prob(0), scores, dim, trained)
 
 
 def raw_scores(scores: Scores, dim: int, trained: bool) -> Elements:
     """The scores themselves as log-probability + log-sum-exp."""
-    distribution = _distribution(scores, dim, trained)
-    return Elements((Term(log_prob(0) + lse(0)),), (distribution,), (scores.layout,), dim)
+    return _elements(log_prob(0) + lse(0), scores, dim, trained)
+
+
+def _elements(expr: Expr, scores: Scores, dim: int, trained: bool) -> Elements:
+    distribution, shape = _distribution(scores, dim, trained), lay.sizes_of(scores.layout)
+    return Elements((Term(expr),), (distribution,), (scores.layout,), dim, shape)
 
 
 def _distribution(scores: Scores, dim: int, trained: bool) -> Distribution:
@@ -72,11 +74,14 @@ def _distribution(scores: Scores, dim: int, trained: bool) -> Distribution:
 
 
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
-    """Both values over one list of distributions and one rank."""
+    """Both values over one list of distributions and one shape, that of the two broadcast."""
     rank = max(a.rank, b.rank)
     a, b = with_rank(a, rank), with_rank(b, rank)
     if a.key_dim != b.key_dim:
         raise Blocked("two distributions over different dimensions are combined")
+    shape = lay.broadcast(a.shape, b.shape)
+    if shape is None:
+        raise Blocked("two distributions whose sizes are not known to be equal are combined")
     parts, layouts = list(a.parts), list(a.layouts)
     number: dict[int, int] = {}
     for k, (distribution, layout) in enumerate(zip(b.parts, b.layouts, strict=True)):
@@ -89,7 +94,7 @@ def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
             parts.append(distribution)
             layouts.append(layout)
     b_terms = tuple(replace(t, expr=renumbered(t.expr, number)) for t in b.terms)
-    common = (tuple(parts), tuple(layouts), a.key_dim)
+    common = (tuple(parts), tuple(layouts), a.key_dim, shape)
     return Elements(a.terms, *common), Elements(b_terms, *common)
 
 
@@ -98,7 +103,10 @@ def with_rank(a: Elements, rank: int) -> Elements:
     if extra == 0:
         return a
     return replace(
-        a, layouts=tuple(((),) * extra + x for x in a.layouts), key_dim=a.key_dim + extra
+        a,
+        layouts=tuple(((),) * extra + x for x in a.layouts),
+        key_dim=a.key_dim + extra,
+        shape=(1,) * extra + a.shape,
     )
 
 
@@ -248,7 +256,7 @@ def masked_after(
     distribution, and no other may lack a key that they keep, or part of every distribution's mask:
     see NOTE [Masks after the softmax] in planning/masks.py. Anything else changes the sum.
     """
-    conditions = [_conditions(mask, layout, node_rank) for layout in a.layouts]
+    conditions = [_conditions(mask, layout, a.shape, node_rank) for layout in a.layouts]
     own = [d.scores.mask or frozenset() for d in a.parts]
     beyond = [c - known for c, known in zip(conditions, own, strict=True)]
     if not _on_keys(a, conditions) or (any(beyond) and not _on_keys(a, beyond)):
@@ -271,7 +279,14 @@ def masked_after(
     return a.map(lambda e: apply("where", condition, e, ZERO))
 
 
-def _conditions(mask: BoolTensor, layout: Layout, node_rank: Mapping[fx.Node, int]) -> Mask:
+def _conditions(
+    mask: BoolTensor, layout: Layout, shape: Shape, node_rank: Mapping[fx.Node, int]
+) -> Mask:
+    if mask.rank > len(shape):
+        raise Blocked("a mask with more dimensions is applied after the softmax")
+    indexed = mask.raised(len(shape)).indexed_dims()
+    if any(layout[d] == () and not is_one(shape[d]) for d in indexed):
+        raise Blocked("a mask varies along a dimension that a distribution is broadcast along")
     found = to_axes(mask, layout, node_rank)
     if found is None:
         raise Blocked(
@@ -301,16 +316,19 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
         raise Blocked(f"{what} that touches the keys")
     (key_dim,) = key_dims
     assert key_dim is not None
-    return replace(a, layouts=tuple(layouts), key_dim=key_dim)
+    shape: Shape | None = lay.sizes_of(layouts[0])
+    for layout in layouts[1:]:
+        shape = None if shape is None else lay.broadcast(shape, lay.sizes_of(layout))
+    if shape is None:
+        raise Blocked(f"{what} of distributions whose sizes are not known to be equal")
+    return replace(a, layouts=tuple(layouts), key_dim=key_dim, shape=shape)
 
 
-def reduced(
-    a: Elements, dims: Sequence[int], keepdim: bool, mean: bool, shape: Sequence[Size]
-) -> Rows | Elements:
+def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Rows | Elements:
     """sum or mean over dimensions: rows if the keys are among them, else averaged ones."""
     if a.key_dim not in dims:
         return averaged(a, dims, keepdim, mean)
-    divisors = tuple(shape[d] for d in dims) if mean else ()
+    divisors = tuple(a.shape[d] for d in dims) if mean else ()
     terms, offsets, constant = [], [], 0.0
     share = _share_within(a)
     if share is not None and tuple(dims) == (a.key_dim,):
@@ -322,12 +340,19 @@ def reduced(
             raise Blocked("row weights on a log-sum-exp")
         if expr != ZERO:
             terms.append(replace(term, expr=expr))
-        offsets += [(a.parts[k], c) for k, c in term_offsets]
+        offsets += [(_lse_of(a, k), c) for k, c in term_offsets]
         constant += term_constant
     if (offsets or constant) and tuple(dims) != (a.key_dim,):
         raise Blocked("a log-sum-exp is summed over rows together with the keys")
     elements = replace(a, terms=tuple(terms))
     return Rows(elements, tuple(sorted(dims)), keepdim, 1.0, divisors, tuple(offsets), constant)
+
+
+def _lse_of(a: Elements, k: int) -> LogSumExp:
+    """The log-sum-exp of a part's scores, in the dimensions of the elements."""
+    part = a.parts[k]
+    layout = lay.without(a.layouts[k], a.key_dim)
+    return LogSumExp(part.scores, part.axis, part.trained, layout)
 
 
 def _share_within(a: Elements) -> float | None:
@@ -399,21 +424,30 @@ def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Ele
     pieces = tuple(p for d in dims for p in layout[d])
     if distribution.averaged:
         raise Blocked("probabilities are averaged twice")
-    count = lay.dim_size(pieces)
+    count = product(a.shape[d] for d in dims)
     if not isinstance(count, int):
         raise Blocked("probabilities are averaged over a dimension of unknown size")
     kept = tuple(() if d in dims else x for d, x in enumerate(layout) if keepdim or d not in dims)
+    sizes = tuple(1 if d in dims else x for d, x in enumerate(a.shape) if keepdim or d not in dims)
     mixed = replace(distribution, averaged=pieces)
     key_dim = a.key_dim if keepdim else a.key_dim - sum(d < a.key_dim for d in dims)
     expr = prob(0) if mean else const(float(count)) * prob(0)
-    return Elements((Term(expr),), (mixed,), (kept,), key_dim)
+    return Elements((Term(expr),), (mixed,), (kept,), key_dim, sizes)
 
 
 def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
-    """a + sign * b, both summed over the same dimensions of tensors of one layout."""
-    b = b.scaled(sign)
-    if (a.reduced, a.keepdim) != (b.reduced, b.keepdim) or len(a.divisors) != len(b.divisors):
+    """a + sign * b, both summed over the same axes and divided by the same sizes.
+
+    The rows that are left may be broadcast; what was summed over may not: a sum over a dimension
+    counts its extent.
+    """
+    rank = max(a.elements.rank, b.elements.rank)
+    a, b = _rows_with_rank(a, rank), _rows_with_rank(b.scaled(sign), rank)
+    extents = [tuple(r.elements.shape[d] for d in r.reduced) for r in (a, b)]
+    if (a.reduced, a.keepdim) != (b.reduced, b.keepdim) or not all(map(same, *extents)):
         raise Blocked("two sums over different dimensions are added")
+    if not same(product(a.divisors), product(b.divisors)):
+        raise Blocked("two sums that are divided by different sizes are added")
     x, y = aligned(a.elements, b.elements)
     x = x.map(lambda e: const(a.weight) * e)
     y = y.map(lambda e: const(b.weight) * e)
@@ -430,18 +464,40 @@ def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
     )
 
 
+def _rows_with_rank(rows: Rows, rank: int) -> Rows:
+    """The rows of elements that have leading dimensions of size 1 added."""
+    extra = rank - rows.elements.rank
+    if extra == 0:
+        return rows
+    offsets = tuple((replace(x, layout=((),) * extra + x.layout), c) for x, c in rows.offsets)
+    return replace(
+        rows,
+        elements=with_rank(rows.elements, rank),
+        reduced=tuple(d + extra for d in rows.reduced),
+        offsets=offsets,
+    )
+
+
 def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
     """rows + sign * log-sum-exp."""
-    if rows.reduced != (rows.elements.key_dim,) or rows.divisors:
+    elements, layout = rows.elements, value.layout
+    if rows.reduced != (elements.key_dim,) or rows.divisors:
         raise Blocked("a log-sum-exp is added to a sum over more than the keys")
-    added = ((Distribution(value.scores, value.axis, value.trained), sign),)
-    return replace(rows, offsets=_added(rows.offsets, added))
+    if not rows.keepdim:  # the rows' dimensions in those of their elements
+        placed = lay.with_rank(layout, elements.rank - 1)
+        layout = placed if placed is None else lay.unsqueeze(placed, elements.key_dim)
+    else:
+        layout = lay.with_rank(layout, elements.rank)
+    shape = (*elements.shape[: elements.key_dim], 1, *elements.shape[elements.key_dim + 1 :])
+    if layout is None or not lay.broadcasts_to(layout, shape):
+        raise Blocked("a log-sum-exp of other rows is added to a sum over keys")
+    return replace(rows, offsets=_added(rows.offsets, ((replace(value, layout=layout), sign),)))
 
 
 def _added(
-    a: tuple[tuple[Distribution, float], ...], b: tuple[tuple[Distribution, float], ...]
-) -> tuple[tuple[Distribution, float], ...]:
-    sums: dict[Distribution, float] = {}
-    for distribution, c in (*a, *b):
-        sums[distribution] = sums.get(distribution, 0.0) + c
-    return tuple((d, c) for d, c in sums.items() if c != 0.0)
+    a: tuple[tuple[LogSumExp, float], ...], b: tuple[tuple[LogSumExp, float], ...]
+) -> tuple[tuple[LogSumExp, float], ...]:
+    sums: dict[LogSumExp, float] = {}
+    for x, c in (*a, *b):
+        sums[x] = sums.get(x, 0.0) + c
+    return tuple((x, c) for x, c in sums.items() if c != 0.0)

@@ -22,6 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     expression,
     same,
+    shape_of,
 )
 
 
@@ -103,6 +104,11 @@ class BoolTensor:
             (literal,) = self.literals
             return replace(self, literals=frozenset({literal.negated()}))
         return replace(self, negative=not self.negative)
+
+    def indexed_dims(self) -> set[int]:
+        """Dimensions whose index the conditions read."""
+        linear = [x for x in self.literals if isinstance(x, Linear)]
+        return {d for x in linear for d, c in enumerate(x.coefficients) if c != 0}
 
     def conjunction(self, other: BoolTensor) -> BoolTensor | None:
         """Both hold; None when that is not a conjunction of literals."""
@@ -250,6 +256,8 @@ def _to_axes(
     for dim, source in enumerate(literal.dims):
         if source is not None:
             dims[source] = layout[dim]
+            if not same(dim_size(layout[dim]), shape_of(literal.node)[source]):
+                return None  # the mask has more entries than what it is applied to
     return AxisTensor(literal.node, tuple(dims), literal.positive)
 
 

@@ -90,6 +90,9 @@ def scores_of_einsum(
         raise Blocked(f"einsum '{equation}' sums a label of one operand only")
     if not summed:
         raise Blocked(f"einsum '{equation}' contracts nothing")
+    sizes = [dict(zip(t, shape_of(x), strict=True)) for t, x in zip(labels, operands, strict=True)]
+    if not all(same(sizes[0][c], sizes[1][c]) for c in summed):
+        raise Blocked(f"einsum '{equation}' broadcasts a label that it contracts")
     dims: dict[str, Dim] = {
         c: () if is_one(size) else (Piece(d, size),)
         for d, (c, size) in enumerate(zip(out, out_shape, strict=True))
@@ -147,6 +150,8 @@ def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
     layout = probabilities.layouts[0]
     batch = layout[rank - len(shape) : -2]
     dims = [() if is_one(size) else dim for dim, size in zip(batch, shape[:-2], strict=True)]
+    if not lay.has_shape((*dims, layout[-1]), shape[:-1]):
+        return None  # the values have a batch that the probabilities are broadcast along
     operand = Operand(values, (*dims, layout[-1], (Piece(CONTRACTED, shape[-1]),)))
     return Attention(probabilities, peeled(operand))
 

@@ -11,6 +11,7 @@ from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
+    ExpSum,
     LogSumExp,
     RowMax,
     Scores,
@@ -19,6 +20,12 @@ from torch_streamkl.fx_passes.domain.values import (
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten
+
+
+def is_reduction_of(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
+    """Whether every entry of the scores meets its own row's value: the same axes, in place."""
+    dim, layout = lay.axis_dim(x.layout, y.axis), lay.with_rank(y.layout, len(x.layout))
+    return x.key == y.scores and dim is not None and layout == lay.without(x.layout, dim)
 
 
 class SoftmaxRules(Analysis):
@@ -65,7 +72,7 @@ class SoftmaxRules(Analysis):
 
     def _log_probabilities(self, node: fx.Node, x: Scores, y: LogSumExp) -> Elements:
         dim = lay.axis_dim(x.layout, y.axis)
-        if x.key != y.scores or dim is None or len(y.layout) != len(x.layout):
+        if dim is None or not is_reduction_of(x, y):
             raise Blocked("a log-sum-exp of other scores is subtracted")
         return elements.softmax(x, dim, self.trained(node), log=True)
 
@@ -76,7 +83,8 @@ class SoftmaxRules(Analysis):
         dims = given if isinstance(given, (list, tuple)) else [given]
         if not isinstance(x, Scores) or len(dims) != 1 or not a.get("keepdim"):
             return self._no_rule(node, "amax")
-        return RowMax(x.key, self._axis(x, dims[0] % len(x.layout)))
+        dim = dims[0] % len(x.layout)
+        return RowMax(x.key, self._axis(x, dim), lay.without(x.layout, dim))
 
     @rule(aten.max.dim)
     def max_along(self, node: fx.Node, a: Arguments) -> object:
