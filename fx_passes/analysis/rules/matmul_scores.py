@@ -25,13 +25,18 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     is_one,
+    product,
     quotient,
     same,
     shape_of,
 )
+
+REINTERPRETED = torch.ops.aten.view.dtype
+REPEATED_EQUALLY = torch.ops.aten.repeat_interleave.self_int
 
 
 def scores_of_matmul(
@@ -180,7 +185,7 @@ def _below(operand: Operand) -> Operand | None:
         return None
     shape, rank = shape_of(source), len(shape_of(node))
     found: Layout | None = None
-    match _op_name(node):
+    match name_of(node):
         case "transpose":
             a, b = (int(d) % rank for d in arguments[:2])
             order = list(range(rank))
@@ -190,7 +195,7 @@ def _below(operand: Operand) -> Operand | None:
             order = [int(d) % rank for d in arguments[0]]
             found = tuple(layout[order.index(d)] for d in range(rank))
         case "t" | "numpy_T" | "mT" | "adjoint":
-            reversed_all = _op_name(node) == "numpy_T"
+            reversed_all = name_of(node) == "numpy_T"
             order = (
                 list(reversed(range(rank)))
                 if reversed_all
@@ -206,22 +211,19 @@ def _below(operand: Operand) -> Operand | None:
             found = _unexpanded(layout, shape)
         case "slice" if all(map(same, shape, shape_of(node))):
             found = layout  # x[:, None] takes whole slices where sizes are symbolic
-        case "view" | "reshape" | "_unsafe_view" | "flatten":
+        case "view" | "reshape" | "_unsafe_view" | "flatten" if node.target != REINTERPRETED:
             found = lay.reshape(layout, shape)
-        case "repeat_interleave":
+        case "repeat_interleave" if node.target == REPEATED_EQUALLY:
             found = _without_repeats(layout, shape)
-    if found is None or len(found) != len(shape):
+    if found is None or not lay.has_shape(found, shape) or not _contracts_alike(layout, found):
         return None
     return Operand(source, found)
 
 
-def _op_name(node: fx.Node) -> str:
-    target = node.target
-    return (
-        target._schema.name.partition("::")[2]
-        if isinstance(target, torch._ops.OpOverload)
-        else str(target)
-    )
+def _contracts_alike(layout: Layout, below: Layout) -> bool:
+    """Whether products are still summed over as many entries: those of a repeated one count."""
+    contracted = [[p.size for d in x for p in d if p.axis < 0] for x in (layout, below)]
+    return same(*(product(sizes) for sizes in contracted))
 
 
 def _is_upcast(source: fx.Node, node: fx.Node) -> bool:
@@ -239,6 +241,8 @@ def _unexpanded(layout: Layout, shape: Sequence[Size]) -> Layout:
 
 def _without_repeats(layout: Layout, shape: Sequence[Size]) -> Layout | None:
     """Below repeat_interleave: each dimension keeps the leading digit of its axis."""
+    if len(layout) != len(shape):
+        return None
     result: list[Dim] = []
     for dim, size in zip(layout, shape, strict=True):
         if same(lay.dim_size(dim), size):
