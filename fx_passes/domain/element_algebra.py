@@ -497,7 +497,11 @@ def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
 def _added(
     a: tuple[tuple[LogSumExp, float], ...], b: tuple[tuple[LogSumExp, float], ...]
 ) -> tuple[tuple[LogSumExp, float], ...]:
-    sums: dict[LogSumExp, float] = {}
-    for x, c in (*a, *b):
-        sums[x] = sums.get(x, 0.0) + c
-    return tuple((x, c) for x, c in sums.items() if c != 0.0)
+    sums = list(a)
+    for x, c in b:
+        known = next((i for i, (y, _) in enumerate(sums) if x == y), None)
+        if known is None:
+            sums.append((x, c))
+        else:
+            sums[known] = (x, sums[known][1] + c)
+    return tuple((x, c) for x, c in sums if c != 0.0)
