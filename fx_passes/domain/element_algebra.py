@@ -49,28 +49,28 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product, same
 
 
-def softmax(scores: Scores, dim: int, trained: bool, *, log: bool) -> Elements:
+def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
     """Probabilities (or their logarithms) along a dimension of the scores."""
-    return _elements(log_prob(0) if log else prob(0), scores, dim, trained)
+    return _elements(log_prob(0) if log else prob(0), scores, dim)
 
 
-def raw_scores(scores: Scores, dim: int, trained: bool) -> Elements:
+def raw_scores(scores: Scores, dim: int) -> Elements:
     """The scores themselves as log-probability + log-sum-exp."""
-    return _elements(log_prob(0) + lse(0), scores, dim, trained)
+    return _elements(log_prob(0) + lse(0), scores, dim)
 
 
-def _elements(expr: Expr, scores: Scores, dim: int, trained: bool) -> Elements:
-    distribution, shape = _distribution(scores, dim, trained), lay.sizes_of(scores.layout)
+def _elements(expr: Expr, scores: Scores, dim: int) -> Elements:
+    distribution, shape = _distribution(scores, dim), lay.sizes_of(scores.layout)
     return Elements((Term(expr),), (distribution,), (scores.layout,), dim, shape)
 
 
-def _distribution(scores: Scores, dim: int, trained: bool) -> Distribution:
+def _distribution(scores: Scores, dim: int) -> Distribution:
     pieces = scores.layout[dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("softmax over a dimension that is not one axis of the scores")
     if scores.key.padded not in (None, pieces[0].axis):
         raise Blocked("softmax over the rows of padded scores")
-    return Distribution(scores.key, pieces[0].axis, trained)
+    return Distribution(scores.key, pieces[0].axis)
 
 
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
@@ -352,7 +352,7 @@ def _lse_of(a: Elements, k: int) -> LogSumExp:
     """The log-sum-exp of a part's scores, in the dimensions of the elements."""
     part = a.parts[k]
     layout = lay.without(a.layouts[k], a.key_dim)
-    return LogSumExp(part.scores, part.axis, part.trained, layout)
+    return LogSumExp(part.scores, part.axis, layout)
 
 
 def _share_within(a: Elements) -> float | None:

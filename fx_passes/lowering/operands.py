@@ -17,10 +17,9 @@ from torch_streamkl.fx_passes.domain.layout import (
     Layout,
     Piece,
 )
+from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     Factor,
-    Operand,
-    Step,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
@@ -56,7 +55,7 @@ def shape(node: fx.Node) -> Sequence[Size]:
 
 def canonical(
     build: Builder,
-    operand: Operand,
+    operand: TensorRef,
     side: int,
     geometry: Geometry,
     tensors: Sequence[fx.Node],
@@ -68,10 +67,10 @@ def canonical(
 ) -> fx.Node:
     """An operand as [batch, heads, rows or keys, head_dim]."""
     own = geometry.side(side)
-    x = _source(build, operand, own, outer)
+    x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry)
     places = _places(geometry, own, pieces, is_keys=is_keys)
-    if not any(f.layout for f in factors):  # which are placed digit by digit
+    if not any(f.tensor.layout for f in factors):  # which are placed digit by digit
         pieces, places = _merged(pieces, places)
     x = _reshaped(build, x, [p.size for p in pieces], tensors)
     slots = [p.slot for p in pieces]
@@ -89,14 +88,14 @@ def canonical(
 
 def weight(
     build: Builder,
-    operand: Operand,
+    operand: TensorRef,
     side: int,
     geometry: Geometry,
     outer: Mapping[fx.Node, fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node:
     """An operand that holds keys only, as [keys, width]."""
-    x = _source(build, operand, geometry.side(side), outer)
+    x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry)
     places = [Place(kind, p.slot, p.size) for kind in ("key", "dim") for p in _of(kind, pieces)]
     pieces, places = _merged(pieces, places)
@@ -110,14 +109,12 @@ def weight(
     return x if _dtype(x) == dtype else build.method("to", x, dtype)
 
 
-def _source(
-    build: Builder, operand: Operand, own: SideGeometry, outer: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """The user's tensor of an operand, narrowed and detached as its scores are."""
-    x = outer_node(operand.node, outer)
-    for step in operand.steps:
+def materialise(build: Builder, tensor: TensorRef, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The part of the user's tensor that a reference stands for, detached where it has to be."""
+    x = outer_node(tensor.node, outer)
+    for step in tensor.steps:
         x = _with_step(build, x, step, outer)
-    return x if own.distribution.trained or not _requires_grad(x) else build.method("detach", x)
+    return x if tensor.grad or not _requires_grad(x) else build.method("detach", x)
 
 
 @dataclass(frozen=True)
@@ -299,9 +296,9 @@ def _with_factors(
     """The queries times tensors that multiply all scores: scalars, or one value per row."""
     dtype = _dtype(x)
     for factor in factors:
-        node = outer_node(factor.node, outer)
-        if factor.layout:
-            node = _placed(build, node, factor.layout, slots, side, geometry)
+        node = materialise(build, factor.tensor, outer)
+        if factor.tensor.layout:
+            node = _placed(build, node, factor.tensor.layout, slots, side, geometry)
         x = build.call(torch.div if factor.divides else torch.mul, x, node)
         if _dtype(x) != dtype:
             x = build.method("to", x, dtype)

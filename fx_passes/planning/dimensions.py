@@ -32,9 +32,9 @@ from torch_streamkl.fx_passes.domain.layout import (
     Piece,
     axes_of,
 )
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     Distribution,
-    Operand,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import (
@@ -60,8 +60,8 @@ class SideGeometry:
     """One side of the call."""
 
     distribution: Distribution
-    rows: Operand  # the operand with the query rows
-    keys: Operand  # the operand with the keys
+    rows: TensorRef  # the operand with the query rows
+    keys: TensorRef  # the operand with the keys
     kinds: tuple[str, ...]  # per digit: which operand varies along it
     averaged: tuple[Piece, ...] = ()  # digits of the heads it is averaged over, in operator order
 
@@ -111,7 +111,7 @@ def geometry(
     student: Distribution,
     student_layout: Layout,
     key_dim: int,
-    others: Sequence[Operand] = (),
+    others: Sequence[TensorRef] = (),
 ) -> Geometry:
     """Geometry of the pair, or Blocked; ``others`` are further operands of the student's side."""
     num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
@@ -170,7 +170,7 @@ def _digits(dim: int, t: Dim, s: Dim) -> list[Digit]:
     return result
 
 
-def _refined(digit: Digit, operands: Sequence[Sequence[Operand]]) -> list[Digit]:
+def _refined(digit: Digit, operands: Sequence[Sequence[TensorRef]]) -> list[Digit]:
     """The digit split where an operand of a side has only a part of it."""
     for piece, held in zip(digit.pieces, operands, strict=True):
         inner = None if piece is None else _cut(piece, held)
@@ -184,7 +184,7 @@ def _refined(digit: Digit, operands: Sequence[Sequence[Operand]]) -> list[Digit]
     return [digit]
 
 
-def _cut(piece: Piece, operands: Sequence[Operand]) -> Size | None:
+def _cut(piece: Piece, operands: Sequence[TensorRef]) -> Size | None:
     """Size of the trailing part of a digit that some operand has without the rest, or lacks."""
     end = piece.stride * piece.size
     held = [p for o in operands for d in o.layout for p in d if p.axis == piece.axis]
@@ -210,7 +210,7 @@ def _last(piece: Piece | None, inner: Size) -> Piece | None:
     return None if piece is None else Piece(piece.axis, inner, piece.stride)
 
 
-def _averaged(distribution: Distribution, operands: Sequence[Operand]) -> tuple[Piece, ...]:
+def _averaged(distribution: Distribution, operands: Sequence[TensorRef]) -> tuple[Piece, ...]:
     """The digits of an average, those that the keys have first: the rest is left to grouping."""
     pieces = [
         part.pieces[0]
@@ -221,7 +221,7 @@ def _averaged(distribution: Distribution, operands: Sequence[Operand]) -> tuple[
     return tuple(sorted((p for p in pieces if p is not None), key=lambda p: not _has(keys, p)))
 
 
-def _operands(distribution: Distribution) -> tuple[Operand, Operand]:
+def _operands(distribution: Distribution) -> tuple[TensorRef, TensorRef]:
     """The operands with the query rows and with the keys."""
     key = distribution.scores
     holders = [o for o in (key.lhs, key.rhs) if distribution.axis in axes_of(o.layout)]
@@ -232,7 +232,7 @@ def _operands(distribution: Distribution) -> tuple[Operand, Operand]:
 
 
 def _kinds(
-    operands: tuple[Operand, Operand], digits: Sequence[Digit], side: int
+    operands: tuple[TensorRef, TensorRef], digits: Sequence[Digit], side: int
 ) -> tuple[str, ...]:
     rows, keys = operands
     names = {(True, True): BOTH, (True, False): ROW_ONLY, (False, True): KEY_ONLY}
@@ -242,7 +242,7 @@ def _kinds(
     )
 
 
-def _has(operand: Operand, piece: Piece) -> bool:
+def _has(operand: TensorRef, piece: Piece) -> bool:
     """Whether an operand varies along a digit of an axis."""
     return any(p.axis == piece.axis and _overlaps(p, piece) for d in operand.layout for p in d)
 

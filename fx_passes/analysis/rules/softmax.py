@@ -9,6 +9,7 @@ from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.tensor_ref import same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     ExpSum,
@@ -23,9 +24,19 @@ aten = torch.ops.aten
 
 
 def is_reduction_of(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
-    """Whether every entry of the scores meets its own row's value: the same axes, in place."""
+    """Whether every entry of the scores meets its own row's value."""
+    return x.key == y.scores and _meets_rows(x, y)
+
+
+def is_shift_of(x: Scores, y: RowMax) -> bool:
+    """The same for a maximum, whose gradient does not matter."""
+    return same_numbers(x.key, y.scores) and _meets_rows(x, y)
+
+
+def _meets_rows(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
+    """Whether the same axes are in the same places, but for the one that was reduced."""
     dim, layout = lay.axis_dim(x.layout, y.axis), lay.with_rank(y.layout, len(x.layout))
-    return x.key == y.scores and dim is not None and layout == lay.without(x.layout, dim)
+    return dim is not None and layout == lay.without(x.layout, dim)
 
 
 class SoftmaxRules(Analysis):
@@ -47,12 +58,12 @@ class SoftmaxRules(Analysis):
             self._stays_blocked(a["self"])
             return None
         dim = a["dim"] % len(x.layout)
-        return elements.softmax(x, dim, self.trained(node), log=log)
+        return elements.softmax(x, dim, log=log)
 
-    def _softmax(self, x: Scores, axis: int, trained: bool, *, log: bool) -> Elements:
+    def _softmax(self, x: Scores, axis: int, *, log: bool) -> Elements:
         dim = lay.axis_dim(x.layout, axis)
         assert dim is not None
-        return elements.softmax(x, dim, trained, log=log)
+        return elements.softmax(x, dim, log=log)
 
     @rule(aten.logsumexp.default)
     def logsumexp(self, node: fx.Node, a: Arguments) -> object:
@@ -68,13 +79,13 @@ class SoftmaxRules(Analysis):
         dim = dims[0] % len(x.layout)
         axis = self._axis(x, dim)
         layout = (*x.layout[:dim], *(((),) if a.get("keepdim") else ()), *x.layout[dim + 1 :])
-        return LogSumExp(x.key, axis, self.trained(node), layout)
+        return LogSumExp(x.key, axis, layout)
 
     def _log_probabilities(self, node: fx.Node, x: Scores, y: LogSumExp) -> Elements:
         dim = lay.axis_dim(x.layout, y.axis)
         if dim is None or not is_reduction_of(x, y):
             raise Blocked("a log-sum-exp of other scores is subtracted")
-        return elements.softmax(x, dim, self.trained(node), log=True)
+        return elements.softmax(x, dim, log=True)
 
     @rule(aten.amax.default)
     def amax(self, node: fx.Node, a: Arguments) -> object:
