@@ -6,17 +6,22 @@ with a reason are left alone; the others have to fuse.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.comparing import compare
 
 B, N, M, D = 2, 5, 7, 4
+NUM_RANDOM = 16
 
 
 def normal(*shape: int) -> Tensor:
@@ -317,6 +322,20 @@ def sums_over_a_batch_of_one_and_of_two(sq, sk, tq, tk):
     return (p * t.log_softmax(-1)).sum((0, -1)) - (p * s.log_softmax(-1)).sum((0, -1))
 
 
+def no_heads(sq, sk, tq, tk):
+    return kd(sq @ sk.mT, tq @ tk.mT)
+
+
+def one_query_and_one_key(sq, sk, tq, tk):
+    return kd(sq[:, :, :1] @ sk.mT, tq[:, :, :1] @ tk.mT), kd(sq @ sk[:, :, :1].mT, tq @ tk.mT)
+
+
+def heads_of_lm_heads(hs, ws, ht, wt):
+    """The teacher's tokens in another order, and both in rows of one dimension."""
+    s, t = hs.flatten(0, 1) @ ws.T, (ht @ wt.T).transpose(0, 1).flatten(0, 1)
+    return kd(s, t) + kd(F.linear(hs, ws), F.linear(ht, wt).transpose(0, 1))
+
+
 def divided_by_queries_and_by_keys(sq, sk, tq, tk):
     s, t = sq @ sk.mT, tq @ tk.mT
     p = t.softmax(-1)
@@ -333,13 +352,124 @@ def divided_by_queries_and_by_keys(sq, sk, tq, tk):
         (row_maximum_of_transposed_scores, [x.detach() for x in operands()]),
         (rows_of_a_broadcast_teacher_by_a_mask, operands((2, 2), (1, 2))),
         (log_sum_exp_moved_by_broadcasting, operands()),
-        (
-            kd_of_empty_rows := lambda *x: kd(x[0] @ x[1].mT, x[2] @ x[3].mT),
-            operands((B, 0), (B, 0)),
-        ),
+        (no_heads, operands((B, 0), (B, 0))),
+        (one_query_and_one_key, operands((B, 1), (1, 1))),
+        (heads_of_lm_heads, [normal(2, 3, D), normal(9, D), normal(3, 2, D), normal(9, D)]),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_keeps_its_value(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool) -> None:
     """A part of these may fuse: the sum of both parts may not."""
     compare(program, inputs, dynamic=dynamic).check()
+
+
+# --------------------------------------------------------------- random heads on both sides
+@dataclass(frozen=True)
+class Heads:
+    """How one side makes its scores [batch, *digits, N, M] from heads in an order of its own.
+
+    ``order`` lists the digits as the side's heads are counted, with a further digit of size
+    ``extra``, which is averaged over, at place ``extra_at``.
+    """
+
+    digits: tuple[int, ...]
+    order: tuple[int, ...]
+    key_heads: int
+    sharing: str
+    batch: int
+    extra: int = 1
+    extra_at: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        return math.prod(self.digits) * self.extra
+
+    def inputs(self, num_queries: int, num_keys: int) -> list[Tensor]:
+        q = normal(self.batch, self.num_heads, num_queries, D)
+        return [q, normal(self.batch, self.key_heads, num_keys, D)]
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[batch, extra, *digits, N, M]."""
+        group = self.num_heads // self.key_heads
+        if self.sharing == "interleaved":
+            k = k.repeat_interleave(group, dim=1)
+        elif self.sharing == "expanded":
+            k = k[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+        elif self.sharing == "tiled":
+            k = k[:, None].expand(-1, group, -1, -1, -1).flatten(1, 2)
+        sizes = [self.digits[i] for i in self.order]
+        sizes.insert(self.extra_at, self.extra)
+        s = (q @ k.mT).unflatten(1, sizes)
+        at = {digit: d + (d >= self.extra_at) for d, digit in enumerate(self.order)}
+        dims = [self.extra_at, *(at[i] for i in range(len(self.digits)))]
+        return s.permute(0, *(1 + d for d in dims), -2, -1)
+
+
+@st.composite
+def heads(draw: st.DrawFn, digits: tuple[int, ...], *, averaged: bool) -> Heads:
+    extra = draw(st.sampled_from([1, 2, 3])) if averaged else 1
+    total = math.prod(digits) * extra
+    return Heads(
+        digits,
+        tuple(draw(st.permutations(range(len(digits))))),
+        draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0])),
+        draw(st.sampled_from(["interleaved", "expanded", "tiled"])),
+        draw(st.sampled_from([1, 2])),
+        extra,
+        draw(st.integers(0, len(digits))) if extra > 1 else 0,
+    )
+
+
+def rows_of(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (p * (log_p - log_q)).sum(-1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "batchmean": lambda p, s: kd_of(s, p),
+    "rows": lambda p, s: rows_of(p, (p + 0.1).log(), s.log_softmax(-1)),
+    "cross entropy": lambda p, s: -(p * s.log_softmax(-1)).mean((0, -1)),
+    "reverse": lambda p, s: rows_of(s.softmax(-1), s.log_softmax(-1), (p + 0.1).log()).sum(1),
+    "two sums": lambda p, s: (
+        (p * (p + 0.1).log()).sum((0, -1)) - (p * s.log_softmax(-1)).sum((0, -1))
+    ),
+}
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as they are": lambda x: x,
+    "queries first": lambda x: x.transpose(1, -2),
+    "batch last": lambda x: x.movedim(0, -2),
+}
+
+
+def random_program(data: st.DataObject) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Heads split, permuted, shared, averaged and broadcast at random on each side."""
+    digits = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=2)))
+    student = data.draw(heads(digits, averaged=False))
+    teacher = data.draw(heads(digits, averaged=True))
+    kept_mean = data.draw(st.booleans()) and teacher.extra == 1
+    loss = LOSSES[data.draw(st.sampled_from(sorted(LOSSES)))]
+    move = MOVES[data.draw(st.sampled_from(sorted(MOVES)))]
+    num_queries, num_keys = data.draw(st.sampled_from([(5, 7), (5, 5), (2, 2), (1, 4)]))
+
+    def program(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+        s, t = student.scores(sq, sk)[:, 0], teacher.scores(tq, tk)
+        p = t.softmax(-1).mean(1) if teacher.extra > 1 else t[:, 0].softmax(-1)
+        return loss(move(p.mean(1, keepdim=True) if kept_mean else p), move(s))
+
+    torch.manual_seed(0)
+    inputs = [*student.inputs(num_queries, num_keys), *teacher.inputs(num_queries, num_keys)]
+    return program, inputs
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_random_heads(dynamic: bool) -> None:
+    fused: list[bool] = []
+
+    @settings(max_examples=NUM_RANDOM, database=None)
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        program, inputs = random_program(data)
+        fused.append(compare(program, inputs, dynamic=dynamic).check().num_fused > 0)
+
+    run()
+    # what is compared is the fused program, not eager with eager
+    assert dynamic or sum(fused) > len(fused) // 4, f"{sum(fused)} of {len(fused)}"
