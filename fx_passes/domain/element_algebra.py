@@ -46,7 +46,7 @@ from torch_streamkl.fx_passes.domain.values import (
     within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product, same
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product
 
 
 def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
@@ -115,12 +115,12 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
     a, b = aligned(a, b)
     if op in ("add", "sub"):
         minus = [replace(t, expr=-t.expr) for t in b.terms] if op == "sub" else list(b.terms)
-        return replace(a, terms=_collected([*a.terms, *minus]))
+        return replace(a, terms=collected([*a.terms, *minus]))
     if op == "mul":
         terms = [
             Term(_product(x.expr, y.expr), x.factors + y.factors) for x in a.terms for y in b.terms
         ]
-        return replace(a, terms=_collected(terms))
+        return replace(a, terms=collected(terms))
     x, y = a.single(), b.single()
     if op == "div" and y is not None:
         return a.map(lambda e: e / y)
@@ -129,7 +129,7 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
     return replace(a, terms=(Term(apply(op, x, y)),))
 
 
-def _collected(terms: Sequence[Term]) -> tuple[Term, ...]:
+def collected(terms: Sequence[Term]) -> tuple[Term, ...]:
     """Terms with equal row factors as one term."""
     sums: dict[tuple[RowFactor, ...], Expr] = {}
     for term in terms:
@@ -433,75 +433,3 @@ def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Ele
     key_dim = a.key_dim if keepdim else a.key_dim - sum(d < a.key_dim for d in dims)
     expr = prob(0) if mean else const(float(count)) * prob(0)
     return Elements((Term(expr),), (mixed,), (kept,), key_dim, sizes)
-
-
-def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
-    """a + sign * b, both summed over the same axes and divided by the same sizes.
-
-    The rows that are left may be broadcast; what was summed over may not: a sum over a dimension
-    counts its extent.
-    """
-    rank = max(a.elements.rank, b.elements.rank)
-    a, b = _rows_with_rank(a, rank), _rows_with_rank(b.scaled(sign), rank)
-    extents = [tuple(r.elements.shape[d] for d in r.reduced) for r in (a, b)]
-    if (a.reduced, a.keepdim) != (b.reduced, b.keepdim) or not all(map(same, *extents)):
-        raise Blocked("two sums over different dimensions are added")
-    if not same(product(a.divisors), product(b.divisors)):
-        raise Blocked("two sums that are divided by different sizes are added")
-    x, y = aligned(a.elements, b.elements)
-    x = x.map(lambda e: const(a.weight) * e)
-    y = y.map(lambda e: const(b.weight) * e)
-    terms = _collected([*x.terms, *y.terms])
-    return Rows(
-        replace(x, terms=tuple(t for t in terms if t.expr != ZERO)),
-        a.reduced,
-        a.keepdim,
-        1.0,
-        a.divisors,
-        _added(a.offsets, b.offsets),
-        a.constant + b.constant,
-        a.constant_within or b.constant_within,
-    )
-
-
-def _rows_with_rank(rows: Rows, rank: int) -> Rows:
-    """The rows of elements that have leading dimensions of size 1 added."""
-    extra = rank - rows.elements.rank
-    if extra == 0:
-        return rows
-    offsets = tuple((replace(x, layout=((),) * extra + x.layout), c) for x, c in rows.offsets)
-    return replace(
-        rows,
-        elements=with_rank(rows.elements, rank),
-        reduced=tuple(d + extra for d in rows.reduced),
-        offsets=offsets,
-    )
-
-
-def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
-    """rows + sign * log-sum-exp."""
-    elements, layout = rows.elements, value.layout
-    if rows.reduced != (elements.key_dim,) or rows.divisors:
-        raise Blocked("a log-sum-exp is added to a sum over more than the keys")
-    if not rows.keepdim:  # the rows' dimensions in those of their elements
-        placed = lay.with_rank(layout, elements.rank - 1)
-        layout = placed if placed is None else lay.unsqueeze(placed, elements.key_dim)
-    else:
-        layout = lay.with_rank(layout, elements.rank)
-    shape = (*elements.shape[: elements.key_dim], 1, *elements.shape[elements.key_dim + 1 :])
-    if layout is None or not lay.broadcasts_to(layout, shape):
-        raise Blocked("a log-sum-exp of other rows is added to a sum over keys")
-    return replace(rows, offsets=_added(rows.offsets, ((replace(value, layout=layout), sign),)))
-
-
-def _added(
-    a: tuple[tuple[LogSumExp, float], ...], b: tuple[tuple[LogSumExp, float], ...]
-) -> tuple[tuple[LogSumExp, float], ...]:
-    sums = list(a)
-    for x, c in b:
-        known = next((i for i, (y, _) in enumerate(sums) if x == y), None)
-        if known is None:
-            sums.append((x, c))
-        else:
-            sums[known] = (x, sums[known][1] + c)
-    return tuple((x, c) for x, c in sums if c != 0.0)

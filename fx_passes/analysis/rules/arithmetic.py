@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.analysis.rules.softmax import (
 from torch_streamkl.fx_passes.analysis.rules.value_masks import ValueMaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain import row_algebra as rows
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import (
@@ -74,7 +75,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Elements(), Elements():
                 return elements.combined(op, x, y)
             case Rows(), Rows():
-                return elements.rows_combined(x, y, sign)
+                return rows.rows_combined(x, y, sign)
             case Elements(), Number():
                 return elements.with_constant(op, x, y.value)
             case Number(), Elements():
@@ -89,9 +90,9 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
                 if x.axis == y.axis and is_reduction_of(x.scores, y):
                     return self._softmax(x.scores, x.axis, log=True)
             case Rows(), LogSumExp():
-                return elements.rows_and_lse(x, y, sign)
+                return rows.rows_and_lse(x, y, sign)
             case LogSumExp(), Rows():
-                return elements.rows_and_lse(y.scaled(sign), x, 1.0)
+                return rows.rows_and_lse(y.scaled(sign), x, 1.0)
             case Scores(), RowMax() if sign < 0 and is_shift_of(x, y):
                 return Shifted(x, y.axis)  # the gradient of the maximum cancels in a softmax
             case Scores(), Number():
