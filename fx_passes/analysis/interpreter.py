@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
 from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.fitting import fitted
 from torch_streamkl.fx_passes.domain.masks import Affine
 from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
 from torch_streamkl.fx_passes.domain.values import Number, Scores
@@ -135,6 +136,9 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         value = rule(self, node, named_arguments(node))
         if isinstance(value, Scores) and value.key.dtype is None:
             value = value.with_key(dtype=self._dtype_of(node))
+        tensor = node.meta.get("val")
+        if isinstance(tensor, Tensor):
+            value = fitted(value, tensor.shape)
         return self._with_gradient_of(node, value)
 
     def _with_gradient_of(self, node: fx.Node, value: T) -> T:

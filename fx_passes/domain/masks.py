@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, axis_dim, dim_size
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same, shape_of
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class BoolTensor:
             (literal,) = self.literals
             return replace(self, literals=frozenset({literal.negated()}))
         return replace(self, negative=not self.negative)
+
+    def indexed_dims(self) -> set[int]:
+        """Dimensions whose index the conditions read."""
+        linear = [x for x in self.literals if isinstance(x, Linear)]
+        return {d for x in linear for d, c in enumerate(x.coefficients) if c != 0}
 
     def conjunction(self, other: BoolTensor) -> BoolTensor | None:
         """Both hold; None when that is not a conjunction of literals."""
@@ -241,6 +246,8 @@ def _to_axes(
     for dim, source in enumerate(literal.dims):
         if source is not None:
             dims[source] = layout[dim]
+            if not same(dim_size(layout[dim]), shape_of(literal.node)[source]):
+                return None  # the mask has more entries than what it is applied to
     return AxisTensor(literal.node, tuple(dims), literal.positive)
 
 

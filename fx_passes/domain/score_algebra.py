@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of, axis_dim
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of, axis_dim, has_shape
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,
     AxisExcept,
@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
 
 
 def scaled(scores: Scores, factor: float) -> Scores:
@@ -224,7 +224,8 @@ def selected_rows(
     pieces = [p for d in indexed for p in d]
     axes = [p.axis for p in pieces]
     whole = all(is_one(p.stride) and same(p.size, key.size(p.axis)) for p in pieces)
-    if not pieces or not whole or len(set(axes)) != len(axes):
+    exact = whole and has_shape(indexed, shape_of(mask))
+    if not pieces or not exact or len(set(axes)) != len(axes):
         raise Blocked("a boolean index on part of the rows, or on dimensions of size one")
     holders = [o for o in (key.lhs, key.rhs) if axes_of(o.layout) & set(axes)]
     if len(holders) != 1:

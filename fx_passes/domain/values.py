@@ -8,13 +8,13 @@ masks.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from torch_streamkl.functional import Expr, apply
-from torch_streamkl.fx_passes.domain.layout import Layout, Piece
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
 from torch_streamkl.fx_passes.domain.masks import Mask
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
@@ -127,14 +127,15 @@ class Elements:
     """One value per key: a sum of terms over the `VARIABLES` of ``parts[k]``.
 
     ``layouts[k]`` places the axes of distribution k in the tensor's dimensions; all of them have
-    their key axis in ``key_dim``. ``row_index`` is a boolean index that selected rows of the
-    tensor.
+    their key axis in ``key_dim``. ``shape`` is the tensor's: where a layout has nothing and the
+    shape more than 1, the distribution is broadcast, and a sum counts it as often.
     """
 
     terms: tuple[Term, ...]
     parts: tuple[Distribution, ...]
     layouts: tuple[Layout, ...]
     key_dim: int
+    shape: Shape = field(compare=False)
 
     @property
     def rank(self) -> int:
@@ -219,7 +220,7 @@ class Rows:
     """Elements summed over the keys, and perhaps over rows as well, times a constant.
 
     ``reduced`` are the dimensions of the elements that were summed, the key dimension included;
-    ``divisors`` are sizes that a mean or a batchmean divides by. ``shape`` is the tensor's.
+    ``divisors`` are sizes that a mean or a batchmean divides by.
     """
 
     elements: Elements
@@ -227,9 +228,7 @@ class Rows:
     keepdim: bool
     weight: float = 1.0
     divisors: tuple[Size, ...] = ()
-    offsets: tuple[
-        tuple[Distribution, float], ...
-    ] = ()  # + coefficient * log-sum-exp of its scores
+    offsets: tuple[tuple[LogSumExp, float], ...] = ()  # + coefficient * log-sum-exp
     constant: float = 0.0
     constant_within: bool = False  # the constant is 0 in rows without keys
 
@@ -244,7 +243,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class LogSumExp:
-    """log-sum-exp of scores along an axis; ``layout`` has the axis removed or of size 1."""
+    """log-sum-exp of scores along an axis; ``layout`` has the axis removed or of size 1.
+
+    As an offset of rows, ``layout`` is in the dimensions of the rows' elements.
+    """
 
     scores: ScoreKey
     axis: int
@@ -257,6 +259,7 @@ class RowMax:
 
     scores: ScoreKey
     axis: int
+    layout: Layout  # the axis has size 1
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,7 @@ class ExpSum:
 
     scores: ScoreKey
     axis: int
+    layout: Layout  # the axis has size 1
     logarithm: bool = False
 
 

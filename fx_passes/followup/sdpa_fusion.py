@@ -115,7 +115,9 @@ class Leftovers:
         key = distribution.scores
         if key.capped or distribution.averaged:
             raise Blocked("scaled_dot_product_attention has no softcap")
-        place = geometry(distribution, layout, distribution, layout, elements.key_dim)
+        place = geometry(
+            distribution, layout, distribution, layout, elements.key_dim, [attention.values]
+        )
         if place.query is None:
             raise Blocked("attention of a single query row")
         value = example(node)

@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes.domain.values import Rows, ScoreKey
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, same
 from torch_streamkl.fx_passes.lowering import lm_head as linear
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.lowering.operands import (
@@ -42,12 +42,13 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
             term = build.call(torch.mul, term, coefficient)
         total = term if total is None else build.call(torch.add, total, term)
     assert total is not None
+    tensors = [outer_node(o.node, outer) for c in planned.calls for o in _operands(c)]
+    total = _broadcast(build, total, rows, tensors)
     if tuple(rows.reduced) == (rows.elements.key_dim,):
         if not rows.keepdim:
             total = build.method("squeeze", total, rows.elements.key_dim)
     else:
         total = build.method("sum", total, dim=tuple(rows.reduced), keepdim=rows.keepdim)
-    tensors = [outer_node(o.node, outer) for c in planned.calls for o in _operands(c)]
     if rows.divisors:
         total = build.call(torch.div, total, build.product(rows.divisors, tensors))
     value = example(total)
@@ -65,6 +66,21 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
             f"the fused value has shape {tuple(result.shape)}, the user's {tuple(like.shape)}"
         )
     return total
+
+
+def _broadcast(build: Builder, total: fx.Node, rows: Rows, tensors: list[fx.Node]) -> fx.Node:
+    """Row values at the extents of the user's tensor, which a sum over them counts."""
+    value, wanted = example(total), rows.elements.shape
+    assert isinstance(value, Tensor)
+    smaller = [
+        d
+        for d, size in enumerate(wanted)
+        if d != rows.elements.key_dim and is_one(value.shape[d]) and not is_one(size)
+    ]
+    if not smaller:
+        return total
+    sizes = [build.size(s, tensors) if d in smaller else -1 for d, s in enumerate(wanted)]
+    return build.method("expand", total, *sizes)
 
 
 def _operands(call: Call) -> list[Any]:

@@ -213,21 +213,18 @@ def _literals_of(side: int, shape: Geometry) -> Literals:
             name, bound = _band(literal, side, shape)
             result[("window", name, str(expression(bound)))] = bound
             continue
-        dims = tuple(tuple(_role(p, side, shape) for p in d) for d in literal.layout)
+        dims = tuple(tuple(r for p in d for r in _roles(p, side, shape)) for d in literal.layout)
         on_keys = any(p.axis == own.distribution.axis for d in literal.layout for p in d)
         kind = "tensor" if on_keys else "rows"
         result[(kind, literal.node.name, dims, literal.positive)] = literal
     return result
 
 
-def _role(piece: Piece, side: int, shape: Geometry) -> object:
-    own = (shape.teacher, shape.student)[side]
-    if piece.axis == own.distribution.axis:
-        return "key"
-    for i, digit in enumerate(shape.digits):
-        if digit.pieces[side] == piece:
-            return i
-    return ("part", piece.key())
+def _roles(piece: Piece, side: int, shape: Geometry) -> list[object]:
+    """Where a piece of a mask is in the operator's tensors."""
+    if piece.axis == shape.side(side).distribution.axis:
+        return [("key", *piece.key()[1:])]
+    return [slot for slot, _ in shape.digits_of(piece, side)]
 
 
 def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size]:

@@ -210,8 +210,9 @@ def _without_duplicates(
             for op, v in m
             if op == "logP" and v in (k, other) and not _own(m, v, (k, other))
         }
-        needed = {parts[v] for v in weights | crossed}
-        if len(needed) != 1 or not flows(parts[v := min(weights | crossed)]):
+        needed = [parts[v] for v in sorted(weights | crossed)]  # symbolic sizes have no hash
+        v = min(weights | crossed, default=k)
+        if any(x != parts[v] for x in needed) or not flows(parts[v]):
             raise Blocked("a distribution is detached in one place and not in another")
         if not all(_flows_where(parts[v], parts[twin]) for twin in (k, other)):
             raise Blocked("a distribution is detached in one place and not in another")

@@ -10,14 +10,19 @@ from torch import Tensor, fx
 
 from torch_streamkl.functional import ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
-from torch_streamkl.fx_passes.analysis.rules.softmax import SoftmaxRules
+from torch_streamkl.fx_passes.analysis.rules.softmax import (
+    SoftmaxRules,
+    is_reduction_of,
+    is_shift_of,
+)
 from torch_streamkl.fx_passes.analysis.rules.value_masks import ValueMaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain import row_algebra as rows
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, to_axes
-from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, same_numbers
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     ABSORBING,
     Elements,
@@ -63,7 +68,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Elements(), Elements():
                 return elements.combined(op, x, y)
             case Rows(), Rows():
-                return elements.rows_combined(x, y, sign)
+                return rows.rows_combined(x, y, sign)
             case Elements(), Number():
                 return elements.with_constant(op, x, y.value)
             case Number(), Elements():
@@ -75,13 +80,13 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Scores(), LogSumExp() if sign < 0:
                 return self._log_probabilities(node, x, y)
             case Shifted(), ExpSum(logarithm=True) if sign < 0 and not x.exponential:
-                if (x.scores.key, x.axis) == (y.scores, y.axis):
+                if x.axis == y.axis and is_reduction_of(x.scores, y):
                     return self._softmax(x.scores, x.axis, log=True)
             case Rows(), LogSumExp():
-                return elements.rows_and_lse(x, y, sign)
+                return rows.rows_and_lse(x, y, sign)
             case LogSumExp(), Rows():
-                return elements.rows_and_lse(y.scaled(sign), x, 1.0)
-            case Scores(), RowMax() if sign < 0 and same_numbers(x.key, y.scores):
+                return rows.rows_and_lse(y.scaled(sign), x, 1.0)
+            case Scores(), RowMax() if sign < 0 and is_shift_of(x, y):
                 return Shifted(x, y.axis)  # the gradient of the maximum cancels in a softmax
             case Scores(), Number():
                 return self._scores_plus_number(x, y.value * sign)
@@ -181,7 +186,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Rows(), None if divides and (size := symbolic_size(right)) is not None:
                 return replace(x, divisors=(*x.divisors, size))
             case Shifted(exponential=True), ExpSum(logarithm=False) if divides:
-                if (x.scores.key, x.axis) == (y.scores, y.axis):
+                if x.axis == y.axis and is_reduction_of(x.scores, y):
                     return self._softmax(x.scores, x.axis, log=False)
             case Elements(), (Choice() | BoolTensor()) if not divides:
                 return self._times_mask(x, y, right)
@@ -228,7 +233,8 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             or not y.keepdim
         ):
             raise Blocked("a value is divided by a sum over keys")
-        if y.reduced != (x.key_dim,) or y.constant == 0.0:
+        summed = tuple(d - y.elements.rank for d in y.reduced)
+        if summed != (x.key_dim - x.rank,) or y.constant == 0.0:
             raise Blocked("a value is divided by a sum over other dimensions")
         if y.constant_within and any(where_within(t.expr, False) != ZERO for t in x.terms):
             raise Blocked("a value is divided by a sum over keys that is 0 in rows without keys")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -32,8 +33,8 @@ class FunctionRules(MaskRules):
     @rule(aten.log.default)
     def log(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if isinstance(x, ExpSum):
-            return ExpSum(x.scores, x.axis, logarithm=True)
+        if isinstance(x, ExpSum) and not x.logarithm:
+            return replace(x, logarithm=True)
         return self._unary(node, a, "log", lambda v: math.log(v) if v > 0 else -math.inf)
 
     @rule(aten.neg.default)

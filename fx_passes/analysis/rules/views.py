@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.layout import Layout, Shape
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
@@ -213,12 +214,14 @@ class ViewRules(MaskRules):
         assert isinstance(x, Elements)
         if dim == x.key_dim:
             raise Blocked("only some of the keys are used after the softmax")
+        kept = () if length is None else (length,)
+        shape = (*x.shape[:dim], *kept, *x.shape[dim + 1 :])
         return self._changed_scores(
-            x, dim, lambda key, layout: scores.part(key, layout, dim, start, length)
+            x, shape, lambda key, layout: scores.part(key, layout, dim, start, length)
         )
 
     def _changed_scores(
-        self, x: Elements, dim: int, change: Callable[[Any, Layout], tuple[Any, Layout]]
+        self, x: Elements, shape: Shape, change: Callable[[Any, Layout], tuple[Any, Layout]]
     ) -> Elements:
         """Rows taken from probabilities are the probabilities of those rows' scores."""
         if any(t.factors for t in x.terms):
@@ -232,7 +235,7 @@ class ViewRules(MaskRules):
             layouts.append(changed)
         (key_dim,) = {lay.axis_dim(y, d.axis) for y, d in zip(layouts, parts, strict=True)}
         assert key_dim is not None
-        return Elements(x.terms, tuple(parts), tuple(layouts), key_dim)
+        return replace(x, parts=tuple(parts), layouts=tuple(layouts), key_dim=key_dim, shape=shape)
 
     @rule(aten.index.Tensor)
     def index(self, node: fx.Node, a: Arguments) -> object:
@@ -255,8 +258,11 @@ class ViewRules(MaskRules):
             return Scores(*scores.selected_rows(x.key, x.layout, dim, chosen, rank, count))
         if dim <= x.key_dim < dim + rank:
             raise Blocked("a boolean index selects keys after the softmax")
+        shape = (*x.shape[:dim], count, *x.shape[dim + rank :])
         return self._changed_scores(
-            x, dim, lambda key, layout: scores.selected_rows(key, layout, dim, chosen, rank, count)
+            x,
+            shape,
+            lambda key, layout: scores.selected_rows(key, layout, dim, chosen, rank, count),
         )
 
     @rule(aten.stack.default)
