@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
 from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.index_values import stored
 from torch_streamkl.fx_passes.domain.masks import Affine
 from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
 from torch_streamkl.fx_passes.domain.values import (
@@ -92,6 +93,9 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
             self.folding.visit(node)
             if not isinstance(value, (Number, Affine)):
                 value = self.folding.meaning(node) or value
+        made = node.meta.get("val")
+        if isinstance(made, Tensor):
+            value = stored(value, made)
         if value is None and isinstance(node.meta.get("val"), Tensor):
             value = self.unknown(node)
         if value is not None:

@@ -22,6 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     expression,
     same,
+    shape_of,
 )
 
 
@@ -241,7 +242,7 @@ def _to_axes(
                 continue
             pieces = layout[dim]
             if pieces == ():
-                continue  # index 0 only
+                return None  # the mask has more entries than what it is applied to
             if len(pieces) != 1 or axis_dim(layout, pieces[0].axis) != dim:
                 return None
             coefficients.append((pieces[0].axis, coefficient))
@@ -250,6 +251,8 @@ def _to_axes(
     for dim, source in enumerate(literal.dims):
         if source is not None:
             dims[source] = layout[dim]
+            if not same(dim_size(layout[dim]), shape_of(literal.node)[source]):
+                return None  # the mask has more entries than what it is applied to
     return AxisTensor(literal.node, tuple(dims), literal.positive)
 
 

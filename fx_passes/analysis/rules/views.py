@@ -184,16 +184,20 @@ class ViewRules(MaskRules):
             return self.mask_slice(node, a)
         if a.get("step", 1) != 1:
             raise Blocked("scores are sliced with a step")
-        start, size = a.get("start") or 0, shape_of(a["self"])[dim]
-        start = start + size if isinstance(start, int) and start < 0 else start
-        return self._part(x, dim, start, shape_of(node)[dim])
+        return self._range(node, a, x, dim)
 
     @rule(aten.narrow.default)
     def narrow(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
-            return self._part(x, dim, a["start"], shape_of(node)[dim])
+            return self._range(node, a, x, dim)
         return self._no_rule(node, "narrow")
+
+    def _range(self, node: fx.Node, a: Arguments, x: object, dim: int) -> object:
+        start = self.first_index(node, a["self"], dim, a.get("start"))
+        if start is None:
+            raise Blocked("scores are sliced from a place that depends on their size")
+        return self._part(x, dim, start, shape_of(node)[dim])
 
     @rule(
         aten.chunk.default,
