@@ -10,7 +10,6 @@ from torch import Tensor
 from tests.support.comparing import compare
 
 N, M = 40, 48
-LOWEST = -1e30
 
 
 def lower(n: int, m: int) -> Tensor:
@@ -40,7 +39,9 @@ EXTENTS_OF_ONE = {
     "triu of one row": lambda n, m: torch.ones(1, m, dtype=torch.bool).triu(3),
     "tril of one column": lambda n, m: torch.ones(n, 1, dtype=torch.bool).tril(-3).logical_not(),
     "arange(1)": lambda n, m: column(1) + 20 >= torch.arange(m),
-    "arange(1) expanded": lambda n, m: (torch.arange(1).expand(n) + 20)[:, None] >= torch.arange(m),
+    "arange(1) expanded": lambda n, m: (
+        (torch.arange(1).expand(n) + 20)[:, None] >= torch.arange(m)
+    ),
     "a slice of one": lambda n, m: torch.arange(n)[7:8, None] + 20 >= torch.arange(m),
     "one key": lambda n, m: torch.arange(n)[:, None] + 1 > torch.arange(1),
     "expanded mask": lambda n, m: torch.ones(1, m, dtype=torch.bool).tril(20).expand(n, m),
@@ -63,8 +64,8 @@ def dtype_masks(dtype: torch.dtype) -> dict[str, object]:
 def program(mask):
     def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
         keep = mask(q.shape[2], k.shape[2])
-        s = (q @ k.mT * 0.3).masked_fill(~keep, LOWEST)
-        t = (qt @ kt.mT * 0.3).masked_fill(~keep, LOWEST)
+        s = (q @ k.mT * 0.3).masked_fill(~keep, -1e30)
+        t = (qt @ kt.mT * 0.3).masked_fill(~keep, -1e30)
         return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
     return loss
@@ -108,8 +109,8 @@ def test_exact_dtypes_are_known(dtype: torch.dtype) -> None:
 def test_scores_from_before_the_first(dynamic: bool) -> None:
     def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
         keep = lower(q.shape[2], k.shape[2])
-        s = (q @ k.mT).masked_fill(~keep, LOWEST).narrow(2, -16, 16)
-        t = (qt @ kt.mT).masked_fill(~keep, LOWEST)[:, :, -16:]
+        s = (q @ k.mT).masked_fill(~keep, -1e30).narrow(2, -16, 16)
+        t = (qt @ kt.mT).masked_fill(~keep, -1e30)[:, :, -16:]
         return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
     compare(loss, inputs(), dynamic=dynamic).check()
@@ -118,7 +119,7 @@ def test_scores_from_before_the_first(dynamic: bool) -> None:
 def test_scores_sliced_from_far_before_the_first() -> None:
     def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
         s, t = (q @ k.mT)[:, :, -100:], (qt @ kt.mT)[:, :, -50:]
-        s, t = s.masked_fill(~lower(N, M), LOWEST), t.masked_fill(~lower(N, M), LOWEST)
+        s, t = s.masked_fill(~lower(N, M), -1e30), t.masked_fill(~lower(N, M), -1e30)
         return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
     outcome = compare(loss, inputs()).check()
@@ -136,7 +137,7 @@ def test_a_mask_that_enlarges_the_scores(way: str, kind: str, dynamic: bool) -> 
             return torch.where(keep, x, -1e9)
         if way == "masked_fill":
             return x.masked_fill(~keep, -1e9)
-        return x + torch.zeros(keep.shape).masked_fill(~keep, LOWEST)
+        return x + torch.zeros(keep.shape).masked_fill(~keep, -1e30)
 
     def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, given: Tensor) -> Tensor:
         rows = torch.arange(k.shape[2])

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.casts import after_rounding
 from torch_streamkl.fx_passes.analysis.constant_folding import Folding
 from torch_streamkl.fx_passes.analysis.registry import RULES
 from torch_streamkl.fx_passes.analysis.rules.functions import FunctionRules
@@ -139,7 +140,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         rule = RULES.get(node.target)
         if rule is None:
             return self._no_rule(node, name)
-        value = rule(self, node, named_arguments(node))
+        value = after_rounding(self, node, rule(self, node, named_arguments(node)))
         if isinstance(value, Scores) and value.key.dtype is None:
             value = value.with_key(dtype=self._dtype_of(node))
         return self._with_gradient_of(node, value)

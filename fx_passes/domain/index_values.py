@@ -182,4 +182,3 @@ def _range_of(size: Size) -> tuple[int, int]:
         int(bounds.lower) if bounds.lower.is_Integer else -LARGEST_EXTENT,
         min(int(bounds.upper), LARGEST_EXTENT) if bounds.upper.is_Integer else LARGEST_EXTENT,
     )
-

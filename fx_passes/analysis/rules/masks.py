@@ -387,9 +387,7 @@ class MaskRules(IndexRules):
             return BoolTensor(frozenset({Opaque(below, dims)}), rank)
         return None
 
-    def first_index(
-        self, node: fx.Node, source: fx.Node, dim: int, start: object
-    ) -> Size | None:
+    def first_index(self, node: fx.Node, source: fx.Node, dim: int, start: object) -> Size | None:
         """Where a slice begins, counted from the front; None where that is not certain."""
         given = 0 if start is None else self.size(start)
         if given is None:

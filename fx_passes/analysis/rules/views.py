@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_streamkl.fx_passes.analysis.casts import Cast
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
@@ -27,7 +28,6 @@ from torch_streamkl.fx_passes.domain.values import (
     RowMax,
     Rows,
     Scores,
-    Shifted,
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -150,10 +150,7 @@ class ViewRules(MaskRules):
     )
     def to(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if (
-            isinstance(x, (Elements, Scores, Rows, Shifted))
-            and not node.meta["val"].dtype.is_floating_point
-        ):
+        if isinstance(x, Cast) and not node.meta["val"].dtype.is_floating_point:
             raise Blocked("probabilities or scores are cast to a type that is not floating point")
         if isinstance(x, (BoolTensor, Choice)) or x is None:
             return self.mask_cast(node, a["self"])
