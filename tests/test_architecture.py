@@ -1,4 +1,4 @@
-"""The stages of the rewrite depend on each other in one direction, and all of them are installed."""
+"""The stages of the rewrite import each other in one direction, and all of them are installed."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def _to_axes(
                 continue
             pieces = layout[dim]
             if pieces == ():
-                continue  # index 0 only
+                return None  # the mask has more entries than what it is applied to
             if len(pieces) != 1 or axis_dim(layout, pieces[0].axis) != dim:
                 return None
             coefficients.append((pieces[0].axis, coefficient))

@@ -8,13 +8,22 @@ from dataclasses import replace
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from torch_streamkl.functional import ZERO, apply, const
+from torch_streamkl.functional import ZERO, Expr, apply, const, evaluate
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, Number, Rows, Scores, Shifted
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    ExpSum,
+    Number,
+    Rows,
+    ScoreKey,
+    Scores,
+    Shifted,
+)
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten
@@ -149,7 +158,13 @@ class FunctionRules(MaskRules):
     @rule(aten.nan_to_num.default)
     def nan_to_num(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        return x if isinstance(x, Elements) else self._no_rule(node, "nan_to_num")
+        if not isinstance(x, Elements):
+            return self._no_rule(node, "nan_to_num")
+        if a.get("nan") not in (None, 0.0):
+            raise Blocked("values after the softmax that are NaN are replaced")
+        if any(_may_be_infinite(part.scores) for part in x.parts) and not _drops_absent_keys(x):
+            raise Blocked("values after the softmax that are infinite are replaced")
+        return x
 
     @rule(aten.dropout.default)
     def dropout(self, node: fx.Node, a: Arguments) -> object:
@@ -158,3 +173,35 @@ class FunctionRules(MaskRules):
         if isinstance(self.value(a["input"]), Elements):
             raise Blocked("dropout changes the probabilities after the softmax")
         return None
+
+
+def _may_be_infinite(key: ScoreKey) -> bool:
+    """Whether some scores may be -inf; a tensor that is added to them may hold anything."""
+    is_removed = key.mask is not None and key.fill == -math.inf
+    return is_removed or key.padded is not None or bool(key.biases)
+
+
+def _drops_absent_keys(x: Elements) -> bool:
+    """Whether keys that all distributions lack contribute 0, as 0 * -inf does to what is fused."""
+    first, *others = (part.scores for part in x.parts)
+    alike = all((k.mask, k.biases) == (first.mask, first.biases) for k in others)
+    e = x.single()
+    if e is None or first.padded is not None or not alike or not _is_of_probabilities(e):
+        return False
+    absent = {"P": 0.0, "logP": -math.inf}
+    tensors = {name: torch.tensor(v, dtype=torch.float64) for name, v in absent.items()}
+    with unset_fake_temporarily():
+        return float(evaluate(_of_one(e), tensors)) == 0.0
+
+
+def _is_of_probabilities(e: Expr) -> bool:
+    return e.op not in ("lse", "within", "partly_within") and all(
+        map(_is_of_probabilities, e.args)
+    )
+
+
+def _of_one(e: Expr) -> Expr:
+    """The expression with one distribution in place of all."""
+    if e.op in ("P", "logP"):
+        return Expr(e.op)
+    return apply(e.op, *map(_of_one, e.args)) if e.args else e

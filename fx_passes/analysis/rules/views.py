@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_streamkl.fx_passes.analysis.casts import Cast
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
@@ -25,7 +26,6 @@ from torch_streamkl.fx_passes.domain.values import (
     RowMax,
     Rows,
     Scores,
-    Shifted,
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -144,10 +144,7 @@ class ViewRules(MaskRules):
     )
     def to(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if (
-            isinstance(x, (Elements, Scores, Rows, Shifted))
-            and not node.meta["val"].dtype.is_floating_point
-        ):
+        if isinstance(x, Cast) and not node.meta["val"].dtype.is_floating_point:
             raise Blocked("probabilities or scores are cast to a type that is not floating point")
         if isinstance(x, (BoolTensor, Choice)) or x is None:
             return self.mask_cast(node, a["self"])
@@ -178,16 +175,20 @@ class ViewRules(MaskRules):
             return self.mask_slice(node, a)
         if a.get("step", 1) != 1:
             raise Blocked("scores are sliced with a step")
-        start, size = a.get("start") or 0, shape_of(a["self"])[dim]
-        start = start + size if isinstance(start, int) and start < 0 else start
-        return self._part(x, dim, start, shape_of(node)[dim])
+        return self._range(node, a, x, dim)
 
     @rule(aten.narrow.default)
     def narrow(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
-            return self._part(x, dim, a["start"], shape_of(node)[dim])
+            return self._range(node, a, x, dim)
         return self._no_rule(node, "narrow")
+
+    def _range(self, node: fx.Node, a: Arguments, x: object, dim: int) -> object:
+        start = self.first_index(node, a["self"], dim, a.get("start"))
+        if start is None:
+            raise Blocked("scores are sliced from a place that depends on their size")
+        return self._part(x, dim, start, shape_of(node)[dim])
 
     @rule(
         aten.chunk.default,

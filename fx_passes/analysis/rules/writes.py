@@ -18,6 +18,7 @@ from torch import fx
 from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import score_algebra as scores
+from torch_streamkl.fx_passes.domain.index_values import first_index
 from torch_streamkl.fx_passes.domain.layout import axis_dim
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.values import Number, Scores
@@ -58,7 +59,7 @@ class WriteRules(Analysis):
             size, name = shape_of(source)[dim], name_of(view)
             length = 1 if name == "select" else shape_of(view)[dim]
             if name == "select" or not same(length, size):
-                start = _start(a, name, size)
+                start = _start(a, name, size, length)
                 is_range = isinstance(length, int) and a.get("step", 1) == 1
                 if found is not None or start is None or not is_range:
                     return None
@@ -67,9 +68,8 @@ class WriteRules(Analysis):
         return None if found is None else (view, *found)
 
 
-def _start(a: Arguments, name: str, size: Size) -> int | None:
+def _start(a: Arguments, name: str, size: Size, length: Size) -> int | None:
     """Where an index or a slice begins, counted from the front."""
-    start = a["index"] if name == "select" else a.get("start") or 0
-    if not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
-        return None
-    return start + size if start < 0 and isinstance(size, int) else start
+    given = a["index"] if name == "select" else a.get("start") or 0
+    start = first_index(given, size, length) if isinstance(given, int) else None
+    return start if isinstance(start, int) else None
