@@ -9,12 +9,12 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
     RowFactor,
     Rows,
-    Scores,
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked

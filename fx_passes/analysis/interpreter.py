@@ -7,6 +7,7 @@ reduction, scale, masks, casts and layout are independent of each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,8 @@ from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.masks import Affine
-from torch_streamkl.fx_passes.domain.values import (
-    Number,
-    Scores,
-)
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
@@ -134,7 +133,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
             return self._no_rule(node, name)
         value = rule(self, node, named_arguments(node))
         if isinstance(value, Scores) and value.key.dtype is None:
-            value = value.with_key(dtype=self._dtype_of(node))
+            value = replace(value, key=replace(value.key, dtype=self._dtype_of(node)))
         return value
 
     def _differs_in_gradient(self, a: fx.Node, b: fx.Node) -> bool:

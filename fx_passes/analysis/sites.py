@@ -21,9 +21,9 @@ from torch_streamkl.fx_passes.capture.region import (
     compared_by_hand,
 )
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
-    Scores,
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of

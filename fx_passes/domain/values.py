@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import fx
 
 from torch_streamkl.functional import Expr, apply
@@ -19,8 +18,10 @@ from torch_streamkl.fx_passes.domain.layout import (
     Layout,
     Piece,
 )
-from torch_streamkl.fx_passes.domain.masks import Mask
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
+
+if TYPE_CHECKING:
+    from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 
@@ -74,46 +75,6 @@ class Bias:
 ABSORBING = -1e30
 # Beside any score that a model makes, one this low has no probability in float32.
 IMPROBABLE = -1e4
-
-
-@dataclass(frozen=True)
-class ScoreKey:
-    """The identity of a score matrix: two with equal keys hold the same numbers.
-
-    ``capped * tanh(scale * factors * lhs.rhs) + biases`` (without the tanh where ``capped`` is 0),
-    and ``fill`` where the mask does not hold. ``exact_fill`` says whether a row without any
-    allowed key is really constant (two additive masks may add up to -inf on some of its keys).
-    """
-
-    lhs: Operand
-    rhs: Operand
-    sizes: tuple[tuple[int, Size], ...]  # (axis, size)
-    scale: float = 1.0
-    factors: tuple[Factor, ...] = ()
-    capped: float = 0.0
-    biases: tuple[Bias, ...] = ()
-    mask: Mask | None = None
-    fill: float = 0.0
-    exact_fill: bool = True
-    padded: int | None = None  # axis that goes on behind the keys' last one, with scores of -inf
-    dtype: torch.dtype | None = None  # of the product, to which a linear layer rounds its logits
-    added: bool = (
-        False  # a mask or bias was added to the scores: gradient flows through its masked keys
-    )
-
-    def size(self, axis: int) -> Size:
-        return dict(self.sizes)[axis]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """A tensor of scores."""
-
-    key: ScoreKey
-    layout: Layout
-
-    def with_key(self, **changes: Any) -> Scores:
-        return replace(self, key=replace(self.key, **changes))
 
 
 @dataclass(frozen=True)
@@ -344,7 +305,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A boolean tensor that is True exactly where these scores are not finite: at masked keys."""
+class Infinite:
+    """A boolean tensor that is True where one of these scores is -inf: what a bias may hold."""
 
-    scores: ScoreKey
+    scores: tuple[Scores, ...]

@@ -15,14 +15,13 @@ from torch_streamkl.fx_passes.domain.layout import (
     Layout,
     Piece,
 )
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.values import (
     CONTRACTED,
     Attention,
     Bias,
     Elements,
     Operand,
-    ScoreKey,
-    Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import (
@@ -68,7 +67,7 @@ def scores_of_linear(
     scores = _scores(
         Operand(x, (*dims[:-1], contracted)), Operand(weight, (dims[-1], contracted)), tuple(dims)
     )
-    return scores if bias is None else scores.with_key(biases=(Bias(bias, (dims[-1],)),))
+    return scores if bias is None else scores.then(Bias(bias, (dims[-1],)))
 
 
 def scores_of_einsum(

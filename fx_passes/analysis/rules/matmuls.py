@@ -15,7 +15,7 @@ from torch_streamkl.fx_passes.analysis.rules.matmul_scores import (
     scores_of_linear,
     scores_of_matmul,
 )
-from torch_streamkl.fx_passes.domain import score_algebra as scores
+from torch_streamkl.fx_passes.domain.scores import Scale
 from torch_streamkl.fx_passes.domain.values import Elements
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
@@ -48,7 +48,7 @@ class MatmulRules(ArithmeticRules):
         if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
             return self._no_rule(node, "baddbmm with symbolic factors")
         lhs, rhs = (self.canonical[a[name]] for name in ("batch1", "batch2"))
-        product = scores.scaled(scores_of_matmul(lhs, rhs, shape_of(node)), float(alpha))
+        product = scores_of_matmul(lhs, rhs, shape_of(node)).then(Scale(float(alpha)))
         if beta == 0:
             return product  # the input is not even read
         if beta != 1:

@@ -20,13 +20,13 @@ from torch_streamkl.fx_passes.domain.masks import (
     BoolTensor,
     Choice,
 )
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
     Parts,
     RowMax,
     Rows,
-    Scores,
     Shifted,
     Stacked,
 )

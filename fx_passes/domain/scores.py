@@ -1,0 +1,237 @@
+"""Scores: dot products of two operands, and the chain of operations that was applied to them.
+
+The chain is kept in the order written and normalised once, as each step is appended. What a step
+may move past:
+
+- a number that multiplies (`Scale`) moves to the front, or up to the last tanh: it commutes with
+  other factors and with padding (if it is positive), and distributes over what is added or filled
+  in. So there is one Scale before a tanh and one behind it, and a temperature is one number;
+- a number that is added (`Shift`) moves behind tensors that are added, and no further;
+- everything else stays where it was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torch_streamkl.fx_passes.domain.layout import Layout, axes_of
+from torch_streamkl.fx_passes.domain.masks import AxisTensor, Mask, axes_in
+from torch_streamkl.fx_passes.domain.values import Bias, Factor, Operand
+from torch_streamkl.fx_passes.fx_utils.sizes import Size
+
+
+@dataclass(frozen=True)
+class Scale:
+    """scores * number."""
+
+    number: float
+
+
+@dataclass(frozen=True)
+class Shift:
+    """scores + number.
+
+    The identity for a softmax and for scores minus their own log-sum-exp, and for nothing else.
+    """
+
+    number: float
+
+
+@dataclass(frozen=True)
+class Tanh:
+    """tanh(scores)."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """``fill`` where the mask does not hold, in place of the scores or (``added``) added to them.
+
+    Through masked scores that a mask was added to, gradient flows.
+    """
+
+    mask: Mask
+    fill: float
+    added: bool = False
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Scores of -inf behind the last one of an axis, which has ``size`` of them then."""
+
+    axis: int
+    size: Size
+
+
+# A factor multiplies or divides by a tensor, a bias adds one.
+ScoreStep = Scale | Factor | Shift | Tanh | Bias | Masking | Pad
+Steps = tuple[ScoreStep, ...]
+Tensors = Operand | Factor | Bias | AxisTensor
+
+
+@dataclass(frozen=True)
+class ScoreKey:
+    """The identity of a score matrix: two with equal keys hold the same numbers."""
+
+    lhs: Operand
+    rhs: Operand
+    sizes: tuple[tuple[int, Size], ...]  # (axis, size)
+    steps: Steps = ()
+    dtype: torch.dtype | None = None  # of the product, to which a linear layer rounds its logits
+
+    def size(self, axis: int) -> Size:
+        return dict(self.sizes)[axis]
+
+    def then(self, *steps: ScoreStep) -> ScoreKey:
+        """With operations applied to the scores."""
+        chain = self.steps
+        for step in steps:
+            chain = appended(chain, step)
+        return replace(self, steps=chain)
+
+    def split_shift(self) -> tuple[ScoreKey, float]:
+        """The scores that a softmax sees, and the number that it ignores."""
+        last = self.steps[-1] if self.steps else None
+        if isinstance(last, Shift) and math.isfinite(last.number):
+            return replace(self, steps=self.steps[:-1]), last.number
+        return self, 0.0
+
+    def tensors(self) -> Iterator[Tensors]:
+        """Everything of the scores that refers to a tensor of the program."""
+        yield self.lhs
+        yield self.rhs
+        for step in self.steps:
+            if isinstance(step, (Factor, Bias)):
+                yield step
+                if isinstance(step, Bias):
+                    yield from step.factors
+            elif isinstance(step, Masking):
+                yield from (x for x in step.mask if isinstance(x, AxisTensor))
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> ScoreKey:
+        """With ``change`` applied to everything that `tensors` yields."""
+        return replace(
+            self,
+            lhs=change(self.lhs),
+            rhs=change(self.rhs),
+            steps=tuple(_mapped(step, change) for step in self.steps),
+        )
+
+
+def _mapped(step: ScoreStep, change: Callable[[Any], Any]) -> ScoreStep:
+    if isinstance(step, Bias):
+        changed: Bias = change(step)
+        return replace(changed, factors=tuple(change(f) for f in changed.factors))
+    if isinstance(step, Factor):
+        factor: Factor = change(step)
+        return factor
+    if isinstance(step, Masking):
+        mask = frozenset(change(x) if isinstance(x, AxisTensor) else x for x in step.mask)
+        return replace(step, mask=mask)
+    return step
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A tensor of scores."""
+
+    key: ScoreKey
+    layout: Layout
+
+    def then(self, *steps: ScoreStep) -> Scores:
+        return replace(self, key=self.key.then(*steps))
+
+
+def appended(steps: Steps, step: ScoreStep) -> Steps:
+    """The chain with one operation more, in its normal form."""
+    match step:
+        case Scale():
+            return _scaled(steps, step.number)
+        case Shift(number=0.0):
+            return steps
+        case Masking(mask=mask) if not mask:
+            return steps  # it holds everywhere
+    if not steps:
+        return (step,)
+    *before, last = steps
+    match last, step:
+        case Shift(), Shift():
+            return appended(tuple(before), Shift(last.number + step.number))
+        case Shift(), Bias():
+            return (*appended(tuple(before), step), last)
+        case Masking(), Masking() if _joins(last, step):
+            return (*before, replace(last, mask=last.mask | step.mask))
+    return (*steps, step)
+
+
+def _joins(first: Masking, second: Masking) -> bool:
+    """Whether two masks are one: -inf may be written or added any number of times."""
+    if first.fill != second.fill or first.added != second.added:
+        return False
+    return not first.added or first.fill == -math.inf
+
+
+def _scaled(steps: Steps, number: float) -> Steps:
+    if number == 1.0:
+        return steps
+    if not steps or isinstance(steps[-1], Tanh):
+        return (*steps, Scale(number))
+    *before, last = steps
+    rest = tuple(before)
+    match last:
+        case Scale():
+            if last.number == 0.0 or number == 0.0:
+                return (*steps, Scale(number))
+            return _scaled(rest, last.number * number)
+        case Factor():
+            return (*_scaled(rest, number), last)
+        case Bias():
+            return (*_scaled(rest, number), replace(last, weight=last.weight * number))
+        case Shift():
+            return appended(_scaled(rest, number), Shift(last.number * number))
+        case Masking() if number != 0.0:
+            return (*_scaled(rest, number), replace(last, fill=last.fill * number))
+        case Pad() if number > 0.0:
+            return (*_scaled(rest, number), last)
+    return (*steps, Scale(number))
+
+
+def axes_of_step(step: ScoreStep) -> set[int]:
+    """The axes of the scores along which an operation varies."""
+    match step:
+        case Factor() | Bias():
+            return axes_of(step.layout)
+        case Masking():
+            return {axis for literal in step.mask for axis in axes_in(literal)}
+        case Pad():
+            return {step.axis}
+    return set()
+
+
+def leading_scale(steps: Steps) -> float:
+    """The number that multiplies everything behind the last tanh, or from the start."""
+    behind = max((i + 1 for i, step in enumerate(steps) if isinstance(step, Tanh)), default=0)
+    first = steps[behind] if behind < len(steps) else None
+    return first.number if isinstance(first, Scale) else 1.0
+
+
+def nearly_equal(a: Steps, b: Steps) -> bool:
+    """Whether two chains differ by no more than the rounding of their numbers."""
+    return len(a) == len(b) and all(map(_nearly_the_same, a, b))
+
+
+def _nearly_the_same(a: ScoreStep, b: ScoreStep) -> bool:
+    match a, b:
+        case (Scale(), Scale()) | (Shift(), Shift()):
+            return math.isclose(a.number, b.number, rel_tol=1e-12)
+        case Bias(), Bias():
+            return math.isclose(a.weight, b.weight, rel_tol=1e-12) and (
+                replace(a, weight=b.weight) == b
+            )
+        case Masking(), Masking():
+            return math.isclose(a.fill, b.fill, rel_tol=1e-12) and replace(a, fill=b.fill) == b
+    return a == b
