@@ -226,8 +226,10 @@ def nearly_equal(a: Steps, b: Steps) -> bool:
 
 def _nearly_the_same(a: ScoreStep, b: ScoreStep) -> bool:
     match a, b:
-        case (Scale(), Scale()) | (Shift(), Shift()):
-            return math.isclose(a.number, b.number, rel_tol=1e-12)
+        case Scale(number=x), Scale(number=y):
+            return math.isclose(x, y, rel_tol=1e-12)
+        case Shift(number=x), Shift(number=y):
+            return math.isclose(x, y, rel_tol=1e-12)
         case Bias(), Bias():
             return math.isclose(a.weight, b.weight, rel_tol=1e-12) and (
                 replace(a, weight=b.weight) == b

@@ -1,0 +1,180 @@
+"""Scores are a chain of operations in the order written: each chain fuses right, or says why not.
+
+Random chains on attention maps and on language-model heads are compared with eager and float64,
+values and gradients. Beside them are programs whose meaning hangs on the order of two operations.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import Outcome, compare
+
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 5, 7, 4
+TOKENS, WIDTH, WORDS = 6, 4, 9
+INF = float("inf")
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass
+class Beside:
+    """Tensors that chains use beside the scores."""
+
+    bias: Tensor
+    rows: Tensor
+    log_tau: Tensor
+    tau: Tensor
+    keep: Tensor
+
+
+Change = Callable[[Tensor, Beside], Tensor]
+
+
+def causal(s: Tensor) -> Tensor:
+    return torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2])
+
+
+def added(fill: float) -> Change:
+    return lambda s, b: s + torch.full(s.shape[-2:], fill).triu(1 + s.shape[-1] - s.shape[-2])
+
+
+POINTWISE: dict[str, Change] = {
+    "half": lambda s, b: s * 0.5,
+    "times_3": lambda s, b: 3.0 * s,
+    "negative": lambda s, b: s * -1.5,
+    "neg": lambda s, b: -s,
+    "zero": lambda s, b: s * 0.0,
+    "plus_1": lambda s, b: s + 1.0,
+    "minus_4": lambda s, b: s - 4.0,
+    "5_minus": lambda s, b: 5.0 - s,
+    "tanh": lambda s, b: torch.tanh(s),
+    "softcap": lambda s, b: 2.0 * torch.tanh(s / 2.0),
+    "bias": lambda s, b: s + b.bias[..., : s.shape[-1]],
+    "minus_bias": lambda s, b: s - b.bias[..., : s.shape[-1]],
+    "temperature": lambda s, b: s / b.log_tau.exp(),
+    "negative_temperature": lambda s, b: s * b.tau,
+    "rows": lambda s, b: s * b.rows,
+    "isinf": lambda s, b: torch.where(s.isinf(), s, 0.0),
+    "not_isinf": lambda s, b: torch.where(s.isinf(), 0.0, s),
+    "isnan": lambda s, b: s.masked_fill(s.isnan(), 0.0),
+    "isfinite": lambda s, b: torch.where(s.isfinite(), s, -9.0),
+}
+MASKS: dict[str, Change] = {
+    f"{name}_{fill:g}": (lambda s, b, mask=mask, fill=fill: s.masked_fill(~mask(s, b), fill))
+    for name, mask in (("causal", lambda s, b: causal(s)), ("keep", lambda s, b: b.keep))
+    for fill in (-INF, LOWEST, -1e9, -4.0, 0.0, 2.0)
+}
+MASKS |= {f"added_{fill:g}": added(fill) for fill in (-INF, LOWEST, -1e9, -1e4, -1.0)}
+OF_MAPS = POINTWISE | MASKS
+
+
+def without_word(s: Tensor, b: Beside) -> Tensor:
+    s = s.clone()
+    s[:, 2] = -INF
+    return s
+
+
+OF_HEADS = POINTWISE | {
+    "without_word": without_word,
+    "keep_-inf": lambda s, b: s.masked_fill(~b.keep[: s.shape[-1]], -INF),
+    "pad": lambda s, b: F.pad(s, (0, 3), value=-INF),
+    "pad_by_0": lambda s, b: F.pad(s, (0, 0), value=-INF),
+    "crop": lambda s, b: F.pad(s, (0, -2), value=-INF),
+}
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
+    "cross_entropy": lambda s, t: s.logsumexp(-1) - (t.softmax(-1) * s).sum(-1),
+    "minus_lse": lambda s, t: (
+        (t - t.logsumexp(-1, keepdim=True)).exp() * -(s - s.logsumexp(-1, keepdim=True))
+    ).sum(-1),
+    "js": lambda s, t: (
+        (p := t.softmax(-1)) * (p.log() - (0.5 * (p + s.softmax(-1))).log())
+    ).sum(-1),
+    "shifted_expectation": lambda s, t: s.logsumexp(-1) - (t.softmax(-1) * (s + 5.0)).sum(-1),
+}
+
+
+def applied(chain: list[str], steps: dict[str, Change], s: Tensor, b: Beside) -> Tensor:
+    for name in chain:
+        s = steps[name](s, b)
+    return s
+
+
+def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=make) for shape in shapes]
+
+
+def beside(bias: Tensor, rows: Tensor, num_keys: int, seed: int) -> Beside:
+    keep = torch.rand(num_keys, generator=torch.Generator().manual_seed(seed)) > 0.3
+    keep[0] = True  # under a causal mask, too, every query keeps a key
+    tau = torch.tensor(0.3), torch.tensor(-0.7)
+    return Beside(bias, 1.0 + rows.abs(), *tau, keep)
+
+
+def of_maps(chains: list[list[str]], loss: str, seed: int, **options: object) -> Outcome:
+    shape = (BATCH, HEADS)
+    shapes = [(*shape, n, DIM) for n in (QUERIES, KEYS, QUERIES, KEYS)]
+    sq, sk, tq, tk, bias, rows = tensors(seed, *shapes, (QUERIES, KEYS), (QUERIES, 1))
+    b = beside(bias, rows, KEYS, seed)
+    trains_teacher = bool(seed % 2)
+
+    def program(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, *values: Tensor) -> Tensor:
+        b = Beside(*values)
+        s = applied(chains[0], OF_MAPS, sq @ sk.mT, b)
+        t = applied(chains[1], OF_MAPS, tq @ tk.mT, b)
+        return LOSSES[loss](s, t).mean()
+
+    inputs = [x.requires_grad_() for x in (sq, sk)]
+    inputs += [x.requires_grad_(trains_teacher) for x in (tq, tk)]
+    return compare(program, [*inputs, *vars(b).values()], **options)
+
+
+def of_heads(chains: list[list[str]], loss: str, seed: int, **options: object) -> Outcome:
+    shapes = [(TOKENS, WIDTH), (WORDS, WIDTH)] * 2
+    x, w, y, v, bias, rows = tensors(seed, *shapes, (4 * WORDS,), (TOKENS, 1))
+    b = beside(bias, rows, 4 * WORDS, seed)
+
+    def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        b = Beside(*values)
+        s = applied(chains[0], OF_HEADS, F.linear(x, w), b)
+        t = applied(chains[1], OF_HEADS, F.linear(y, v), b)
+        return LOSSES[loss](s, t).mean()
+
+    inputs = [x.requires_grad_(), w.requires_grad_(), y, v]
+    return compare(program, [*inputs, *vars(b).values()], **options)
+
+
+def check(outcome: Outcome) -> None:
+    """Right, and fused or with a reason."""
+    outcome.check()
+    assert outcome.num_fused or outcome.reasons, "neither fused nor with a reason"
+
+
+def random_chains(seed: int, steps: dict[str, Change]) -> tuple[list[list[str]], str]:
+    """A chain of up to six operations for each side, the same one three times out of four."""
+    draw = random.Random(seed)
+    names = sorted(steps)
+    chains = [[draw.choice(names) for _ in range(draw.randint(0, 6))] for _ in range(2)]
+    return [chains[0], chains[draw.randint(0, 3) == 0]], draw.choice(sorted(LOSSES))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_chain_on_maps(seed: int) -> None:
+    chains, loss = random_chains(seed, OF_MAPS)
+    check(of_maps(chains, loss, seed))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_chain_on_heads(seed: int) -> None:
+    chains, loss = random_chains(seed, OF_HEADS)
+    check(of_heads(chains, loss, seed))
