@@ -96,9 +96,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "minus_lse": lambda s, t: (
         (t - t.logsumexp(-1, keepdim=True)).exp() * -(s - s.logsumexp(-1, keepdim=True))
     ).sum(-1),
-    "js": lambda s, t: (
-        (p := t.softmax(-1)) * (p.log() - (0.5 * (p + s.softmax(-1))).log())
-    ).sum(-1),
+    "js": lambda s, t: ((p := t.softmax(-1)) * (p.log() - (0.5 * (p + s.softmax(-1))).log())).sum(
+        -1
+    ),
     "shifted_expectation": lambda s, t: s.logsumexp(-1) - (t.softmax(-1) * (s + 5.0)).sum(-1),
 }
 

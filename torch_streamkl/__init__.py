@@ -22,7 +22,7 @@ __all__ = [
     "linear_kl",
 ]
 
-_LAZY = {"Report": "report", "explain": "explain", "inductor_options": "backend"}
+_LAZY = {"Report": "reporting.report", "explain": "explain", "inductor_options": "backend"}
 
 
 def __getattr__(name: str) -> Any:

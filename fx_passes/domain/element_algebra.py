@@ -25,9 +25,8 @@ from torch_streamkl.fx_passes.domain.masks import (
     to_axes,
 )
 from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.domain.scores import Pad, Scores
+from torch_streamkl.fx_passes.domain.scores import IMPROBABLE, Pad, Scores
 from torch_streamkl.fx_passes.domain.values import (
-    IMPROBABLE,
     Distribution,
     Elements,
     LogSumExp,
@@ -49,31 +48,31 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 
-def softmax(scores: Scores, dim: int, trained: bool, *, log: bool) -> Elements:
+def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
     """Probabilities (or their logarithms) along a dimension of the scores."""
-    distribution = _distribution(scores, dim, trained)
+    distribution = _distribution(scores, dim)
     return Elements(
         (Term(log_prob(0) if log else prob(0)),), (distribution,), (scores.layout,), dim
     )
 
 
-def raw_scores(scores: Scores, dim: int, trained: bool) -> Elements:
+def raw_scores(scores: Scores, dim: int) -> Elements:
     """The scores themselves as log-probability + log-sum-exp."""
-    distribution = _distribution(scores, dim, trained)
+    distribution = _distribution(scores, dim)
     _, shift = scores.key.split_shift()
     value = log_prob(0) + lse(0)
     value = value + const(shift) if shift else value
     return Elements((Term(value),), (distribution,), (scores.layout,), dim)
 
 
-def _distribution(scores: Scores, dim: int, trained: bool) -> Distribution:
+def _distribution(scores: Scores, dim: int) -> Distribution:
     pieces = scores.layout[dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("softmax over a dimension that is not one axis of the scores")
     if any(isinstance(x, Pad) and x.axis != pieces[0].axis for x in scores.key.steps):
         raise Blocked("softmax over the rows of padded scores")
     key, _ = scores.key.split_shift()
-    return Distribution(key, pieces[0].axis, trained)
+    return Distribution(key, pieces[0].axis)
 
 
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
@@ -440,7 +439,7 @@ def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
     key, shift = value.scores.split_shift()
     if shift and rows.constant_within:
         raise Blocked("a number is added to rows of which some have no keys")
-    added = ((Distribution(key, value.axis, value.trained), sign),)
+    added = ((Distribution(key, value.axis), sign),)
     constant = rows.constant + sign * shift
     return replace(rows, offsets=_added(rows.offsets, added), constant=constant)
 

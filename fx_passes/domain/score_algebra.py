@@ -20,6 +20,8 @@ from torch_streamkl.fx_passes.domain.masks import (
     AxisTensor,
 )
 from torch_streamkl.fx_passes.domain.scores import (
+    Bias,
+    Factor,
     Masking,
     Pad,
     Scale,
@@ -29,13 +31,8 @@ from torch_streamkl.fx_passes.domain.scores import (
     Shift,
     axes_of_step,
 )
-from torch_streamkl.fx_passes.domain.values import (
-    CONTRACTED,
-    Bias,
-    Factor,
-    Operand,
-    Step,
-)
+from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
+from torch_streamkl.fx_passes.domain.values import CONTRACTED
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
@@ -91,7 +88,7 @@ def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
     if isinstance(step, Shift) and isinstance(size, int):
         return Shift(step.number * size)
     if isinstance(step, Factor):
-        if axis in axes_of(step.layout):
+        if axis in axes_of(step.tensor.layout):
             raise Blocked("scores are averaged over a dimension that only one operand has")
         return step
     raise Blocked("scores are averaged over heads after a mask, a bias or a softcap")
@@ -139,7 +136,7 @@ def _resized(layout: Layout, axis: int, size: Size) -> Layout:
     )
 
 
-def _part_of_operand(operand: Operand, axis: int, start: Size, length: Size | None) -> Operand:
+def _part_of_operand(operand: TensorRef, axis: int, start: Size, length: Size | None) -> TensorRef:
     if axis not in axes_of(operand.layout):
         return operand
     dim = axis_dim(operand.layout, axis)
@@ -147,9 +144,11 @@ def _part_of_operand(operand: Operand, axis: int, start: Size, length: Size | No
         raise Blocked("part of a repeated or flattened dimension of an operand is used")
     if length is None:
         layout = (*operand.layout[:dim], *operand.layout[dim + 1 :])
-        return Operand(operand.node, layout, (*operand.steps, Step("select", dim, start)))
+        return replace(operand, layout=layout, steps=(*operand.steps, Step("select", dim, start)))
     layout = _resized(operand.layout, axis, length)
-    return Operand(operand.node, layout, (*operand.steps, Step("narrow", dim, start, length)))
+    return replace(
+        operand, layout=layout, steps=(*operand.steps, Step("narrow", dim, start, length))
+    )
 
 
 def _part_of_literal(
@@ -193,7 +192,7 @@ def selected_rows(
     new: Dim = (Piece(axis, count),)
     step = Step("rows", first, length=count, mask=mask, mask_rank=num_held)
     operand_layout = (*operand.layout[:first], new, *operand.layout[first + num_held :])
-    changed = Operand(operand.node, operand_layout, (*operand.steps, step))
+    changed = replace(operand, layout=operand_layout, steps=(*operand.steps, step))
     sizes = (*((a, s) for a, s in key.sizes if a not in axes), (axis, count))
     lhs, rhs = (changed if x is operand else x for x in (key.lhs, key.rhs))
     key = replace(key, sizes=sizes, lhs=lhs, rhs=rhs)

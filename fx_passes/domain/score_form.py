@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import Mask
 from torch_streamkl.fx_passes.domain.scores import (
+    ABSORBING,
+    Bias,
+    Factor,
     Masking,
     Pad,
     Scale,
@@ -22,7 +25,6 @@ from torch_streamkl.fx_passes.domain.scores import (
     Tanh,
 )
 from torch_streamkl.fx_passes.domain.signs import is_positive
-from torch_streamkl.fx_passes.domain.values import ABSORBING, Bias, Factor
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 
@@ -120,11 +122,11 @@ def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
     """A tensor: a scalar, or one value per row."""
     if form.softcap:
         raise Blocked("scores are multiplied by a tensor after a softcap")
-    if form.biases and factor.layout:
+    if form.biases and factor.tensor.layout:
         raise Blocked("scores are multiplied by a tensor that is no scalar after a bias was added")
     if form.mask and form.fill > ABSORBING:
         raise Blocked("scores are multiplied by a tensor after a finite mask value was filled in")
-    if form.mask and form.fill != -math.inf and not is_positive(factor.node):
+    if form.mask and form.fill != -math.inf and not is_positive(factor.tensor.node):
         raise Blocked("masked scores are multiplied by a tensor that may be negative")
     return replace(
         form,
@@ -219,6 +221,6 @@ def _overlapping(form: ScoreForm, layer: Layer) -> ScoreForm:
 def _padded(form: ScoreForm, step: Pad) -> ScoreForm:
     if form.padded is not None:
         raise Blocked("scores are padded twice")
-    if form.mask or any(step.axis in axes_of(x.layout) for x in form.factors):
+    if form.mask or any(step.axis in axes_of(x.tensor.layout) for x in form.factors):
         raise Blocked("scores are padded after they were masked or multiplied by a tensor")
     return replace(form, padded=step.axis)

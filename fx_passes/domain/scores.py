@@ -13,16 +13,37 @@ may move past:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from torch_streamkl.fx_passes.domain.layout import Layout, axes_of
-from torch_streamkl.fx_passes.domain.masks import AxisTensor, Mask, axes_in
-from torch_streamkl.fx_passes.domain.values import Bias, Factor, Operand
+from torch_streamkl.fx_passes.domain.masks import Mask, axes_in
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
+
+# A finite fill this low takes part in no softmax of float32 scores that a model can produce,
+# unless every key of the row has it: adding it to a score gives the fill itself.
+ABSORBING = -1e30
+# Beside any score that a model makes, one this low has no probability in float32.
+IMPROBABLE = -1e4
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A tensor that multiplies or divides scores: a scalar, or a value per row or key."""
+
+    tensor: TensorRef
+    divides: bool
+
+
+@dataclass(frozen=True)
+class Bias:
+    """weight * (a dense tensor), added to the scores."""
+
+    tensor: TensorRef
+    weight: float = 1.0
+    factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
 
 
 @dataclass(frozen=True)
@@ -67,18 +88,16 @@ class Pad:
     size: Size
 
 
-# A factor multiplies or divides by a tensor, a bias adds one.
 ScoreStep = Scale | Factor | Shift | Tanh | Bias | Masking | Pad
 Steps = tuple[ScoreStep, ...]
-Tensors = Operand | Factor | Bias | AxisTensor
 
 
 @dataclass(frozen=True)
 class ScoreKey:
     """The identity of a score matrix: two with equal keys hold the same numbers."""
 
-    lhs: Operand
-    rhs: Operand
+    lhs: TensorRef
+    rhs: TensorRef
     sizes: tuple[tuple[int, Size], ...]  # (axis, size)
     steps: Steps = ()
     dtype: torch.dtype | None = None  # of the product, to which a linear layer rounds its logits
@@ -99,40 +118,6 @@ class ScoreKey:
         if isinstance(last, Shift) and math.isfinite(last.number):
             return replace(self, steps=self.steps[:-1]), last.number
         return self, 0.0
-
-    def tensors(self) -> Iterator[Tensors]:
-        """Everything of the scores that refers to a tensor of the program."""
-        yield self.lhs
-        yield self.rhs
-        for step in self.steps:
-            if isinstance(step, (Factor, Bias)):
-                yield step
-                if isinstance(step, Bias):
-                    yield from step.factors
-            elif isinstance(step, Masking):
-                yield from (x for x in step.mask if isinstance(x, AxisTensor))
-
-    def map_tensors(self, change: Callable[[Any], Any]) -> ScoreKey:
-        """With ``change`` applied to everything that `tensors` yields."""
-        return replace(
-            self,
-            lhs=change(self.lhs),
-            rhs=change(self.rhs),
-            steps=tuple(_mapped(step, change) for step in self.steps),
-        )
-
-
-def _mapped(step: ScoreStep, change: Callable[[Any], Any]) -> ScoreStep:
-    if isinstance(step, Bias):
-        changed: Bias = change(step)
-        return replace(changed, factors=tuple(change(f) for f in changed.factors))
-    if isinstance(step, Factor):
-        factor: Factor = change(step)
-        return factor
-    if isinstance(step, Masking):
-        mask = frozenset(change(x) if isinstance(x, AxisTensor) else x for x in step.mask)
-        return replace(step, mask=mask)
-    return step
 
 
 @dataclass(frozen=True)
@@ -204,7 +189,7 @@ def axes_of_step(step: ScoreStep) -> set[int]:
     """The axes of the scores along which an operation varies."""
     match step:
         case Factor() | Bias():
-            return axes_of(step.layout)
+            return axes_of(step.tensor.layout)
         case Masking():
             return {axis for literal in step.mask for axis in axes_in(literal)}
         case Pad():

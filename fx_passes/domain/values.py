@@ -9,98 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from torch import fx
 
 from torch_streamkl.functional import Expr, apply
 from torch_streamkl.fx_passes.domain.layout import (
     Layout,
     Piece,
 )
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
-
-if TYPE_CHECKING:
-    from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 
 
 @dataclass(frozen=True)
-class Step:
-    """A part of an operand that is used: "narrow", "select", or "rows" (a boolean index)."""
-
-    kind: str
-    dim: int
-    start: Size = 0
-    length: Size = 0
-    mask: fx.Node | None = None
-    mask_rank: int = 0
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One operand of a score matmul: a tensor, steps to the part that is used, and its layout.
-
-    The layout places axes of the scores (and contracted axes, numbered from CONTRACTED down) in
-    the dimensions left after the steps. An axis of the scores that it lacks is broadcast.
-    """
-
-    node: fx.Node
-    layout: Layout
-    steps: tuple[Step, ...] = ()
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A tensor that multiplies or divides dot products: a scalar, or a value per row or key."""
-
-    node: fx.Node
-    layout: Layout
-    divides: bool
-
-
-@dataclass(frozen=True)
-class Bias:
-    """weight * (a dense tensor), added to the scores; the layout places the scores' axes in it."""
-
-    node: fx.Node
-    layout: Layout
-    weight: float = 1.0
-    factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
-
-
-# A finite fill this low takes part in no softmax of float32 scores that a model can produce,
-# unless every key of the row has it: adding it to a score gives the fill itself.
-ABSORBING = -1e30
-# Beside any score that a model makes, one this low has no probability in float32.
-IMPROBABLE = -1e4
-
-
-@dataclass(frozen=True)
 class Distribution:
-    """Probabilities along one axis of a score matrix, or their mean over other axes of it.
-
-    ``trained`` says whether a gradient flows back to the scores from this use of them.
-    """
+    """Probabilities along one axis of a score matrix, or their mean over other axes of it."""
 
     scores: ScoreKey
     axis: int
-    trained: bool
     averaged: tuple[Piece, ...] = ()
 
-    def untrained(self) -> Distribution:
-        return replace(self, trained=False)
+    @property
+    def trained(self) -> bool:
+        """Whether a gradient flows back to the scores from this use of them."""
+        return flows(self.scores)
 
 
 @dataclass(frozen=True)
 class RowFactor:
     """A tensor without a key dimension that multiplies values, or (``selects``) keeps whole rows.
 
-    ``node`` broadcasts against the elements it was applied to, whose rank is ``rank``.
+    ``tensor`` broadcasts against the elements it was applied to, whose rank is ``rank``.
     """
 
-    node: fx.Node
+    tensor: TensorRef
     rank: int
     selects: bool = False
     keeps: bool = True  # of a selecting factor: the rows where it is True stay, else the others
@@ -241,7 +184,6 @@ class LogSumExp:
 
     scores: ScoreKey
     axis: int
-    trained: bool
     layout: Layout
 
 
@@ -259,7 +201,6 @@ class Shifted:
 
     scores: Scores
     axis: int
-    trained: bool
     exponential: bool = False
 
 
@@ -277,7 +218,7 @@ class Attention:
     """probabilities @ values: what attention does with a distribution besides its divergence."""
 
     probabilities: Elements
-    values: Operand  # laid out in the axes of the probabilities' scores
+    values: TensorRef  # laid out in the axes of the probabilities' scores
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from torch import Tensor, fx
 from torch.torch_version import TorchVersion
 
 from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.domain.values import (
-    ABSORBING,
-    Attention,
-)
+from torch_streamkl.fx_passes.domain.scores import ABSORBING
+from torch_streamkl.fx_passes.domain.values import Attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
@@ -83,6 +81,8 @@ class Leftovers:
         mask = masks_of(place)
         inputs = [place.student.rows, place.student.keys, attention.values]
         nodes = [outer_node(o.node, self.outer) for o in inputs]
+        if any(not _is_exact_in(value.dtype, n) for n in nodes):
+            raise Blocked(f"scores of more precision than {value.dtype}, the type of the result")
         q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)
         k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
         v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)
@@ -200,6 +200,13 @@ class Leftovers:
         assert total is not None
         self.masks[identity] = total
         return total
+
+
+def _is_exact_in(dtype: torch.dtype, node: fx.Node) -> bool:
+    """Whether a type holds every value of a tensor."""
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return torch.promote_types(value.dtype, dtype) == dtype
 
 
 def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:

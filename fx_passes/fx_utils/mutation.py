@@ -60,6 +60,17 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return nodes_in(written)
 
 
+def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
+    """The operations that autograd does not record, by the code's own changes of the mode."""
+    found, recording = set(), True
+    for node in graph.nodes:
+        if name_of(node) == "_set_grad_enabled":
+            recording = bool(node.args[0])
+        elif not recording and node.op.startswith("call"):
+            found.add(node)
+    return found
+
+
 def _is_named_in_place(node: fx.Node) -> bool:
     """``x.add_()``, ``F.relu_(x)``; ``operator.and_`` is named so because ``and`` is a keyword."""
     name = name_of(node)

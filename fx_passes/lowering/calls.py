@@ -14,7 +14,8 @@ from torch_streamkl import ops
 from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
 from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.domain.values import Bias, Rows
+from torch_streamkl.fx_passes.domain.scores import Bias
+from torch_streamkl.fx_passes.domain.values import Rows
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
@@ -29,6 +30,7 @@ from torch_streamkl.fx_passes.lowering.empty_rows import (
 )
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
+    materialise,
     outer_node,
     placed,
     rows_as_user,
@@ -201,18 +203,15 @@ def add_up_biases(
     """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
     total: fx.Node | None = None
     for bias in biases:
-        node = outer_node(bias.node, outer)
-        value = example(node)
-        assert isinstance(value, Tensor)
-        if value.requires_grad:
+        if bias.tensor.grad or any(factor.tensor.grad for factor in bias.factors):
             raise Blocked("a bias that is added to the scores needs a gradient")
-        x = placed(build, node, bias.layout, side, shape, tensors)
+        node = materialise(build, bias.tensor, outer)
+        x = placed(build, node, bias.tensor.layout, side, shape, tensors)
         if bias.weight != 1.0:
             x = build.call(torch.mul, x, bias.weight)
         for factor in bias.factors:
-            x = build.call(
-                torch.div if factor.divides else torch.mul, x, outer_node(factor.node, outer)
-            )
+            by = materialise(build, factor.tensor, outer)
+            x = build.call(torch.div if factor.divides else torch.mul, x, by)
         total = x if total is None else build.call(torch.add, total, x)
     return total
 
@@ -279,7 +278,7 @@ def _with_factors(
 ) -> fx.Node:
     """Row weights and row masks, as the user's code applies them."""
     for factor in call.factors:
-        node = outer_node(factor.node, outer)
+        node = materialise(build, factor.tensor, outer)
         if factor.selects:
             arguments = (value, 0.0) if factor.keeps else (0.0, value)
             value = build.call(torch.where, node, *arguments)

@@ -20,12 +20,13 @@ from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept, Mask
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.domain.values import Bias
+from torch_streamkl.fx_passes.domain.scores import Bias
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
+    materialise,
     outer_node,
     weight,
 )
@@ -35,7 +36,7 @@ from torch_streamkl.fx_passes.planning.dimensions import (
     SideGeometry,
 )
 
-STUDENT = "streamkl_student"  # of a call's metadata: its scores, their rows' order, is it trained
+STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 
 
@@ -54,7 +55,7 @@ def _is_head(side: SideGeometry) -> bool:
         and len(contracted) == 1
         and _leaves_out_words(form, axis)
         and not side.distribution.averaged
-        and all(axes_of(x.layout) == {axis} and not x.factors for x in _biases(form))
+        and all(axes_of(x.tensor.layout) == {axis} and not x.factors for x in _biases(form))
         and not (form.softcap and form.biases)
     )
 
@@ -115,7 +116,7 @@ def emit(
         tokens.append(geometry.query)
     student = geometry.student.distribution
     pieces = [geometry.digits[i].pieces[1] for i in tokens]
-    result.meta[STUDENT] = (student.scores, pieces, student.trained)
+    result.meta[STUDENT] = (student.scores, pieces)
     return build.call(operator.getitem, result, 0)
 
 
@@ -145,13 +146,11 @@ def _bias(
     total: fx.Node | None = None
     dtype = side.distribution.scores.dtype
     for bias in biases:
-        x = outer_node(bias.node, outer)
+        x = materialise(build, bias.tensor, outer)
         value = example(x)
         assert isinstance(value, Tensor)
         if value.dim() != 1:
             x = build.method("flatten", x)
-        if not side.distribution.trained and value.requires_grad:
-            x = build.method("detach", x)
         if bias.weight != scale:
             x = build.call(torch.mul, x, bias.weight / scale)
         total = x if total is None else build.call(torch.add, total, x)

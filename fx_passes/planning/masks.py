@@ -18,14 +18,8 @@ from torch_streamkl.fx_passes.domain.masks import (
     Mask,
 )
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.domain.scores import ScoreKey
-from torch_streamkl.fx_passes.domain.values import (
-    ABSORBING,
-    IMPROBABLE,
-    conditions_in,
-    mentions,
-    where_within,
-)
+from torch_streamkl.fx_passes.domain.scores import ABSORBING, IMPROBABLE, ScoreKey
+from torch_streamkl.fx_passes.domain.values import conditions_in, mentions, where_within
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,

@@ -69,7 +69,7 @@ class LossRules(Analysis):
             self._stays_blocked(a["self"])
             raise Blocked("cross_entropy with class weights, label smoothing or unknown logits")
         dim = 1 if len(x.layout) > 1 else 0
-        logs = elements.softmax(x, dim, self.trained(a["self"]), log=True)
+        logs = elements.softmax(x, dim, log=True)
         values = elements.unary("neg", elements.combined("mul", target, logs))
         if values.key_dim != dim:
             raise Blocked(

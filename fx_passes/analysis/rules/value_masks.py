@@ -20,14 +20,8 @@ from torch_streamkl.fx_passes.domain.masks import (
     to_tensor,
 )
 from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.domain.scores import Masking, Scores
-from torch_streamkl.fx_passes.domain.values import (
-    IMPROBABLE,
-    Elements,
-    Infinite,
-    Number,
-    Rows,
-)
+from torch_streamkl.fx_passes.domain.scores import IMPROBABLE, Masking, Scores
+from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number, Rows
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
 
@@ -260,7 +254,10 @@ def _removing(x: Scores, rank: int) -> object:
     layout = ((),) * (rank - len(x.layout)) + x.layout
     mask = to_tensor(form.mask, layout)
     biases = frozenset(
-        (b.node, tuple(layout.index(d) if d and d in layout else None for d in b.layout))
+        (
+            b.tensor.node,
+            tuple(layout.index(d) if d and d in layout else None for d in b.tensor.layout),
+        )
         for b in form.biases
         if b.weight > 0.0
     )

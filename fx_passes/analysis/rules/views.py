@@ -161,9 +161,7 @@ class ViewRules(MaskRules):
 
     @rule(aten.detach.default, aten.detach_.default)
     def detach(self, node: fx.Node, a: Arguments) -> object:
-        x = self.value(a["self"])
-        if isinstance(x, Elements):
-            return Elements(x.terms, tuple(p.untrained() for p in x.parts), x.layouts, x.key_dim)
+        x = self.value(a["self"])  # what detaching does to gradients, the node's own record says
         if isinstance(x, Rows):
             return None
         return x if x is not None else self._no_rule(node, "detach")
@@ -237,7 +235,7 @@ class ViewRules(MaskRules):
             if distribution.averaged:
                 raise Blocked("part of head-averaged probabilities is used")
             key, changed = change(distribution.scores, layout)
-            parts.append(type(distribution)(key, distribution.axis, distribution.trained))
+            parts.append(type(distribution)(key, distribution.axis))
             layouts.append(changed)
         (key_dim,) = {lay.axis_dim(y, d.axis) for y, d in zip(layouts, parts, strict=True)}
         assert key_dim is not None
