@@ -11,6 +11,7 @@ from torch_streamkl.functional import ONE, ZERO, apply
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout
 from torch_streamkl.fx_passes.domain.masks import (
     NEVER,
     AnyKey,
@@ -253,15 +254,13 @@ def _removing(x: Scores, rank: int) -> object:
     form = read(x.key)
     layout = ((),) * (rank - len(x.layout)) + x.layout
     mask = to_tensor(form.mask, layout)
-    biases = frozenset(
-        (
-            b.tensor.node,
-            tuple(layout.index(d) if d and d in layout else None for d in b.tensor.layout),
-        )
-        for b in form.biases
-        if b.weight > 0.0
-    )
+    tensors = [b.tensor for b in form.biases if b.weight > 0.0]
+    biases = frozenset((x.node, tuple(_place_of(d, layout) for d in x.layout)) for x in tensors)
     return mask, biases, form.fill == -math.inf
+
+
+def _place_of(dim: Dim, layout: Layout) -> int | None:
+    return layout.index(dim) if dim and dim in layout else None
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
