@@ -263,7 +263,7 @@ ON_MAPS = [
         reason="overlap in different ways",
         teacher=["keep_-inf", "causal_-3.40282e+38"],
     ),
-    Case(["causal_-inf", "keep_-3.40282e+38"], "js", "two additive masks overlap"),
+    Case(["causal_-inf", "keep_-3.40282e+38"], "minus_lse", "two additive masks overlap"),
     Case(["added_-inf", "added_-inf"], "js"),
     Case(["added_-3.40282e+38", "added_-3.40282e+38"]),
     Case(["added_-3.40282e+38", "half"]),
@@ -292,8 +292,8 @@ ON_HEADS = [
     Case(["softcap", "bias"], reason=""),
     Case(["without_word", "half"]),
     Case(["without_word", "neg"], reason="masked scores have the value inf"),
-    Case(["neg", "without_word"]),
-    Case(["pad"], reason="keys that neither side has", teacher=["pad"], loss="js"),
+    Case(["neg", "without_word"], reason="overwritten with -inf"),
+    Case(["pad"], "js"),
     Case(["pad", "half"], teacher=["times_3", "pad"]),
     Case(["pad", "neg"], reason="masked scores multiplied by a negative number"),
     Case(["pad", "softcap"], reason="tanh of scores that were padded"),
@@ -324,3 +324,91 @@ def test_order_on_maps(case: Case) -> None:
 @pytest.mark.parametrize("case", ON_HEADS, ids=name_of)
 def test_order_on_heads(case: Case) -> None:
     check_case(case, of_heads(case.chains, case.loss, 1))
+
+
+SLICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "narrow_from_the_end": lambda s: s.narrow(2, -3, 3),
+    "narrow_from_the_end_of_the_keys": lambda s: s.narrow(-1, -4, 3),
+    "slice_before_the_start": lambda s: s[:, :, -100:],
+    "slice_behind_the_end": lambda s: s[:, :, -2:100],
+    "slice_of_keys": lambda s: s[..., -100:4],
+    "select": lambda s: s.select(1, -1),
+    "split": lambda s: s.split([2, 3], 2)[1],
+    "chunk": lambda s: s.chunk(2, -1)[1],
+    "tensor_split": lambda s: s.tensor_split([-2], 2)[1],
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("masked", ["", "causal_-inf", "causal_-1e+09"])
+@pytest.mark.parametrize("name", SLICES)
+def test_part_of_scores(name: str, masked: str, dynamic: bool) -> None:
+    """Starts are counted from the end, and limited to the dimension, as torch does."""
+    shapes = [(BATCH, HEADS, n, DIM) for n in (QUERIES, KEYS, QUERIES, KEYS)]
+    mask = OF_MAPS[masked] if masked else lambda s, b: s
+
+    def program(*operands: Tensor) -> Tensor:
+        sq, sk, tq, tk = operands
+        s, t = (SLICES[name](mask(q @ k.mT, None)) for q, k in ((sq, sk), (tq, tk)))
+        return LOSSES["kl"](s, t).nan_to_num().mean()
+
+    sq, sk, tq, tk = tensors(3, *shapes)
+    inputs = [sq.requires_grad_(), sk.requires_grad_(), tq, tk]
+    check(compare(program, inputs, dynamic=dynamic))
+
+
+@pytest.mark.parametrize("num_words", [5, 9, 13])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_padding_to_the_other_s_words(num_words: int, dynamic: bool) -> None:
+    """A negative width crops."""
+
+    def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        s, t = F.linear(x, w), F.linear(y, v)
+        t = F.pad(t, (0, s.shape[-1] - t.shape[-1]), value=-INF)
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
+
+    x, w, y, v = tensors(4, (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, WIDTH), (num_words, WIDTH))
+    inputs = [x.requires_grad_(), w.requires_grad_(), y, v]
+    check(compare(program, inputs, dynamic=dynamic))
+
+
+HARD: dict[str, Change] = {
+    "temperature": lambda z, b: z / 2.0,
+    "shifted": lambda z, b: (z + 3.0) / 2.0,
+    "softcap": lambda z, b: 3.0 * torch.tanh(z / 3.0) / 2.0,
+    "biased": lambda z, b: (z + b.bias) / 2.0,
+    "biased_and_capped": lambda z, b: torch.tanh((z + b.bias) / 3.0) / 4.0,
+    "negative": lambda z, b: z / -2.0,
+    "biased_behind": lambda z, b: z / 2.0 + b.bias,
+    "learned": lambda z, b: z * b.log_tau.exp(),
+}
+BEFORE: dict[str, Change] = {
+    "temperature": lambda z, b: z,
+    "shifted": lambda z, b: z,
+    "softcap": lambda z, b: 3.0 * torch.tanh(z / 3.0),
+    "biased": lambda z, b: z + b.bias,
+    "biased_and_capped": lambda z, b: 3.0 * torch.tanh((z + b.bias) / 3.0) - 1.0,
+    "negative": lambda z, b: z,
+    "biased_behind": lambda z, b: z + b.bias,
+    "learned": lambda z, b: z,
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_labels_beside_a_temperature(name: str) -> None:
+    """The cross-entropy of logits that the divergence has divided by a temperature."""
+    x, w, y, v, bias, rows = tensors(
+        5, (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, WIDTH), (WORDS, WIDTH), (WORDS,), (TOKENS, 1)
+    )
+    b = beside(bias, rows, WORDS, 5)
+    labels = torch.arange(TOKENS)
+
+    def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        b = Beside(*values)
+        s, t = F.linear(x, w), F.linear(y, v)
+        soft = LOSSES["kl"](HARD[name](s, b), HARD[name](t, b)).mean()
+        return soft + F.cross_entropy(BEFORE[name](s, b), labels)
+
+    inputs = [x.requires_grad_(), w.requires_grad_(), y, v, *vars(b).values()]
+    outcome = compare(program, inputs).check()
+    assert outcome.num_fused == 1, outcome.report

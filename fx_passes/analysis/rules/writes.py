@@ -81,4 +81,4 @@ def _start(a: Arguments, name: str, size: Size) -> int | None:
     start = a["index"] if name == "select" else a.get("start") or 0
     if not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
         return None
-    return start + size if start < 0 and isinstance(size, int) else start
+    return max(start + size, 0) if start < 0 and isinstance(size, int) else start
