@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.capture.region import (
-    MATMULS,
-    compared_by_hand,
-)
+from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (

@@ -24,17 +24,8 @@ from torch_streamkl.fx_passes.domain.scores import Bias
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.lowering.operands import (
-    canonical,
-    materialise,
-    outer_node,
-    weight,
-)
-from torch_streamkl.fx_passes.planning.dimensions import (
-    ROW_ONLY,
-    Geometry,
-    SideGeometry,
-)
+from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, outer_node, weight
+from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text

@@ -21,11 +21,7 @@ from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.scores import ABSORBING, IMPROBABLE, ScoreKey
 from torch_streamkl.fx_passes.domain.values import conditions_in, mentions, where_within
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    expression,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 # NOTE [Masks after the softmax]

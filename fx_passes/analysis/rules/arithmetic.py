@@ -40,10 +40,7 @@ from torch_streamkl.fx_passes.domain.values import (
     where_within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import same, shape_of
 
 aten = torch.ops.aten
 

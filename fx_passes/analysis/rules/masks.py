@@ -33,10 +33,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Number,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one
 
 aten = torch.ops.aten
 

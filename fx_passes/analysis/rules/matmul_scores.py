@@ -20,13 +20,7 @@ from torch_streamkl.fx_passes.domain.scores import Bias, ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import CONTRACTED, Attention, Elements
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    quotient,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, quotient, same, shape_of
 
 Refer = Callable[[fx.Node, Layout], TensorRef]  # the analysis knows whether gradient flows
 
