@@ -10,14 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_streamkl.fx_passes.domain.layout import sizes_of
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    ExpSum,
-    LogSumExp,
-    RowMax,
-    Scores,
-    Shifted,
-)
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, LogSumExp, RowMax, Shifted
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,

@@ -70,7 +70,12 @@ def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
     shape = (*elements.shape[: elements.key_dim], 1, *elements.shape[elements.key_dim + 1 :])
     if placed is None or not lay.broadcasts_to(placed, shape):
         raise Blocked("a log-sum-exp of other rows is added to a sum over keys")
-    return replace(rows, offsets=_added(rows.offsets, ((replace(value, layout=placed), sign),)))
+    key, shift = value.scores.split_shift()
+    if shift and rows.constant_within:
+        raise Blocked("a number is added to rows of which some have no keys")
+    added = ((replace(value, scores=key, layout=placed), sign),)
+    constant = rows.constant + sign * shift
+    return replace(rows, offsets=_added(rows.offsets, added), constant=constant)
 
 
 def _added(

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.domain.layout import Layout, Piece
+from torch_streamkl.fx_passes.domain.layout import (
+    Layout,
+    Piece,
+)
+from torch_streamkl.fx_passes.domain.scores import Factor, Pad
 from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
-from torch_streamkl.fx_passes.domain.values import Factor
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
@@ -123,7 +126,8 @@ def _split(layout: Layout, side: int, geometry: Geometry) -> list[SubDim]:
     if keys.pieces:
         key = distribution.scores
         start = keys.pieces[0].size * keys.pieces[0].stride
-        have = start if key.padded == distribution.axis else key.size(distribution.axis)
+        padded = any(isinstance(x, Pad) and x.axis == distribution.axis for x in key.steps)
+        have = start if padded else key.size(distribution.axis)
         if not is_split_of(keys.pieces, Piece(distribution.axis, have)):
             raise Blocked("an operand's keys are repeated")
     result: list[SubDim] = []

@@ -9,13 +9,13 @@ from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     ExpSum,
     LogSumExp,
     RowMax,
-    Scores,
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
