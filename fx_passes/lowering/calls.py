@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, same
-from torch_streamkl.fx_passes.lowering import lm_head as linear
+from torch_streamkl.fx_passes.lowering import lm_head
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
@@ -98,8 +98,8 @@ def _emit_call(
 ) -> fx.Node:
     shape = call.geometry
     tensors = [outer_node(o.node, outer) for o in _operands(call)]
-    if linear.applies(shape):
-        value = linear.emit(build, shape, call.functional, outer)
+    if call.is_head:
+        value = lm_head.emit(build, shape, call.functional, outer)
         value = rows_as_user(
             build, value, shape, rows.elements.rank, rows.elements.key_dim, tensors
         )

@@ -17,51 +17,18 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.functional import DIVERGENCES, Functional
-from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept, Mask
-from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
+from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Bias
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, outer_node, weight
-from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
+from torch_streamkl.fx_passes.planning.lm_heads import added_to_logits
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
-
-
-def applies(geometry: Geometry) -> bool:
-    """Whether both sides are hidden states times one matrix, without masks."""
-    return all(_is_head(side) for side in (geometry.teacher, geometry.student))
-
-
-def _is_head(side: SideGeometry) -> bool:
-    form, axis = read(side.distribution.scores), side.distribution.axis
-    contracted = {p.axis for dim in side.keys.layout for p in dim if p.axis < 0}
-    on_keys = {axis for axis in axes_of(side.keys.layout) if axis >= 0}
-    return (
-        set(side.kinds) == {ROW_ONLY}
-        and on_keys == {axis}
-        and len(contracted) == 1
-        and _leaves_out_words(form, axis)
-        and not side.distribution.averaged
-        and all(axes_of(x.tensor.layout) == {axis} and not x.factors for x in _biases(form))
-        and not (form.softcap and form.biases)
-    )
-
-
-def _biases(form: ScoreForm) -> tuple[Bias, ...]:
-    """What is added to the logits; the operator adds it before a softcap, never behind it."""
-    return form.inner_biases + form.biases
-
-
-def _leaves_out_words(form: ScoreForm, axis: int) -> bool:
-    """No mask, or words that have no probability: a bias of -inf, which a softcap would limit."""
-    if not form.mask:
-        return True
-    only_words = all(isinstance(x, AxisExcept) and x.axis == axis for x in form.mask)
-    return only_words and form.fill == -math.inf and not form.softcap and form.scale > 0
 
 
 def emit(
@@ -92,7 +59,7 @@ def emit(
         options[f"{name}_scale"] = form.scale * form.softcap if form.softcap else form.scale
         if form.softcap:
             options[f"{name}_softcap"] = form.softcap
-        bias = _bias(build, _biases(form), side, form.scale, outer)
+        bias = _bias(build, added_to_logits(form), side, form.scale, outer)
         if form.mask:
             removed = _removed_words(build, form.mask, inputs[f"{name}_weight"])
             bias = removed if bias is None else build.call(torch.add, bias, removed)

@@ -33,13 +33,13 @@ from torch_streamkl.fx_passes.domain.values import (
     where_within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.lowering import lm_head as linear
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.divergence_forms import (
     bilinear_form,
     monomials,
     split_pairs,
 )
+from torch_streamkl.fx_passes.planning.lm_heads import is_lm_head
 from torch_streamkl.fx_passes.planning.masks import (
     MaskPlan,
     drops_rows_without_keys,
@@ -56,6 +56,7 @@ class Call:
 
     functional: Functional
     geometry: Geometry
+    is_head: bool  # of language models: `linear_kl` computes it, else `attention_kl`
     coefficient: float
     factors: tuple[RowFactor, ...]
     mask: MaskPlan
@@ -133,7 +134,7 @@ def _geometry(
 
 def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_rows: bool) -> Call:
     functional = Functional.of(render(pair.expr))
-    is_head = linear.applies(shape)
+    is_head = is_lm_head(shape)
     forms = _forms(shape)
     if not is_head and any(form.inner_biases for form in forms):
         raise Blocked("a tensor is added to attention scores before a tanh")
@@ -143,7 +144,7 @@ def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_row
         if functional.absent != 0.0:
             raise Blocked("keys that neither side has would contribute to the divergence")
     mask = plan_masks(shape, functional, drops_rows, is_head=is_head)
-    return Call(functional, shape, pair.coefficient, factors, mask)
+    return Call(functional, shape, is_head, pair.coefficient, factors, mask)
 
 
 def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...]) -> Call:
@@ -155,7 +156,7 @@ def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFact
         raise Blocked("scores are padded, or a tensor is added to them before a tanh")
     functional = Functional.of(render(_named(expr, pair.teacher, pair.student)))
     mask = plan_masks_within(shape, 0 if key == pair.teacher else 1)
-    return Call(functional, shape, 1.0, factors, mask)
+    return Call(functional, shape, is_lm_head(shape), 1.0, factors, mask)
 
 
 def _forms(shape: Geometry) -> tuple[ScoreForm, ScoreForm]:

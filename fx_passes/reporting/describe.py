@@ -8,7 +8,6 @@ from torch_streamkl.functional import DIVERGENCES, Functional, named, render
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
-from torch_streamkl.fx_passes.lowering import lm_head as linear
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 
 
@@ -31,7 +30,7 @@ def describe(planned: Plan) -> tuple[str, str]:
         if call.mask.stricter is not None:
             form += f", over the keys of the {('teacher', 'student')[call.mask.stricter.side]}"
         forms.append(form)
-    heads = all(linear.applies(call.geometry) for call in planned.calls)
+    heads = all(call.is_head for call in planned.calls)
     return "linear_kl" if heads else "attention_kl", "; ".join(forms)
 
 
