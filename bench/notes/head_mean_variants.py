@@ -22,8 +22,8 @@ from bench.notes.hopper_variants import DEFAULT, STUDENT, errors_of, timed
 from torch_streamkl import launch, ops
 from torch_streamkl.functional import DIVERGENCES
 from torch_streamkl.kernels import head_mean_launch, plans
-from torch_streamkl.launch import TritonLaunch
 from torch_streamkl.problem import AttentionProblem
+from torch_streamkl.tiles import TritonLaunch
 
 SEQLEN = 4096
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.attention_matrix import median_ms
-from torch_streamkl import launch, ops, tune
+from torch_streamkl import devices, launch, ops, tune
 from torch_streamkl.functional import DIVERGENCES, named
 from torch_streamkl.kernels import hopper_attention, plans
 from torch_streamkl.launch import HopperLaunch
@@ -92,7 +92,7 @@ def used(variant: Variant | None, head_dim: int) -> Iterator[None]:
 
 
 def _in_parts(parts: int, blocks: int, _tiles: int, device: torch.device) -> tuple[int, int]:
-    return blocks - blocks % launch.multiprocessors(device), parts
+    return blocks - blocks % devices.multiprocessors(device), parts
 
 
 def problem(head_dim: int, causal: bool, clamped: bool, deterministic: bool) -> AttentionProblem:

@@ -27,7 +27,7 @@ import torch
 
 from torch_streamkl import attention_kl, launch_table, tune
 from torch_streamkl.kernels import attention, attention_backward, plans
-from torch_streamkl.launch import TritonLaunch
+from torch_streamkl.tiles import TritonLaunch
 
 DEVICE, HEADS, SEQLEN, JOBS = "cuda", 32, 8192, 14
 SHAPES = ((128, True), (128, False), (64, True), (64, False))  # head_dim, is_causal
