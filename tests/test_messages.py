@@ -15,8 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, linear_ops, ops, reference
-from torch_streamkl import nitrobrew
+from torch_streamkl import (
+    attention_kl,
+    attention_kl_varlen,
+    linear_kl,
+    linear_ops,
+    nitrobrew,
+    ops,
+    reference,
+)
 
 SNAPSHOT = Path(__file__).parent / "messages.txt"
 LEAST = 200
