@@ -318,6 +318,10 @@ class Settings(NamedTuple):
 
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
     plain = checks.is_plain(inputs)
+    if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
+        from torch_streamkl.distributed.attention_dtensor import prepared
+
+        inputs = Inputs(*prepared(inputs, settings))
     # a scale that is a tensor would be kept alive with the verdict
     if plain and not settings.has_tensor:
         options = checks.remembered(inputs, settings, _checked_options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import importlib
 import os
 import tempfile
@@ -46,7 +47,8 @@ class Rank:
 
     @property
     def mesh(self) -> Any:
-        return distributed.device_mesh.init_device_mesh(self.device.type, (self.size,))
+        """One object for all checks: compiled graphs of DTensors mix up meshes that are equal."""
+        return _mesh(self.device.type, self.size, self.group)
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """The same numbers on every rank and device."""
@@ -59,6 +61,11 @@ class Rank:
             return slice(cuts[self.rank], cuts[self.rank + 1])
         step = -(-num_words // self.size)
         return slice(min(self.rank * step, num_words), min((self.rank + 1) * step, num_words))
+
+
+@functools.cache
+def _mesh(device: str, size: int, group: distributed.ProcessGroup) -> Any:
+    return distributed.device_mesh.init_device_mesh(device, (size,))
 
 
 Check = Callable[[Rank], None]

@@ -6,7 +6,7 @@ the rule and what each rank has. Options (the divergence, scales and so on) trav
 are gathered in full only for that error.
 
 NOTE [What agreement costs]
-One all-gather of about 100 bytes a call. A group that has a backend for the CPU (one of
+One all-gather of 192 bytes a rank and call. A group that has a backend for the CPU (one of
 ``init_process_group()`` or ``"cpu:gloo,cuda:nccl"``) exchanges them there: some 0.1 ms of the
 host, which runs ahead of the GPU, and no synchronisation. A group with NCCL alone exchanges them
 on the GPU, and the host waits for what was launched before. While a CUDA graph is captured nothing
