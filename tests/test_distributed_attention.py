@@ -16,11 +16,15 @@ from tests.support.ranks import (
     assert_passed,
     checks_of,
     close,
+    counted_collectives,
+    keeping_graphs,
+    largest_tensor,
     on_ranks,
     outcomes,
     same_error,
 )
 from torch_streamkl import attention_kl, ops
+from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 32, 16
 
@@ -199,6 +203,126 @@ def placements_that_are_refused(me: Rank) -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match="counts from the last query"):
         ops.attention_kl(*operands, *(None,) * 11, "(P*(logP-logS))", 1.0, 1.0, 0.0, 0.0, 1.0,
                          None, None, 0)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- context parallel
+def _context_parallel(problem: Problem, function: Any = None, **more: Any) -> None:
+    me, mesh = problem.me, problem.me.mesh
+    balance = {"load_balance": more.get("load_balance", "head_tail")}
+    inputs = {
+        name: shard_sequence(x, mesh, **balance).requires_grad_()
+        for name, x in problem.tensors.items()
+    }
+    function = function or attention_kl_context_parallel
+    value = function(**inputs, **problem.options, **more, mesh=mesh)
+    (value * shard_sequence(problem.grad, mesh, **balance)).sum().backward()
+    truth = problem.whole(torch.float64, "reference")
+    single = problem.whole(me.dtype, "auto")
+    results = {"value": value.detach(), **{name: x.grad for name, x in inputs.items()}}
+    for name, got in results.items():
+        parts = [shard_sequence(x[name], mesh, **balance) for x in (truth, single)]
+        close(got, *parts, what=f"{name} {problem.options} {more}")
+
+
+@on_ranks
+def sequences_that_ranks_share(me: Rank) -> None:
+    lengths = torch.tensor([20, SEQLEN], device=me.device)
+    for options in (
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "window": (5, None), "divergence": "js"},
+        {"window": (4, 3), "divergence": "reverse_kl"},
+        {"window": (None, 20)},
+        {"is_causal": True, "key_lengths": lengths, "temperature": 2.0},
+        {"key_lengths": lengths, "student_softcap": 3.0},
+    ):
+        for balance in ("head_tail", None):
+            _context_parallel(Problem(me, 2, **options), load_balance=balance)
+        if me.size == 2:  # heads of keys for every rank
+            _context_parallel(Problem(me, 2, **options), method="heads")
+
+
+@on_ranks
+def context_parallel_reductions_and_sinks(me: Rank) -> None:
+    for method in ("gather", "heads"):
+        for reduction in ("mean", "sum", "batchmean"):
+            problem = Problem(me, is_causal=True, divergence="jeffreys")
+            sink = torch.randn(HEADS, device=me.device)
+            rows = torch.rand(BATCH, HEADS, SEQLEN, device=me.device) < 0.8
+            ours = sink.clone().requires_grad_()
+            value = attention_kl_context_parallel(
+                **{name: shard_sequence(x, me.mesh) for name, x in problem.tensors.items()},
+                **problem.options, student_sink=ours, mesh=me.mesh, method=method,
+                row_mask=shard_sequence(rows, me.mesh), reduction=reduction,
+            )  # fmt: skip
+            value.backward()
+            whole = sink.double().requires_grad_()
+            truth = attention_kl(
+                **{name: x.double() for name, x in problem.tensors.items()},
+                **problem.options, student_sink=whole, row_mask=rows, reduction=reduction,
+                impl="reference",
+            )  # fmt: skip
+            truth.backward()
+            limit = 100 * torch.finfo(me.dtype).eps
+            for got, expected in ((value, truth), (ours.grad, whole.grad)):
+                torch.testing.assert_close(got.double(), expected, rtol=limit, atol=limit)
+
+
+@on_ranks
+def context_parallel_collectives(me: Rank) -> None:
+    """Keys are gathered once a side and their gradients reduced once; no map in any graph."""
+    problem = Problem(me, is_causal=True)
+    inputs = {name: shard_sequence(x, me.mesh).requires_grad_()
+              for name, x in problem.tensors.items()}  # fmt: skip
+    for method, expected in (
+        ("gather", {"all_gather": 2, "reduce_scatter": 2}),
+        ("heads", {"all_to_all": 10}),  # four tensors and the values, and back
+    ):
+        with counted_collectives() as counts:
+            value = attention_kl_context_parallel(
+                **inputs, **problem.options, mesh=me.mesh, method=method
+            )
+            value.sum().backward()
+        assert counts == expected, counts
+
+
+@on_ranks
+def context_parallel_compiled(me: Rank) -> None:
+    for method in ("gather", "heads"):
+        torch._dynamo.reset()
+        graphs: list[torch.fx.GraphModule] = []
+        function = torch.compile(
+            attention_kl_context_parallel, backend=keeping_graphs(graphs), fullgraph=True
+        )
+        _context_parallel(Problem(me, is_causal=True), function, method=method)
+        # rows, keys and head_dim of one tensor, and never rows x keys
+        assert len(graphs) == 2
+        assert largest_tensor(graphs) <= BATCH * HEADS * SEQLEN * HEAD_DIM
+
+
+@on_ranks
+def context_parallel_refusals(me: Rank) -> None:
+    problem = Problem(me)
+    inputs = {name: shard_sequence(x, me.mesh) for name, x in problem.tensors.items()}
+    is_last = me.rank == me.size - 1
+
+    def call(given: Any = None, **options: Any) -> Any:
+        given = {**inputs, **(given or {})}
+        return lambda: attention_kl_context_parallel(**given, **{"mesh": me.mesh, **options})
+
+    same_error(me, call(attn_mask=torch.ones(1)), "does not take attn_mask")
+    same_error(me, call(cu_seqlens_q=torch.ones(1)), "does not take cu_seqlens_q")
+    same_error(me, call(method="ring"), "'gather', 'heads'")
+    fewer = {name: x[:, :3] for name, x in inputs.items()}
+    same_error(me, call(fewer, method="heads"), "multiple of 2 heads, got 3")
+    odd = {name: x[:, :, :-1] for name, x in inputs.items()}
+    same_error(me, call(odd), "two chunks", "15 rows")
+    same_error(me, call(odd if is_last else None, load_balance=None),
+               "number of rows", "16 (rank 0)", "15 (rank")  # fmt: skip
+    same_error(me, call(is_causal=is_last), "is_causal", "False", "True")
+    same_error(me, call({"student_q": inputs["student_q"][0]} if is_last else None),
+               "student_q must have 4 dimensions")  # fmt: skip
+    same_error(me, lambda: shard_sequence(torch.ones(1, 1, 7), me.mesh), "got length 7")
 
 
 @pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, distributed
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -23,6 +21,8 @@ from tests.support.ranks import (
     checks_of,
     close,
     counted_collectives,
+    keeping_graphs,
+    largest_tensor,
     on_ranks,
     outcomes,
     same_error,
@@ -285,18 +285,7 @@ def _sharded(me: Rank, problem: Problem, words: tuple[slice, slice]) -> dict[str
 
 def _compiled_graphs(function: Any, *args: Any) -> tuple[Any, list[torch.fx.GraphModule]]:
     graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    return torch.compile(function, backend=backend, fullgraph=True)(*args), graphs
-
-
-def _largest(graphs: list[torch.fx.GraphModule]) -> int:
-    values = [node.meta.get("val") for graph in graphs for node in graph.graph.nodes]
-    return max(x.numel() for x in values if isinstance(x, Tensor))
+    return torch.compile(function, backend=keeping_graphs(graphs), fullgraph=True)(*args), graphs
 
 
 @on_ranks
@@ -314,7 +303,7 @@ def compiled(me: Rank) -> None:
         for name, x in got.items():
             torch.testing.assert_close(x, expected[name])
         assert len(graphs) == 2
-        assert _largest(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
+        assert largest_tensor(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
 
 
 # ------------------------------------------------------------------------------------ DTensors
@@ -397,7 +386,7 @@ def dtensors_compiled(me: Rank) -> None:
         inputs = _distributed(problem, me.mesh, [hidden], [Shard(0)])
         value, graphs = _compiled_graphs(lambda x: linear_kl(**x), inputs)
         _check_dtensors(problem, inputs, value)
-        assert graphs and _largest(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
+        assert graphs and largest_tensor(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
 
 
 @on_ranks

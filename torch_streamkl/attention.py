@@ -418,7 +418,7 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     for side, q in (("student", q_s), ("teacher", q_t)):
         _check_side(side, q, inputs, settings)
     _check_head_reduction(inputs, settings, q_t)
-    left, right = _window(settings.is_causal, settings.window)
+    left, right = window_bounds(settings.is_causal, settings.window)
     return (
         _functional(settings),
         _scale(settings.student_scale, q_s),
@@ -529,9 +529,10 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
         raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {lse.dtype}")
 
 
-def _window(
+def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
+    """Keys before and after a query's position that it sees, None for no bound."""
     left, right = window if window is not None else (None, None)
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and bound < 0:

@@ -23,7 +23,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, distributed
+from torch._dynamo.backends.common import aot_autograd
 
 from torch_streamkl.distributed import collectives
 
@@ -185,6 +187,22 @@ def counted_collectives() -> Iterator[Counter[str]]:
     finally:
         for name, original in originals.items():
             setattr(collectives, name, original)
+
+
+def keeping_graphs(graphs: list[torch.fx.GraphModule]) -> Any:
+    """A backend that keeps the graphs of forward and backward, and runs them as they are."""
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+def largest_tensor(graphs: list[torch.fx.GraphModule]) -> int:
+    """Elements of the largest tensor in any of the graphs."""
+    values = [node.meta.get("val") for graph in graphs for node in graph.graph.nodes]
+    return max(x.numel() for x in values if isinstance(x, Tensor))
 
 
 def same_error(me: Rank, call: Callable[[], Any], *words: str) -> None:

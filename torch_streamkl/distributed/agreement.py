@@ -112,7 +112,7 @@ def _gathered(
 ) -> list[list[int]]:
     header = torch.tensor([*row, *[0] * (_HEADER - len(row))], dtype=torch.int64)
     header = header.to(_device_of(group, device))
-    rows: Tensor = collectives.wait(collectives.all_gather(header, group_name))
+    rows: Tensor = collectives.wait(collectives.all_gather(header, group.size(), group_name))
     return [list(map(int, r)) for r in rows.view(-1, _HEADER).tolist()]
 
 

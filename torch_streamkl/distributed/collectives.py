@@ -40,9 +40,9 @@ def resolve(group_name: str) -> ProcessGroup:
     return group
 
 
-def all_gather(x: Tensor, group_name: str) -> Tensor:
+def all_gather(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
     """``x`` of every rank, one after the other along the first dimension."""
-    gathered: Tensor = _ops.all_gather_into_tensor(x, resolve(group_name).size(), group_name)
+    gathered: Tensor = _ops.all_gather_into_tensor(x, num_ranks, group_name)
     return gathered
 
 
@@ -52,9 +52,9 @@ def all_reduce(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
     return reduced
 
 
-def reduce_scatter(x: Tensor, group_name: str) -> Tensor:
+def reduce_scatter(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
     """This rank's share, along the first dimension, of the sum of ``x`` over ranks."""
-    mine: Tensor = _ops.reduce_scatter_tensor(x, "sum", resolve(group_name).size(), group_name)
+    mine: Tensor = _ops.reduce_scatter_tensor(x, "sum", num_ranks, group_name)
     return mine
 
 

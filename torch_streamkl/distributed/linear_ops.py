@@ -116,6 +116,7 @@ def _shard(
     return Shard(
         problem=replace(problem, first_word=first_word),
         group_name=group_name,
+        num_ranks=len(facts),
         num_student_words=shards.num_student_words,
         row_bytes=shard_loops.row_bytes(problem, largest),
         max_workspace_mib=max_workspace_mib,

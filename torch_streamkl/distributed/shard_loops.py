@@ -41,6 +41,7 @@ class Shard:
 
     problem: LinearProblem
     group_name: str
+    num_ranks: int
     num_student_words: int  # of the whole vocabulary
     row_bytes: tuple[int, int]  # of a token's logits of student and teacher, of the largest shard
     max_workspace_mib: int
@@ -80,7 +81,7 @@ class Shard:
 
     def gathered(self, parts: Tensor) -> Tensor:
         """States of all ranks [ranks, fields, tokens], on their way."""
-        return collectives.all_gather(parts, self.group_name)
+        return collectives.all_gather(parts, self.num_ranks, self.group_name)
 
     def merge(self, part: LinearProblem, gathered: Tensor, out: RowValues) -> None:
         parts = collectives.wait(gathered).unflatten(0, (-1, num_fields(part)))
