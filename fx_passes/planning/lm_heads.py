@@ -20,6 +20,7 @@ def _is_head(side: SideGeometry) -> bool:
     form, axis = read(side.distribution.scores), side.distribution.axis
     contracted = {p.axis for dim in side.keys.layout for p in dim if p.axis < 0}
     on_keys = {axis for axis in axes_of(side.keys.layout) if axis >= 0}
+    added = added_to_logits(form)
     return (
         set(side.kinds) == {ROW_ONLY}
         and on_keys == {axis}
