@@ -29,6 +29,7 @@ STAGES = (
     "ddp",
     "inductor_passes",
     "backend",
+    "leaves",
     "explain",
     "verify",
     "enable",

@@ -27,9 +27,7 @@ def _is_head(side: SideGeometry) -> bool:
         and len(contracted) == 1
         and _leaves_out_words(form, axis)
         and not side.distribution.averaged
-        and all(
-            axes_of(x.tensor.layout) == {axis} and not x.factors for x in added_to_logits(form)
-        )
+        and all(axes_of(x.tensor.layout) == {axis} and not x.factors for x in added)
         and not (form.softcap and form.biases)
     )
 
