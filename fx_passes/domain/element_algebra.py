@@ -14,16 +14,24 @@ from torch import fx
 
 from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import Layout, axis_dim
-from torch_streamkl.fx_passes.domain.masks import BoolTensor, Mask, axes_in, to_axes
+from torch_streamkl.fx_passes.domain.layout import (
+    Layout,
+    axis_dim,
+)
+from torch_streamkl.fx_passes.domain.masks import (
+    BoolTensor,
+    Mask,
+    axes_in,
+    to_axes,
+)
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import IMPROBABLE, Pad, Scores
 from torch_streamkl.fx_passes.domain.values import (
-    IMPROBABLE,
     Distribution,
     Elements,
     LogSumExp,
     RowFactor,
     Rows,
-    Scores,
     Term,
     conditions_in,
     log_prob,
@@ -51,16 +59,20 @@ def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
 def raw_scores(scores: Scores, dim: int) -> Elements:
     """The scores themselves as log-probability + log-sum-exp."""
     distribution = _distribution(scores, dim)
-    return Elements((Term(log_prob(0) + lse(0)),), (distribution,), (scores.layout,), dim)
+    _, shift = scores.key.split_shift()
+    value = log_prob(0) + lse(0)
+    value = value + const(shift) if shift else value
+    return Elements((Term(value),), (distribution,), (scores.layout,), dim)
 
 
 def _distribution(scores: Scores, dim: int) -> Distribution:
     pieces = scores.layout[dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("softmax over a dimension that is not one axis of the scores")
-    if scores.key.padded not in (None, pieces[0].axis):
+    if any(isinstance(x, Pad) and x.axis != pieces[0].axis for x in scores.key.steps):
         raise Blocked("softmax over the rows of padded scores")
-    return Distribution(scores.key, pieces[0].axis)
+    key, _ = scores.key.split_shift()
+    return Distribution(key, pieces[0].axis)
 
 
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
@@ -137,8 +149,7 @@ def unary(op: str, a: Elements) -> Elements:
 
 def takes_part(a: Elements) -> Elements:
     """Whether a key has a probability: always, or ``logP > lowest`` where scores were padded."""
-    padded = [k for k, d in enumerate(a.parts) if d.scores.padded is not None]
-    if not padded:
+    if not any(isinstance(x, Pad) for d in a.parts for x in d.scores.steps):
         return a.map(lambda _: ONE)
     if len(a.parts) != 1 or a.single() is None:
         raise Blocked("a condition on padded probabilities and others")
@@ -241,15 +252,14 @@ def masked_after(
     see NOTE [Masks after the softmax] in planning/masks.py. Anything else changes the sum.
     """
     conditions = [_conditions(mask, layout, node_rank) for layout in a.layouts]
-    own = [d.scores.mask or frozenset() for d in a.parts]
+    forms = [read(d.scores) for d in a.parts]
+    own = [form.mask for form in forms]
     beyond = [c - known for c, known in zip(conditions, own, strict=True)]
     if not _on_keys(a, conditions) or (any(beyond) and not _on_keys(a, beyond)):
         return with_row_factor(a, factor()) if any(beyond) else a
-    equal = [
-        k for k, d in enumerate(a.parts) if conditions[k] == own[k] and d.scores.fill <= IMPROBABLE
-    ]
+    equal = [k for k, x in enumerate(forms) if conditions[k] == own[k] and x.fill <= IMPROBABLE]
     if not any(beyond):
-        if all(d.scores.fill == -math.inf for d in a.parts):
+        if all(form.fill == -math.inf for form in forms):
             return a  # what the mask drops has no probability
         condition = within(equal[0]) if equal else partly_within(0)
     elif (
@@ -426,8 +436,12 @@ def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
     """rows + sign * log-sum-exp."""
     if rows.reduced != (rows.elements.key_dim,) or rows.divisors:
         raise Blocked("a log-sum-exp is added to a sum over more than the keys")
-    added = ((Distribution(value.scores, value.axis), sign),)
-    return replace(rows, offsets=_added(rows.offsets, added))
+    key, shift = value.scores.split_shift()
+    if shift and rows.constant_within:
+        raise Blocked("a number is added to rows of which some have no keys")
+    added = ((Distribution(key, value.axis), sign),)
+    constant = rows.constant + sign * shift
+    return replace(rows, offsets=_added(rows.offsets, added), constant=constant)
 
 
 def _added(

@@ -113,6 +113,7 @@ class BoolTensor:
 
 
 TRUE_TENSOR = BoolTensor(frozenset(), 0)
+NEVER = TRUE_TENSOR.inverted()
 
 
 def _with_leading(literal: Literal, extra: int) -> Literal:
@@ -242,6 +243,32 @@ def _to_axes(
         if source is not None:
             dims[source] = layout[dim]
     return AxisTensor(literal.node, tuple(dims), literal.positive)
+
+
+def to_tensor(mask: Mask, layout: Layout) -> BoolTensor | None:
+    """The inverse of `to_axes`: a mask on axes as one of a tensor with ``layout``."""
+    literals: set[Literal] = set()
+    for literal in mask:
+        if isinstance(literal, AxisExcept):
+            return None
+        if isinstance(literal, AxisCondition):
+            coefficients = [0] * len(layout)
+            for axis, coefficient in literal.coefficients:
+                dim = axis_dim(layout, axis)
+                if dim is None:
+                    return None
+                coefficients[dim] = coefficient
+            literals.add(Linear(tuple(coefficients), literal.constant))
+            continue
+        dims: list[int | None] = [None] * len(layout)
+        for source, pieces in enumerate(literal.layout):
+            if pieces == ():
+                continue
+            if pieces not in layout:
+                return None
+            dims[layout.index(pieces)] = source
+        literals.add(Opaque(literal.node, tuple(dims), literal.positive))
+    return BoolTensor(frozenset(literals), len(layout))
 
 
 def axes_in(literal: AxisLiteral) -> set[int]:

@@ -9,81 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from torch_streamkl.functional import Expr, apply
-from torch_streamkl.fx_passes.domain.layout import Layout, Piece
-from torch_streamkl.fx_passes.domain.masks import Mask
+from torch_streamkl.fx_passes.domain.layout import (
+    Layout,
+    Piece,
+)
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A tensor that multiplies or divides dot products: a scalar, or a value per row or key."""
-
-    tensor: TensorRef
-    divides: bool
-
-
-@dataclass(frozen=True)
-class Bias:
-    """weight * (a dense tensor), added to the scores; the layout places the scores' axes in it."""
-
-    tensor: TensorRef
-    weight: float = 1.0
-    factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
-
-
-# A finite fill this low takes part in no softmax of float32 scores that a model can produce,
-# unless every key of the row has it: adding it to a score gives the fill itself.
-ABSORBING = -1e30
-# Beside any score that a model makes, one this low has no probability in float32.
-IMPROBABLE = -1e4
-
-
-@dataclass(frozen=True)
-class ScoreKey:
-    """The identity of a score matrix: two with equal keys hold the same numbers.
-
-    ``capped * tanh(scale * factors * lhs.rhs) + biases`` (without the tanh where ``capped`` is 0),
-    and ``fill`` where the mask does not hold. ``exact_fill`` says whether a row without any
-    allowed key is really constant (two additive masks may add up to -inf on some of its keys).
-    """
-
-    lhs: TensorRef
-    rhs: TensorRef
-    sizes: tuple[tuple[int, Size], ...]  # (axis, size)
-    scale: float = 1.0
-    factors: tuple[Factor, ...] = ()
-    capped: float = 0.0
-    biases: tuple[Bias, ...] = ()
-    mask: Mask | None = None
-    fill: float = 0.0
-    exact_fill: bool = True
-    padded: int | None = None  # axis that goes on behind the keys' last one, with scores of -inf
-    dtype: torch.dtype | None = None  # of the product, to which a linear layer rounds its logits
-    added: bool = (
-        False  # a mask or bias was added to the scores: gradient flows through its masked keys
-    )
-
-    def size(self, axis: int) -> Size:
-        return dict(self.sizes)[axis]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """A tensor of scores."""
-
-    key: ScoreKey
-    layout: Layout
-
-    def with_key(self, **changes: Any) -> Scores:
-        return replace(self, key=replace(self.key, **changes))
 
 
 @dataclass(frozen=True)
@@ -310,7 +246,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A boolean tensor that is True exactly where these scores are not finite: at masked keys."""
+class Infinite:
+    """A boolean tensor that is True where one of these scores is -inf: what a bias may hold."""
 
-    scores: ScoreKey
+    scores: tuple[Scores, ...]

@@ -13,7 +13,9 @@ from torch import Tensor, fx
 from torch_streamkl import ops
 from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
-from torch_streamkl.fx_passes.domain.values import Rows, ScoreKey
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Bias
+from torch_streamkl.fx_passes.domain.values import Rows
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
@@ -92,7 +94,7 @@ def _emit_call(
     dtype = _compute_dtype(call, outer)
     for side, name in enumerate(("teacher", "student")):
         own = (shape.teacher, shape.student)[side]
-        key = own.distribution.scores
+        form = read(own.distribution.scores)
         inputs[f"{name}_q"] = canonical(
             build,
             own.rows,
@@ -102,15 +104,15 @@ def _emit_call(
             outer,
             is_keys=False,
             dtype=dtype,
-            factors=key.factors,
+            factors=form.factors,
         )
         inputs[f"{name}_k"] = canonical(
             build, own.keys, side, shape, tensors, outer, is_keys=True, dtype=dtype
         )
-        options[f"{name}_scale"] = key.scale * key.capped if key.capped else key.scale
-        if key.capped:
-            options[f"{name}_softcap"] = key.capped
-        bias = add_up_biases(build, key, side, shape, tensors, outer)
+        options[f"{name}_scale"] = form.scale * form.softcap if form.softcap else form.scale
+        if form.softcap:
+            options[f"{name}_softcap"] = form.softcap
+        bias = add_up_biases(build, form.biases, side, shape, tensors, outer)
         if bias is not None:
             biases[name] = bias
         removed = _removed_on(build, side, call, tensors, outer)
@@ -183,7 +185,7 @@ def _compute_dtype(call: Call, outer: Mapping[fx.Node, fx.Node]) -> torch.dtype:
 
 def add_up_biases(
     build: Builder,
-    key: ScoreKey,
+    biases: Sequence[Bias],
     side: int,
     shape: Geometry,
     tensors: Sequence[fx.Node],
@@ -191,7 +193,7 @@ def add_up_biases(
 ) -> fx.Node | None:
     """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
     total: fx.Node | None = None
-    for bias in key.biases:
+    for bias in biases:
         if bias.tensor.grad or any(factor.tensor.grad for factor in bias.factors):
             raise Blocked("a bias that is added to the scores needs a gradient")
         node = materialise(build, bias.tensor, outer)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from torch_streamkl.functional import (
     render,
 )
 from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.tensor_ref import flows, refs_in, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     VARIABLES,
@@ -29,7 +29,6 @@ from torch_streamkl.fx_passes.domain.values import (
     Elements,
     RowFactor,
     Rows,
-    ScoreKey,
     variables,
     where_within,
 )
@@ -134,13 +133,16 @@ def _geometry(
 
 def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_rows: bool) -> Call:
     functional = Functional.of(render(pair.expr))
-    keys = _checked_scores(shape)
-    if any(key.padded is not None for key in keys):
-        if not linear.applies(shape):
+    is_head = linear.applies(shape)
+    forms = _forms(shape)
+    if not is_head and any(form.inner_biases for form in forms):
+        raise Blocked("a tensor is added to attention scores before a tanh")
+    if any(form.padded is not None for form in forms):
+        if not is_head:
             raise Blocked("scores are padded to another number of keys")
         if functional.absent != 0.0:
             raise Blocked("keys that neither side has would contribute to the divergence")
-    mask = plan_masks(shape, functional, drops_rows, is_head=linear.applies(shape))
+    mask = plan_masks(shape, functional, drops_rows, is_head=is_head)
     return Call(functional, shape, pair.coefficient, factors, mask)
 
 
@@ -149,18 +151,16 @@ def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFact
     key = within_of(expr)
     if key is None or key not in (pair.teacher, pair.student):
         raise Blocked("a mask on keys is applied after the softmax")
-    if any(key.padded is not None for key in _checked_scores(shape)):
-        raise Blocked("scores are padded to another number of keys")
+    if any(form.padded is not None or form.inner_biases for form in _forms(shape)):
+        raise Blocked("scores are padded, or a tensor is added to them before a tanh")
     functional = Functional.of(render(_named(expr, pair.teacher, pair.student)))
     mask = plan_masks_within(shape, 0 if key == pair.teacher else 1)
     return Call(functional, shape, 1.0, factors, mask)
 
 
-def _checked_scores(shape: Geometry) -> tuple[ScoreKey, ScoreKey]:
-    keys = (shape.teacher.distribution.scores, shape.student.distribution.scores)
-    if any(key.capped < 0 or not math.isfinite(key.scale) for key in keys):
-        raise Blocked("the scores have a negative softcap or an infinite scale")
-    return keys
+def _forms(shape: Geometry) -> tuple[ScoreForm, ScoreForm]:
+    """What the scores of teacher and student are, in the operator's terms."""
+    return read(shape.teacher.distribution.scores), read(shape.student.distribution.scores)
 
 
 def _named(expr: Expr, teacher: int, student: int) -> Expr:

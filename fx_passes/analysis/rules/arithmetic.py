@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -14,20 +13,29 @@ from torch_streamkl.fx_passes.analysis.rules.softmax import SoftmaxRules
 from torch_streamkl.fx_passes.analysis.rules.value_masks import ValueMaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, to_axes
+from torch_streamkl.fx_passes.domain.masks import (
+    BoolTensor,
+    Choice,
+    to_axes,
+)
+from torch_streamkl.fx_passes.domain.scores import (
+    ABSORBING,
+    Bias,
+    Factor,
+    Masking,
+    Scale,
+    Scores,
+    Shift,
+)
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
-    ABSORBING,
     Elements,
     ExpSum,
-    Factor,
     LogSumExp,
     Number,
     RowMax,
     Rows,
-    Scores,
     Shifted,
     where_within,
 )
@@ -84,26 +92,14 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Scores(), RowMax() if sign < 0 and same_numbers(x.key, y.scores):
                 return Shifted(x, y.axis)  # the gradient of the maximum cancels in a softmax
             case Scores(), Number():
-                return self._scores_plus_number(x, y.value * sign)
-            case Number(), Scores() if sign > 0:
-                return self._scores_plus_number(y, x.value)
+                return x.then(Shift(y.value * sign))
             case Number(), Scores():
-                return self._scores_plus_number(scores.scaled(y, -1.0), x.value)
+                return y.then(Scale(sign), Shift(x.value))
             case Scores(), _ if isinstance(right, fx.Node):
                 return self._scores_plus_tensor(node, x, right, sign)
             case _, Scores() if isinstance(left, fx.Node):
-                return self._scores_plus_tensor(node, scores.scaled(y, sign), left, 1.0)
+                return self._scores_plus_tensor(node, y.then(Scale(sign)), left, 1.0)
         return self.mask_sum(node, left, right, sign)
-
-    def _scores_plus_number(self, x: Scores, value: float) -> Scores:
-        # a constant does not change a softmax, but it changes masked scores relative to nothing
-        if x.key.mask is not None and x.key.fill > ABSORBING:
-            raise Blocked(
-                "a number is added to scores after they were masked with a moderate value"
-            )
-        if not math.isfinite(value):
-            raise Blocked(f"{value} is added to all scores")
-        return x
 
     def _scores_plus_tensor(self, node: fx.Node, x: Scores, other: fx.Node, sign: float) -> Scores:
         if self.rank[other] > len(x.layout):
@@ -119,8 +115,8 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
                     inside,
                 )
             if mask is not None and inside == 0.0 and outside <= ABSORBING:
-                return scores.masked(x, mask, outside, added=True)
-        return scores.with_bias(x, self._dense(other, x.layout), sign)
+                return x.then(Masking(mask, outside, added=True))
+        return x.then(Bias(self._dense(other, x.layout), sign))
 
     def _dense(self, node: fx.Node, layout: Layout) -> TensorRef:
         """A tensor beside the scores, at the size it had before it was expanded."""
@@ -192,9 +188,9 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case _, Elements() if not divides:
                 return elements.with_row_factor(y, self._row_factor(y, left))
             case Scores(), _ if isinstance(right, fx.Node):
-                return scores.multiplied(x, self._factor(x, right, divides))
+                return x.then(self._factor(x, right, divides))
             case _, Scores() if isinstance(left, fx.Node) and not divides:
-                return scores.multiplied(y, self._factor(y, left, False))
+                return y.then(self._factor(y, left, False))
         return self.mask_product(node, left, right, divides)
 
     def _times_number(self, x: object, factor: float) -> object:
@@ -203,7 +199,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
         if isinstance(x, Rows):
             return x.scaled(factor)
         assert isinstance(x, Scores)
-        return scores.scaled(x, factor)
+        return x.then(Scale(factor))
 
     def _factor(self, x: Scores, other: object, divides: bool) -> Factor:
         if not isinstance(other, fx.Node):

@@ -12,8 +12,14 @@ from torch_streamkl.functional import ZERO, apply, const
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
-from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, Number, Rows, Scores, Shifted
+from torch_streamkl.fx_passes.domain.scores import Scale, Scores, Tanh
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    ExpSum,
+    Number,
+    Rows,
+    Shifted,
+)
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten
@@ -42,7 +48,7 @@ class FunctionRules(MaskRules):
         if isinstance(x, Rows):
             return x.scaled(-1.0)
         if isinstance(x, Scores):
-            return scores.scaled(x, -1.0)
+            return x.then(Scale(-1.0))
         return self._unary(node, a, "neg", lambda v: -v)
 
     @rule(aten.abs.default)
@@ -75,7 +81,7 @@ class FunctionRules(MaskRules):
     @rule(aten.tanh.default)
     def tanh(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        return scores.with_tanh(x) if isinstance(x, Scores) else self._no_rule(node, "tanh")
+        return x.then(Tanh()) if isinstance(x, Scores) else self._no_rule(node, "tanh")
 
     @rule(aten.pow.Tensor_Scalar)
     def pow(self, node: fx.Node, a: Arguments) -> object:

@@ -11,16 +11,14 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece
-from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
-from torch_streamkl.fx_passes.domain.values import (
-    CONTRACTED,
-    Attention,
-    Bias,
-    Elements,
-    ScoreKey,
-    Scores,
+from torch_streamkl.fx_passes.domain.layout import (
+    Dim,
+    Layout,
+    Piece,
 )
+from torch_streamkl.fx_passes.domain.scores import Bias, ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
+from torch_streamkl.fx_passes.domain.values import CONTRACTED, Attention, Elements
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, quotient, same, shape_of
 
@@ -64,7 +62,7 @@ def scores_of_linear(
     scores = _scores(
         refer(x, (*dims[:-1], contracted)), refer(weight, (dims[-1], contracted)), tuple(dims)
     )
-    return scores if bias is None else scores.with_key(biases=(Bias(refer(bias, (dims[-1],))),))
+    return scores if bias is None else scores.then(Bias(refer(bias, (dims[-1],))))
 
 
 def scores_of_einsum(

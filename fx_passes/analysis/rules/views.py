@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
@@ -16,19 +17,28 @@ from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice
+from torch_streamkl.fx_passes.domain.masks import (
+    BoolTensor,
+    Choice,
+)
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
     Parts,
     RowMax,
     Rows,
-    Scores,
     Shifted,
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_one,
+    is_zero,
+    same,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -164,10 +174,7 @@ class ViewRules(MaskRules):
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
             size = shape_of(a["self"])[dim]
-            index = a["index"]
-            return self._part(
-                x, dim, index if not isinstance(index, int) or index >= 0 else index + size, None
-            )
+            return self._part(x, dim, from_front(self._known_start(a["index"]), size), None)
         return self.mask_select(node, a)
 
     @rule(aten.slice.Tensor)
@@ -178,15 +185,21 @@ class ViewRules(MaskRules):
         if a.get("step", 1) != 1:
             raise Blocked("scores are sliced with a step")
         start, size = a.get("start") or 0, shape_of(a["self"])[dim]
-        start = start + size if isinstance(start, int) and start < 0 else start
-        return self._part(x, dim, start, shape_of(node)[dim])
+        return self._part(x, dim, from_front(self._known_start(start), size), shape_of(node)[dim])
 
     @rule(aten.narrow.default)
     def narrow(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
-            return self._part(x, dim, a["start"], shape_of(node)[dim])
+            start = from_front(self._known_start(a["start"]), shape_of(a["self"])[dim])
+            return self._part(x, dim, start, shape_of(node)[dim])
         return self._no_rule(node, "narrow")
+
+    def _known_start(self, start: object) -> Size:
+        value = start.meta.get("val") if isinstance(start, fx.Node) else start
+        if not isinstance(value, (int, torch.SymInt)):
+            raise Blocked("scores are sliced from a position in a tensor")
+        return value
 
     @rule(
         aten.chunk.default,
@@ -274,10 +287,32 @@ class ViewRules(MaskRules):
             return self._no_rule(node, "pad")
         widths, value = a["pad"], self.value(a.get("value"))
         constant = a.get("mode", "constant") == "constant"
-        if not constant or len(widths) != 2 or widths[0] != 0 or not isinstance(value, Number):
+        if not constant or len(widths) != 2 or not is_zero(widths[0]):
             raise Blocked("scores are padded in a way other than behind the last key")
+        last, (before, after) = self.rank[node] - 1, (shape_of(n)[-1] for n in (a["self"], node))
+        if same(before, after):
+            return x
+        if statically_known_true(after < before):
+            return self._part(x, last, 0, after)  # a negative width crops
+        if not statically_known_true(before < after):
+            raise Blocked("scores are padded by a width of unknown sign")
+        if not isinstance(value, Number):
+            raise Blocked("scores are padded with a value that is not a number")
         if value.value != -math.inf:
             raise Blocked(
                 f"scores are padded with {value.value:g}, which takes part in the softmax"
             )
         return scores.padded(x, shape_of(node)[-1])
+
+
+def from_front(start: Size, size: Size) -> Size:
+    """A start counted from the front and within the dimension, as torch takes it."""
+    if isinstance(start, int) and start >= 0 and not isinstance(size, int):
+        return start  # what is longer than the dimension gives an empty slice
+    if statically_known_true(start < 0):
+        start = start + size
+    if isinstance(start, int) and isinstance(size, int):
+        return min(max(start, 0), size)
+    if statically_known_true(start >= 0):
+        return start
+    raise Blocked("scores are sliced from a position of unknown sign")

@@ -17,12 +17,21 @@ from torch import fx
 
 from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
-from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import axis_dim
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import Number, Scores
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, same, shape_of
+from torch_streamkl.fx_passes.domain.scores import Masking, Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Number,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    name_of,
+    named_arguments,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    same,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -45,7 +54,7 @@ class WriteRules(Analysis):
         if axis_dim(x.layout, axis) != dim or not same(pieces[0].size, x.key.size(axis)):
             return self._no_rule(node, "fill_")
         keep = AxisExcept(axis, start, stop)
-        self.written[node] = (base, scores.masked(x, frozenset({keep}), -math.inf))
+        self.written[node] = (base, x.then(Masking(frozenset({keep}), -math.inf)))
         return None
 
     def _columns(self, view: fx.Node) -> tuple[fx.Node, int, int, int] | None:
@@ -72,4 +81,4 @@ def _start(a: Arguments, name: str, size: Size) -> int | None:
     start = a["index"] if name == "select" else a.get("start") or 0
     if not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
         return None
-    return start + size if start < 0 and isinstance(size, int) else start
+    return max(start + size, 0) if start < 0 and isinstance(size, int) else start
