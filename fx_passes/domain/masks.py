@@ -12,18 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Layout,
-    Piece,
-    axis_dim,
-    dim_size,
-)
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    expression,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece, axis_dim, dim_size
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same, shape_of
 
 
 @dataclass(frozen=True)

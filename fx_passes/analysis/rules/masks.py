@@ -25,18 +25,9 @@ from torch_streamkl.fx_passes.domain.masks import (
     opaque,
     rearranged,
 )
-from torch_streamkl.fx_passes.domain.values import (
-    Absent,
-    Elements,
-    Number,
-    Scores,
-)
+from torch_streamkl.fx_passes.domain.values import Absent, Elements, Number, Scores
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, shape_of
 
 aten = torch.ops.aten
 _EXPANSIONS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
