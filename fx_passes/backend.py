@@ -16,8 +16,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_streamkl
 from torch_streamkl.fx_passes import ddp
-from torch_streamkl.fx_passes.report import Report
-from torch_streamkl.fx_passes.rewrite import rewrite
+from torch_streamkl.fx_passes.pipeline import rewrite
+from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.report import Report
+from torch_streamkl.fx_passes.reporting.report import Report
 
 _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 

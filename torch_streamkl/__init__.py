@@ -9,7 +9,7 @@ from torch_streamkl.version import __version__
 if TYPE_CHECKING:
     from torch_streamkl.fx_passes.backend import inductor_options
     from torch_streamkl.fx_passes.explain import explain
-    from torch_streamkl.fx_passes.report import Report
+    from torch_streamkl.fx_passes.reporting.report import Report
 
 __all__ = [
     "LinearKL",
@@ -22,7 +22,7 @@ __all__ = [
     "linear_kl",
 ]
 
-_LAZY = {"Report": "report", "explain": "explain", "inductor_options": "backend"}
+_LAZY = {"Report": "reporting.report", "explain": "explain", "inductor_options": "backend"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,214 @@
+"""Rules for masks on scores and on values after the softmax: masked_fill, where, comparisons."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.functional import ONE, ZERO, apply
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
+from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
+from torch_streamkl.fx_passes.domain import element_algebra as elements
+from torch_streamkl.fx_passes.domain import score_algebra as scores
+from torch_streamkl.fx_passes.domain.masks import (
+    AnyKey,
+    BoolTensor,
+    Choice,
+    to_axes,
+)
+from torch_streamkl.fx_passes.domain.values import (
+    IMPROBABLE,
+    Absent,
+    Elements,
+    Number,
+    Rows,
+    Scores,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+
+aten = torch.ops.aten
+
+
+class ValueMaskRules(MaskRules):
+    """The part of the recogniser that applies masks."""
+
+    @rule(
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.masked_fill_.Scalar,
+        aten.masked_fill_.Tensor,
+    )
+    def masked_fill(self, node: fx.Node, a: Arguments) -> object:
+        x, mask, value = self.value(a["self"]), self.boolean(a["mask"]), self.value(a["value"])
+        if not isinstance(x, (Elements, Scores, Rows)):
+            return self.mask_masked_fill(node, a)
+        if isinstance(x, Rows):
+            return None
+        if not isinstance(value, Number):
+            raise Blocked("masked_fill with a tensor")
+        if isinstance(x, Scores):
+            return self._filled(x, mask, value.value)
+        return self._without(x, mask, value.value, a["mask"])
+
+    def _filled(self, x: Scores, mask: object, fill: float) -> Scores:
+        """Scores with ``fill`` where the mask is True."""
+        if isinstance(mask, Absent):
+            if mask.scores.mask is None:
+                return x
+            raise Blocked("infinite scores are replaced before the softmax")
+        if not isinstance(mask, BoolTensor):
+            raise Blocked("scores are masked by something that is not a boolean tensor")
+        keep = to_axes(mask.inverted(), x.layout, self.rank)
+        if keep is None:
+            raise Blocked("scores are masked where one of several conditions holds")
+        return scores.masked(x, keep, fill)
+
+    def _without(self, x: Elements, mask: object, fill: float, node: object) -> Elements:
+        """Values with ``fill`` where the mask is True."""
+        if fill != 0.0:
+            raise Blocked(f"values after the softmax are filled with {fill:g}")
+        if isinstance(mask, Absent):
+            return x
+        if isinstance(mask, AnyKey):
+            raise Blocked("rows with keys are set to 0")
+        if isinstance(mask, Elements):
+            return self._where_expression(mask, None, x)
+        if not isinstance(mask, BoolTensor):
+            raise Blocked("values after the softmax are masked by something unknown")
+        return elements.masked_after(
+            x,
+            mask.inverted(),
+            self.rank,
+            lambda: self._row_factor(x, node, selects=True, keeps=False),
+        )
+
+    @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+    def where(self, node: fx.Node, a: Arguments) -> object:
+        if "self" not in a or "other" not in a:
+            return self._no_rule(node, "where")
+        condition, x, y = (
+            self.boolean(a["condition"]),
+            self.value(a["self"]),
+            self.value(a["other"]),
+        )
+        match x, y:
+            case Scores(), Number():
+                keep = condition.inverted() if isinstance(condition, BoolTensor) else condition
+                return self._filled(x, keep, y.value)
+            case Number(), Scores():
+                return self._filled(y, condition, x.value)
+            case (Elements(), Number()) | (Number(), Elements()) | (Elements(), Elements()):
+                return self._where_elements(a, condition, x, y)
+            case (Rows(), _) | (_, Rows()):
+                return None
+        return self.mask_where(node, a)
+
+    def _where_elements(self, a: Arguments, condition: object, x: object, y: object) -> Elements:
+        if isinstance(condition, Elements):
+            return self._where_expression(condition, x, y)
+        if not isinstance(x, Elements):
+            inverted = condition.inverted() if isinstance(condition, BoolTensor) else condition
+            if (
+                isinstance(inverted, BoolTensor)
+                and isinstance(x, Number)
+                and isinstance(y, Elements)
+            ):
+                return self._kept(y, inverted, x.value, a["condition"], keeps=False)
+            raise Blocked("where between values after the softmax")
+        if not isinstance(y, Number):
+            raise Blocked("where between two values after the softmax")
+        return self._kept(x, condition, y.value, a["condition"], keeps=True)
+
+    def _kept(
+        self, x: Elements, mask: object, other: float, node: object, *, keeps: bool
+    ) -> Elements:
+        if other != 0.0:
+            raise Blocked(f"values after the softmax are filled with {other:g}")
+        if isinstance(mask, AnyKey):
+            return self._rows_with_keys(x, mask, node, keeps)
+        if not isinstance(mask, BoolTensor):
+            raise Blocked("values after the softmax are masked by something unknown")
+        return elements.masked_after(
+            x, mask, self.rank, lambda: self._row_factor(x, node, selects=True, keeps=keeps)
+        )
+
+    def _rows_with_keys(self, x: Elements, mask: AnyKey, node: object, keeps: bool) -> Elements:
+        """Only rows that have a key count: as if the mask were applied to every value."""
+        is_own = keeps and mask.keepdim and mask.dim == x.key_dim
+        if is_own and all(
+            d.scores.fill <= IMPROBABLE and d.scores.mask == to_axes(mask.mask, layout, self.rank)
+            for d, layout in zip(x.parts, x.layouts, strict=True)
+        ):
+            return elements.masked_after(
+                x, mask.mask, self.rank, lambda: self._row_factor(x, node)
+            )
+        return elements.with_row_factor(x, self._row_factor(x, node, selects=True, keeps=keeps))
+
+    def _where_expression(self, condition: Elements, x: object, y: object) -> Elements:
+        """where with a condition on probabilities, such as P > 0."""
+        e = condition.single()
+        kept, dropped = (y, x) if e is not None and e.op == "ge" else (x, y)
+        if e is not None and e.op in ("gt", "ge") and isinstance(kept, Elements):
+            condition, aligned = elements.aligned(condition, kept)
+            e = condition.single()
+            if dropped is None or _is_zero(dropped):
+                if elements.needs_probability(aligned, e):
+                    return kept  # what the condition drops is 0 in any case
+                return elements.kept_where(aligned, e, inverted=kept is y)
+        if e in (ONE, ZERO):
+            chosen = x if e == ONE else y
+            if isinstance(chosen, Elements):
+                return chosen
+        raise Blocked("where with a condition on probabilities that is not always true")
+
+    def _times_mask(self, x: Elements, mask: object, node: object) -> Elements:
+        """Values times a 0/1 mask."""
+        if isinstance(mask, Choice):
+            if (mask.inside, mask.outside) == (0.0, 1.0):
+                mask = Choice(mask.mask.inverted(), 1.0, 0.0)
+            if (mask.inside, mask.outside) != (1.0, 0.0):
+                return elements.with_row_factor(x, self._row_factor(x, node))
+            boolean = mask.mask
+        else:
+            assert isinstance(mask, BoolTensor)
+            boolean = mask
+        try:
+            return self._times_boolean(x, boolean, node)
+        except Blocked as reason:
+            value = node.meta["val"] if isinstance(node, fx.Node) else None
+            dim = value.dim() - (x.rank - x.key_dim) if isinstance(value, Tensor) else -1
+            if dim < 0 or not isinstance(value, Tensor) or is_one(value.shape[dim]):
+                return elements.with_row_factor(x, self._row_factor(x, node))
+            raise reason
+
+    def _times_boolean(self, x: Elements, mask: BoolTensor, node: object) -> Elements:
+        return elements.masked_after(x, mask, self.rank, lambda: self._row_factor(x, node))
+
+    def compared(self, op: str, x: Elements, value: float) -> object:
+        """P > 0, which a probability that underflows misses, or P <= 0."""
+        e = x.single()
+        if e is not None and e.op == "P" and value == 0.0 and op in ("gt", "ne"):
+            return x.map(lambda p: apply("gt", p, ZERO))
+        if e is not None and e.op == "P" and value == 0.0 and op in ("le", "eq"):
+            return x.map(lambda p: apply("ge", ZERO, p))
+        raise Blocked("a comparison of probabilities with a number")
+
+    def finite(self, x: object, *, infinite: bool) -> object:
+        """isfinite, isinf or isnan of scores or log-probabilities."""
+        if isinstance(x, Scores):
+            if not infinite:
+                raise Blocked("isfinite of scores")
+            if x.key.padded is not None:
+                raise Blocked("isinf of scores that were padded with -inf")
+            return Absent(x.key)
+        if isinstance(x, Elements):
+            part = elements.takes_part(x)
+            return part.map(lambda e: ZERO if e == ONE else -e) if infinite else part
+        return None
+
+
+def _is_zero(x: object) -> bool:
+    if isinstance(x, Elements):
+        return x.single() == ZERO
+    return isinstance(x, Number) and x.value == 0.0

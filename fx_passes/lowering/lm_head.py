@@ -1,0 +1,159 @@
+"""Language-model heads: scores whose keys are one matrix for all rows become `linear_kl`.
+
+Nothing of the size of the logits is kept, and the widths of hidden states are far beyond what
+attention kernels take. The operator rounds logits to the type of the product, as the user's linear
+layer does.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl import linear_ops
+from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl.fx_passes.domain.layout import axes_of
+from torch_streamkl.fx_passes.domain.masks import AxisExcept
+from torch_streamkl.fx_passes.domain.values import (
+    Bias,
+    ScoreKey,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.lowering.operands import (
+    canonical,
+    materialise,
+    outer_node,
+    weight,
+)
+from torch_streamkl.fx_passes.planning.dimensions import (
+    ROW_ONLY,
+    Geometry,
+    SideGeometry,
+)
+
+STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
+DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
+
+
+def applies(geometry: Geometry) -> bool:
+    """Whether both sides are hidden states times one matrix, without masks."""
+    return all(_is_head(side) for side in (geometry.teacher, geometry.student))
+
+
+def _is_head(side: SideGeometry) -> bool:
+    key, axis = side.distribution.scores, side.distribution.axis
+    contracted = {p.axis for dim in side.keys.layout for p in dim if p.axis < 0}
+    on_keys = {axis for axis in axes_of(side.keys.layout) if axis >= 0}
+    return (
+        set(side.kinds) == {ROW_ONLY}
+        and on_keys == {axis}
+        and len(contracted) == 1
+        and _leaves_out_words(key, axis)
+        and not side.distribution.averaged
+        and all(axes_of(bias.tensor.layout) == {axis} and not bias.factors for bias in key.biases)
+        and not (key.capped and key.biases)
+    )
+
+
+def _leaves_out_words(key: ScoreKey, axis: int) -> bool:
+    """No mask, or words that have no probability: a bias of -inf, which a softcap would limit."""
+    if not key.mask:
+        return True
+    only_words = all(isinstance(x, AxisExcept) and x.axis == axis for x in key.mask)
+    return only_words and key.fill == -math.inf and not key.capped and key.scale > 0
+
+
+def emit(
+    build: Builder, geometry: Geometry, functional: Functional, outer: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """The value per token, with the geometry's digits as dimensions: batch, heads, rows."""
+    inputs: dict[str, fx.Node] = {}
+    options: dict[str, Any] = {}
+    sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}
+    for name, (index, side) in sides.items():
+        key = side.distribution.scores
+        assert key.dtype is not None
+        operands = [outer_node(o.node, outer) for o in (side.rows, side.keys)]
+        hidden = canonical(
+            build,
+            side.rows,
+            index,
+            geometry,
+            operands,
+            outer,
+            is_keys=False,
+            dtype=key.dtype,
+            factors=key.factors,
+        )
+        inputs[f"{name}_hidden"] = build.method("flatten", hidden, 0, 2)
+        inputs[f"{name}_weight"] = weight(build, side.keys, index, geometry, outer, key.dtype)
+        options[f"{name}_scale"] = key.scale * key.capped if key.capped else key.scale
+        if key.capped:
+            options[f"{name}_softcap"] = key.capped
+        bias = _bias(build, key.biases, side, key.scale, outer)
+        if key.mask:
+            removed = _removed_words(build, key, inputs[f"{name}_weight"])
+            bias = removed if bias is None else build.call(torch.add, bias, removed)
+        if bias is not None:
+            options[f"{name}_bias"] = bias
+    if functional.text != DEFAULT:
+        options["functional"] = functional.text
+    order = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
+    result = build.call(linear_ops.linear_kl, *(inputs[n] for n in order), **options)
+    tokens = [*geometry.batch, *geometry.heads]
+    if geometry.query is not None:
+        tokens.append(geometry.query)
+    student = geometry.student.distribution
+    pieces = [geometry.digits[i].pieces[1] for i in tokens]
+    result.meta[STUDENT] = (student.scores, pieces)
+    return build.call(operator.getitem, result, 0)
+
+
+def _removed_words(build: Builder, key: ScoreKey, head: fx.Node) -> fx.Node:
+    """-inf at the words that the mask leaves out, as [words]."""
+    matrix = example(head)
+    assert isinstance(matrix, Tensor)
+    words = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)
+    total: fx.Node | None = None
+    for literal in sorted(key.mask or (), key=str):
+        assert isinstance(literal, AxisExcept)
+        below = build.call(torch.lt, words, literal.start)
+        keep = build.call(torch.logical_or, below, build.call(torch.ge, words, literal.stop))
+        total = keep if total is None else build.call(torch.logical_and, total, keep)
+    removed = build.call(torch.where, total, 0.0, -math.inf)
+    return build.method("to", removed, matrix.dtype)
+
+
+def _bias(
+    build: Builder,
+    biases: tuple[Bias, ...],
+    side: SideGeometry,
+    scale: float,
+    outer: Mapping[fx.Node, fx.Node],
+) -> fx.Node | None:
+    """The biases as one vector that is added before the scale."""
+    total: fx.Node | None = None
+    dtype = side.distribution.scores.dtype
+    for bias in biases:
+        x = materialise(build, bias.tensor, outer)
+        value = example(x)
+        assert isinstance(value, Tensor)
+        if value.dim() != 1:
+            x = build.method("flatten", x)
+        if bias.weight != scale:
+            x = build.call(torch.mul, x, bias.weight / scale)
+        total = x if total is None else build.call(torch.add, total, x)
+    if total is None:
+        return None
+    value = example(total)
+    assert isinstance(value, Tensor)
+    if not value.dtype.is_floating_point:
+        raise Blocked("a bias that is not a floating-point tensor")
+    return total if value.dtype == dtype else build.method("to", total, dtype)
