@@ -8,6 +8,7 @@ from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
     from torch_streamkl.fx_passes.backend import inductor_options
+    from torch_streamkl.fx_passes.enable import disable, enable
     from torch_streamkl.fx_passes.explain import explain
     from torch_streamkl.fx_passes.reporting.report import Report
 
@@ -17,12 +18,20 @@ __all__ = [
     "__version__",
     "attention_kl",
     "attention_kl_varlen",
+    "disable",
+    "enable",
     "explain",
     "inductor_options",
     "linear_kl",
 ]
 
-_LAZY = {"Report": "reporting.report", "explain": "explain", "inductor_options": "backend"}
+_LAZY = {  # public names by the module of fx_passes that has them
+    "Report": "reporting.report",
+    "disable": "enable",
+    "enable": "enable",
+    "explain": "explain",
+    "inductor_options": "backend",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,10 +22,7 @@ from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.masks import Affine
 from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
-from torch_streamkl.fx_passes.domain.values import (
-    Number,
-    Scores,
-)
+from torch_streamkl.fx_passes.domain.values import Number, Scores
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of

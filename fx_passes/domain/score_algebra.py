@@ -6,13 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Dim,
-    Layout,
-    Piece,
-    axes_of,
-    axis_dim,
-)
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of, axis_dim
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,
     AxisExcept,
@@ -30,11 +24,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same
 
 
 def scaled(scores: Scores, factor: float) -> Scores:

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 
 from torch_streamkl.functional import Expr, apply
-from torch_streamkl.fx_passes.domain.layout import (
-    Layout,
-    Piece,
-)
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece
 from torch_streamkl.fx_passes.domain.masks import Mask
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
 from torch_streamkl.fx_passes.fx_utils.sizes import Size

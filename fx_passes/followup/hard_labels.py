@@ -21,18 +21,10 @@ from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.tensor_ref import flows
-from torch_streamkl.fx_passes.domain.values import (
-    ScoreKey,
-    Scores,
-)
+from torch_streamkl.fx_passes.domain.values import ScoreKey, Scores
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
-    name_of,
-    named_arguments,
-    storage_of,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, named_arguments, storage_of
 from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
 from torch_streamkl.fx_passes.reporting.execution import SITE
 

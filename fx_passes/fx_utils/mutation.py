@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    name_of,
-    nodes_in,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in
 
 
 def is_in_place(node: fx.Node) -> bool:

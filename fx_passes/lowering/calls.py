@@ -13,22 +13,13 @@ from torch import Tensor, fx
 from torch_streamkl import ops
 from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
-from torch_streamkl.fx_passes.domain.values import (
-    Rows,
-    ScoreKey,
-)
+from torch_streamkl.fx_passes.domain.values import Rows, ScoreKey
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    is_unknown,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
 from torch_streamkl.fx_passes.lowering import lm_head as linear
-from torch_streamkl.fx_passes.lowering.empty_rows import (
-    rows_with_keys,
-    window_tensor,
-)
+from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
     materialise,
@@ -37,10 +28,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
     rows_as_user,
 )
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
-from torch_streamkl.fx_passes.planning.plan import (
-    Call,
-    Plan,
-)
+from torch_streamkl.fx_passes.planning.plan import Call, Plan
 
 
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -19,24 +19,12 @@ from torch_streamkl import linear_ops
 from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import (
-    Bias,
-    ScoreKey,
-)
+from torch_streamkl.fx_passes.domain.values import Bias, ScoreKey
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.lowering.operands import (
-    canonical,
-    materialise,
-    outer_node,
-    weight,
-)
-from torch_streamkl.fx_passes.planning.dimensions import (
-    ROW_ONLY,
-    Geometry,
-    SideGeometry,
-)
+from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, outer_node, weight
+from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text

@@ -13,28 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Layout,
-    Piece,
-)
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece
 from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
-from torch_streamkl.fx_passes.domain.values import (
-    Factor,
-)
+from torch_streamkl.fx_passes.domain.values import Factor
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    product,
-    quotient,
-    same,
-)
-from torch_streamkl.fx_passes.planning.dimensions import (
-    Geometry,
-    SideGeometry,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, quotient, same
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Dim,
-    Layout,
-    Piece,
-    axes_of,
-)
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
-from torch_streamkl.fx_passes.domain.values import (
-    Distribution,
-)
+from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    product,
-    quotient,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, product, quotient, same
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 

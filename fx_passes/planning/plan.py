@@ -35,10 +35,7 @@ from torch_streamkl.fx_passes.domain.values import (
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.lowering import lm_head as linear
-from torch_streamkl.fx_passes.planning.dimensions import (
-    Geometry,
-    geometry,
-)
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.divergence_forms import (
     bilinear_form,
     monomials,

@@ -16,11 +16,7 @@ from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import (
-    BoolTensor,
-    Choice,
-    to_axes,
-)
+from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, to_axes
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     ABSORBING,
@@ -36,10 +32,7 @@ from torch_streamkl.fx_passes.domain.values import (
     where_within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import same, shape_of
 
 aten = torch.ops.aten
 

@@ -13,13 +13,7 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    ExpSum,
-    Rows,
-    Scores,
-    Shifted,
-)
+from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, Rows, Scores, Shifted
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
 

@@ -11,11 +11,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import (
-    Dim,
-    Layout,
-    Piece,
-)
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     CONTRACTED,
@@ -26,13 +22,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    quotient,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, quotient, same, shape_of
 
 Refer = Callable[[fx.Node, Layout], TensorRef]  # the analysis knows whether gradient flows
 

@@ -9,13 +9,7 @@ from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    LogSumExp,
-    RowMax,
-    Scores,
-    Stacked,
-)
+from torch_streamkl.fx_passes.domain.values import Elements, LogSumExp, RowMax, Scores, Stacked
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten

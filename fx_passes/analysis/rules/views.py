@@ -16,10 +16,7 @@ from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import (
-    BoolTensor,
-    Choice,
-)
+from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
@@ -31,11 +28,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    is_one,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
 
 aten = torch.ops.aten
 
