@@ -17,15 +17,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--inner", default="eager", choices=("eager", "aot_eager", "inductor"))
+    parser.add_argument("--verify", default="never", choices=("never", "auto", "always"))
     parser.add_argument("--show", action="store_true", help="print the program of --seed")
     parser.add_argument("--reasons", type=int, default=0, help="how many to print")
     parser.add_argument("--output", help="file that failures are written to as they are found")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.show:
-        return _show(arguments.seed, arguments.inner)
+        return _show(arguments.seed, arguments.inner, arguments.verify)
     total = Outcome()
-    options = {"inner": arguments.inner}
+    options = {"inner": arguments.inner, "verify": arguments.verify}
     with tqdm(total=arguments.programs, unit="program") as progress:
         for size, part in outcomes(arguments.seed, arguments.programs, arguments.jobs, options):
             total.add(part)
@@ -45,11 +46,11 @@ def main() -> int:
     return 1 if total.failures else 0
 
 
-def _show(seed: int, inner: str) -> int:
+def _show(seed: int, inner: str, verify: str) -> int:
     drawn = program(seed)
     print(drawn.describe())
     try:
-        verdict = judge(drawn, inner)
+        verdict = judge(drawn, inner, verify)
     except Invalid as error:
         print(f"invalid: {error}")
         return 0

@@ -38,8 +38,11 @@ class Invalid(Exception):
     """Eager does not run the program, or has no number to compare."""
 
 
-def judge(program: Program, inner: str = "eager", **options: Any) -> Verdict:
-    """Run a program in eager and compiled."""
+def judge(program: Program, inner: str = "eager", verify: str = "never") -> Verdict:
+    """Run a program in eager and compiled.
+
+    The rules are judged alone unless ``verify`` says that rewrites are checked when compiled.
+    """
     torch._dynamo.reset()
     fn, inputs = program.function(), program.inputs()
     eager = _run_eager(program)
@@ -48,7 +51,7 @@ def judge(program: Program, inner: str = "eager", **options: Any) -> Verdict:
             fn,
             backend="streamkl",
             dynamic=program.dynamic,
-            options={"streamkl.inner": inner, **options},
+            options={"streamkl.inner": inner, "streamkl.verify": verify},
         )
         try:
             compiled = run(compiled_fn, inputs)

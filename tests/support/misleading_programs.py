@@ -109,23 +109,32 @@ def _size(x: Tensor | None) -> str:
     return "None" if x is None else f"{float(x.abs().max()) if x.numel() else 0.0:.4g}"
 
 
-def judge(program: Program, *, inner: str = "aot_eager", front_end: str = "backend") -> Verdict:
+def judge(
+    program: Program,
+    *,
+    inner: str = "aot_eager",
+    front_end: str = "backend",
+    verify: str = "never",
+) -> Verdict:
     """Compile a program and compare it with eager.
 
-    ``front_end`` is "backend" or "inductor_options".
+    ``front_end`` is "backend" or "inductor_options". The rules are judged alone by default: with
+    ``verify`` a rewrite that is checked when it is compiled is left out where it is wrong.
     """
     inputs = program.inputs()
+    options: dict[str, Any] = {"streamkl.verify": verify}
     if program.dtype is not torch.float64 or program.dtypes:
-        outcome = compare(program.fn, inputs, inner=inner, dynamic=program.dynamic or None)
+        dynamic = program.dynamic or None
+        outcome = compare(program.fn, inputs, inner=inner, dynamic=dynamic, options=options)
         return Verdict(outcome.mismatch(), outcome.num_fused, tuple(outcome.reasons))
     torch._dynamo.reset()
     eager = run(program.fn, inputs)
     with backend.collected() as report:
         if front_end == "backend":
-            options: dict[str, Any] = {"streamkl.inner": inner}
-            chosen: dict[str, Any] = {"backend": "streamkl", "options": options}
+            chosen: dict[str, Any] = {"backend": "streamkl"}
+            chosen["options"] = {"streamkl.inner": inner, **options}
         else:
-            chosen = {"options": backend.inductor_options()}
+            chosen = {"options": backend.inductor_options(verify=verify)}
         compiled_fn = torch.compile(program.fn, dynamic=program.dynamic or None, **chosen)
         try:
             found = difference(eager, run(compiled_fn, inputs))
