@@ -26,7 +26,7 @@ from tests.fuzz.steps import (
 )
 from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program
 
-MEANNESS = (0.0, 0.02, 0.06, 0.12, 0.25)
+MEANNESS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16)
 LEARNED = ("q", "k", "v", "h", "w", "ls", "tau", "b", "sink", "hs", "rw", "kw", "c", "z")
 TEACHERS = ("qt", "kt", "ht", "wt")
 
@@ -45,6 +45,7 @@ class Grammar:
         self.m = f"{k}.size(-2)" if symbolic else str(self.shapes[k][-2])
         self.masks = Masks(self.draw, self.n, self.m, self.is_map, self.mean)
         self.mask = self.masks.mask()
+        self.usual_fill = self.draw.choice(FILLS[:4])
         self.known: dict[str, list[Node]] = {}
 
     # ------------------------------------------------------------------------------- shapes
@@ -53,8 +54,8 @@ class Grammar:
         batch, heads, n, m, d = (
             draw.choice((2, 2, 2, 3, 1)),
             draw.choice((2, 2, 4, 6, 3, 1)),
-            draw.choice((5, 5, 7, 1, 4)),
-            draw.choice((7, 5, 5, 6, 1)),
+            draw.choice((5, 5, 7, 4, 4, 5, 1)),
+            draw.choice((7, 5, 5, 6, 6, 7, 7, 7, 1)),
             4,
         )
         if draw.random() < 0.02:
@@ -72,7 +73,7 @@ class Grammar:
         teacher_words = draw.choice((words - 2, words + 3)) if draw.random() < 0.1 else words
         self.words = (words, words if self.is_map else teacher_words)
         self.resized = draw.choice("st")
-        tokens = draw.choice((6, 6, 5, 1, words))
+        tokens = draw.choice((6, 6, 5, 6, 5, 1, words))
         self.shapes: dict[str, tuple[int, ...]] = {
             "q": (batch, heads, n, d),
             "k": (batch, groups["k"], m, d),
@@ -119,7 +120,7 @@ class Grammar:
         """One step of a list, with masks and fills of the program in it."""
         args = [node]
         if "{mask}" in code:
-            fresh = self.draw.random() < 0.2 + self.mean
+            fresh = self.draw.random() < 0.03 + self.mean
             args.append(self.masks.mask() if fresh else self.mask)
             code = code.replace("{mask}", "{1}")
         if "{mask_bias}" in code:
@@ -132,8 +133,10 @@ class Grammar:
         return Node(node.kind, code, tuple(args))
 
     def fill(self) -> str:
-        plain = self.draw.random() > self.mean
-        return self.draw.choice(FILLS[:4] if plain else FILLS)
+        """What masked entries get: mostly one value in all of a program."""
+        if self.draw.random() > 2 * self.mean:
+            return self.usual_fill
+        return self.draw.choice(FILLS)
 
     def remember(self, what: str, make: Callable[[], Node]) -> Node:
         """A node that was made before, the same written again, or a new one."""
@@ -201,7 +204,7 @@ class Grammar:
         if not hasattr(self, "common"):
             self.common = [self.draw.choice(SCORE_STEPS) for _ in range(self.draw.randint(0, 3))]
         steps = list(self.common)
-        if self.draw.random() < 0.15 + self.mean:
+        if self.draw.random() < 0.02 + self.mean:
             steps.insert(self.draw.randint(0, len(steps)), self.draw.choice(SCORE_STEPS))
         node = self.product(side)
         if self.words[0] != self.words[1] and side == self.resized:
