@@ -180,7 +180,7 @@ class Grammar:
                 "({0} @ {1}.mT)",
                 "torch.matmul({0}, {1}.transpose(-1, -2))",
                 "torch.einsum('bhqd,bhkd->bhqk', {0}, {1})",
-                "({1} @ {0}.mT).mT",
+                "({1} @ {0}.mT).transpose(-1, -2)",
                 "torch.einsum('...qd,...kd->...qk', {0}, {1})",
                 "torch.bmm({0}.flatten(0, 1), {1}.flatten(0, 1).mT).unflatten(0, {0}.shape[:2])",
             ]
