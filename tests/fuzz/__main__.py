@@ -40,9 +40,10 @@ def main() -> int:
     print(total.summary())
     for reason, count in total.reasons.most_common(arguments.reasons):
         print(f"{count:>6} {reason}")
-    never, open_ = total.coverage.missing()
-    print(f"rules that no program met: {', '.join(never) or 'none'}")
-    print(f"rules that blocked nothing: {', '.join(open_) or 'none'}")
+    silent, open_, unmet = total.coverage.missing()
+    print(f"rules that never fired: {', '.join(silent) or 'none'}")
+    print(f"rules that always fired: {', '.join(open_) or 'none'}")
+    print(f"overloads that no program has: {', '.join(unmet) or 'none'}")
     return 1 if total.failures else 0
 
 

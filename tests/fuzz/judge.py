@@ -167,7 +167,7 @@ def _size(x: Tensor | None) -> str:
 
 
 class Coverage:
-    """How often each rule says something, and how often it is reached and blocks."""
+    """How often each rule says something, and how often it is reached and says nothing."""
 
     def __init__(self) -> None:
         self.fired: Counter[str] = Counter()
@@ -187,8 +187,7 @@ class Coverage:
             except Blocked:
                 self.blocked[name] += 1
                 raise
-            if value is not None:
-                self.fired[name] += 1
+            (self.blocked if value is None else self.fired)[name] += 1
             return value
 
         return counting
@@ -197,13 +196,12 @@ class Coverage:
         self.fired += other.fired
         self.blocked += other.blocked
 
-    def missing(self) -> tuple[list[str], list[str]]:
-        """Overloads whose rule says nothing, and rules that block nothing, in any program."""
-        never = sorted(str(x) for x in RULES if not self.fired[str(x)])
-        of_method: dict[str, list[str]] = {}
+    def missing(self) -> tuple[list[str], list[str], list[str]]:
+        """Rules that never say anything, that always do, and overloads that no program has."""
+        of_rule: dict[str, list[str]] = {}
         for overload, method in RULES.items():
-            of_method.setdefault(method.__qualname__, []).append(str(overload))
-        open_ = sorted(
-            name for name, all_ in of_method.items() if not any(self.blocked[x] for x in all_)
-        )
-        return never, open_
+            of_rule.setdefault(method.__qualname__, []).append(str(overload))
+        silent = sorted(r for r, names in of_rule.items() if not any(map(self.fired.get, names)))
+        open_ = sorted(r for r, names in of_rule.items() if not any(map(self.blocked.get, names)))
+        met = self.fired.keys() | self.blocked.keys()
+        return silent, open_, sorted(str(x) for x in RULES if str(x) not in met)
