@@ -17,19 +17,23 @@ from torch_streamkl.fx_passes.inductor_passes import (
     PreGradPass,
     chained,
     rewriting_pass,
+    source_digest,
     without_ours,
 )
 from torch_streamkl.fx_passes.pipeline import rewrite
 from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
 
 log = logging.getLogger("torch_streamkl")
 PREFIX = "streamkl."
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
+BOUNDS = {"streamkl.verify_max_mib": None, "streamkl.verify_max_seconds": 1.0}
 OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its default first
     "streamkl.strict": (False, True),
     "streamkl.explain": (False, True),
     "streamkl.inner": INNER_BACKENDS,
     "streamkl.deterministic": (True, False),
+    "streamkl.verify": MODES,
 }
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
@@ -62,7 +66,10 @@ def streamkl(
     Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
     ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
     graph ("inductor", "aot_eager" or "eager"), ``streamkl.deterministic`` is that argument of
-    `attention_kl`. Everything else goes to Inductor.
+    `attention_kl`. ``streamkl.verify`` says when a fused site is run beside the code that it
+    replaces: "auto" where that takes at most ``streamkl.verify_max_mib`` of memory (a quarter of
+    what is free where None) and ``streamkl.verify_max_seconds``, "always" whatever it takes, and
+    nothing is fused that cannot be checked, or "never". Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
@@ -121,7 +128,13 @@ streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]  # functions de
 
 
 def inductor_options(
-    *, strict: bool = False, explain: bool = False, deterministic: bool = True
+    *,
+    strict: bool = False,
+    explain: bool = False,
+    deterministic: bool = True,
+    verify: str = "auto",
+    verify_max_mib: float | None = None,
+    verify_max_seconds: float = 1.0,
 ) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 
@@ -134,6 +147,9 @@ def inductor_options(
             "streamkl.strict": strict,
             "streamkl.explain": explain,
             "streamkl.deterministic": deterministic,
+            "streamkl.verify": verify,
+            "streamkl.verify_max_mib": verify_max_mib,
+            "streamkl.verify_max_seconds": verify_max_seconds,
         }
     )
     config = torch._inductor.config
@@ -147,24 +163,37 @@ def inductor_options(
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ours, checked and completed, and the rest."""
-    ours = {name: values[0] for name, values in OPTIONS.items()}
+    ours = {name: values[0] for name, values in OPTIONS.items()} | BOUNDS
     theirs = {}
     for name, value in options.items():
         if not name.startswith(PREFIX):
             theirs[name] = value
             continue
+        if name in BOUNDS:
+            ours[name] = value
+            continue
         if name not in OPTIONS:
-            known = ", ".join(sorted(OPTIONS))
+            known = ", ".join(sorted(ours))
             raise ValueError(f"options of the streamkl backend are {known}, got {name}")
         if value not in OPTIONS[name]:
             values = " or ".join(repr(v) for v in OPTIONS[name])
             raise ValueError(f"{name} must be {values}, got {value!r}")
         ours[name] = value
+    _check_options(ours)
     return ours, theirs
 
 
+def _check_options(ours: dict[str, Any]) -> CheckOptions:
+    return CheckOptions(
+        mode=ours["streamkl.verify"],
+        max_mib=ours["streamkl.verify_max_mib"],
+        max_seconds=ours["streamkl.verify_max_seconds"],
+        version=source_digest(),
+    )
+
+
 def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
-    report = rewrite(gm, deterministic=ours["streamkl.deterministic"])
+    report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours))
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
@@ -18,7 +20,8 @@ from torch_streamkl.fx_passes.domain.values import (
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 
 
@@ -36,6 +39,7 @@ class Analysis:
     canonical: dict[fx.Node, fx.Node]
     rank: dict[fx.Node, int]
     written: dict[fx.Node, tuple[fx.Node, Scores]]  # by write: the tensor that has new scores
+    unrecorded: set[fx.Node]  # the user's nodes that autograd does not record
     counts: dict[fx.Node, Any]  # number of rows that a boolean index selects
 
     def _dtype_of(self, node: fx.Node) -> torch.dtype:
@@ -68,10 +72,24 @@ class Analysis:
         return None
 
     def trained(self, node: fx.Node) -> bool:
-        """Whether gradient flows through a node: what Dynamo recorded for the user's code."""
-        source = self.trace.outer.get(node) or self.trace.origin.get(node)
-        value = example(source) if source is not None else None
-        return bool(isinstance(value, Tensor) and value.requires_grad)
+        """Whether gradient flows through a node: what Dynamo recorded for the user's code.
+
+        Its record of an attribute such as ``k.mT`` does not know of no_grad.
+        """
+        source = node_of(self.trace, node)
+        if source is None or not _requires_grad(source):
+            return False
+        return source not in self.unrecorded or name_of(source) == "requires_grad_"
+
+    def _hides_its_write(self, node: fx.Node) -> bool:
+        """Whether a tensor that has a gradient is written to without autograd's knowledge."""
+        source = node_of(self.trace, node)
+        written = (node_of(self.trace, x) for x in written_by(node))
+        return source in self.unrecorded and any(x is None or _requires_grad(x) for x in written)
+
+    def reference(self, node: fx.Node, layout: Layout = ()) -> TensorRef:
+        """A tensor that a value is made of, with what it says of its own gradient."""
+        return TensorRef(self.canonical[node], layout, grad=self.trained(node))
 
     def _stays_blocked(self, *nodes: object) -> None:
         """Raise the reason of an input that was blocked before."""
@@ -100,10 +118,15 @@ class Analysis:
                 raise Blocked("the divergence is broadcast against a tensor with more dimensions")
             if dim >= 0 and not is_one(value.shape[dim]):
                 raise Blocked("weights that vary along the keys multiply the divergence")
-        return RowFactor(self.canonical[other], x.rank, selects, keeps, divides)
+        return RowFactor(self.reference(other), x.rank, selects, keeps, divides)
 
     def _axis(self, x: Scores, dim: int) -> int:
         pieces = x.layout[dim]
         if len(pieces) != 1 or lay.axis_dim(x.layout, pieces[0].axis) != dim:
             raise Blocked("a reduction over a dimension that is not one axis of the scores")
         return pieces[0].axis
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = example(node)
+    return isinstance(value, Tensor) and value.requires_grad

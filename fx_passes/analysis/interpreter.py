@@ -7,7 +7,7 @@ reduction, scale, masks, casts and layout are independent of each other.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -21,13 +21,13 @@ from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.masks import Affine
-from torch_streamkl.fx_passes.domain.values import (
-    Number,
-    Scores,
-)
+from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
+from torch_streamkl.fx_passes.domain.values import Number, Scores
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
+
+T = TypeVar("T")
 
 
 class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
@@ -50,6 +50,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         self._written_storages = _written_storages(trace.graph)
         self.counts: dict[fx.Node, Any] = {}
         self.folding = Folding()
+        source = next(iter(trace.origin.values()), None)
+        self.unrecorded = under_no_grad(source.graph) if source is not None else set()
         self._constants(trace.module)
         for node in trace.graph.nodes:
             self._visit(node)
@@ -72,6 +74,8 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
                 raise Blocked(
                     "a tensor that is modified in place through a view of it is used afterwards"
                 )
+            if self._hides_its_write(node):
+                raise Blocked("a tensor that has a gradient is modified in place under no_grad")
             value = self._apply(node, name)
         except Blocked as reason:
             self.reasons[node] = str(reason)
@@ -116,18 +120,14 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
             arguments = fx.map_arg(
                 (node.args, tuple(sorted(node.kwargs.items()))), lambda n: self.canonical[n]
             )
-            key = (node.target, _hashable(arguments), _shape_key(node))
+            key = (node.target, _hashable(arguments), _shape_key(node), self.trained(node))
             return self._numbering.setdefault(key, node)
         except TypeError:
             return node
 
     def _apply(self, node: fx.Node, name: str) -> object:
         same_node = self.canonical[node]
-        if (
-            same_node is not node
-            and same_node in self.values
-            and not self._differs_in_gradient(node, same_node)
-        ):
+        if same_node is not node and same_node in self.values:
             return self.values[same_node]
         rule = RULES.get(node.target)
         if rule is None:
@@ -135,10 +135,20 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         value = rule(self, node, named_arguments(node))
         if isinstance(value, Scores) and value.key.dtype is None:
             value = value.with_key(dtype=self._dtype_of(node))
-        return value
+        return self._with_gradient_of(node, value)
 
-    def _differs_in_gradient(self, a: fx.Node, b: fx.Node) -> bool:
-        return self.trained(a) != self.trained(b)
+    def _with_gradient_of(self, node: fx.Node, value: T) -> T:
+        """The value as the node's own record has it: see NOTE [Gradient flow]."""
+        made = node.meta.get("val")
+        if not isinstance(made, Tensor) or not made.dtype.is_floating_point:
+            return value  # a condition names the distributions that it asks about
+        if next(refs_in(value), None) is None:
+            return value
+        if not self.trained(node):
+            return cut(value)
+        if not flows(value):
+            raise Blocked("a gradient flows through part of the divergence that is a constant")
+        return value
 
 
 def _written_storages(graph: fx.Graph) -> set[int | None]:

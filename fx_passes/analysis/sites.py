@@ -16,16 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.capture.region import (
-    MATMULS,
-    compared_by_hand,
-)
+from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    Scores,
-    Shifted,
-)
+from torch_streamkl.fx_passes.domain.values import Elements, Scores, Shifted
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
 

@@ -6,10 +6,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
-    name_of,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 
 # these see gradients of intermediate tensors, which a fused operator does not have
 _GRADIENTS = {torch.autograd.grad, torch.autograd.backward}

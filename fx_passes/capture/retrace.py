@@ -32,6 +32,11 @@ class Trace:
     module: fx.GraphModule  # owner of constants that the graph refers to
 
 
+def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
+    """The user's node that a node of the trace has its value from, or else came from."""
+    return trace.outer.get(node) or trace.origin.get(node)
+
+
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     """Run the region's nodes on their recorded fake inputs under make_fx.
 

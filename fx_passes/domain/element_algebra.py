@@ -14,16 +14,8 @@ from torch import fx
 
 from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import (
-    Layout,
-    axis_dim,
-)
-from torch_streamkl.fx_passes.domain.masks import (
-    BoolTensor,
-    Mask,
-    axes_in,
-    to_axes,
-)
+from torch_streamkl.fx_passes.domain.layout import Layout, axis_dim
+from torch_streamkl.fx_passes.domain.masks import BoolTensor, Mask, axes_in, to_axes
 from torch_streamkl.fx_passes.domain.values import (
     IMPROBABLE,
     Distribution,
@@ -48,27 +40,27 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 
-def softmax(scores: Scores, dim: int, trained: bool, *, log: bool) -> Elements:
+def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
     """Probabilities (or their logarithms) along a dimension of the scores."""
-    distribution = _distribution(scores, dim, trained)
+    distribution = _distribution(scores, dim)
     return Elements(
         (Term(log_prob(0) if log else prob(0)),), (distribution,), (scores.layout,), dim
     )
 
 
-def raw_scores(scores: Scores, dim: int, trained: bool) -> Elements:
+def raw_scores(scores: Scores, dim: int) -> Elements:
     """The scores themselves as log-probability + log-sum-exp."""
-    distribution = _distribution(scores, dim, trained)
+    distribution = _distribution(scores, dim)
     return Elements((Term(log_prob(0) + lse(0)),), (distribution,), (scores.layout,), dim)
 
 
-def _distribution(scores: Scores, dim: int, trained: bool) -> Distribution:
+def _distribution(scores: Scores, dim: int) -> Distribution:
     pieces = scores.layout[dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("softmax over a dimension that is not one axis of the scores")
     if scores.key.padded not in (None, pieces[0].axis):
         raise Blocked("softmax over the rows of padded scores")
-    return Distribution(scores.key, pieces[0].axis, trained)
+    return Distribution(scores.key, pieces[0].axis)
 
 
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
@@ -434,7 +426,7 @@ def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
     """rows + sign * log-sum-exp."""
     if rows.reduced != (rows.elements.key_dim,) or rows.divisors:
         raise Blocked("a log-sum-exp is added to a sum over more than the keys")
-    added = ((Distribution(value.scores, value.axis, value.trained), sign),)
+    added = ((Distribution(value.scores, value.axis), sign),)
     return replace(rows, offsets=_added(rows.offsets, added))
 
 

@@ -12,17 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Layout,
-    Piece,
-    axis_dim,
-    dim_size,
-)
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    expression,
-    same,
-)
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece, axis_dim, dim_size
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
 
 
 @dataclass(frozen=True)

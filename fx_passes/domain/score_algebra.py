@@ -6,13 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Dim,
-    Layout,
-    Piece,
-    axes_of,
-    axis_dim,
-)
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of, axis_dim
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,
     AxisExcept,
@@ -20,22 +14,17 @@ from torch_streamkl.fx_passes.domain.masks import (
     AxisTensor,
     Mask,
 )
+from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     ABSORBING,
     CONTRACTED,
     Bias,
     Factor,
-    Operand,
     ScoreKey,
     Scores,
-    Step,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same
 
 
 def scaled(scores: Scores, factor: float) -> Scores:
@@ -57,7 +46,7 @@ def multiplied(scores: Scores, factor: Factor) -> Scores:
     if (
         key.capped
         or (key.mask is not None and key.fill > ABSORBING)
-        or (key.biases and factor.layout)
+        or (key.biases and factor.tensor.layout)
     ):
         raise Blocked(
             "scores multiplied by a tensor after a softcap, a bias or a finite mask value"
@@ -76,7 +65,7 @@ def padded(scores: Scores, size: Size) -> Scores:
     ):
         raise Blocked("scores are padded along a dimension that is not one axis of them")
     axis = last[0].axis
-    if key.mask is not None or any(axis in axes_of(x.layout) for x in key.factors):
+    if key.mask is not None or any(axis in axes_of(x.tensor.layout) for x in key.factors):
         raise Blocked("scores are padded after they were masked or multiplied by a tensor")
     sizes = tuple((a, size if a == axis else s) for a, s in key.sizes)
     return Scores(replace(key, sizes=sizes, padded=axis), (*rows, (Piece(axis, size),)))
@@ -92,14 +81,14 @@ def with_tanh(scores: Scores) -> Scores:
     return scores.with_key(capped=1.0)
 
 
-def with_bias(scores: Scores, node: fx.Node, layout: Layout, weight: float = 1.0) -> Scores:
+def with_bias(scores: Scores, tensor: TensorRef, weight: float = 1.0) -> Scores:
     """scores + weight * tensor."""
     key = scores.key
     if key.padded is not None:
         raise Blocked("a tensor is added to scores after they were padded")
     if key.mask is not None and key.fill > ABSORBING:
         raise Blocked("a tensor is added to scores after they were masked with a moderate value")
-    return scores.with_key(biases=(*key.biases, Bias(node, layout, weight)), added=True)
+    return scores.with_key(biases=(*key.biases, Bias(tensor, weight)), added=True)
 
 
 def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> Scores:
@@ -135,7 +124,7 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
         raise Blocked("scores are averaged over part of a dimension")
     axis = pieces[0].axis
     if any(axis_dim(o.layout, axis) is None for o in operands) or any(
-        axis in axes_of(f.layout) for f in key.factors
+        axis in axes_of(f.tensor.layout) for f in key.factors
     ):
         raise Blocked("scores are averaged over a dimension that only one operand has")
     lowest = min((p.axis for o in operands for d in o.layout for p in d), default=0)
@@ -172,7 +161,7 @@ def part(
     if axis == key.padded:
         raise Blocked("some of the keys are used after the scores were padded")
     tensors: list[Factor | Bias] = [*key.factors, *key.biases]
-    if any(axis in axes_of(x.layout) for x in tensors):
+    if any(axis in axes_of(x.tensor.layout) for x in tensors):
         raise Blocked("scores are sliced after a tensor was added or multiplied")
     lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))
     mask = (
@@ -196,7 +185,7 @@ def _resized(layout: Layout, axis: int, size: Size) -> Layout:
     )
 
 
-def _part_of_operand(operand: Operand, axis: int, start: Size, length: Size | None) -> Operand:
+def _part_of_operand(operand: TensorRef, axis: int, start: Size, length: Size | None) -> TensorRef:
     if axis not in axes_of(operand.layout):
         return operand
     dim = axis_dim(operand.layout, axis)
@@ -204,9 +193,11 @@ def _part_of_operand(operand: Operand, axis: int, start: Size, length: Size | No
         raise Blocked("part of a repeated or flattened dimension of an operand is used")
     if length is None:
         layout = (*operand.layout[:dim], *operand.layout[dim + 1 :])
-        return Operand(operand.node, layout, (*operand.steps, Step("select", dim, start)))
+        return replace(operand, layout=layout, steps=(*operand.steps, Step("select", dim, start)))
     layout = _resized(operand.layout, axis, length)
-    return Operand(operand.node, layout, (*operand.steps, Step("narrow", dim, start, length)))
+    return replace(
+        operand, layout=layout, steps=(*operand.steps, Step("narrow", dim, start, length))
+    )
 
 
 def _part_of_literal(
@@ -245,9 +236,10 @@ def selected_rows(
     if in_operand != pieces or held != list(range(first, first + num_held)):
         raise Blocked("a boolean index on dimensions that the operand has in another order")
     masks = [x for x in key.mask or () if isinstance(x, AxisTensor)]
-    others: list[Factor | Bias | AxisTensor] = [*key.factors, *key.biases, *masks]
+    tensors: list[Factor | Bias] = [*key.factors, *key.biases]
+    others = [*(x.tensor.layout for x in tensors), *(x.layout for x in masks)]
     if (
-        any(set(axes) & axes_of(x.layout) for x in others)
+        any(set(axes) & axes_of(x) for x in others)
         or any(
             set(axes) & {a for a, _ in x.coefficients}
             for x in key.mask or ()
@@ -260,7 +252,7 @@ def selected_rows(
     new: Dim = (Piece(axis, count),)
     step = Step("rows", first, length=count, mask=mask, mask_rank=num_held)
     operand_layout = (*operand.layout[:first], new, *operand.layout[first + num_held :])
-    changed = Operand(operand.node, operand_layout, (*operand.steps, step))
+    changed = replace(operand, layout=operand_layout, steps=(*operand.steps, step))
     sizes = (*((a, s) for a, s in key.sizes if a not in axes), (axis, count))
     lhs, rhs = (changed if x is operand else x for x in (key.lhs, key.rhs))
     key = replace(key, sizes=sizes, lhs=lhs, rhs=rhs)

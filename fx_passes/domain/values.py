@@ -12,50 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from torch_streamkl.functional import Expr, apply
-from torch_streamkl.fx_passes.domain.layout import (
-    Layout,
-    Piece,
-)
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece
 from torch_streamkl.fx_passes.domain.masks import Mask
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 
 
 @dataclass(frozen=True)
-class Step:
-    """A part of an operand that is used: "narrow", "select", or "rows" (a boolean index)."""
-
-    kind: str
-    dim: int
-    start: Size = 0
-    length: Size = 0
-    mask: fx.Node | None = None
-    mask_rank: int = 0
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One operand of a score matmul: a tensor, steps to the part that is used, and its layout.
-
-    The layout places axes of the scores (and contracted axes, numbered from CONTRACTED down) in
-    the dimensions left after the steps. An axis of the scores that it lacks is broadcast.
-    """
-
-    node: fx.Node
-    layout: Layout
-    steps: tuple[Step, ...] = ()
-
-
-@dataclass(frozen=True)
 class Factor:
     """A tensor that multiplies or divides dot products: a scalar, or a value per row or key."""
 
-    node: fx.Node
-    layout: Layout
+    tensor: TensorRef
     divides: bool
 
 
@@ -63,8 +34,7 @@ class Factor:
 class Bias:
     """weight * (a dense tensor), added to the scores; the layout places the scores' axes in it."""
 
-    node: fx.Node
-    layout: Layout
+    tensor: TensorRef
     weight: float = 1.0
     factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
 
@@ -85,8 +55,8 @@ class ScoreKey:
     allowed key is really constant (two additive masks may add up to -inf on some of its keys).
     """
 
-    lhs: Operand
-    rhs: Operand
+    lhs: TensorRef
+    rhs: TensorRef
     sizes: tuple[tuple[int, Size], ...]  # (axis, size)
     scale: float = 1.0
     factors: tuple[Factor, ...] = ()
@@ -118,28 +88,26 @@ class Scores:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Probabilities along one axis of a score matrix, or their mean over other axes of it.
-
-    ``trained`` says whether a gradient flows back to the scores from this use of them.
-    """
+    """Probabilities along one axis of a score matrix, or their mean over other axes of it."""
 
     scores: ScoreKey
     axis: int
-    trained: bool
     averaged: tuple[Piece, ...] = ()
 
-    def untrained(self) -> Distribution:
-        return replace(self, trained=False)
+    @property
+    def trained(self) -> bool:
+        """Whether a gradient flows back to the scores from this use of them."""
+        return flows(self.scores)
 
 
 @dataclass(frozen=True)
 class RowFactor:
     """A tensor without a key dimension that multiplies values, or (``selects``) keeps whole rows.
 
-    ``node`` broadcasts against the elements it was applied to, whose rank is ``rank``.
+    ``tensor`` broadcasts against the elements it was applied to, whose rank is ``rank``.
     """
 
-    node: fx.Node
+    tensor: TensorRef
     rank: int
     selects: bool = False
     keeps: bool = True  # of a selecting factor: the rows where it is True stay, else the others
@@ -280,7 +248,6 @@ class LogSumExp:
 
     scores: ScoreKey
     axis: int
-    trained: bool
     layout: Layout
 
 
@@ -298,7 +265,6 @@ class Shifted:
 
     scores: Scores
     axis: int
-    trained: bool
     exponential: bool = False
 
 
@@ -316,7 +282,7 @@ class Attention:
     """probabilities @ values: what attention does with a distribution besides its divergence."""
 
     probabilities: Elements
-    values: Operand  # laid out in the axes of the probabilities' scores
+    values: TensorRef  # laid out in the axes of the probabilities' scores
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,11 @@ from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.values import (
-    ScoreKey,
-    Scores,
-)
+from torch_streamkl.fx_passes.domain.tensor_ref import flows
+from torch_streamkl.fx_passes.domain.values import ScoreKey, Scores
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
-    name_of,
-    named_arguments,
-)
+from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, named_arguments, storage_of
 from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
 from torch_streamkl.fx_passes.reporting.execution import SITE
 
@@ -51,9 +45,10 @@ def share_labels(
         logits = recognised.values.get(inner.args[0])
         if not isinstance(logits, Scores) or len(logits.layout) != 2:
             continue
-        trained = recognised.trained(inner.args[0])
+        if not _flows_like(node, logits):
+            continue
         for call in [n for n in graph.nodes if n.target is linear_ops.linear_kl]:
-            temperature = _temperature(call, logits, trained)
+            temperature = _temperature(call, logits)
             if temperature is None:
                 continue
             place = _place(graph, call, node)
@@ -77,14 +72,20 @@ def _is_plain(inner: fx.Node, node: fx.Node) -> bool:
     )
 
 
+def _flows_like(node: fx.Node, logits: Scores) -> bool:
+    """Whether the cross-entropy has the gradient of its logits: it may be under no_grad."""
+    value = example(node)
+    return isinstance(value, Tensor) and value.requires_grad == flows(logits)
+
+
 def _labels(node: fx.Node) -> Any:
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("target")
 
 
-def _temperature(call: fx.Node, logits: Scores, trained: bool) -> float | None:
+def _temperature(call: fx.Node, logits: Scores) -> float | None:
     """What the call's student scores are the logits divided by; None when they are others."""
-    key, pieces, call_trained = call.meta[STUDENT]
-    if "labels" in call.kwargs or trained != call_trained:
+    key, pieces = call.meta[STUDENT]
+    if "labels" in call.kwargs:
         return None
     rows, words = logits.layout
     if lay.merged(tuple(pieces)) != lay.merged(rows) or len(words) != 1:
@@ -116,17 +117,19 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
     """Where both outputs can be computed, after moving what reads the earlier one behind it."""
     order = list(graph.nodes)
     position = {n: i for i, n in enumerate(order)}
-    if position[_labels(node)] < position[call] < position[node]:
-        return call  # the readers of both are behind it
     earlier, later = sorted((call, node), key=position.__getitem__)
     between = order[position[earlier] + 1 : position[later]]
     moved = {earlier}
     for n in between:
         if moved & set(n.all_input_nodes):
             moved.add(n)
+    reads = {storage_of(a) for n in (later, *moved) for a in n.all_input_nodes} - {None}
+    if any(storage_of(target) in reads for n in between for target in written_by(n)):
+        return None  # the two read it at different times
+    if position[_labels(node)] < position[call] < position[node]:
+        return call  # the readers of both are behind it
     moved.discard(earlier)
-    movable = all(_is_pure(n) for n in moved) and not any(is_in_place(n) for n in between)
-    movable = movable and not moved & set(later.all_input_nodes)
+    movable = all(_is_pure(n) for n in moved) and not moved & set(later.all_input_nodes)
     if not movable or _modes(order[: position[earlier]]) != _modes(order[: position[later]]):
         return None
     place = later

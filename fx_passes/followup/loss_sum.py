@@ -18,10 +18,7 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
-    name_of,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import same
 from torch_streamkl.fx_passes.reporting.execution import SITE
 
@@ -103,8 +100,10 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
         return False
     if not value.dtype.is_floating_point or any(_needs_gradient(a) for a in others):
         return False
+    if _needs_gradient(node) != _needs_gradient(x):
+        return False  # under no_grad
     if name in VIEWS | PERMUTATIONS:
-        return node.args[0] is x
+        return node.args[0] is x and same(value.numel(), _value(x).numel())
     if name not in (*PRODUCTS, "masked_fill", "masked_fill_", "where") or not _same_shape(node, x):
         return False
     if name in PRODUCTS:
@@ -130,7 +129,8 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
     """A sum or mean over every dimension."""
-    return node.args[0] is x and _value(node).dim() == 0 and "dtype" not in node.kwargs
+    whole = node.args[0] is x and _value(node).dim() == 0 and "dtype" not in node.kwargs
+    return whole and _needs_gradient(node) == _needs_gradient(x)
 
 
 def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:

@@ -7,8 +7,9 @@ fused KL are touched.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.torch_version import TorchVersion
 
-from torch_streamkl.fx_passes.domain.values import (
-    ABSORBING,
-    Attention,
-)
+from torch_streamkl.fx_passes.capture.aliases import Aliases
+from torch_streamkl.fx_passes.capture.region import MATMULS
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.values import ABSORBING, Attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    expression,
-    quotient,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, quotient, same
 from torch_streamkl.fx_passes.lowering.calls import add_up_biases
 from torch_streamkl.fx_passes.lowering.empty_rows import (
     rows_with_keys,
@@ -43,18 +39,65 @@ from torch_streamkl.fx_passes.lowering.operands import (
     rows_as_user,
     shape,
 )
-from torch_streamkl.fx_passes.planning.dimensions import (
-    Geometry,
-    geometry,
-)
-from torch_streamkl.fx_passes.planning.masks import (
-    MaskPlan,
-    masks_of,
-)
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
+from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
 
+log = logging.getLogger("torch_streamkl.rewrite")
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
 COMPILES_IN_FLOAT64 = TorchVersion(torch.__version__) >= "2.13"
+
+
+def replace_attention(
+    trace: Trace,
+    values: Mapping[fx.Node, object],
+    aliases: Aliases,
+    builder: Callable[[fx.Node], Builder],
+    refused: Container[str],
+) -> None:
+    """Attention written by hand, where its map has no other reader, by the fused one."""
+    leftovers = Leftovers(trace.outer)
+    for inner in trace.graph.nodes:
+        value, node = values.get(inner), trace.outer.get(inner)
+        if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
+            continue
+        if node.name in refused:
+            continue
+        build = builder(node)
+        try:
+            with build.undone_if_blocked():
+                replacement = leftovers.replace(node, value, build)
+                if not _same_metadata(replacement, node):
+                    raise Blocked("the fused attention has another shape or type")
+                aliases.check(build.added)
+        except Blocked as reason:
+            log.info("attention stays as it is: %s", reason)
+            continue
+        node.replace_all_uses_with(replacement)
+        trace.outer[inner] = replacement  # the next layer reads it
+
+
+def _is_only_reader(node: fx.Node) -> bool:
+    """Whether the probabilities that a matmul reads have no other use, back to their scores."""
+    current = node.args[0]
+    while isinstance(current, fx.Node) and name_of(current) not in MATMULS:
+        if len(current.users) != 1:
+            return False
+        if name_of(current) in ("softmax", "_softmax"):
+            return True
+        current = current.args[0] if current.args else None
+    return False
+
+
+def _same_metadata(a: fx.Node, b: fx.Node) -> bool:
+    x, y = example(a), example(b)
+    assert isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
+    return (
+        x.dtype == y.dtype
+        and len(x.shape) == len(y.shape)
+        and all(same(p, q) for p, q in zip(x.shape, y.shape, strict=True))
+    )
 
 
 @dataclass
@@ -82,6 +125,8 @@ class Leftovers:
         mask = masks_of(place)
         inputs = [place.student.rows, place.student.keys, attention.values]
         nodes = [outer_node(o.node, self.outer) for o in inputs]
+        if any(not _is_exact_in(value.dtype, n) for n in nodes):
+            raise Blocked(f"scores of more precision than {value.dtype}, the type of the result")
         q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)
         k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
         v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)
@@ -198,6 +243,13 @@ class Leftovers:
         assert total is not None
         self.masks[identity] = total
         return total
+
+
+def _is_exact_in(dtype: torch.dtype, node: fx.Node) -> bool:
+    """Whether a type holds every value of a tensor."""
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return torch.promote_types(value.dtype, dtype) == dtype
 
 
 def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:

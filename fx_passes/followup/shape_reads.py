@@ -12,11 +12,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
-    is_tensor,
-    name_of,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of
 
 WITH_SIZES = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
 

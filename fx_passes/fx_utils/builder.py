@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    expression,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
 
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -48,6 +45,17 @@ class Builder:
         self.before = before
         self.mode = mode
         self.added: list[fx.Node] = []
+
+    @contextlib.contextmanager
+    def undone_if_blocked(self) -> Iterator[None]:
+        """Take back what is inserted meanwhile when it turns out to be Blocked."""
+        kept = len(self.added)
+        try:
+            yield
+        except Blocked:
+            while len(self.added) > kept:
+                self.graph.erase_node(self.added.pop())
+            raise
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A function call."""

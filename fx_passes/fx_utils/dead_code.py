@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import (
-    is_in_place,
-    written_by,
-)
+from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 
 

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    name_of,
-    nodes_in,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -58,6 +55,17 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         # torch._foreach_addcdiv_ and the fused optimizers write to lists
         written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
     return nodes_in(written)
+
+
+def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
+    """The operations that autograd does not record, by the code's own changes of the mode."""
+    found, recording = set(), True
+    for node in graph.nodes:
+        if name_of(node) == "_set_grad_enabled":
+            recording = bool(node.args[0])
+        elif not recording and node.op.startswith("call"):
+            found.add(node)
+    return found
 
 
 def _is_named_in_place(node: fx.Node) -> bool:

@@ -75,3 +75,23 @@ def location_of(node: fx.Node) -> tuple[str, str]:
     frame = outside[-1]
     rest = trace[frame.end() :].lstrip("\n").splitlines()
     return f"{frame[1]}:{frame[2]}", rest[0].strip() if rest else ""
+
+
+def is_view(node: fx.Node) -> bool:
+    value = example(node)
+    if not isinstance(value, Tensor):
+        return False
+    storage = value.untyped_storage()._cdata
+    return any(
+        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage
+        for a in node.all_input_nodes
+    )
+
+
+def num_bytes(node: fx.Node) -> int:
+    value = example(node)
+    if not isinstance(value, Tensor):
+        return 0
+    count = value.numel()
+    hint = count if isinstance(count, int) else count.node.hint
+    return int(hint or 0) * value.element_size()

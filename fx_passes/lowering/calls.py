@@ -13,33 +13,22 @@ from torch import Tensor, fx
 from torch_streamkl import ops
 from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
-from torch_streamkl.fx_passes.domain.values import (
-    Rows,
-    ScoreKey,
-)
+from torch_streamkl.fx_passes.domain.values import Rows, ScoreKey
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    is_unknown,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
 from torch_streamkl.fx_passes.lowering import lm_head as linear
-from torch_streamkl.fx_passes.lowering.empty_rows import (
-    rows_with_keys,
-    window_tensor,
-)
+from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
+    materialise,
     outer_node,
     placed,
     rows_as_user,
 )
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
-from torch_streamkl.fx_passes.planning.plan import (
-    Call,
-    Plan,
-)
+from torch_streamkl.fx_passes.planning.plan import Call, Plan
 
 
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -203,18 +192,15 @@ def add_up_biases(
     """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
     total: fx.Node | None = None
     for bias in key.biases:
-        node = outer_node(bias.node, outer)
-        value = example(node)
-        assert isinstance(value, Tensor)
-        if value.requires_grad:
+        if bias.tensor.grad or any(factor.tensor.grad for factor in bias.factors):
             raise Blocked("a bias that is added to the scores needs a gradient")
-        x = placed(build, node, bias.layout, side, shape, tensors)
+        node = materialise(build, bias.tensor, outer)
+        x = placed(build, node, bias.tensor.layout, side, shape, tensors)
         if bias.weight != 1.0:
             x = build.call(torch.mul, x, bias.weight)
         for factor in bias.factors:
-            x = build.call(
-                torch.div if factor.divides else torch.mul, x, outer_node(factor.node, outer)
-            )
+            by = materialise(build, factor.tensor, outer)
+            x = build.call(torch.div if factor.divides else torch.mul, x, by)
         total = x if total is None else build.call(torch.add, total, x)
     return total
 
@@ -281,7 +267,7 @@ def _with_factors(
 ) -> fx.Node:
     """Row weights and row masks, as the user's code applies them."""
     for factor in call.factors:
-        node = outer_node(factor.node, outer)
+        node = materialise(build, factor.tensor, outer)
         if factor.selects:
             arguments = (value, 0.0) if factor.keeps else (0.0, value)
             value = build.call(torch.where, node, *arguments)

@@ -19,25 +19,14 @@ from torch_streamkl import linear_ops
 from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import (
-    Bias,
-    ScoreKey,
-)
+from torch_streamkl.fx_passes.domain.values import Bias, ScoreKey
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.lowering.operands import (
-    canonical,
-    outer_node,
-    weight,
-)
-from torch_streamkl.fx_passes.planning.dimensions import (
-    ROW_ONLY,
-    Geometry,
-    SideGeometry,
-)
+from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, outer_node, weight
+from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
 
-STUDENT = "streamkl_student"  # of a call's metadata: its scores, their rows' order, is it trained
+STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 
 
@@ -56,7 +45,7 @@ def _is_head(side: SideGeometry) -> bool:
         and len(contracted) == 1
         and _leaves_out_words(key, axis)
         and not side.distribution.averaged
-        and all(axes_of(bias.layout) == {axis} and not bias.factors for bias in key.biases)
+        and all(axes_of(bias.tensor.layout) == {axis} and not bias.factors for bias in key.biases)
         and not (key.capped and key.biases)
     )
 
@@ -111,7 +100,7 @@ def emit(
         tokens.append(geometry.query)
     student = geometry.student.distribution
     pieces = [geometry.digits[i].pieces[1] for i in tokens]
-    result.meta[STUDENT] = (student.scores, pieces, student.trained)
+    result.meta[STUDENT] = (student.scores, pieces)
     return build.call(operator.getitem, result, 0)
 
 
@@ -141,13 +130,11 @@ def _bias(
     total: fx.Node | None = None
     dtype = side.distribution.scores.dtype
     for bias in biases:
-        x = outer_node(bias.node, outer)
+        x = materialise(build, bias.tensor, outer)
         value = example(x)
         assert isinstance(value, Tensor)
         if value.dim() != 1:
             x = build.method("flatten", x)
-        if not side.distribution.trained and value.requires_grad:
-            x = build.method("detach", x)
         if bias.weight != scale:
             x = build.call(torch.mul, x, bias.weight / scale)
         total = x if total is None else build.call(torch.add, total, x)

@@ -13,29 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Layout,
-    Piece,
-)
-from torch_streamkl.fx_passes.domain.values import (
-    Factor,
-    Operand,
-    Step,
-)
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece
+from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
+from torch_streamkl.fx_passes.domain.values import Factor
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    product,
-    quotient,
-    same,
-)
-from torch_streamkl.fx_passes.planning.dimensions import (
-    Geometry,
-    SideGeometry,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, quotient, same
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
 
 
 @dataclass(frozen=True)
@@ -62,7 +47,7 @@ def shape(node: fx.Node) -> Sequence[Size]:
 
 def canonical(
     build: Builder,
-    operand: Operand,
+    operand: TensorRef,
     side: int,
     geometry: Geometry,
     tensors: Sequence[fx.Node],
@@ -74,7 +59,7 @@ def canonical(
 ) -> fx.Node:
     """An operand as [batch, heads, rows or keys, head_dim]."""
     own = (geometry.teacher, geometry.student)[side]
-    x = _source(build, operand, own, outer)
+    x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry, own)
     if not is_keys and any(
         p.slot.kind == "digit" and not same(p.size, geometry.digits[p.slot.index].size)
@@ -93,7 +78,7 @@ def canonical(
 
 def weight(
     build: Builder,
-    operand: Operand,
+    operand: TensorRef,
     side: int,
     geometry: Geometry,
     outer: Mapping[fx.Node, fx.Node],
@@ -101,7 +86,7 @@ def weight(
 ) -> fx.Node:
     """An operand that holds keys only, as [keys, width]."""
     own = (geometry.teacher, geometry.student)[side]
-    x = _source(build, operand, own, outer)
+    x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry, own)
     x = _reshaped(build, x, [p.size for p in pieces], [x])
     kinds = [p.slot.kind for p in pieces]
@@ -111,14 +96,12 @@ def weight(
     return x if _dtype(x) == dtype else build.method("to", x, dtype)
 
 
-def _source(
-    build: Builder, operand: Operand, own: SideGeometry, outer: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """The user's tensor of an operand, narrowed and detached as its scores are."""
-    x = outer_node(operand.node, outer)
-    for step in operand.steps:
+def materialise(build: Builder, tensor: TensorRef, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The part of the user's tensor that a reference stands for, detached where it has to be."""
+    x = outer_node(tensor.node, outer)
+    for step in tensor.steps:
         x = _with_step(build, x, step, outer)
-    return x if own.distribution.trained or not _requires_grad(x) else build.method("detach", x)
+    return x if tensor.grad or not _requires_grad(x) else build.method("detach", x)
 
 
 @dataclass(frozen=True)
@@ -260,9 +243,9 @@ def _with_factors(
     """The queries times tensors that multiply all scores: scalars, or one value per row."""
     dtype = _dtype(x)
     for factor in factors:
-        node = outer_node(factor.node, outer)
-        if factor.layout:
-            node = _placed(build, node, factor.layout, slots, side, geometry)
+        node = materialise(build, factor.tensor, outer)
+        if factor.tensor.layout:
+            node = _placed(build, node, factor.tensor.layout, slots, side, geometry)
         x = build.call(torch.div if factor.divides else torch.mul, x, node)
         if _dtype(x) != dtype:
             x = build.method("to", x, dtype)

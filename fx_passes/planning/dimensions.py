@@ -9,23 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.domain.layout import (
-    Dim,
-    Layout,
-    Piece,
-    axes_of,
-)
-from torch_streamkl.fx_passes.domain.values import (
-    Distribution,
-    Operand,
-)
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
+from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    product,
-    quotient,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, product, quotient, same
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 
@@ -44,8 +32,8 @@ class SideGeometry:
     """One side of the call."""
 
     distribution: Distribution
-    rows: Operand  # the operand with the query rows
-    keys: Operand  # the operand with the keys
+    rows: TensorRef  # the operand with the query rows
+    keys: TensorRef  # the operand with the keys
     kinds: tuple[str, ...]  # per digit: which operand varies along it
 
 
@@ -137,7 +125,7 @@ def _side(distribution: Distribution, pieces: Sequence[Piece | None]) -> SideGeo
     return SideGeometry(distribution, rows, keys, tuple(kinds))
 
 
-def _has(operand: Operand, piece: Piece) -> bool:
+def _has(operand: TensorRef, piece: Piece) -> bool:
     """Whether an operand varies along a digit of an axis."""
     return any(p.axis == piece.axis and _overlaps(p, piece) for d in operand.layout for p in d)
 

@@ -11,11 +11,7 @@ import torch
 
 from torch_streamkl.functional import ZERO, Expr, Functional, apply, evaluate
 from torch_streamkl.fx_passes.domain.layout import Piece
-from torch_streamkl.fx_passes.domain.masks import (
-    AxisCondition,
-    AxisExcept,
-    AxisTensor,
-)
+from torch_streamkl.fx_passes.domain.masks import AxisCondition, AxisExcept, AxisTensor
 from torch_streamkl.fx_passes.domain.values import (
     ABSORBING,
     IMPROBABLE,
@@ -25,11 +21,7 @@ from torch_streamkl.fx_passes.domain.values import (
     where_within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    expression,
-    same,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 # NOTE [Masks after the softmax]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch_streamkl.functional import (
     FLOOR_OF_EXP,
@@ -22,6 +22,7 @@ from torch_streamkl.functional import (
     render,
 )
 from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.tensor_ref import flows, refs_in, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     VARIABLES,
     Distribution,
@@ -34,10 +35,7 @@ from torch_streamkl.fx_passes.domain.values import (
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.lowering import lm_head as linear
-from torch_streamkl.fx_passes.planning.dimensions import (
-    Geometry,
-    geometry,
-)
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.divergence_forms import (
     bilinear_form,
     monomials,
@@ -195,18 +193,10 @@ def _without_duplicates(
     twins: dict[int, int] = {}
     for k, (d, layout) in enumerate(zip(parts, layouts, strict=True)):
         for other in range(k):
-            if (
-                other not in twins
-                and parts[other].untrained() == d.untrained()
-                and layouts[other] == layout
-            ):
+            if other not in twins and same_numbers(parts[other], d) and layouts[other] == layout:
                 twins[k] = other
     live = variables(expr)
-    twins = {
-        k: o
-        for k, o in twins.items()
-        if k in live and o in live and parts[k].trained != parts[o].trained
-    }
+    twins = {k: o for k, o in twins.items() if k in live and o in live and parts[k] != parts[o]}
     if not twins:
         return expr, parts, layouts
     polynomial = monomials(where_within(expr, True))
@@ -220,12 +210,19 @@ def _without_duplicates(
             for op, v in m
             if op == "logP" and v in (k, other) and not _own(m, v, (k, other))
         }
-        flags = {parts[v].trained for v in weights | crossed}
-        if flags != {True}:
+        needed = {parts[v] for v in weights | crossed}
+        if len(needed) != 1 or not flows(parts[v := min(weights | crossed)]):
             raise Blocked("a distribution is detached in one place and not in another")
-        parts[other] = replace(parts[other], trained=flags.pop())
+        if not all(_flows_where(parts[v], parts[twin]) for twin in (k, other)):
+            raise Blocked("a distribution is detached in one place and not in another")
+        parts[other] = parts[v]
         expr = _replaced(expr, k, other)
     return expr, parts, layouts
+
+
+def _flows_where(a: Distribution, b: Distribution) -> bool:
+    """Whether a has a gradient wherever b, the same numbers, has one."""
+    return all(x.grad or not y.grad for x, y in zip(refs_in(a), refs_in(b), strict=True))
 
 
 def _own(monomial: tuple[tuple[str, int], ...], v: int, twins: tuple[int, int]) -> bool:

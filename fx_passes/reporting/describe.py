@@ -8,10 +8,7 @@ from torch_streamkl.functional import DIVERGENCES, Functional, named, render
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.lowering import lm_head as linear
-from torch_streamkl.fx_passes.planning.plan import (
-    Call,
-    Plan,
-)
+from torch_streamkl.fx_passes.planning.plan import Call, Plan
 
 
 def describe(planned: Plan) -> tuple[str, str]:

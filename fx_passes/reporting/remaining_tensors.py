@@ -8,32 +8,8 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
-    location_of,
-    name_of,
-)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
 from torch_streamkl.fx_passes.reporting.report import Remaining
-
-
-def is_view(node: fx.Node) -> bool:
-    value = example(node)
-    if not isinstance(value, Tensor):
-        return False
-    storage = value.untyped_storage()._cdata
-    return any(
-        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage
-        for a in node.all_input_nodes
-    )
-
-
-def num_bytes(node: fx.Node) -> int:
-    value = example(node)
-    if not isinstance(value, Tensor):
-        return 0
-    count = value.numel()
-    hint = count if isinstance(count, int) else count.node.hint
-    return int(hint or 0) * value.element_size()
 
 
 def _plain(shape: Sequence[object]) -> tuple[object, ...]:

@@ -25,6 +25,8 @@ class Site:
     remedy: str = ""  # what would make it fusable
     blocked_at: str = ""  # file:line of the blocking operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
+    check: str = ""  # what came of running it beside the code that it replaces
+    node: str = field(default="", compare=False)  # the replaced value's name in the graph
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     verdict = ("fused" if site.fused else "not fused") + (f" {count}x" if count > 1 else "")
     rows = [("code", site.code), ("form", f"{site.kind}: {site.form}" if site.form else "")]
     if site.fused:
-        rows.append(("runs", site.runs))
+        rows += [("runs", site.runs), ("checked", site.check)]
         each = " each" if count > 1 else ""
         rows.append(("saved", _bytes(site.quadratic_bytes_saved) + each))
     else:

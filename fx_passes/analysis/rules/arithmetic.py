@@ -16,11 +16,8 @@ from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import (
-    BoolTensor,
-    Choice,
-    to_axes,
-)
+from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, to_axes
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     ABSORBING,
     Elements,
@@ -35,10 +32,7 @@ from torch_streamkl.fx_passes.domain.values import (
     where_within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import same, shape_of
 
 aten = torch.ops.aten
 
@@ -75,20 +69,20 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Number(), Elements():
                 return elements.with_constant(op, y, x.value, reverse=True)
             case Elements(), Scores():
-                return elements.combined(op, x, self._raw(y, x, right))
+                return elements.combined(op, x, self._raw(y, x))
             case Scores(), Elements():
-                return elements.combined(op, self._raw(x, y, left), y)
+                return elements.combined(op, self._raw(x, y), y)
             case Scores(), LogSumExp() if sign < 0:
                 return self._log_probabilities(node, x, y)
             case Shifted(), ExpSum(logarithm=True) if sign < 0 and not x.exponential:
                 if (x.scores.key, x.axis) == (y.scores, y.axis):
-                    return self._softmax(x.scores, x.axis, x.trained, log=True)
+                    return self._softmax(x.scores, x.axis, log=True)
             case Rows(), LogSumExp():
                 return elements.rows_and_lse(x, y, sign)
             case LogSumExp(), Rows():
                 return elements.rows_and_lse(y.scaled(sign), x, 1.0)
-            case Scores(), RowMax() if sign < 0 and x.key == y.scores:
-                return Shifted(x, y.axis, self.trained(node))
+            case Scores(), RowMax() if sign < 0 and same_numbers(x.key, y.scores):
+                return Shifted(x, y.axis)  # the gradient of the maximum cancels in a softmax
             case Scores(), Number():
                 return self._scores_plus_number(x, y.value * sign)
             case Number(), Scores() if sign > 0:
@@ -126,9 +120,9 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
                 )
             if mask is not None and inside == 0.0 and outside <= ABSORBING:
                 return scores.masked(x, mask, outside, added=True)
-        return scores.with_bias(x, *self._dense(other, x.layout), sign)
+        return scores.with_bias(x, self._dense(other, x.layout), sign)
 
-    def _dense(self, node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
+    def _dense(self, node: fx.Node, layout: Layout) -> TensorRef:
         """A tensor beside the scores, at the size it had before it was expanded."""
         self._stays_blocked(node)
         source, dims = self.unexpanded(node)
@@ -141,7 +135,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
         shape = shape_of(source)
         if any(not same(lay.dim_size(p), s) for p, s in zip(placed, shape, strict=True)):
             raise Blocked("a tensor that does not match the scores is added to them")
-        return source, tuple(placed)
+        return replace(self.reference(source, tuple(placed)), grad=self.trained(node))
 
     @rule(aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor, aten.mul_.Scalar)
     def mul(self, node: fx.Node, a: Arguments) -> object:
@@ -179,16 +173,16 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Elements(), Elements():
                 return elements.combined(op, x, y)
             case Elements(), Scores() if not divides:
-                return elements.combined(op, x, self._raw(y, x, right))
+                return elements.combined(op, x, self._raw(y, x))
             case Scores(), Elements() if not divides:
-                return elements.combined(op, self._raw(x, y, left), y)
+                return elements.combined(op, self._raw(x, y), y)
             case Elements(), Rows() if divides:
                 return self._normalised(x, y)
             case Rows(), None if divides and (size := symbolic_size(right)) is not None:
                 return replace(x, divisors=(*x.divisors, size))
             case Shifted(exponential=True), ExpSum(logarithm=False) if divides:
                 if (x.scores.key, x.axis) == (y.scores, y.axis):
-                    return self._softmax(x.scores, x.axis, x.trained, log=False)
+                    return self._softmax(x.scores, x.axis, log=False)
             case Elements(), (Choice() | BoolTensor()) if not divides:
                 return self._times_mask(x, y, right)
             case ((Choice() | BoolTensor()), Elements()) if not divides:
@@ -215,15 +209,15 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
         if not isinstance(other, fx.Node):
             raise Blocked("scores are multiplied by something that is not a tensor or a number")
         if not isinstance(other.meta.get("val"), Tensor):
-            return Factor(other, (), divides)  # a symbolic number
-        return Factor(*self._dense(other, x.layout), divides)
+            return Factor(TensorRef(other), divides)  # a symbolic number
+        return Factor(self._dense(other, x.layout), divides)
 
-    def _raw(self, x: Scores, like: Elements, node: object) -> Elements:
+    def _raw(self, x: Scores, like: Elements) -> Elements:
         """Raw scores beside probabilities: log-probability + log-sum-exp along one dimension."""
         dim = like.key_dim - (like.rank - len(x.layout))
         if dim < 0:
             raise Blocked("scores and probabilities of different ranks are combined")
-        return elements.raw_scores(x, dim, isinstance(node, fx.Node) and self.trained(node))
+        return elements.raw_scores(x, dim)
 
     def _normalised(self, x: Elements, y: Rows) -> Elements:
         """Probabilities over their sum, which is known."""

@@ -13,14 +13,7 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    ExpSum,
-    Number,
-    Rows,
-    Scores,
-    Shifted,
-)
+from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, Number, Rows, Scores, Shifted
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten
@@ -33,7 +26,7 @@ class FunctionRules(MaskRules):
     def exp(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if isinstance(x, Shifted) and not x.exponential:
-            return Shifted(x.scores, x.axis, x.trained, exponential=True)
+            return Shifted(x.scores, x.axis, exponential=True)
         return self._unary(node, a, "exp", math.exp)
 
     @rule(aten.log.default)

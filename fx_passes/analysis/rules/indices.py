@@ -12,17 +12,9 @@ from torch import fx
 
 from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
-from torch_streamkl.fx_passes.domain.masks import (
-    TRUE_TENSOR,
-    Affine,
-)
+from torch_streamkl.fx_passes.domain.masks import TRUE_TENSOR, Affine
 from torch_streamkl.fx_passes.domain.values import Number
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
 
 aten = torch.ops.aten
 

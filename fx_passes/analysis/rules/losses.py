@@ -13,13 +13,7 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    ExpSum,
-    Rows,
-    Scores,
-    Shifted,
-)
+from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, Rows, Scores, Shifted
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
 
@@ -69,7 +63,7 @@ class LossRules(Analysis):
             self._stays_blocked(a["self"])
             raise Blocked("cross_entropy with class weights, label smoothing or unknown logits")
         dim = 1 if len(x.layout) > 1 else 0
-        logs = elements.softmax(x, dim, self.trained(a["self"]), log=True)
+        logs = elements.softmax(x, dim, log=True)
         values = elements.unary("neg", elements.combined("mul", target, logs))
         if values.key_dim != dim:
             raise Blocked(

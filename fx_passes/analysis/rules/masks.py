@@ -24,17 +24,9 @@ from torch_streamkl.fx_passes.domain.masks import (
     opaque,
     rearranged,
 )
-from torch_streamkl.fx_passes.domain.values import (
-    Absent,
-    Elements,
-    Number,
-    Scores,
-)
+from torch_streamkl.fx_passes.domain.values import Absent, Elements, Number, Scores
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one
 
 aten = torch.ops.aten
 

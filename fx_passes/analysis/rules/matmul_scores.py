@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import (
-    Dim,
-    Layout,
-    Piece,
-)
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     CONTRACTED,
     Attention,
     Bias,
     Elements,
-    Operand,
     ScoreKey,
     Scores,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    is_one,
-    quotient,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, quotient, same, shape_of
+
+Refer = Callable[[fx.Node, Layout], TensorRef]  # the analysis knows whether gradient flows
 
 
 def scores_of_matmul(
-    lhs: fx.Node, rhs: fx.Node, out_shape: Sequence[Size], *, transposed: bool = False
+    lhs: fx.Node, rhs: fx.Node, out_shape: Sequence[Size], refer: Refer
 ) -> Scores:
-    """``lhs @ rhs``; with ``transposed`` rhs is [..., j, d] (a linear layer's weight)."""
+    """``lhs @ rhs``."""
     lhs_shape, rhs_shape = shape_of(lhs), shape_of(rhs)
     if len(lhs_shape) < 2 or len(rhs_shape) < 2:
         raise Blocked("a product with a vector is not a score matrix")
@@ -52,13 +45,16 @@ def scores_of_matmul(
         return [() if is_one(size) else dims[skipped + d] for d, size in enumerate(shape[:-2])]
 
     lhs_layout = (*batch_dims(lhs_shape), dims[-2], contracted)
-    rhs_tail = (dims[-1], contracted) if transposed else (contracted, dims[-1])
-    rhs_layout = (*batch_dims(rhs_shape), *rhs_tail)
-    return _scores(Operand(lhs, lhs_layout), Operand(rhs, rhs_layout), tuple(dims))
+    rhs_layout = (*batch_dims(rhs_shape), contracted, dims[-1])
+    return _scores(refer(lhs, lhs_layout), refer(rhs, rhs_layout), tuple(dims))
 
 
 def scores_of_linear(
-    x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_shape: Sequence[Size]
+    x: fx.Node,
+    weight: fx.Node,
+    bias: fx.Node | None,
+    out_shape: Sequence[Size],
+    refer: Refer,
 ) -> Scores:
     """``F.linear``: every leading dimension of x is a row dimension."""
     dims: list[Dim] = [
@@ -66,13 +62,13 @@ def scores_of_linear(
     ]
     contracted: Dim = (Piece(CONTRACTED, shape_of(x)[-1]),)
     scores = _scores(
-        Operand(x, (*dims[:-1], contracted)), Operand(weight, (dims[-1], contracted)), tuple(dims)
+        refer(x, (*dims[:-1], contracted)), refer(weight, (dims[-1], contracted)), tuple(dims)
     )
-    return scores if bias is None else scores.with_key(biases=(Bias(bias, (dims[-1],)),))
+    return scores if bias is None else scores.with_key(biases=(Bias(refer(bias, (dims[-1],))),))
 
 
 def scores_of_einsum(
-    equation: str, operands: Sequence[fx.Node], out_shape: Sequence[Size]
+    equation: str, operands: Sequence[fx.Node], out_shape: Sequence[Size], refer: Refer
 ) -> Scores:
     """A two-operand einsum without repeated labels, contracted over labels of both operands."""
     left, _, out = _without_dots(equation, [len(shape_of(x)) for x in operands]).partition("->")
@@ -103,8 +99,8 @@ def scores_of_einsum(
         for text, node in zip(labels, operands, strict=True)
     ]
     return _scores(
-        Operand(operands[0], layouts[0]),
-        Operand(operands[1], layouts[1]),
+        refer(operands[0], layouts[0]),
+        refer(operands[1], layouts[1]),
         tuple(dims[c] for c in out),
     )
 
@@ -128,12 +124,12 @@ def _without_dots(equation: str, ranks: Sequence[int]) -> str:
     return ",".join(terms) + arrow + out.replace("...", "".join(free))
 
 
-def _scores(lhs: Operand, rhs: Operand, dims: Layout) -> Scores:
+def _scores(lhs: TensorRef, rhs: TensorRef, dims: Layout) -> Scores:
     sizes = tuple((p.axis, p.size) for dim in dims for p in dim)
     return Scores(ScoreKey(peeled(lhs), peeled(rhs), sizes), dims)
 
 
-def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
+def attention_of(probabilities: Elements, values: fx.Node, refer: Refer) -> Attention | None:
     """``probabilities @ values`` where the keys are the last dimension of plain probabilities."""
     distribution, rank = probabilities.probability(), probabilities.rank
     shape = shape_of(values)
@@ -147,11 +143,11 @@ def attention_of(probabilities: Elements, values: fx.Node) -> Attention | None:
     layout = probabilities.layouts[0]
     batch = layout[rank - len(shape) : -2]
     dims = [() if is_one(size) else dim for dim, size in zip(batch, shape[:-2], strict=True)]
-    operand = Operand(values, (*dims, layout[-1], (Piece(CONTRACTED, shape[-1]),)))
+    operand = refer(values, (*dims, layout[-1], (Piece(CONTRACTED, shape[-1]),)))
     return Attention(probabilities, peeled(operand))
 
 
-def peeled(operand: Operand) -> Operand:
+def peeled(operand: TensorRef) -> TensorRef:
     """The operand below transposes, casts and head repetition, which operators do themselves."""
     while True:
         below = _below(operand)
@@ -160,7 +156,7 @@ def peeled(operand: Operand) -> Operand:
         operand = below
 
 
-def _below(operand: Operand) -> Operand | None:
+def _below(operand: TensorRef) -> TensorRef | None:
     node, layout = operand.node, operand.layout
     if (
         node.op != "call_function"
@@ -207,7 +203,7 @@ def _below(operand: Operand) -> Operand | None:
             found = _without_repeats(layout, shape)
     if found is None or len(found) != len(shape):
         return None
-    return Operand(source, found)
+    return replace(operand, node=source, layout=found)
 
 
 def _op_name(node: fx.Node) -> str:

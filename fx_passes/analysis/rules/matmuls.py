@@ -34,12 +34,12 @@ class MatmulRules(ArithmeticRules):
         if isinstance(probabilities, Elements) and not isinstance(
             self.value(node.args[1]), Elements
         ):
-            attention = attention_of(probabilities, rhs)
+            attention = attention_of(probabilities, rhs, self.reference)
             if attention is not None:
                 return attention
         if self.rank[lhs] < 2 or self.rank[rhs] < 2:
             return None
-        return scores_of_matmul(lhs, rhs, shape_of(node))
+        return scores_of_matmul(lhs, rhs, shape_of(node), self.reference)
 
     @rule(aten.baddbmm.default)
     def baddbmm(self, node: fx.Node, a: Arguments) -> object:
@@ -48,7 +48,8 @@ class MatmulRules(ArithmeticRules):
         if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
             return self._no_rule(node, "baddbmm with symbolic factors")
         lhs, rhs = (self.canonical[a[name]] for name in ("batch1", "batch2"))
-        product = scores.scaled(scores_of_matmul(lhs, rhs, shape_of(node)), float(alpha))
+        product = scores_of_matmul(lhs, rhs, shape_of(node), self.reference)
+        product = scores.scaled(product, float(alpha))
         if beta == 0:
             return product  # the input is not even read
         if beta != 1:
@@ -67,12 +68,13 @@ class MatmulRules(ArithmeticRules):
             self.canonical[a["weight"]],
             None if bias is None else self.canonical[bias],
             shape_of(node),
+            self.reference,
         )
 
     @rule(aten.einsum.default)
     def einsum(self, node: fx.Node, a: Arguments) -> object:
         operands = [self.canonical[n] for n in a["tensors"]]
         try:
-            return scores_of_einsum(a["equation"], operands, shape_of(node))
+            return scores_of_einsum(a["equation"], operands, shape_of(node), self.reference)
         except Blocked:
             return None

@@ -9,13 +9,7 @@ from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    LogSumExp,
-    RowMax,
-    Scores,
-    Stacked,
-)
+from torch_streamkl.fx_passes.domain.values import Elements, LogSumExp, RowMax, Scores, Stacked
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten
@@ -40,12 +34,12 @@ class SoftmaxRules(Analysis):
             self._stays_blocked(a["self"])
             return None
         dim = a["dim"] % len(x.layout)
-        return elements.softmax(x, dim, self.trained(node), log=log)
+        return elements.softmax(x, dim, log=log)
 
-    def _softmax(self, x: Scores, axis: int, trained: bool, *, log: bool) -> Elements:
+    def _softmax(self, x: Scores, axis: int, *, log: bool) -> Elements:
         dim = lay.axis_dim(x.layout, axis)
         assert dim is not None
-        return elements.softmax(x, dim, trained, log=log)
+        return elements.softmax(x, dim, log=log)
 
     @rule(aten.logsumexp.default)
     def logsumexp(self, node: fx.Node, a: Arguments) -> object:
@@ -61,13 +55,13 @@ class SoftmaxRules(Analysis):
         dim = dims[0] % len(x.layout)
         axis = self._axis(x, dim)
         layout = (*x.layout[:dim], *(((),) if a.get("keepdim") else ()), *x.layout[dim + 1 :])
-        return LogSumExp(x.key, axis, self.trained(node), layout)
+        return LogSumExp(x.key, axis, layout)
 
     def _log_probabilities(self, node: fx.Node, x: Scores, y: LogSumExp) -> Elements:
         dim = lay.axis_dim(x.layout, y.axis)
         if x.key != y.scores or dim is None or len(y.layout) != len(x.layout):
             raise Blocked("a log-sum-exp of other scores is subtracted")
-        return elements.softmax(x, dim, self.trained(node), log=True)
+        return elements.softmax(x, dim, log=True)
 
     @rule(aten.amax.default)
     def amax(self, node: fx.Node, a: Arguments) -> object:

@@ -10,12 +10,7 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.masks import (
-    AnyKey,
-    BoolTensor,
-    Choice,
-    to_axes,
-)
+from torch_streamkl.fx_passes.domain.masks import AnyKey, BoolTensor, Choice, to_axes
 from torch_streamkl.fx_passes.domain.values import (
     IMPROBABLE,
     Absent,

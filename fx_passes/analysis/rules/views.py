@@ -16,10 +16,7 @@ from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import Layout
-from torch_streamkl.fx_passes.domain.masks import (
-    BoolTensor,
-    Choice,
-)
+from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
@@ -31,11 +28,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    is_one,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
 
 aten = torch.ops.aten
 
@@ -161,9 +154,7 @@ class ViewRules(MaskRules):
 
     @rule(aten.detach.default, aten.detach_.default)
     def detach(self, node: fx.Node, a: Arguments) -> object:
-        x = self.value(a["self"])
-        if isinstance(x, Elements):
-            return Elements(x.terms, tuple(p.untrained() for p in x.parts), x.layouts, x.key_dim)
+        x = self.value(a["self"])  # what detaching does to gradients, the node's own record says
         if isinstance(x, Rows):
             return None
         return x if x is not None else self._no_rule(node, "detach")
@@ -237,7 +228,7 @@ class ViewRules(MaskRules):
             if distribution.averaged:
                 raise Blocked("part of head-averaged probabilities is used")
             key, changed = change(distribution.scores, layout)
-            parts.append(type(distribution)(key, distribution.axis, distribution.trained))
+            parts.append(type(distribution)(key, distribution.axis))
             layouts.append(changed)
         (key_dim,) = {lay.axis_dim(y, d.axis) for y, d in zip(layouts, parts, strict=True)}
         assert key_dim is not None

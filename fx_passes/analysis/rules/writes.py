@@ -20,19 +20,9 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.layout import axis_dim
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import (
-    Number,
-    Scores,
-)
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    name_of,
-    named_arguments,
-)
-from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
-    same,
-    shape_of,
-)
+from torch_streamkl.fx_passes.domain.values import Number, Scores
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, same, shape_of
 
 aten = torch.ops.aten
 
