@@ -72,7 +72,6 @@ def make_step(family: str) -> Callable[[Tensor], Tensor]:
 def compile_once(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
     """Seconds of the parts of one cold compilation, forward and backward."""
     from torch_streamkl.fx_passes import backend as front_end
-
     from torch_streamkl.fx_passes.validation import refusal
 
     seconds: dict[str, float] = {"rewrite": 0.0, "check": 0.0, "backend": 0.0}
