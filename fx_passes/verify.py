@@ -241,9 +241,10 @@ class _Runner:
         flat: list[Any] = tree_flatten(output)[0]
         outputs = [x for x in flat if isinstance(x, (Tensor, int, float))]
         for i, made in enumerate(outputs):
-            is_tensor = isinstance(made, Tensor)
-            results.values[f"output {i}"] = made.detach().clone() if is_tensor else made
-            results.needs_grad[f"output {i}"] = is_tensor and made.requires_grad
+            results.values[f"output {i}"] = (
+                made.detach().clone() if isinstance(made, Tensor) else made
+            )
+            results.needs_grad[f"output {i}"] = isinstance(made, Tensor) and made.requires_grad
         self._add_gradients(results, outputs, before)
         after = {**_tensors(entries), **self.others}
         for name, x in after.items():
