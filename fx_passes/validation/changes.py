@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.validation.kinds import HEAVY, is_leaf, sets_state
+from torch_streamkl.fx_passes.validation.writes import Write, writes_of
 
 
 @dataclass(frozen=True)
@@ -16,28 +21,50 @@ class Change:
     after: fx.Node
 
 
+class Graph:
+    """The nodes of a graph by name, in order, and what is asked of all of them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = {n.name: n for n in graph.nodes}
+        self.position = {name: i for i, name in enumerate(self.nodes)}
+
+    @functools.cached_property
+    def writes(self) -> tuple[Write, ...]:
+        return writes_of(self.nodes.values())
+
+    @functools.cached_property
+    def modes(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in self.nodes.values() if sets_state(n))
+
+    @functools.cached_property
+    def cheap(self) -> frozenset[str]:
+        """What may be computed again to keep a relation."""
+        nodes = self.nodes.values()
+        return frozenset(n.name for n in nodes if not is_leaf(n) and name_of(n) not in HEAVY)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Two graphs: the names of the nodes that are in both, and the values that were replaced."""
 
-    before: dict[str, fx.Node]
-    after: dict[str, fx.Node]
+    before: Graph
+    after: Graph
     kept: frozenset[str]
     changes: tuple[Change, ...]
 
 
 def compare_graphs(before: fx.Graph, after: fx.Graph) -> Comparison:
     """A copy of a graph has the names of the original; nodes that were added have new ones."""
-    old = {n.name: n for n in before.nodes}
-    new = {n.name: n for n in after.nodes}
+    old, new = Graph(before), Graph(after)
     kept: set[str] = set()
     changes: dict[Change, None] = {}
-    for name, node in new.items():
-        if name not in old:
+    for name, node in new.nodes.items():
+        original = old.nodes.get(name)
+        if original is None:
             continue
-        pairs = _read_otherwise(old[name], node)
+        pairs = _read_otherwise(original, node)
         if pairs is None:
-            changes[Change(old[name], node)] = None
+            changes[Change(original, node)] = None
             continue
         kept.add(name)
         for pair in pairs:

@@ -28,6 +28,7 @@ from torch_streamkl.fx_passes.validation.compare import (
 from torch_streamkl.fx_passes.validation.costs import bytes_allowed, bytes_needed, seconds_needed
 from torch_streamkl.fx_passes.validation.inputs import FINITE, PLAIN, Draw, values_of
 from torch_streamkl.fx_passes.validation.isolation import isolated
+from torch_streamkl.fx_passes.validation.kinds import draws_random, is_leaf
 from torch_streamkl.fx_passes.validation.options import CheckOptions, NotChecked
 from torch_streamkl.fx_passes.validation.records import (
     Fingerprint,
@@ -36,9 +37,7 @@ from torch_streamkl.fx_passes.validation.records import (
 )
 from torch_streamkl.fx_passes.validation.regions import (
     Region,
-    draws_random,
     find_region,
-    is_leaf,
     replacement_of,
 )
 from torch_streamkl.fx_passes.validation.running import Result, run
@@ -46,6 +45,7 @@ from torch_streamkl.fx_passes.validation.sizes import Sizes, smaller_sizes
 
 log = logging.getLogger("torch_streamkl.validation")
 PASSED = "same value and gradients on random inputs"
+SLACK = 2  # of the time left, before a run is stopped
 NUM_ROUNDINGS = 5  # runs with other roundings, before a difference is believed
 
 
@@ -68,23 +68,33 @@ class Verdict:
         )
 
 
+@dataclass
+class Budget:
+    """Seconds that the user's code may still run in checks of a graph."""
+
+    left: float
+
+
 def check(
     before: fx.Graph, after: fx.Graph, owner: fx.GraphModule, options: CheckOptions
 ) -> list[Verdict]:
     """A verdict for every value of ``before`` that ``after`` computes in another way."""
     graphs = compare_graphs(before, after)
-    deadline = time.perf_counter() + options.max_seconds
+    budget = Budget(math.inf if options.mode == "always" else options.max_seconds)
+    sites_of = {
+        change: frozenset(n.meta[SITE] for n in replacement_of(change, graphs) if SITE in n.meta)
+        for change in graphs.changes
+    }
     verdicts = []
-    for change in graphs.changes:
-        made = replacement_of(change, graphs)
-        sites = frozenset(n.meta[SITE] for n in made if SITE in n.meta)
+    # divergences first, attention that is fused beside them later
+    for change, sites in sorted(sites_of.items(), key=lambda item: not item[1]):
         reason = found = ""
         is_fault = False
         try:
-            region = find_region(change, graphs)
             if options.mode == "never":
                 raise NotChecked('streamkl.verify is "never"')
-            found = _check_region(region, before, owner, options, deadline)
+            region = find_region(change, graphs)
+            found = _check_region(region, before, owner, options, budget)
         except NotChecked as limit:
             reason = str(limit)
         except torch.OutOfMemoryError:
@@ -104,19 +114,21 @@ def _check_region(
     graph: fx.Graph,
     owner: fx.GraphModule,
     options: CheckOptions,
-    deadline: float,
+    budget: Budget,
 ) -> str:
     if any(draws_random(n) for n in (*region.before, *region.after) if not is_leaf(n)):
         raise NotChecked("it draws random numbers")
     devices = {x.device for n in region.before if isinstance(x := example(n), Tensor)}
     if any(device.type == "meta" for device in devices):
         raise NotChecked("tensors on the meta device have no values")
-    sizes = _affordable_sizes(region, graph, devices, options, deadline)
+    if passed_before(Fingerprint(region, Sizes(), owner), options):
+        return ""
+    sizes = _affordable_sizes(region, graph, devices, options, budget)
     fingerprint = Fingerprint(region, sizes, owner)
     if passed_before(fingerprint, options):
         return ""
     with isolated(devices):
-        found = _Comparison(region, owner, sizes, options, deadline).difference()
+        found = _Comparison(region, owner, sizes, budget).difference()
     if not found:
         record_pass(fingerprint, options)
     return found
@@ -127,7 +139,7 @@ def _affordable_sizes(
     graph: fx.Graph,
     devices: set[torch.device],
     options: CheckOptions,
-    deadline: float,
+    budget: Budget,
 ) -> Sizes:
     """The first sizes that are within the bounds: those of the trace, then smaller ones."""
     refusal = ""
@@ -137,7 +149,7 @@ def _affordable_sizes(
         seconds = seconds_needed(region.before, sizes)
         if needed > allowed:
             refusal = refusal or f"{_bytes(needed)}"
-        elif options.mode != "always" and seconds > deadline - time.perf_counter():
+        elif seconds > budget.left:
             refusal = refusal or f"about {max(seconds, 0.1):.1f} s, of {options.max_seconds:g} s"
         else:
             return sizes
@@ -157,11 +169,9 @@ class _Comparison:
         region: Region,
         owner: fx.GraphModule,
         sizes: Sizes,
-        options: CheckOptions,
-        deadline: float,
+        budget: Budget,
     ) -> None:
-        self.region, self.owner, self.sizes = region, owner, sizes
-        self.deadline = None if options.mode == "always" else deadline + options.max_seconds
+        self.region, self.owner, self.sizes, self.budget = region, owner, sizes, budget
 
     def difference(self) -> str:
         """What the replacement does differently on the first inputs that tell; or nothing."""
@@ -226,7 +236,13 @@ class _Comparison:
         noise: torch.Generator | None = None,
     ) -> Result:
         nodes, name = self.region.before, self.region.change.before.name
-        return run(nodes, name, inputs, self.deadline, wide=wide, noise=noise, finite=draw.finite)
+        start = time.perf_counter()
+        # what it takes is known after a run only; a difference is confirmed whatever it takes
+        deadline = start + SLACK * self.budget.left if noise is None else None
+        try:
+            return run(nodes, name, inputs, deadline, wide=wide, noise=noise, finite=draw.finite)
+        finally:
+            self.budget.left -= time.perf_counter() - start
 
 
 class _NotTelling(Exception):

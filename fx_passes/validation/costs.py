@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.validation.kinds import HEAVY
 from torch_streamkl.fx_passes.validation.options import SHARE_OF_FREE_MEMORY, CheckOptions
-from torch_streamkl.fx_passes.validation.regions import HEAVY
 from torch_streamkl.fx_passes.validation.sizes import Sizes
 
 MIB = 2**20

@@ -18,20 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
-from torch_streamkl.fx_passes.validation.changes import Change, Comparison
+from torch_streamkl.fx_passes.validation.changes import Change, Comparison, Graph
+from torch_streamkl.fx_passes.validation.kinds import HEAVY, draws_random, is_leaf, sets_state
 from torch_streamkl.fx_passes.validation.options import NotChecked
-from torch_streamkl.fx_passes.validation.sizes import Sizes
 
-# what a check does not look behind for the origin of a leaf
-HEAVY = {
-    "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
-    "scaled_dot_product_attention", "multi_head_attention_forward", "embedding", "embedding_bag",
-    "layer_norm", "rms_norm", "group_norm", "batch_norm", "conv1d", "conv2d", "conv3d",
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bilinear", "cdist",
-}  # fmt: skip
-RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
 MAX_NODES = 2000
 
 
@@ -49,7 +40,7 @@ def find_region(change: Change, graphs: Comparison) -> Region:
     """The least region around a change in which every relation between its inputs is kept."""
     computed: set[str] = set()
     if change.after.name in graphs.kept:
-        computed |= _cone(graphs.before[change.after.name])
+        computed |= _cone(graphs.before.nodes[change.after.name])
     while True:
         after, leaves = _walk(change.after, graphs.kept - computed)
         before, others = _walk(change.before, frozenset(x.name for x in leaves))
@@ -59,16 +50,18 @@ def find_region(change: Change, graphs: Comparison) -> Region:
         before |= _with_writes(graphs.before, before, leaves, change.before, names)
         inside = {n.name for n in before | after}
         names = frozenset(x.name for x in (*leaves, *_read_by(before | after)))
-        found = [graphs.before.get(n) or graphs.after[n] for n in sorted(names - inside)]
-        torn = _torn(found, inside) - computed
+        found = [
+            graphs.before.nodes.get(n) or graphs.after.nodes[n] for n in sorted(names - inside)
+        ]
+        torn = _torn(found, inside, graphs.before.cheap) - computed
         if not torn:
             break
         computed |= torn
     if any(draws_random(n) and n.name not in graphs.kept for n in found):
         raise NotChecked("it draws random numbers")
     in_order = (
-        _with_modes(graphs.before.values(), before),
-        _with_modes(graphs.after.values(), after),
+        _with_modes(graphs.before, before),
+        _with_modes(graphs.after, after),
     )
     return Region(change, tuple(found), *in_order)
 
@@ -78,67 +71,26 @@ def replacement_of(change: Change, graphs: Comparison) -> set[fx.Node]:
     return _walk(change.after, graphs.kept)[0]
 
 
-def is_leaf(node: fx.Node) -> bool:
-    """A node that is never run: an input, a known number, or what is drawn at random."""
-    if node.op in ("placeholder", "get_attr"):
-        return True
-    return Sizes().is_known(example(node)) or _is_opaque(node)
-
-
-def _is_opaque(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    if name_of(node) == "getitem" and isinstance(node.args[0], fx.Node):
-        source = node.args[0]
-        return not isinstance(example(source), Tensor) and _is_opaque(source)
-    return draws_random(node)
-
-
-def draws_random(node: fx.Node) -> bool:
-    name = name_of(node)
-    if name == "dropout":
-        p, training = (
-            node.kwargs.get(key, node.args[i] if len(node.args) > i else None)
-            for i, key in ((1, "p"), (2, "training"))
-        )
-        return not (p == 0.0 or training is False)
-    return any(word in name for word in RANDOM)
-
-
-def _hidden_writes(node: fx.Node) -> list[fx.Node]:
-    """What an operation writes to though no name tells: tables of embeddings, statistics."""
-    name = name_of(node)
-    if name in ("embedding", "embedding_bag"):
-        place = 3 if name == "embedding" else 4
-        norm = node.args[place] if len(node.args) > place else node.kwargs.get("max_norm")
-        return node.all_input_nodes if norm is not None else []
-    return node.all_input_nodes if name in ("batch_norm", "instance_norm") else []
-
-
-def _sets_state(node: fx.Node) -> bool:
-    """Whether a node changes a mode for those that follow: gradients, autocast."""
-    return name_of(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
-
-
-def _with_modes(nodes: Iterable[fx.Node], chosen: set[fx.Node]) -> tuple[fx.Node, ...]:
+def _with_modes(graph: Graph, chosen: set[fx.Node]) -> tuple[fx.Node, ...]:
     """The chosen nodes in order, and the changes of modes that they run under."""
     kept: list[fx.Node] = []
     recording = torch.is_grad_enabled()  # at the start of the graph
     last: list[bool] = [recording]  # the mode of the operation before
-    for node in nodes:
+    in_order = sorted((*chosen, *graph.modes), key=lambda n: graph.position[n.name])
+    for node in in_order:
         name = name_of(node)
         if name == "_set_grad_enabled":
             recording = bool(node.args[0])
         elif name == "_exit_autocast" and kept and kept[-1] is node.args[0]:
             kept.pop()
-        elif _sets_state(node):
+        elif sets_state(node):
             kept.append(node)
         elif node in chosen:
             if recording != last[-1]:
                 kept.append(_latest_mode(node, recording))
                 last.append(recording)
             kept.append(node)
-    while kept and _sets_state(kept[-1]):
+    while kept and sets_state(kept[-1]):
         kept.pop()
     return tuple(kept)
 
@@ -187,13 +139,11 @@ def _cone(node: fx.Node) -> set[str]:
     return found
 
 
-def _torn(leaves: list[fx.Node], inside: set[str]) -> set[str]:
+def _torn(leaves: list[fx.Node], inside: set[str], cheap: frozenset[str]) -> set[str]:
     """What has to be computed, so that no relation between leaves is lost."""
     names = {x.name for x in leaves}
     cones = {x: _cone(x) for x in leaves if not is_leaf(x)}
     torn: set[str] = set()
-    graph = [n for x in leaves[:1] for n in x.graph.nodes]
-    cheap = {n.name for n in graph if not is_leaf(n) and name_of(n) not in HEAVY}
     for leaf, cone in cones.items():
         behind = cone - {leaf.name}
         for source in leaf.all_input_nodes if name_of(leaf) in HEAVY else []:
@@ -208,7 +158,7 @@ def _torn(leaves: list[fx.Node], inside: set[str]) -> set[str]:
 
 
 def _with_writes(
-    graph: dict[str, fx.Node],
+    graph: Graph,
     inside: set[fx.Node],
     leaves: set[fx.Node],
     last: fx.Node,
@@ -216,19 +166,18 @@ def _with_writes(
 ) -> set[fx.Node]:
     """Writes to what the nodes read, which have no data edge to them, and their inputs."""
     added: set[fx.Node] = set()
+    end = graph.position[last.name]
+    before = [(node, memory) for node, memory in graph.writes if graph.position[node.name] < end]
     while True:
-        touched = {storage_of(n) for n in (*inside, *added, *leaves)} - {None}
-        found = False
-        for node in graph.values():
-            if node is last:
-                break
-            if node in inside or node in added:
-                continue
-            targets = written_by(node) + _hidden_writes(node)
-            if any(storage_of(target) in touched for target in targets):
-                more, met = _walk(node, stops - {node.name})
-                added |= more
-                leaves |= {x for x in met if x.name in stops or is_leaf(x)}
-                found = True
-        if not found:
+        touched = {storage_of(n) for n in (*inside, *added, *leaves)}
+        missing = [
+            node
+            for node, memory in before
+            if memory & touched and node not in inside and node not in added
+        ]
+        if not missing:
             return added
+        for node in missing:
+            more, met = _walk(node, stops - {node.name})
+            added |= more
+            leaves |= met

@@ -1,0 +1,50 @@
+"""Kinds of nodes that a check treats in their own way: never run, not looked behind, modes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.validation.sizes import Sizes
+
+# what a check does not look behind for the origin of a leaf
+HEAVY = {
+    "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
+    "scaled_dot_product_attention", "multi_head_attention_forward", "embedding", "embedding_bag",
+    "layer_norm", "rms_norm", "group_norm", "batch_norm", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bilinear", "cdist",
+}  # fmt: skip
+RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
+
+
+def is_leaf(node: fx.Node) -> bool:
+    """A node that is never run: an input, a known number, or what is drawn at random."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    return Sizes().is_known(example(node)) or _is_opaque(node)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if name_of(node) == "getitem" and isinstance(node.args[0], fx.Node):
+        source = node.args[0]
+        return not isinstance(example(source), Tensor) and _is_opaque(source)
+    return draws_random(node)
+
+
+def draws_random(node: fx.Node) -> bool:
+    name = name_of(node)
+    if name == "dropout":
+        p, training = (
+            node.kwargs.get(key, node.args[i] if len(node.args) > i else None)
+            for i, key in ((1, "p"), (2, "training"))
+        )
+        return not (p == 0.0 or training is False)
+    return any(word in name for word in RANDOM)
+
+
+def sets_state(node: fx.Node) -> bool:
+    """Whether a node changes a mode for those that follow: gradients, autocast."""
+    return name_of(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
