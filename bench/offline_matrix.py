@@ -169,31 +169,22 @@ def name_of(launch: Launch) -> str:
     return name if student is None else f"{name} {'student' if student else 'teacher'}"
 
 
-def row(cell: Cell, launch: Launch) -> Row:
-    config = launch.args["CONFIG"]
-    tiles = (
-        getattr(config, "BLOCK_M", 0),
-        getattr(config, "BLOCK_N", 0),
-        launch.options["num_warps"],
-        launch.options.get("num_stages", 0),
-    )
-    built = compile_launch(launch, cell.target)
-    return Row(
-        *astuple(cell), name_of(launch), *tiles,
-        built.shared_bytes, built.spill_bytes, built.registers,
-    )  # fmt: skip
+def tiles_of(launch: Launch) -> tuple[int, int, int, int]:
+    """Rows and keys of a tile, warps and stages; 0 where a kernel has none."""
+    config, options = launch.args.get("CONFIG"), launch.options
+    blocks = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
+    return (*blocks, options["num_warps"], options.get("num_stages", 0))
 
 
 def compiled(cell: Cell, known: frozenset[tuple[Any, ...]] = frozenset()) -> list[Row]:
     """The rows of a cell, each kernel once; none for the launches that are known."""
     rows: dict[str, Row] = {}
     for launch in launches_of(cell):
-        name = name_of(launch)
-        config = launch.args["CONFIG"]
-        key = (*astuple(cell), name, getattr(config, "BLOCK_M", 0), getattr(config, "BLOCK_N", 0),
-               launch.options["num_warps"], launch.options.get("num_stages", 0))  # fmt: skip
-        if name not in rows and key not in known:
-            rows[name] = row(cell, launch)
+        what = (*astuple(cell), name_of(launch), *tiles_of(launch))
+        if name_of(launch) not in rows and what not in known:
+            built = compile_launch(launch, cell.target)
+            taken = (built.shared_bytes, built.spill_bytes, built.registers)
+            rows[name_of(launch)] = Row(*what, *taken)
     return list(rows.values())
 
 
