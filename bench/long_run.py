@@ -51,6 +51,7 @@ class Settings:
     batch: int = 8
     seqlen: int = 512
     hidden_size: int = 256
+    student_layers: int = 2  # the teacher has twice as many
     learning_rate: float = 1e-3
     inner: str = "inductor"  # what compiles the rewritten graph
 
@@ -117,7 +118,7 @@ def model(settings: Settings, layers: int, seed: int) -> Any:
 
 def trained_teacher(settings: Settings) -> nn.Module:
     """Next bytes for some steps: a teacher whose maps mean something."""
-    teacher = model(settings, 4, seed=0)
+    teacher = model(settings, 2 * settings.student_layers, seed=0)
     optimizer = torch.optim.AdamW(teacher.parameters(), lr=settings.learning_rate)
     for step in tqdm(range(settings.teacher_steps), desc="teacher", ncols=90):
         ids = batch_of(settings, 7, step)
@@ -143,7 +144,7 @@ class Training:
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings, self.seed, self.done = settings, seed, 0
-        self.student = model(settings, 2, seed=100 + seed)
+        self.student = model(settings, settings.student_layers, seed=100 + seed)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=settings.learning_rate)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.steps)
 
