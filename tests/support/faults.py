@@ -343,9 +343,9 @@ FAULTS = (
     # ------------------------------------------------------------------------ planner, lowering
     Fault(
         "fx_passes/planning/masks.py",
-        'return ("left", literal.constant + offset)',
-        'return ("left", literal.constant)',
-        "test_rewrite_forms.py -k test_masks",
+        '("right", literal.constant - offset)',
+        '("right", literal.constant)',
+        "test_rewrite_forms.py -k sizes_of_queries",
     ),
     Fault(
         "fx_passes/planning/masks.py",
