@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import machine, sharded_cases
 from bench.end_to_end import OBJECTIVES, PAIRS, PROVIDERS, build, forget_program, make_loss
-from bench.measure import peak_mib, release, synchronize
+from bench.measure import host_seconds, peak_mib, release
 from bench.records import command_line
 
 UNTIMED_STEPS, STEPS = 2, 10  # the same number on every rank, or they would wait for each other
@@ -77,11 +77,7 @@ def measure(
     times = []
     for _ in range(STEPS):
         torch.distributed.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        one_step()
-        synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(host_seconds(one_step, device) * 1e3)
     forget_program(step, device)
     return {"loss": loss, "step_ms": statistics.median(times), "peak_mib": peak}, gradients
 
@@ -198,11 +194,7 @@ def _times(steps: Any, device: torch.device, rounds: int) -> dict[str, list[floa
     for _ in range(rounds):
         for name, step in steps.items():
             torch.distributed.barrier()
-            synchronize(device)
-            start = time.perf_counter()
-            step()
-            synchronize(device)
-            times[name].append((time.perf_counter() - start) * 1e3)
+            times[name].append(host_seconds(step, device) * 1e3)
     return times
 
 

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-import torch_streamkl
 from torch_streamkl.fx_passes import ddp
-from torch_streamkl.fx_passes.report import Report
-from torch_streamkl.fx_passes.rewrite import rewrite
-from torch_streamkl.registration import WITHOUT_AUTOGRAD
-from torch_streamkl.version import __version__
+from torch_streamkl.fx_passes.inductor_passes import (
+    JointPass,
+    PreGradPass,
+    chained,
+    rewriting_pass,
+    source_digest,
+    without_ours,
+)
+from torch_streamkl.fx_passes.pipeline import rewrite
+from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
 
 log = logging.getLogger("torch_streamkl")
 PREFIX = "streamkl."
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
+BOUNDS = {"streamkl.verify_max_mib": None, "streamkl.verify_max_seconds": 1.0}
 OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its default first
     "streamkl.strict": (False, True),
     "streamkl.explain": (False, True),
     "streamkl.inner": INNER_BACKENDS,
     "streamkl.deterministic": (True, False),
+    "streamkl.verify": MODES,
 }
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
@@ -61,11 +66,14 @@ def streamkl(
     Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
     ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
     graph ("inductor", "aot_eager" or "eager"), ``streamkl.deterministic`` is that argument of
-    `attention_kl`. Everything else goes to Inductor.
+    `attention_kl`. ``streamkl.verify`` says when a fused site is run beside the code that it
+    replaces: "auto" where that takes at most ``streamkl.verify_max_mib`` of memory (a quarter of
+    what is free where None) and ``streamkl.verify_max_seconds``, "always" whatever it takes, and
+    nothing is fused that cannot be checked, or "never". Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
-        _rewrite_and_report(gm, ours)
+        rewrite_and_report(gm, ours)
     inner = ours["streamkl.inner"]
     if inner == "eager":
         return gm.forward
@@ -79,16 +87,25 @@ def streamkl(
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
+    # enable() may have set a pass for all graphs: this one is rewritten already
+    before = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
+    patches["pre_grad_custom_pass"] = without_ours(before)
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
 
 def _options_of(compiler: Any) -> dict[str, Any] | None:
-    """Our options of what torch.compile calls, None where that is another backend."""
+    """Our options of what torch.compile calls, None where that does not rewrite."""
     arguments: dict[str, Any] = {}
     while compiler is not streamkl:
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
         if compiler is None:
             return None
+        if isinstance(compiler, torch._TorchCompileInductorWrapper):
+            configured = torch._inductor.config.pre_grad_custom_pass
+            configured = compiler.config.get("pre_grad_custom_pass", configured)
+            found = rewriting_pass(configured)
+            return None if found is None else found.ours
         if isinstance(compiler, functools.partial):  # of explain()
             arguments = {**compiler.keywords, **arguments}
             compiler = compiler.func
@@ -111,7 +128,13 @@ streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]  # functions de
 
 
 def inductor_options(
-    *, strict: bool = False, explain: bool = False, deterministic: bool = True
+    *,
+    strict: bool = False,
+    explain: bool = False,
+    deterministic: bool = True,
+    verify: str = "auto",
+    verify_max_mib: float | None = None,
+    verify_max_seconds: float = 1.0,
 ) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 
@@ -124,35 +147,53 @@ def inductor_options(
             "streamkl.strict": strict,
             "streamkl.explain": explain,
             "streamkl.deterministic": deterministic,
+            "streamkl.verify": verify,
+            "streamkl.verify_max_mib": verify_max_mib,
+            "streamkl.verify_max_seconds": verify_max_seconds,
         }
     )
     config = torch._inductor.config
     return {
-        "pre_grad_custom_pass": chained(PreGradPass(ours), config.pre_grad_custom_pass),
+        "pre_grad_custom_pass": chained(
+            PreGradPass(ours, rewrite_and_report), config.pre_grad_custom_pass
+        ),
         "joint_custom_pre_pass": chained(JointPass(ours), config.joint_custom_pre_pass),
     }
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ours, checked and completed, and the rest."""
-    ours = {name: values[0] for name, values in OPTIONS.items()}
+    ours = {name: values[0] for name, values in OPTIONS.items()} | BOUNDS
     theirs = {}
     for name, value in options.items():
         if not name.startswith(PREFIX):
             theirs[name] = value
             continue
+        if name in BOUNDS:
+            ours[name] = value
+            continue
         if name not in OPTIONS:
-            known = ", ".join(sorted(OPTIONS))
+            known = ", ".join(sorted(ours))
             raise ValueError(f"options of the streamkl backend are {known}, got {name}")
         if value not in OPTIONS[name]:
             values = " or ".join(repr(v) for v in OPTIONS[name])
             raise ValueError(f"{name} must be {values}, got {value!r}")
         ours[name] = value
+    _check_options(ours)
     return ours, theirs
 
 
-def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
-    report = rewrite(gm, deterministic=ours["streamkl.deterministic"])
+def _check_options(ours: dict[str, Any]) -> CheckOptions:
+    return CheckOptions(
+        mode=ours["streamkl.verify"],
+        max_mib=ours["streamkl.verify_max_mib"],
+        max_seconds=ours["streamkl.verify_max_seconds"],
+        version=source_digest(),
+    )
+
+
+def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
+    report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours))
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures:
@@ -162,80 +203,4 @@ def _rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     return report
 
 
-ddp.rewrite_before_split(_options_of, _rewrite_and_report)
-
-
-@functools.cache
-def source_digest() -> str:
-    """Digest of every file of the package: a change of ours must never meet a cached graph.
-
-    A custom operator's backward is part of compiled graphs only by name, so without this a cached
-    graph would silently keep computing yesterday's gradient.
-    """
-    roots = (Path(torch_streamkl.__file__).parent, Path(__file__).parent)
-    return " ".join([__version__, *(digest_of(root) for root in roots)])
-
-
-def digest_of(root: Path) -> str:
-    """Digest of names and contents of all files below a directory, compiled bytecode excepted."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
-        digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def cache_key(ours: dict[str, Any]) -> str:
-    """What a compiled graph depends on beside the graph: our sources and our options."""
-    return f"torch_streamkl {source_digest()} {sorted(ours.items())}"
-
-
-class JointPass(CustomGraphPass):
-    """Calls our operators without autograd; its uuid is in the FX and AOTAutograd cache keys."""
-
-    def __init__(self, ours: dict[str, Any]) -> None:
-        self.ours = ours
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.op == "call_function":
-                node.target = WITHOUT_AUTOGRAD.get(node.target, node.target)
-
-    def uuid(self) -> str:
-        return cache_key(self.ours)
-
-
-class PreGradPass(CustomGraphPass):
-    """The rewrite as Inductor's pre-grad pass."""
-
-    def __init__(self, ours: dict[str, Any]) -> None:
-        self.ours = ours
-
-    def __call__(self, graph: fx.Graph) -> None:
-        assert graph.owning_module is not None
-        _rewrite_and_report(graph.owning_module, self.ours)
-
-    def uuid(self) -> str:
-        return cache_key(self.ours)
-
-
-class Chained(CustomGraphPass):
-    """Passes that run one after the other; not cached when one of them has no uuid."""
-
-    def __init__(self, passes: Sequence[Any]) -> None:
-        self.passes = tuple(passes)
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for each in self.passes:
-            each(graph)
-
-    def uuid(self) -> Any:
-        keys = tuple(each.uuid() if hasattr(each, "uuid") else None for each in self.passes)
-        return None if None in keys else keys
-
-
-def chained(ours: CustomGraphPass, users: Any) -> CustomGraphPass:
-    """What the user configured (nothing, a pass, or a list of passes), then ours."""
-    if users is None:
-        return ours
-    return Chained([*(users if isinstance(users, (list, tuple)) else [users]), ours])
+ddp.rewrite_before_split(_options_of, rewrite_and_report)

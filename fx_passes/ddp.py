@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.report import Report
-from torch_streamkl.fx_passes.slicing import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.reporting.report import Report
 
 _is_part = ContextVar("is_part", default=False)
 

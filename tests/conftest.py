@@ -1,8 +1,15 @@
-"""What every test starts from: the same inputs in every run, so that a failure can be repeated."""
+"""What every test starts from: the same inputs in every run, so that a failure can be repeated.
+
+A replacement whose check fails is an error of every test that does not say that it expects one.
+"""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
 settings.load_profile("streamkl")
@@ -11,3 +18,21 @@ settings.load_profile("streamkl")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def failed_checks(request: pytest.FixtureRequest) -> Iterator[list[Verdict]]:
+    """The checks that failed or broke; empty after a test without ``expects_failed_checks``."""
+    failed: list[Verdict] = []
+
+    def listen(verdict: Verdict) -> None:
+        if verdict.difference or verdict.is_fault:
+            failed.append(verdict)
+
+    LISTENERS.append(listen)
+    try:
+        yield failed
+    finally:
+        LISTENERS.remove(listen)
+    expected = request.node.get_closest_marker("expects_failed_checks") is not None
+    assert expected or not failed, [f"{v.node}: {v}" for v in failed]

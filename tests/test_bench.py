@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from tqdm import tqdm
 
 from bench import (
     attention_matrix,
@@ -20,7 +21,6 @@ from bench import (
     compare,
     end_to_end,
     measure,
-    native_operators,
     other_records,
     plots,
     results,
@@ -450,7 +450,7 @@ def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_attention_matrix_names_what_does_not_compile() -> None:
     wrong = replace(TINY_CELL, kv_heads=3)
-    with attention_matrix.Progress(2) as progress:
+    with tqdm(total=2) as progress:
         failed = attention_matrix.compile_first([TINY_CELL, wrong], 1, "streaming", CPU, progress)
     assert list(failed) == [wrong]
     assert "must be a multiple" in failed[wrong]
@@ -668,9 +668,3 @@ def test_rows_of_cases_that_ranks_share(tmp_path: Path) -> None:
         assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5
     text = other_records.render({"h200-sharded": record})
     assert "| vocabulary | 64 tokens, 32 student width" in text
-
-
-def test_native_tests_that_share_kernels_share_a_process() -> None:
-    ids = [f"t::clamps[case{c}-sizes{s}]" for c in range(3) for s in range(4)] + ["t::other"]
-    assert native_operators.shares(ids, 2) == [ids[:4] + ids[8:12], [*ids[4:8], "t::other"]]
-    assert native_operators.shares(ids[:4], 16) == [ids[:4]]

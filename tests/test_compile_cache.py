@@ -19,7 +19,7 @@ import pytest
 from torch import fx
 
 import torch_streamkl
-from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes import inductor_passes as passes
 
 SCRIPT = Path(__file__).parent / "support" / "cached_step.py"
 # the autograd formula is traced into compiled graphs; the operators are called by name
@@ -31,8 +31,8 @@ def _copy_of_the_package(root: Path) -> Path:
     package = root / "torch_streamkl"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(torch_streamkl.__file__).parent, package, ignore=ignored)
-    passes = Path(backend.__file__).parent
-    shutil.copytree(passes, package / "fx_passes", ignore=ignored, dirs_exist_ok=True)
+    rewrite = Path(passes.__file__).parent
+    shutil.copytree(rewrite, package / "fx_passes", ignore=ignored, dirs_exist_ok=True)
     return package
 
 
@@ -84,22 +84,22 @@ def test_changed_code_or_option_is_a_miss_and_the_same_a_hit(tmp_path: Path) -> 
 
 def test_every_source_file_is_part_of_the_key(tmp_path: Path) -> None:
     package = _copy_of_the_package(tmp_path)
-    seen = {backend.digest_of(package)}
-    assert backend.digest_of(package) in seen
+    seen = {passes.digest_of(package)}
+    assert passes.digest_of(package) in seen
     files = [path for path in package.rglob("*") if path.is_file()]
     assert len(files) > 20
     for path in files:
         path.write_bytes(path.read_bytes() + b"\n# changed\n")
-        digest = backend.digest_of(package)
+        digest = passes.digest_of(package)
         assert digest not in seen, path
         seen.add(digest)
     renamed = files[0].with_name("renamed.py")
     files[0].rename(renamed)
-    assert backend.digest_of(package) not in seen
+    assert passes.digest_of(package) not in seen
 
 
 def test_a_pass_of_the_user_runs_and_is_part_of_the_key() -> None:
-    class Users(backend.CustomGraphPass):
+    class Users(passes.CustomGraphPass):
         def __init__(self, name: str | None) -> None:
             self.name = name
             self.ran = 0
@@ -110,11 +110,11 @@ def test_a_pass_of_the_user_runs_and_is_part_of_the_key() -> None:
         def uuid(self) -> str | None:
             return self.name
 
-    ours, one, two = backend.JointPass({}), Users("one"), Users("two")
-    assert backend.chained(ours, None) is ours
-    both = backend.chained(ours, [one, two])
+    ours, one, two = passes.JointPass({}), Users("one"), Users("two")
+    assert passes.chained(ours, None) is ours
+    both = passes.chained(ours, [one, two])
     both(fx.Graph())
     assert (one.ran, two.ran) == (1, 1)
-    keys = {backend.chained(ours, p).uuid() for p in (one, two, [one, two], [two, one])}
+    keys = {passes.chained(ours, p).uuid() for p in (one, two, [one, two], [two, one])}
     assert len(keys) == 4
-    assert backend.chained(ours, [one, Users(None)]).uuid() is None
+    assert passes.chained(ours, [one, Users(None)]).uuid() is None

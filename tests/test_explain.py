@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import torch_streamkl
 from tests.support.hard_programs import PROGRAMS, make_inputs
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.remedies import remedy_for
-from torch_streamkl.fx_passes.report import Report
+from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.report import Report
 
 EAGER = {"streamkl.inner": "eager"}
 
@@ -249,7 +249,7 @@ def test_strict_counts_a_failed_analysis(monkeypatch: pytest.MonkeyPatch) -> Non
     def planted(*_: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("torch_streamkl.fx_passes.rewrite.trace_region", planted)
+    monkeypatch.setattr("torch_streamkl.fx_passes.pipeline.trace_region", planted)
     options = {**EAGER, "streamkl.strict": True}
     with pytest.raises(Exception, match="planted"):
         torch.compile(fused, backend="streamkl", options=options)(*make_inputs())
@@ -274,7 +274,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_order_of_sums(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl import launch
-    from torch_streamkl.fx_passes import execution
+    from torch_streamkl.fx_passes.reporting import execution
 
     found: list[bool] = []
 

@@ -24,7 +24,7 @@ from tests.support.programs import (
     SPELLINGS,
     Program,
 )
-from torch_streamkl.fx_passes.rewrite import rewrite
+from torch_streamkl.fx_passes.pipeline import rewrite
 
 NEEDS_FULLGRAPH = {"index_rows"}  # a boolean index breaks the graph otherwise
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from tests.support.programs import Program
 from tests.test_rewrite_forms import hidden_inputs
-from torch_streamkl.fx_passes.rewrite import rewrite
+from torch_streamkl.fx_passes.pipeline import rewrite
 
 
 def rewritten(fn: Callable[..., Any], inputs: list[Any]) -> str:

@@ -13,9 +13,13 @@ from torch.utils._pytree import tree_flatten
 from tests.support.comparing import compare
 from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
-from torch_streamkl.fx_passes import backend, emit, mask_plan, plan, slicing
-from torch_streamkl.fx_passes import rewrite as rewriting
-from torch_streamkl.fx_passes.report import Report
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes import pipeline as rewriting
+from torch_streamkl.fx_passes.capture import region as slicing
+from torch_streamkl.fx_passes.lowering import calls as emit
+from torch_streamkl.fx_passes.planning import candidates, plan
+from torch_streamkl.fx_passes.planning import masks as mask_plan
+from torch_streamkl.fx_passes.reporting.report import Report
 
 
 def _run(fn: object) -> list[object]:
@@ -187,20 +191,20 @@ def test_exported_program() -> None:
 # ------------------------------------------------------------------------------------- faults
 STAGES = [
     (rewriting, "obstacle"),
-    (rewriting, "_copied"),
+    (rewriting, "copied"),
     (rewriting, "find_region"),
     (rewriting, "trace_region"),
     (rewriting, "Recogniser"),
     (rewriting, "Aliases"),
     (rewriting, "divergence_sites"),
-    (rewriting, "_candidates"),
-    (rewriting, "plan"),
+    (rewriting, "find_candidates"),
+    (candidates, "plan"),
     (rewriting, "quadratic_nodes"),
     (rewriting, "describe"),
     (rewriting, "emit"),
     (rewriting, "shapes_as_sizes"),
     (rewriting, "remove_dead"),
-    (rewriting, "Leftovers"),
+    (rewriting, "replace_attention"),
     (rewriting, "how_sites_run"),
     (rewriting, "large_tensors_left"),
     (emit, "canonical"),

@@ -26,6 +26,7 @@ from torch_streamkl.fx_passes import backend, ddp
 if not torch.distributed.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
 
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -189,10 +190,33 @@ def test_explain_a_wrapped_module(small_buckets: None, graphs: list[bool]) -> No
     assert (report.num_fused, len(report.sites)) == (2, 2)
 
 
-def test_strict_sees_maps_of_another_graph(small_buckets: None) -> None:
+@pytest.mark.parametrize("front_end", ["inductor_options", "enable"])
+def test_maps_of_different_buckets_inside_inductor(small_buckets: None, front_end: str) -> None:
+    """Inductor gets the parts; its passes do not, as the whole was rewritten before."""
+    step, x = step_and_input(torch.float32)
+    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
+    if front_end == "enable":
+        with torch_streamkl.enable(strict=True), backend.collected() as report:
+            torch.compile(module)(x).backward()
+    else:
+        options = torch_streamkl.inductor_options(strict=True)
+        with backend.collected() as report:
+            torch.compile(module, options=options)(x).backward()
+    assert (report.num_fused, len(report.sites)) == (2, 2)
+    for got, expected in zip(gradients(step), expected_gradients(torch.float32), strict=True):
+        limit = 64 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+
+
+def test_strict_sees_maps_of_another_graph(
+    small_buckets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the split cannot be wrapped, as in another torch, the report names the setting."""
+    split = DDPOptimizer.compile_fn.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", split)
     step, x = step_and_input()
     module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
-    options = torch_streamkl.inductor_options(strict=True)  # Inductor gets the parts
+    options = torch_streamkl.inductor_options(strict=True)
     with pytest.raises(Exception, match="not made in this graph") as error:
         torch.compile(module, options=options)(x)
     assert "optimize_ddp = False" in str(error.value)

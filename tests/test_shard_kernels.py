@@ -4,6 +4,7 @@ whole rows, and compiled for GPUs that are not here.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ def logits(part: LinearProblem) -> tuple[Tensor, Tensor]:
 
 def sharded(whole: LinearProblem, module: Any, cuts: list[int]) -> tuple[RowValues, list[Any]]:
     """Merged statistics, and the gradients of the logits of each shard."""
-    shards = [whole.of_words(slice(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    shards = [whole.of_words(slice(a, b)) for a, b in itertools.pairwise(cuts)]
     parts = torch.empty(len(shards) + 1, shard_rows.num_fields(whole), NUM_TOKENS)
     for shard, part in zip(shards, parts, strict=False):
         module.state(shard, *logits(shard), part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import sys
 import tempfile
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from torch import Tensor, nn
 from torch.distributed import checkpoint, device_mesh
 from torch.distributed.checkpoint.state_dict import (
@@ -32,7 +30,6 @@ from tests.support.ranks import (
 )
 from torch_streamkl.distributed import trace_fully_shard
 from torch_streamkl.fx_passes import backend
-
 
 SEQLEN = 12
 
@@ -58,7 +55,11 @@ class Tied(nn.Module):
 
 
 def sharded(
-    me: Rank, make: Any = Step, dtype: torch.dtype = torch.float64, mesh: Any = None, **options: Any
+    me: Rank,
+    make: Any = Step,
+    dtype: torch.dtype = torch.float64,
+    mesh: Any = None,
+    **options: Any,
 ) -> nn.Module:
     """A model with fully_shard on every layer, the same on every rank."""
     torch.manual_seed(0)

@@ -207,3 +207,19 @@ def test_keys_of_attention_are_left_alone() -> None:
     outcome = compare(program, inputs).check()
     assert outcome.num_fused == 0
     assert "overwritten" in outcome.reasons[0]
+
+
+# ---------------------------------------------------------------------------- what is no write
+def test_operator_and_is_no_write() -> None:
+    """Named with an underscore because ``and`` is a keyword: the mask code of transformers."""
+
+    def student_first(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        s = xs @ ws.mT
+        hard = F.cross_entropy(s, labels)
+        counted = (labels != 0) & (labels != 1)
+        rows = F.kl_div(s.log_softmax(-1), (xt @ wt.mT).softmax(-1), reduction="none").sum(-1)
+        return hard + (rows * counted).sum()
+
+    outcome = compare(student_first, [*make_inputs(), torch.arange(6)]).check()
+    assert outcome.num_fused == 1, str(outcome.report)
+    assert outcome.report.remaining_quadratic == 0, str(outcome.report)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.report import Report
+from torch_streamkl.fx_passes.reporting.report import Report
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NUM_ROUNDINGS = 5  # draws of a rounding of the inputs

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.report import Report
+from torch_streamkl.fx_passes.reporting.report import Report
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)

@@ -1,0 +1,194 @@
+"""The recogniser: an abstract interpreter over a region's ATen graph.
+
+Every node gets an abstract value, or none together with a reason why not. Rules are compositional:
+each knows one operation and the meanings of its inputs, never a whole spelling, so that spelling,
+reduction, scale, masks, casts and layout are independent of each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.analysis.casts import after_rounding
+from torch_streamkl.fx_passes.analysis.constant_folding import Folding
+from torch_streamkl.fx_passes.analysis.registry import RULES
+from torch_streamkl.fx_passes.analysis.rules.functions import FunctionRules
+from torch_streamkl.fx_passes.analysis.rules.losses import LossRules
+from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
+from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
+from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.fitting import fitted
+from torch_streamkl.fx_passes.domain.index_values import stored
+from torch_streamkl.fx_passes.domain.masks import Affine
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
+from torch_streamkl.fx_passes.domain.values import Number
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
+
+T = TypeVar("T")
+
+
+class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
+    """Abstract values of all nodes of a trace, in ``values``, and reasons in ``reasons``."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.values: dict[fx.Node, object] = {}
+        self.reasons: dict[fx.Node, str] = {}
+        self.canonical: dict[fx.Node, fx.Node] = {}
+        self.rank = {
+            n: n.meta["val"].dim()
+            for n in trace.graph.nodes
+            if isinstance(n.meta.get("val"), Tensor)
+        }
+        self._numbering: dict[object, fx.Node] = {}
+        self._by_storage: dict[int, list[fx.Node]] = {}
+        self._overwritten: set[fx.Node] = set()
+        self.written: dict[fx.Node, tuple[fx.Node, Scores]] = {}
+        self._written_storages = _written_storages(trace.graph)
+        self.counts: dict[fx.Node, Any] = {}
+        self.folding = Folding()
+        source = next(iter(trace.origin.values()), None)
+        self.unrecorded = under_no_grad(source.graph) if source is not None else set()
+        self._constants(trace.module)
+        for node in trace.graph.nodes:
+            self._visit(node)
+
+    def _constants(self, module: fx.GraphModule) -> None:
+        for node in self.trace.graph.nodes:
+            if node.op == "get_attr":
+                value = getattr(module, str(node.target), None)
+                if isinstance(value, Tensor) and value.numel() == 1 and not _is_fake(value):
+                    self.values[node] = Number(float(value))
+
+    def _visit(self, node: fx.Node) -> None:
+        self.canonical[node] = self._number(node)
+        if node.op != "call_function":
+            self._note_storage(node)
+            return
+        name = name_of(node)
+        try:
+            if any(a in self._overwritten for a in node.all_input_nodes):
+                raise Blocked(
+                    "a tensor that is modified in place through a view of it is used afterwards"
+                )
+            if self._hides_its_write(node):
+                raise Blocked("a tensor that has a gradient is modified in place under no_grad")
+            value = self._apply(node, name)
+        except Blocked as reason:
+            self.reasons[node] = str(reason)
+            value = None
+        finally:
+            self._note_writes(node)
+            self._note_storage(node)
+        if node in self.reasons:
+            return
+        if _is_pure(node):
+            self.folding.visit(node)
+            if not isinstance(value, (Number, Affine)):
+                value = self.folding.meaning(node) or value
+        made = node.meta.get("val")
+        if isinstance(made, Tensor):
+            value = stored(value, made)
+        if value is None and isinstance(node.meta.get("val"), Tensor):
+            value = self.unknown(node)
+        if value is not None:
+            self.values[node] = value
+
+    def _note_storage(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            self._by_storage.setdefault(value.untyped_storage()._cdata, []).append(node)
+
+    def _note_writes(self, node: fx.Node) -> None:
+        """After a write, what the analysis knows of other views of the storage is void."""
+        for target in written_by(node):
+            storage = storage_of(target)
+            aliases = self._by_storage.get(storage, []) if storage is not None else []
+            self._overwritten.update(a for a in aliases if a is not target)
+        if node in self.written:
+            base, scores = self.written[node]
+            self._overwritten.discard(base)
+            self.values[base] = scores
+
+    def _number(self, node: fx.Node) -> fx.Node:
+        """The first node that computes the same: equal pure operations on equal inputs."""
+        if node.op != "call_function" or not _is_pure(node):
+            return node
+        if any(storage_of(n) in self._written_storages for n in (node, *node.all_input_nodes)):
+            return node  # equal operations at different times see different values
+        try:
+            arguments = fx.map_arg(
+                (node.args, tuple(sorted(node.kwargs.items()))), lambda n: self.canonical[n]
+            )
+            key = (node.target, _hashable(arguments), _shape_key(node), self.trained(node))
+            return self._numbering.setdefault(key, node)
+        except TypeError:
+            return node
+
+    def _apply(self, node: fx.Node, name: str) -> object:
+        same_node = self.canonical[node]
+        if same_node is not node and same_node in self.values:
+            return self.values[same_node]
+        rule = RULES.get(node.target)
+        if rule is None:
+            return self._no_rule(node, name)
+        value = after_rounding(self, node, rule(self, node, named_arguments(node)))
+        if isinstance(value, Scores) and value.key.dtype is None:
+            value = replace(value, key=replace(value.key, dtype=self._dtype_of(node)))
+        tensor = node.meta.get("val")
+        if isinstance(tensor, Tensor):
+            value = fitted(value, tensor.shape)
+        return self._with_gradient_of(node, value)
+
+    def _with_gradient_of(self, node: fx.Node, value: T) -> T:
+        """The value as the node's own record has it: see NOTE [Gradient flow]."""
+        made = node.meta.get("val")
+        if not isinstance(made, Tensor) or not made.dtype.is_floating_point:
+            return value  # a condition names the distributions that it asks about
+        if next(refs_in(value), None) is None:
+            return value
+        if not self.trained(node):
+            return cut(value)
+        if not flows(value):
+            raise Blocked("a gradient flows through part of the divergence that is a constant")
+        return value
+
+
+def _written_storages(graph: fx.Graph) -> set[int | None]:
+    return {storage_of(n) for node in graph.nodes for n in written_by(node)} - {None}
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return not target._schema.is_mutable and not random
+
+
+def _hashable(x: object) -> object:
+    if isinstance(x, (list, tuple)):
+        return tuple(_hashable(v) for v in x)
+    if isinstance(x, slice):
+        return (x.start, x.stop, x.step)
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return str(x)
+    hash(x)
+    return (type(x).__name__, x)
+
+
+def _shape_key(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    return (str(tuple(value.shape)), value.dtype) if isinstance(value, Tensor) else None
+
+
+def _is_fake(value: Tensor) -> bool:
+    return isinstance(value, torch._subclasses.FakeTensor)

@@ -1,0 +1,208 @@
+"""Rules for functions of one value (and clamp, lerp, xlogy, dropout)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from torch_streamkl.functional import ZERO, Expr, apply, const, evaluate
+from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
+from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
+from torch_streamkl.fx_passes.domain import element_algebra as elements
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Scale, ScoreKey, Scores, Tanh
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    ExpSum,
+    Number,
+    Rows,
+    Shifted,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+
+aten = torch.ops.aten
+
+
+class FunctionRules(MaskRules):
+    """The part of the recogniser for pointwise functions."""
+
+    @rule(aten.exp.default)
+    def exp(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        if isinstance(x, Shifted) and not x.exponential:
+            return Shifted(x.scores, x.axis, exponential=True)
+        return self._unary(node, a, "exp", math.exp)
+
+    @rule(aten.log.default)
+    def log(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        if isinstance(x, ExpSum) and not x.logarithm:
+            return replace(x, logarithm=True)
+        return self._unary(node, a, "log", lambda v: math.log(v) if v > 0 else -math.inf)
+
+    @rule(aten.neg.default)
+    def neg(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        if isinstance(x, Rows):
+            return x.scaled(-1.0)
+        if isinstance(x, Scores):
+            return x.then(Scale(-1.0))
+        return self._unary(node, a, "neg", lambda v: -v)
+
+    @rule(aten.abs.default)
+    def abs(self, node: fx.Node, a: Arguments) -> object:
+        return self._unary(node, a, "abs", abs)
+
+    @rule(aten.sqrt.default)
+    def sqrt(self, node: fx.Node, a: Arguments) -> object:
+        return self._unary(node, a, "sqrt", math.sqrt)
+
+    @rule(aten.log1p.default)
+    def log1p(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        if isinstance(x, Number):
+            return Number(math.log1p(x.value))
+        if isinstance(x, Elements):
+            return elements.unary("log", elements.with_constant("add", x, 1.0))
+        return self._no_rule(node, "log1p")
+
+    def _unary(
+        self, node: fx.Node, a: Arguments, op: str, on_number: Callable[[float], float]
+    ) -> object:
+        x = self.value(a["self"])
+        if isinstance(x, Elements):
+            return elements.unary(op, x)
+        if isinstance(x, Number):
+            return Number(on_number(x.value))
+        return self.mask_unary(node, a["self"], op) or self._no_rule(node, op)
+
+    @rule(aten.tanh.default)
+    def tanh(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        return x.then(Tanh()) if isinstance(x, Scores) else self._no_rule(node, "tanh")
+
+    @rule(aten.pow.Tensor_Scalar)
+    def pow(self, node: fx.Node, a: Arguments) -> object:
+        x, exponent = self.value(a["self"]), a["exponent"]
+        if isinstance(x, Elements) and exponent == 2:
+            return elements.combined("mul", x, x)
+        if isinstance(x, Elements) and exponent == 0.5:
+            return elements.unary("sqrt", x)
+        return self._no_rule(node, "pow")
+
+    @rule(aten.clamp.default, aten.clip.default, aten.clamp_.default)
+    def clamp(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        low, high = a.get("min"), a.get("max")
+        if isinstance(x, Rows):
+            return self._clamped_constant(node, x, low, high)
+        if not isinstance(x, Elements) or isinstance(low, fx.Node) or isinstance(high, fx.Node):
+            return self._no_rule(node, "clamp")
+        e = x.single()
+        if e is None:
+            raise Blocked("clamp of values that carry row weights")
+        if low is not None:
+            x = x.map(lambda e: apply("max", e, const(low)))
+        if (
+            high is not None
+            and not (high >= 1.0 and e.op == "P")
+            and not (high >= 0.0 and e.op == "logP")
+        ):
+            x = x.map(lambda e: apply("min", e, const(high)))
+        return x
+
+    @rule(aten.clamp_min.default, aten.clamp_min_.default)
+    def clamp_min(self, node: fx.Node, a: Arguments) -> object:
+        return self.clamp(node, {"self": a["self"], "min": a["min"]})
+
+    def _clamped_constant(self, node: fx.Node, x: Rows, low: object, high: object) -> object:
+        known = not x.offsets and not x.divisors and all(t.expr == ZERO for t in x.elements.terms)
+        if known and isinstance(low, (int, float)) and high is None and 0.0 < low <= x.constant:
+            return x
+        return self._no_rule(node, "clamp")
+
+    @rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
+    def xlogy(self, node: fx.Node, a: Arguments) -> object:
+        x, y = self.value(a["self"]), self.value(a["other"])
+        if isinstance(x, Elements) and isinstance(y, Elements):
+            return elements.combined("mul", x, elements.unary("log", y))
+        return self._no_rule(node, "xlogy")
+
+    @rule(aten.logaddexp.default)
+    def logaddexp(self, node: fx.Node, a: Arguments) -> object:
+        x, y = self.value(a["self"]), self.value(a["other"])
+        if isinstance(x, Elements) and isinstance(y, Elements):
+            return elements.combined("logaddexp", x, y)
+        return self._no_rule(node, "logaddexp")
+
+    @rule(aten.maximum.default)
+    def maximum(self, node: fx.Node, a: Arguments) -> object:
+        return self._no_rule(
+            node, "maximum"
+        )  # halves the gradient at ties: not the clamp of expressions
+
+    @rule(aten.lerp.Scalar, aten.lerp.Tensor)
+    def lerp(self, node: fx.Node, a: Arguments) -> object:
+        x, y, w = self.value(a["self"]), self.value(a["end"]), self.value(a["weight"])
+        if isinstance(x, Elements) and isinstance(y, Elements) and isinstance(w, Number):
+            end = elements.with_constant("mul", y, w.value)
+            return elements.combined("add", elements.with_constant("mul", x, 1.0 - w.value), end)
+        return self._no_rule(node, "lerp")
+
+    @rule(aten.nan_to_num.default)
+    def nan_to_num(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        if not isinstance(x, Elements):
+            return self._no_rule(node, "nan_to_num")
+        if a.get("nan") not in (None, 0.0):
+            raise Blocked("values after the softmax that are NaN are replaced")
+        if any(_may_be_infinite(part.scores) for part in x.parts) and not _drops_absent_keys(x):
+            raise Blocked("values after the softmax that are infinite are replaced")
+        return x
+
+    @rule(aten.dropout.default)
+    def dropout(self, node: fx.Node, a: Arguments) -> object:
+        if a["p"] == 0.0 or not a["train"]:
+            return self.value(a["input"])
+        if isinstance(self.value(a["input"]), Elements):
+            raise Blocked("dropout changes the probabilities after the softmax")
+        return None
+
+
+def _may_be_infinite(key: ScoreKey) -> bool:
+    """Whether some scores may be -inf; a tensor that is added to them may hold anything."""
+    form = read(key)
+    is_removed = bool(form.mask) and form.fill == -math.inf
+    return is_removed or form.padded is not None or bool(form.biases or form.inner_biases)
+
+
+def _drops_absent_keys(x: Elements) -> bool:
+    """Whether keys that all distributions lack contribute 0, as 0 * -inf does to what is fused."""
+    first, *others = (read(part.scores) for part in x.parts)
+    absent_by = (first.mask, first.biases, first.inner_biases)
+    alike = all((k.mask, k.biases, k.inner_biases) == absent_by for k in others)
+    e = x.single()
+    if e is None or first.padded is not None or not alike or not _is_of_probabilities(e):
+        return False
+    absent = {"P": 0.0, "logP": -math.inf}
+    tensors = {name: torch.tensor(v, dtype=torch.float64) for name, v in absent.items()}
+    with unset_fake_temporarily():
+        return float(evaluate(_of_one(e), tensors)) == 0.0
+
+
+def _is_of_probabilities(e: Expr) -> bool:
+    return e.op not in ("lse", "within", "partly_within") and all(
+        map(_is_of_probabilities, e.args)
+    )
+
+
+def _of_one(e: Expr) -> Expr:
+    """The expression with one distribution in place of all."""
+    if e.op in ("P", "logP"):
+        return Expr(e.op)
+    return apply(e.op, *map(_of_one, e.args)) if e.args else e

@@ -1,0 +1,202 @@
+"""Where a program computes something like a divergence, fused or not: the report misses none.
+
+A site is where two distributions first meet and one of them is a logarithm: the product or the
+difference of a divergence, a mixture, or a call of kl_div. Each distribution is known by the
+tensor that its softmax (or logarithm) is taken of; that mark is followed through everything but
+matmuls.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    Shifted,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.sizes import expression
+
+SOFTMAXES = {"softmax", "_softmax"}
+LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
+CALLS = {"kl_div", "cross_entropy_loss"}
+ONE_SIDE = "the scores or probabilities of one side are not made"
+ELSEWHERE = "is not made from scores in this graph: it is an input, or a graph break lies between"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A distribution, by the node that its scores are in, and whether this is its logarithm."""
+
+    scores: fx.Node
+    is_log: bool
+
+
+def divergence_sites(trace: Trace, recognised: Recogniser) -> list[fx.Node]:
+    """The first nodes of the trace where two distributions meet, one of them as a logarithm."""
+    marks: dict[fx.Node, frozenset[Mark]] = {}
+    met: set[fx.Node] = set()
+    sites = []
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = name_of(node)
+        inherited = frozenset().union(*(marks.get(a, frozenset()) for a in node.all_input_nodes))
+        marks[node] = _marks_of(node, name, inherited, recognised)
+        if any(a in met for a in node.all_input_nodes):
+            met.add(node)
+        elif _meet(inherited) or _is_call(node, name) or compared_by_hand(node):
+            met.add(node)
+            sites.append(node)
+    return sites
+
+
+def _marks_of(
+    node: fx.Node, name: str, inherited: frozenset[Mark], recognised: Recogniser
+) -> frozenset[Mark]:
+    source = node.args[0] if node.args else None
+    if name in MATMULS or not isinstance(source, fx.Node):
+        return frozenset()
+    if name in SOFTMAXES or name in LOG_SOFTMAXES:
+        return frozenset({Mark(recognised.canonical[source], name in LOG_SOFTMAXES)})
+    if name == "log" and node.meta["val"].dim() > 1:
+        return frozenset(Mark(m.scores, True) for m in inherited) or frozenset(
+            {Mark(recognised.canonical[source], True)}
+        )
+    return inherited
+
+
+def _meet(marks: frozenset[Mark]) -> bool:
+    logs = {m.scores for m in marks if m.is_log}
+    return bool(logs) and len({m.scores for m in marks}) > 1
+
+
+def _is_call(node: fx.Node, name: str) -> bool:
+    """kl_div, or cross_entropy with probabilities as its target."""
+    if name == "cross_entropy_loss":
+        target = node.args[1]
+        return isinstance(target, fx.Node) and target.meta["val"].is_floating_point()
+    return name in CALLS
+
+
+def reason_of(
+    site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
+) -> tuple[str, fx.Node | None]:
+    """Why a site stays: the nearest thing behind or before it that blocked, and its node."""
+    for node in (site, *site.users):
+        if any(x.op == "placeholder" for x in compared_by_hand(node)):
+            return f"{ONE_SIDE} in this graph", None
+    for node in _near(site, "users"):
+        reason = recognised.reasons.get(node) or plans.get(node)
+        if isinstance(reason, str):
+            return reason, _first_with(reason, node, recognised)
+    for node in _near(site, "all_input_nodes"):
+        if node in recognised.reasons:
+            reason = recognised.reasons[node]
+            return reason, _first_with(reason, node, recognised)
+    for node in _near(site, "all_input_nodes"):
+        name = name_of(node) if node.op == "call_function" else ""
+        if name in SOFTMAXES | LOG_SOFTMAXES | CALLS and recognised.values.get(node) is None:
+            return f"the input of {name.removeprefix('_')} {ELSEWHERE}", node
+    if isinstance(recognised.values.get(site), Elements):
+        return (
+            "the divergence leaves the graph before it is summed over the keys: as an output, or "
+            "at a graph break"
+        ), None
+    return f"{ONE_SIDE} in this graph, or not summed in it", None
+
+
+def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:
+    """Where a reason that was handed on from input to user began."""
+    for earlier in _near(node, "all_input_nodes"):
+        if recognised.reasons.get(earlier) == reason and not any(
+            recognised.reasons.get(a) == reason for a in earlier.all_input_nodes
+        ):
+            return earlier
+    return node
+
+
+def _near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
+    """Nodes in one direction, the nearest first, the node itself included."""
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop(0)
+        yield current
+        for other in getattr(current, direction):
+            if other not in seen:
+                seen.add(other)
+                queue.append(other)
+
+
+def quadratic_nodes(
+    trace: Trace, recognised: Recogniser, sites: Sequence[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """The user's nodes with a value per query and key on a site's path, and the trace's nodes.
+
+    These are scores, probabilities and what is made of them, as long as it has as many entries.
+    The logits of a language-model loss beside a divergence are not on its path.
+    """
+    families = _Families(trace, recognised)
+    result = {}
+    chosen = families.of_sites(sites)
+    for inner, node in trace.outer.items():
+        behind = families.behind.get(inner, 0)
+        if not behind & chosen:
+            continue
+        known = isinstance(recognised.values.get(inner), (Scores, Elements, Shifted))
+        if known or families.is_as_large(inner, behind):
+            result[node] = inner
+    return result
+
+
+class _Families:
+    """Which score matrices are behind each node, as bits."""
+
+    def __init__(self, trace: Trace, recognised: Recogniser) -> None:
+        self.behind: dict[fx.Node, int] = {}
+        self.sizes: dict[int, object] = {}
+        self.groups: list[int] = []  # scores that meet before their keys are summed
+        for node in trace.graph.nodes:
+            behind = _union(self.behind.get(a, 0) for a in node.all_input_nodes)
+            if not behind and _is_origin(node, recognised):
+                behind = 1 << len(self.sizes)
+                self.sizes[behind] = _num_elements(node)
+                self.groups.append(behind)
+            if not behind:
+                continue
+            self.behind[node] = behind
+            if self.is_as_large(node, behind) and behind & (behind - 1):
+                joined = [g for g in self.groups if g & behind]
+                self.groups = [g for g in self.groups if not g & behind] + [_union(joined)]
+
+    def is_as_large(self, node: fx.Node, behind: int) -> bool:
+        return any(size == _num_elements(node) for bit, size in self.sizes.items() if bit & behind)
+
+    def of_sites(self, sites: Iterable[fx.Node]) -> int:
+        chosen = _union(self.behind.get(node, 0) for node in sites)
+        return _union(g for g in self.groups if g & chosen)
+
+
+def _is_origin(node: fx.Node, recognised: Recogniser) -> bool:
+    """A score matrix, or what is made of logits or probabilities from elsewhere."""
+    if isinstance(recognised.values.get(node), Scores):
+        return True
+    return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
+
+
+def _union(masks: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, masks, 0)
+
+
+def _num_elements(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    return expression(value.numel()) if isinstance(value, Tensor) else None

@@ -1,0 +1,21 @@
+"""Graphs inside of graphs: the bodies of which higher-order operators are like any code."""
+
+from __future__ import annotations
+
+from torch import fx
+
+
+def is_plain_body(gm: fx.GraphModule, name: str) -> bool:
+    """Bodies that run as they are: checkpoint regions, not autograd functions or mapped code."""
+    users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
+    return (
+        bool(users)
+        and all("checkpoint" in str(u.target) or "wrap" in str(u.target) for u in users)
+        and not any("autograd_function" in str(u.target) for u in users)
+    )
+
+
+def owner_of(gm: fx.GraphModule, name: str) -> str:
+    """The higher-order operator that runs a body."""
+    users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
+    return str(users[0].target) if users else "another operator"

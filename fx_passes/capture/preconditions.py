@@ -1,0 +1,39 @@
+"""What keeps a whole graph from being rewritten, whatever is in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+
+# these see gradients of intermediate tensors, which a fused operator does not have
+_GRADIENTS = {torch.autograd.grad, torch.autograd.backward}
+_GRADIENT_METHODS = {"backward", "register_hook", "retain_grad"}
+_LIKE_A_DIVERGENCE = ("kl_div", "cross_entropy", "log_softmax", "logsumexp", "softmax")
+
+
+def obstacle(graph: fx.Graph) -> str:
+    """Why the graph is left as it is, in the user's terms; empty when it can be analysed."""
+    for node in graph.nodes:
+        name = name_of(node)
+        if "_vmap_increment_nesting" in name:
+            return "the code runs under torch.vmap"
+        if "_grad_increment_nesting" in name or "_jvp_increment_nesting" in name:
+            return "the code runs under a transform of torch.func"
+        if node.target in _GRADIENTS or (
+            node.op == "call_method" and node.target in _GRADIENT_METHODS
+        ):
+            return f"{name} in the compiled code asks for gradients of its tensors"
+        if name_of(node) in _LIKE_A_DIVERGENCE and is_traceable_wrapper_subclass(example(node)):
+            return f"the probabilities are in a tensor subclass, {type(example(node)).__name__}"
+    return ""
+
+
+def divergence_like(graph: fx.Graph) -> list[fx.Node]:
+    """The calls to show for a graph that was not analysed: losses, or else log-softmaxes."""
+    calls = [n for n in graph.nodes if n.op.startswith("call")]
+    losses = [n for n in calls if name_of(n) == "kl_div"]
+    logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]
+    return losses or (logs if any(name_of(n) == "softmax" for n in calls) else [])

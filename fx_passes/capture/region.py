@@ -1,0 +1,221 @@
+"""Which nodes of a Dynamo graph a KL could be made of: the region around its softmaxes.
+
+A region starts at the seeds (softmax, kl_div and their hand-written forms, cross_entropy), reaches
+backwards to the matmuls that make the scores and through the code that makes the masks, and
+forwards to the first scalar. Only regions are analysed, never the rest of the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of, storage_of
+
+SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
+# inputs of these are operands of a score matmul: leaves of the region
+MATMULS = {
+    "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
+}  # fmt: skip
+# never part of a score or a mask, and the door to the rest of the network
+WALLS = {
+    "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "layer_norm", "rms_norm", "group_norm", "batch_norm", "gelu", "silu",
+    "conv1d", "conv2d", "conv3d", "conv_transpose2d", "checkpoint", "all_reduce", "all_gather",
+}  # fmt: skip
+DTYPES = {"to", "float", "double", "half", "bfloat16"}
+OPERAND_VIEWS = DTYPES | {
+    "transpose", "permute", "swapaxes", "swapdims", "t", "contiguous", "unsqueeze", "expand",
+    "reshape", "view", "repeat_interleave", "getitem", "getattr",
+}  # fmt: skip
+PRODUCTS, QUOTIENTS = {"mul", "multiply"}, {"truediv", "div", "divide", "true_divide"}
+DIFFERENCES = {"sub", "subtract"}
+CASTS = DTYPES | {"_to_copy", "contiguous", "detach"}
+GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
+MAX_NODES = 4000
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes to analyse, in graph order, and the outside nodes that they read."""
+
+    nodes: tuple[fx.Node, ...]
+    leaves: tuple[fx.Node, ...]
+
+
+def find_region(graph: fx.Graph) -> Region | None:
+    """The union of the regions of all seeds, or None when there is none."""
+    seeds = [
+        n
+        for n in graph.nodes
+        if _is_operation(n)
+        and (name_of(n) in SEEDS or _is_softmax_by_hand(n) or compared_by_hand(n))
+    ]
+    if not seeds:
+        return None
+    inside: set[fx.Node] = set()
+    forward, seen = list(seeds), set(seeds)
+    while forward and len(inside) < MAX_NODES:
+        node = forward.pop()
+        _add_with_inputs(node, inside)
+        value = example(node)
+        if isinstance(value, Tensor) and value.dim() == 0:
+            continue  # behind the first scalar there is only arithmetic on losses
+        for user in node.users:
+            if user not in seen and _is_operation(user) and name_of(user) not in WALLS:
+                seen.add(user)
+                if name_of(user) in MATMULS:
+                    _add_with_inputs(user, inside)  # probabilities @ values
+                else:
+                    forward.append(user)
+    if not _add_writes(graph, inside):
+        return None
+    _drop_orphans(inside)
+    _add_shapes(inside)
+    nodes = tuple(n for n in graph.nodes if n in inside)
+    leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
+    return Region(nodes, tuple(leaves))
+
+
+def _add_shapes(inside: set[fx.Node]) -> None:
+    """Shapes that the region reads are taken inside it: only tensors and numbers can be leaves."""
+    stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
+    while stack:
+        node = stack.pop()
+        if node not in inside and isinstance(example(node), (tuple, list)):
+            inside.add(node)
+            stack.extend(node.all_input_nodes)
+
+
+def _drop_orphans(inside: set[fx.Node]) -> None:
+    """Leaves are tensors: an element of a tuple that was made outside is a leaf itself."""
+    for node in list(inside):
+        source = node.args[0] if node.args else None
+        if (
+            name_of(node) == "getitem"
+            and isinstance(source, fx.Node)
+            and source not in inside
+            and not is_tensor(source)
+        ):
+            inside.discard(node)
+
+
+def _is_operation(node: fx.Node) -> bool:
+    """A call that produces tensors and that re-tracing may run."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    value = example(node)
+    return isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list))
+        and len(value) > 0
+        and all(isinstance(v, Tensor) for v in value)
+    )
+
+
+def _is_softmax_by_hand(node: fx.Node) -> bool:
+    """``exp(scores - max)``: an exponential of what a matmul made, up to a few steps."""
+    if name_of(node) != "exp" or not is_tensor(node):
+        return False
+    frontier = list(node.all_input_nodes)
+    for _ in range(12):
+        if not frontier:
+            return False
+        current = frontier.pop()
+        if name_of(current) in MATMULS:
+            return True
+        if _is_operation(current) and name_of(current) not in WALLS | SEEDS:
+            frontier.extend(current.all_input_nodes)
+    return False
+
+
+def compared_by_hand(node: fx.Node) -> list[fx.Node]:
+    """p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``, wherever they were made."""
+    if name_of(node) not in PRODUCTS or len(node.all_input_nodes) != 2:
+        return []
+    for weight, ratio in (node.all_input_nodes, reversed(node.all_input_nodes)):
+        sources = [_behind(x, GUARDS) for x in _compared(_behind(ratio, CASTS))]
+        value = example(sources[0]) if len(sources) == 2 else None
+        if (
+            isinstance(value, Tensor)
+            and value.dim() > 1
+            and is_tensor(sources[1])
+            and _behind(weight, GUARDS) in sources
+        ):
+            return sources
+    return []
+
+
+def _compared(ratio: fx.Node) -> list[fx.Node]:
+    """The two tensors of which a node is the logarithm of the ratio, or fewer."""
+    if name_of(ratio) in DIFFERENCES:
+        logs = [_behind(x, CASTS) for x in ratio.all_input_nodes]
+        return [x.all_input_nodes[0] for x in logs if name_of(x) == "log"]
+    if name_of(ratio) == "log" and len(ratio.all_input_nodes) == 1:
+        quotient = _behind(ratio.all_input_nodes[0], CASTS)
+        return quotient.all_input_nodes if name_of(quotient) in QUOTIENTS else []
+    return []
+
+
+def _behind(node: fx.Node, names: set[str]) -> fx.Node:
+    """What these operations, each with one tensor as its input, are applied to."""
+    while name_of(node) in names and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
+    stack = [node]
+    while stack and len(inside) < MAX_NODES:
+        current = stack.pop()
+        if current in inside or not _is_operation(current) or name_of(current) in WALLS:
+            continue
+        inside.add(current)
+        inputs = current.all_input_nodes
+        if name_of(current) in MATMULS:
+            # below an operand only what operators do themselves: transposes, casts, repeated heads
+            for operand in inputs:
+                while _is_view_of_operand(operand) and _is_operation(operand):
+                    inside.add(operand)
+                    operand = operand.all_input_nodes[0]
+        else:
+            stack.extend(inputs)
+
+
+def _is_view_of_operand(node: fx.Node) -> bool:
+    """Not ``view(dtype)``, which reads other numbers, nor repeats that are a tensor."""
+    name = name_of(node)
+    if name == "view" and any(
+        isinstance(x, torch.dtype) for x in (*node.args, *node.kwargs.values())
+    ):
+        return False
+    return name in OPERAND_VIEWS and sum(map(is_tensor, node.all_input_nodes)) == 1
+
+
+def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:
+    """Add in-place writes to values of the region, which have no data edge to a later reader.
+
+    False when one of them cannot be run again. Writes to what the region reads from outside are
+    no part of it: `aliasing` looks for those.
+    """
+    while True:
+        leaves = {a for n in inside for a in n.all_input_nodes if a not in inside}
+        storages = {storage_of(n) for n in inside} - {storage_of(n) for n in leaves} - {None}
+        missing = [
+            node
+            for node in graph.nodes
+            if node not in inside
+            and any(storage_of(target) in storages for target in written_by(node))
+        ]
+        if not missing:
+            return True
+        for node in missing:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return False
+            inside.add(node)
+            for source in node.all_input_nodes:
+                _add_with_inputs(source, inside)

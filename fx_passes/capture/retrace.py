@@ -1,0 +1,114 @@
+"""Re-trace a region to pre-dispatch ATen, where spellings are few; for analysis only.
+
+What is compiled is always the user's own graph with nodes replaced. The re-traced graph loses
+autograd functions, checkpoint regions and autocast, so it is read and thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+
+SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The ATen graph of a region and how its nodes belong to the user's nodes."""
+
+    graph: fx.Graph
+    origin: dict[fx.Node, fx.Node]  # ATen node -> the user's node that it came from
+    outer: dict[fx.Node, fx.Node]  # ATen node -> the user's node with the same value
+    module: fx.GraphModule  # owner of constants that the graph refers to
+
+
+def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
+    """The user's node that a node of the trace has its value from, or else came from."""
+    return trace.outer.get(node) or trace.origin.get(node)
+
+
+def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
+    """Run the region's nodes on their recorded fake inputs under make_fx.
+
+    Blocked where torch would have to know a size that only the data decides.
+    """
+    slice_graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    tensor_leaves = []
+    for leaf in region.leaves:
+        if leaf.op == "get_attr":
+            copies[leaf] = slice_graph.get_attr(str(leaf.target))
+        else:
+            copies[leaf] = slice_graph.placeholder(leaf.name)
+            tensor_leaves.append(leaf)
+    for node in region.nodes:
+        copies[node] = slice_graph.node_copy(node, copies.__getitem__)
+    slice_graph.output([copies[n] for n in region.nodes])
+    slice_module = fx.GraphModule(owner, slice_graph)
+    source_of = {copies[n].name: n for n in region.nodes}
+    origin: dict[str, fx.Node] = {}
+    same_value: dict[str, fx.Node] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> object:
+            proxy_mode = get_proxy_mode()
+            assert proxy_mode is not None
+            tracer = proxy_mode.tracer
+            before = len(tracer.graph.nodes)
+            result = super().run_node(n)
+            source = source_of.get(n.name)
+            if source is not None:
+                new = list(tracer.graph.nodes)[before:]
+                origin.update({x.name: source for x in new})
+                if isinstance(result, Tensor):
+                    slot = get_proxy_slot(result, tracer, None)
+                    if slot is not None:
+                        same_value[slot.proxy.node.name] = source
+            return result
+
+    fakes = [example(leaf) for leaf in tensor_leaves]
+    mode = fake_mode_of(region)
+    guards = (
+        mode.shape_env.suppress_guards()
+        if mode.shape_env is not None
+        else contextlib.nullcontext()
+    )
+    with mode, guards, torch.enable_grad():
+        try:
+            traced = make_fx(
+                lambda *inputs: Recorder(slice_module).run(*inputs),
+                tracing_mode="real",
+                pre_dispatch=True,
+                _allow_non_fake_inputs=True,
+            )(*fakes)
+        except GuardOnDataDependentSymNode as error:
+            raise Blocked(SIZES_OF_DATA) from error
+    nodes = {n.name: n for n in traced.graph.nodes}
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    outer = {nodes[name]: source for name, source in same_value.items() if name in nodes}
+    outer.update(dict(zip(placeholders, tensor_leaves, strict=True)))
+    return Trace(
+        graph=traced.graph,
+        origin={nodes[name]: source for name, source in origin.items() if name in nodes},
+        outer=outer,
+        module=traced,
+    )
+
+
+def fake_mode_of(region: Region) -> FakeTensorMode:
+    """The mode the recorded values live in; another one could not mix with them."""
+    for node in (*region.leaves, *region.nodes):
+        value = example(node)
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise ValueError("no fake tensor is recorded in the graph")

@@ -1,0 +1,100 @@
+"""One reference to a tensor of the user's graph, with whether gradient flows back to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import fx
+
+from torch_streamkl.functional import Expr
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece
+from torch_streamkl.fx_passes.fx_utils.sizes import Size
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a tensor that is used: "narrow", "select", or "rows" (a boolean index)."""
+
+    kind: str
+    dim: int
+    start: Size = 0
+    length: Size = 0
+    mask: fx.Node | None = None
+    mask_rank: int = 0
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor, the steps to the part that is used, where its dimensions lie, and gradient flow.
+
+    The layout places axes of the scores (and contracted axes, numbered from CONTRACTED down) in
+    the dimensions left after the steps. An axis of the scores that it lacks is broadcast.
+
+    NOTE [Gradient flow]
+    ``grad`` says whether a gradient that reaches the value that holds this reference flows on to
+    the tensor. It is part of identity: two values that differ in it are different values, though
+    they hold the same numbers (`same_numbers`). A reference is made with what the user's tensor
+    says of itself; the interpreter then holds every node's value against what the node recorded:
+    where the node requires no gradient (no_grad, detach), all references of its value are cut,
+    at whatever edge that happens. `lowering.operands.materialise` is the one place where a
+    reference becomes a node, and detaches it accordingly.
+    """
+
+    node: fx.Node
+    layout: Layout = ()
+    steps: tuple[Step, ...] = ()
+    grad: bool = False
+
+
+def map_refs(value: T, change: Callable[[TensorRef], TensorRef]) -> T:
+    """The value with every reference in it changed."""
+    if isinstance(value, TensorRef):
+        return change(value)  # type: ignore[return-value]  # T is TensorRef
+    if isinstance(value, (tuple, frozenset)):
+        return type(value)(map_refs(x, change) for x in value)
+    if not _may_hold_refs(value):
+        return value
+    changes = {}
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]  # a dataclass instance
+        old: Any = getattr(value, field.name)
+        new = map_refs(old, change)
+        if new != old:
+            changes[field.name] = new
+    return replace(value, **changes) if changes else value  # type: ignore[type-var]
+
+
+def refs_in(value: object) -> Iterator[TensorRef]:
+    """All references in a value, in the order of its fields."""
+    if isinstance(value, TensorRef):
+        yield value
+    elif isinstance(value, (tuple, frozenset)):
+        for x in value:
+            yield from refs_in(x)
+    elif _may_hold_refs(value):
+        for field in dataclasses.fields(value):  # type: ignore[arg-type]  # a dataclass instance
+            yield from refs_in(getattr(value, field.name))
+
+
+def _may_hold_refs(value: object) -> bool:
+    is_value = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_value and not isinstance(value, (Expr, Piece, Step))
+
+
+def flows(value: object) -> bool:
+    """Whether a gradient of the value reaches any tensor."""
+    return any(ref.grad for ref in refs_in(value))
+
+
+def cut(value: T) -> T:
+    """The value without gradient, as after detach or under no_grad."""
+    return map_refs(value, lambda ref: replace(ref, grad=False)) if flows(value) else value
+
+
+def same_numbers(a: object, b: object) -> bool:
+    """Whether two values are equal but for where their gradients flow."""
+    return cut(a) == cut(b)

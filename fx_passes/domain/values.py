@@ -1,0 +1,253 @@
+"""What the analysis knows of a tensor: the abstract values that the recogniser computes with.
+
+Scores -> Distribution (softmax over one axis) -> Elements (an expression over the probabilities of
+one or more distributions, one value per key) -> Rows (summed over the keys). Masks are in
+masks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch_streamkl.functional import Expr, apply
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
+from torch_streamkl.fx_passes.fx_utils.sizes import Size
+
+CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Probabilities along one axis of a score matrix, or their mean over other axes of it."""
+
+    scores: ScoreKey
+    axis: int
+    averaged: tuple[Piece, ...] = ()
+
+    @property
+    def trained(self) -> bool:
+        """Whether a gradient flows back to the scores from this use of them."""
+        return flows(self.scores)
+
+
+@dataclass(frozen=True)
+class RowFactor:
+    """A tensor without a key dimension that multiplies values, or (``selects``) keeps whole rows.
+
+    ``tensor`` broadcasts against the elements it was applied to, whose rank is ``rank``.
+    """
+
+    tensor: TensorRef
+    rank: int
+    selects: bool = False
+    keeps: bool = True  # of a selecting factor: the rows where it is True stay, else the others
+    divides: bool = False
+
+
+@dataclass(frozen=True)
+class Term:
+    """expression * row factors."""
+
+    expr: Expr
+    factors: tuple[RowFactor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Elements:
+    """One value per key: a sum of terms over the `VARIABLES` of ``parts[k]``.
+
+    ``layouts[k]`` places the axes of distribution k in the tensor's dimensions; all of them have
+    their key axis in ``key_dim``. ``shape`` is the tensor's: where a layout has nothing and the
+    shape more than 1, the distribution is broadcast, and a sum counts it as often.
+    """
+
+    terms: tuple[Term, ...]
+    parts: tuple[Distribution, ...]
+    layouts: tuple[Layout, ...]
+    key_dim: int
+    shape: Shape = field(compare=False)
+
+    @property
+    def rank(self) -> int:
+        return len(self.layouts[0])
+
+    def map(self, change: Callable[[Expr], Expr]) -> Elements:
+        return replace(self, terms=tuple(replace(t, expr=change(t.expr)) for t in self.terms))
+
+    def single(self) -> Expr | None:
+        """The expression when there is one term without row factors."""
+        return self.terms[0].expr if len(self.terms) == 1 and not self.terms[0].factors else None
+
+    def probability(self) -> Distribution | None:
+        """The distribution when the value is exactly its probabilities."""
+        e = self.single()
+        return self.parts[int(e.value)] if e is not None and e.op == "P" else None
+
+
+def prob(k: int) -> Expr:
+    return Expr("P", (), float(k))
+
+
+def log_prob(k: int) -> Expr:
+    return Expr("logP", (), float(k))
+
+
+def lse(k: int) -> Expr:
+    """The log-sum-exp of distribution k's scores: one value per row."""
+    return Expr("lse", (), float(k))
+
+
+def within(k: int) -> Expr:
+    """1 at the keys that distribution k's mask allows: a mask applied after the softmax."""
+    return Expr("within", (), float(k))
+
+
+def partly_within(k: int) -> Expr:
+    """1 at the keys that some of the conditions of distribution k's mask allow."""
+    return Expr("partly_within", (), float(k))
+
+
+VARIABLES = ("P", "logP", "lse", "within", "partly_within")
+
+
+def mentions(e: Expr, op: str) -> bool:
+    return e.op == op or any(mentions(a, op) for a in e.args)
+
+
+def variables(e: Expr) -> set[int]:
+    """Indices of the distributions an expression mentions."""
+    if e.op in VARIABLES:
+        return {int(e.value)}
+    found: set[int] = set()
+    for a in e.args:
+        found |= variables(a)
+    return found
+
+
+def where_within(e: Expr, holds: bool) -> Expr:
+    """The expression at keys where every mask applied after the softmax holds, or none does."""
+    if e.op == "where" and e.args[0].op in ("within", "partly_within"):
+        return where_within(e.args[1 if holds else 2], holds)
+    return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e
+
+
+def conditions_in(e: Expr) -> set[Expr]:
+    """The masks that were applied after a softmax."""
+    if e.op in ("within", "partly_within"):
+        return {e}
+    return set().union(*(conditions_in(a) for a in e.args))
+
+
+def renumbered(e: Expr, number: dict[int, int]) -> Expr:
+    """The expression with distribution indices replaced."""
+    if e.op in VARIABLES:
+        return Expr(e.op, (), float(number[int(e.value)]))
+    return apply(e.op, *(renumbered(a, number) for a in e.args)) if e.args else e
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Elements summed over the keys, and perhaps over rows as well, times a constant.
+
+    ``reduced`` are the dimensions of the elements that were summed, the key dimension included;
+    ``divisors`` are sizes that a mean or a batchmean divides by.
+    """
+
+    elements: Elements
+    reduced: tuple[int, ...]
+    keepdim: bool
+    weight: float = 1.0
+    divisors: tuple[Size, ...] = ()
+    offsets: tuple[tuple[LogSumExp, float], ...] = ()  # + coefficient * log-sum-exp
+    constant: float = 0.0
+    constant_within: bool = False  # the constant is 0 in rows without keys
+
+    def scaled(self, factor: float) -> Rows:
+        return replace(
+            self,
+            weight=self.weight * factor,
+            offsets=tuple((d, c * factor) for d, c in self.offsets),
+            constant=self.constant * factor,
+        )
+
+
+@dataclass(frozen=True)
+class LogSumExp:
+    """log-sum-exp of scores along an axis; ``layout`` has the axis removed or of size 1.
+
+    As an offset of rows, ``layout`` is in the dimensions of the rows' elements.
+    """
+
+    scores: ScoreKey
+    axis: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class RowMax:
+    """Maximum of scores along an axis: what a softmax written by hand subtracts."""
+
+    scores: ScoreKey
+    axis: int
+    layout: Layout  # the axis has size 1
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """scores - maximum of the row, or (``exponential``) exp of it."""
+
+    scores: Scores
+    axis: int
+    exponential: bool = False
+
+
+@dataclass(frozen=True)
+class ExpSum:
+    """Row sum of exp(scores - maximum), or its logarithm."""
+
+    scores: ScoreKey
+    axis: int
+    layout: Layout  # the axis has size 1
+    logarithm: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """probabilities @ values: what attention does with a distribution besides its divergence."""
+
+    probabilities: Elements
+    values: TensorRef  # laid out in the axes of the probabilities' scores
+
+
+@dataclass(frozen=True)
+class Number:
+    """A constant: every element of the tensor has this value."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """torch.stack of element values along a new dimension."""
+
+    items: tuple[Elements, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The list that chunk or split returns."""
+
+    source: object
+    dim: int
+    bounds: tuple[tuple[Size, Size], ...]  # start and length of each part
+
+
+@dataclass(frozen=True)
+class Infinite:
+    """A boolean tensor that is True where one of these scores is -inf: what a bias may hold."""
+
+    scores: tuple[Scores, ...]

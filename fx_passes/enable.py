@@ -1,0 +1,131 @@
+"""enable(): the rewrite in every Inductor compilation, for trainers that call torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._inductor.config
+
+from torch_streamkl.fx_passes.backend import rewrite_and_report, split_options
+from torch_streamkl.fx_passes.inductor_passes import (
+    JointPass,
+    PreGradPass,
+    chained,
+    rewriting_pass,
+    without_ours,
+)
+
+# What Dynamo needs to keep a distillation step in one graph:
+CAPTURE = {
+    "capture_dynamic_output_shape_ops": True,  # rows that are selected by a boolean mask
+    "nested_graph_breaks": True,  # a break in a called function leaves its callers' graphs whole
+}
+
+
+class EnabledPass(PreGradPass):
+    """The rewrite for all graphs; it keeps what Dynamo's settings were before."""
+
+    def __init__(self, ours: dict[str, Any], settings: dict[str, object]) -> None:
+        super().__init__(ours, rewrite_and_report)
+        self.settings = settings
+
+
+class Enabled:
+    """What `enable` returns: ``with enable():`` puts back at its end what was before it."""
+
+    def __init__(self, before: dict[str, Any] | None) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        _set(self._before)
+
+
+def enable(
+    *,
+    strict: bool = False,
+    explain: bool = False,
+    deterministic: bool = True,
+    verify: str = "auto",
+) -> Enabled:
+    """Rewrite every graph that Inductor compiles from now on, whoever calls torch.compile.
+
+    This is for code that calls ``torch.compile`` itself, such as a trainer with
+    ``torch_compile=True``::
+
+        torch_streamkl.enable()
+        trainer = transformers.Trainer(model, TrainingArguments(torch_compile=True, ...), ...)
+
+    It adds our passes behind those that are configured in ``torch._inductor.config``, and sets in
+    ``torch._dynamo.config``, where they exist, ``capture_dynamic_output_shape_ops`` (rows that are
+    selected by a boolean mask stay in the graph) and ``nested_graph_breaks`` (a graph break in a
+    called function leaves the graph of its caller whole). What was compiled before stays as it
+    is: call `enable` before the first step. Settings of torch.compile belong to the thread that
+    makes them: call it in the thread that trains. A graph that Inductor finds in its cache is not
+    analysed again, and reported only when it was compiled.
+
+    A second call replaces the options of the first. As a context manager it puts back at its end
+    what was before the call, also inside of another one. Inside, ``backend="streamkl"`` and
+    ``inductor_options()`` work as outside, with their own options.
+
+    Args:
+        strict: raise `UnfusedError` when a KL site of a graph stays unfused.
+        explain: log the report of every graph.
+        deterministic: that argument of `attention_kl`.
+        verify: ``streamkl.verify`` of the backend.
+
+    Returns:
+        A context manager, which may be ignored.
+
+    Raises:
+        ValueError: an option has a value that it cannot have. Nothing is changed then.
+    """
+    given: dict[str, Any] = {
+        "streamkl.strict": strict,
+        "streamkl.explain": explain,
+        "streamkl.deterministic": deterministic,
+    }
+    if verify != "auto":  # the default of the backend
+        given["streamkl.verify"] = verify
+    ours, _ = split_options(given)
+    active = _active()
+    _set(ours)
+    return Enabled(active.ours if active is not None else None)
+
+
+def disable() -> None:
+    """Undo `enable`, however often it was called; without it nothing happens.
+
+    A setting that was changed since then is left as it is, and so is what was compiled.
+    """
+    _set(None)
+
+
+def _active() -> EnabledPass | None:
+    found = rewriting_pass(torch._inductor.config.pre_grad_custom_pass)
+    return found if isinstance(found, EnabledPass) else None
+
+
+def _set(ours: dict[str, Any] | None) -> None:
+    """Rewrite with these options from now on, or no longer."""
+    inductor, dynamo = torch._inductor.config, torch._dynamo.config
+    active = _active()
+    if ours is not None:
+        known = [name for name in CAPTURE if hasattr(dynamo, name)]
+        settings = active.settings if active else {name: getattr(dynamo, name) for name in known}
+        for name in known:
+            setattr(dynamo, name, CAPTURE[name])
+        inductor.pre_grad_custom_pass = chained(
+            EnabledPass(ours, settings), inductor.pre_grad_custom_pass
+        )
+        inductor.joint_custom_pre_pass = chained(JointPass(ours), inductor.joint_custom_pre_pass)
+    elif active is not None:
+        inductor.pre_grad_custom_pass = without_ours(inductor.pre_grad_custom_pass)
+        inductor.joint_custom_pre_pass = without_ours(inductor.joint_custom_pre_pass)
+        for name, value in active.settings.items():
+            if getattr(dynamo, name) == CAPTURE[name]:
+                setattr(dynamo, name, value)

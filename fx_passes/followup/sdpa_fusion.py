@@ -1,0 +1,306 @@
+"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where the map is unused.
+
+Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
+which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a
+fused KL are touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.torch_version import TorchVersion
+
+from torch_streamkl.fx_passes.capture.aliases import Aliases
+from torch_streamkl.fx_passes.capture.region import MATMULS
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import ABSORBING
+from torch_streamkl.fx_passes.domain.values import Attention
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, quotient, same
+from torch_streamkl.fx_passes.lowering.calls import add_up_biases
+from torch_streamkl.fx_passes.lowering.empty_rows import (
+    rows_with_keys,
+    uniform_rows,
+    window_tensor,
+)
+from torch_streamkl.fx_passes.lowering.operands import (
+    canonical,
+    outer_node,
+    placed,
+    rows_as_user,
+    shape,
+)
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
+from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
+
+log = logging.getLogger("torch_streamkl.rewrite")
+STUDENT = 1
+# Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
+COMPILES_IN_FLOAT64 = TorchVersion(torch.__version__) >= "2.13"
+
+
+def replace_attention(
+    trace: Trace,
+    values: Mapping[fx.Node, object],
+    aliases: Aliases,
+    builder: Callable[[fx.Node], Builder],
+    refused: Container[str],
+) -> None:
+    """Attention written by hand, where its map has no other reader, by the fused one."""
+    leftovers = Leftovers(trace.outer)
+    for inner in trace.graph.nodes:
+        value, node = values.get(inner), trace.outer.get(inner)
+        if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
+            continue
+        if node.name in refused:
+            continue
+        build = builder(node)
+        try:
+            with build.undone_if_blocked():
+                replacement = leftovers.replace(node, value, build)
+                if not _same_metadata(replacement, node):
+                    raise Blocked("the fused attention has another shape or type")
+                aliases.check(build.added)
+        except Blocked as reason:
+            log.info("attention stays as it is: %s", reason)
+            continue
+        node.replace_all_uses_with(replacement)
+        trace.outer[inner] = replacement  # the next layer reads it
+
+
+def _is_only_reader(node: fx.Node) -> bool:
+    """Whether the probabilities that a matmul reads have no other use, back to their scores."""
+    current = node.args[0]
+    while isinstance(current, fx.Node) and name_of(current) not in MATMULS:
+        if len(current.users) != 1:
+            return False
+        if name_of(current) in ("softmax", "_softmax"):
+            return True
+        current = current.args[0] if current.args else None
+    return False
+
+
+def _same_metadata(a: fx.Node, b: fx.Node) -> bool:
+    x, y = example(a), example(b)
+    assert isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
+    return (
+        x.dtype == y.dtype
+        and len(x.shape) == len(y.shape)
+        and all(same(p, q) for p, q in zip(x.shape, y.shape, strict=True))
+    )
+
+
+@dataclass
+class Leftovers:
+    """Rewrites the attention of one graph; masks that layers share are built once."""
+
+    outer: Mapping[fx.Node, fx.Node]
+    masks: dict[object, fx.Node] = field(default_factory=dict)
+    alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
+
+    def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
+        """A node with the value of ``probabilities @ values``, or raises Blocked."""
+        elements = attention.probabilities
+        distribution, layout = elements.parts[0], elements.layouts[0]
+        form = read(distribution.scores)
+        if form.softcap or form.padded is not None or distribution.averaged:
+            raise Blocked("scaled_dot_product_attention has no softcap, padding or mean of heads")
+        place = geometry(
+            distribution, layout, distribution, layout, elements.key_dim, [attention.values]
+        )
+        if place.query is None:
+            raise Blocked("attention of a single query row")
+        value = example(node)
+        assert isinstance(value, Tensor)
+        if value.dtype == torch.float64 and value.device.type == "cpu" and not COMPILES_IN_FLOAT64:
+            raise Blocked("scaled_dot_product_attention in float64 on a CPU needs torch 2.13")
+        mask = masks_of(place)
+        inputs = [place.student.rows, place.student.keys, attention.values]
+        nodes = [outer_node(o.node, self.outer) for o in inputs]
+        if any(not _is_exact_in(value.dtype, n) for n in nodes):
+            raise Blocked(f"scores of more precision than {value.dtype}, the type of the result")
+        q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)
+        k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
+        v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)
+        options = self._mask_options(build, place, mask, nodes, value.dtype)
+        alive = self._rows_with_keys(build, place, mask, options, value.dtype)
+        k, v, options = _with_groups(build, q, k, v, options)
+        if form.scale != shape_scale(q):
+            options["scale"] = form.scale
+        out = build.call(F.scaled_dot_product_attention, q, k, v, **options)
+        if alive is not None:
+            uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
+            out = build.call(torch.where, alive, out, uniform)
+        return rows_as_user(
+            build, out, place, elements.rank, elements.key_dim, nodes, trailing=True
+        )
+
+    def _tensor(
+        self,
+        build: Builder,
+        place: Geometry,
+        operand: Any,
+        nodes: list[fx.Node],
+        dtype: torch.dtype,
+        *,
+        is_keys: bool,
+    ) -> fx.Node:
+        factors = () if is_keys else read(place.student.distribution.scores).factors
+        return canonical(
+            build,
+            operand,
+            STUDENT,
+            place,
+            nodes,
+            self.outer,
+            is_keys=is_keys,
+            dtype=dtype,
+            factors=factors,
+        )
+
+    def _mask_options(
+        self,
+        build: Builder,
+        place: Geometry,
+        mask: MaskPlan,
+        nodes: list[fx.Node],
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
+        key = place.student.distribution.scores
+        form = read(key)
+        if form.mask and form.fill > ABSORBING:
+            raise Blocked(f"attention with the finite mask value {form.fill:g}")
+        assert place.query is not None
+        square = same(place.digits[place.query].size, key.size(place.student.distribution.axis))
+        is_causal = mask.window_right is not None and expression(mask.window_right) == 0 and square
+        banded = mask.window_left is not None or mask.window_right is not None
+        dense = bool(mask.tensors or mask.row_tensors or form.biases)
+        if not banded and not dense:
+            return {}
+        if is_causal and mask.window_left is None and not dense:
+            return {"is_causal": True}
+        return {"attn_mask": self._mask(build, place, mask, nodes, dtype)}
+
+    def _rows_with_keys(
+        self,
+        build: Builder,
+        place: Geometry,
+        mask: MaskPlan,
+        options: dict[str, Any],
+        dtype: torch.dtype,
+    ) -> fx.Node | None:
+        """Which rows have a key; None where all have, or where eager makes NaN of the others."""
+        total = options.get("attn_mask")
+        form = read(place.student.distribution.scores)
+        removed = form.fill == -math.inf and not form.biases
+        if total is None or removed or _has_diagonal(place, mask):
+            return None
+        if not form.exact_fill:
+            raise Blocked("two additive masks overlap, and a row may be left without any key")
+        if total not in self.alive:
+            self.alive[total] = rows_with_keys(build, total, None, dtype)
+        return self.alive[total]
+
+    def _mask(
+        self,
+        build: Builder,
+        place: Geometry,
+        mask: MaskPlan,
+        nodes: list[fx.Node],
+        dtype: torch.dtype,
+    ) -> fx.Node:
+        """An additive mask at the smallest shape that holds it."""
+        form = read(place.student.distribution.scores)
+        identity = (form.mask, form.fill, form.biases, dtype, str(place.digits))
+        if identity in self.masks:
+            return self.masks[identity]
+        keep = window_tensor(build, place, mask.window_left, mask.window_right, nodes)
+        for literal in (*mask.tensors, *mask.row_tensors):
+            x = placed(
+                build, outer_node(literal.node, self.outer), literal.layout, STUDENT, place, nodes
+            )
+            x = x if literal.positive else build.call(torch.logical_not, x)
+            keep = x if keep is None else build.call(torch.logical_and, keep, x)
+        total = None
+        if keep is not None:
+            # the lowest number, not -inf: a row without keys stays uniform, as in the user's code
+            low = -math.inf if form.fill == -math.inf else torch.finfo(dtype).min
+            query = example(nodes[0])
+            assert isinstance(query, Tensor)
+            zero = build.call(torch.zeros, (), dtype=dtype, device=query.device)
+            total = build.call(torch.where, keep, zero, low)
+        bias = add_up_biases(build, form.biases, STUDENT, place, nodes, self.outer)
+        if bias is not None:
+            bias = build.method("to", bias, dtype)
+            total = bias if total is None else build.call(torch.add, total, bias)
+        assert total is not None
+        self.masks[identity] = total
+        return total
+
+
+def _is_exact_in(dtype: torch.dtype, node: fx.Node) -> bool:
+    """Whether a type holds every value of a tensor."""
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return torch.promote_types(value.dtype, dtype) == dtype
+
+
+def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:
+    """Whether the mask is a band in which every query provably has the key on its diagonal."""
+    key, bounds = place.student.distribution.scores, (mask.window_left, mask.window_right)
+    assert place.query is not None
+    num_keys = key.size(place.student.distribution.axis)
+    spare = expression(num_keys - place.digits[place.query].size)
+    numbers = [spare, *(expression(b) for b in bounds if b is not None)]
+    dense = bool(mask.tensors or mask.row_tensors or read(key).biases)
+    return not dense and all(isinstance(n, int) and n >= 0 for n in numbers)
+
+
+def _with_groups(
+    build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, options: dict[str, Any]
+) -> tuple[fx.Node, fx.Node, dict[str, Any]]:
+    """Grouped heads: as they are where the fused kernels take them, repeated elsewhere."""
+    heads = shape(q)[1]
+    if same(shape(k)[1], heads) and same(shape(v)[1], heads):
+        return k, v, options
+    value = example(q)
+    assert isinstance(value, Tensor)
+    half = value.dtype in (torch.float16, torch.bfloat16)
+    if (
+        value.device.type == "cuda"
+        and half
+        and "attn_mask" not in options
+        and same(shape(k)[1], shape(v)[1])
+    ):
+        return k, v, {**options, "enable_gqa": True}
+    return _repeated(build, k, heads, q), _repeated(build, v, heads, q), options
+
+
+def _repeated(build: Builder, x: fx.Node, heads: Size, q: fx.Node) -> fx.Node:
+    have = shape(x)[1]
+    if same(have, heads):
+        return x
+    repeats = quotient(heads, have)
+    if repeats is None:
+        raise Blocked("grouped heads of unknown number")
+    x = build.method("unsqueeze", x, 2)
+    x = build.method("expand", x, -1, -1, build.size(repeats, (q, x)), -1, -1)
+    return build.method("flatten", x, 1, 2)
+
+
+def shape_scale(q: fx.Node) -> float:
+    """The scale that scaled_dot_product_attention uses by default, 0 when it is not known."""
+    head_dim = shape(q)[-1]
+    return head_dim**-0.5 if isinstance(head_dim, int) else 0.0

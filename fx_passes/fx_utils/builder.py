@@ -1,0 +1,151 @@
+"""Insert nodes into a Dynamo graph with complete metadata.
+
+A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes
+guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
+
+_COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+class Selections:
+    """Row selections by boolean masks: the positions of each mask's True entries, made once.
+
+    Their number is not known before the program runs; ``counts`` finds the positions again by the
+    symbol that the analysis has for it.
+    """
+
+    def __init__(self) -> None:
+        self.positions: dict[fx.Node, fx.Node] = {}
+        self.counts: dict[str, fx.Node] = {}
+
+
+class Builder:
+    """Inserts before one node; sizes are looked up in the shapes of the given tensors."""
+
+    def __init__(
+        self, before: fx.Node, mode: FakeTensorMode, selections: Selections | None = None
+    ) -> None:
+        self.selections = selections if selections is not None else Selections()
+        self.graph = before.graph
+        self.before = before
+        self.mode = mode
+        self.added: list[fx.Node] = []
+
+    @contextlib.contextmanager
+    def undone_if_blocked(self) -> Iterator[None]:
+        """Take back what is inserted meanwhile when it turns out to be Blocked."""
+        kept = len(self.added)
+        try:
+            yield
+        except Blocked:
+            while len(self.added) > kept:
+                self.graph.erase_node(self.added.pop())
+            raise
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A function call."""
+        return self._insert(
+            "call_function", function, args, kwargs, lambda a, k: function(*a, **k)
+        )
+
+    def method(self, name: str, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        """A tensor method call."""
+        return self._insert(
+            "call_method", name, (x, *args), kwargs, lambda a, k: getattr(a[0], name)(*a[1:], **k)
+        )
+
+    def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """The same operation with some of its inputs replaced."""
+        given: Any = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
+        args, kwargs = given
+        if callable(node.target):
+            return self.call(node.target, *args, **kwargs)
+        return self.method(node.target, *args, **kwargs)
+
+    def _insert(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Any, Any], Any],
+    ) -> fx.Node:
+        look_up: Any = example
+        values = fx.map_arg((args, kwargs), look_up)
+        shapes = self.mode.shape_env
+        guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+        fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else guards
+        with self.mode, guards, fresh, torch.enable_grad():
+            try:
+                result = run(*values)
+            except (ValueError, TypeError, NotImplementedError) as refusal:
+                # an operator's own check of its inputs
+                raise Blocked(f"{getattr(target, '__name__', target)}: {refusal}") from refusal
+        with self.graph.inserting_before(self.before):
+            node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta["example_value"] = result
+        node.meta.update({k: self.before.meta[k] for k in _COPIED if k in self.before.meta})
+        self.added.append(node)
+        return node
+
+    def size(self, size: Size, tensors: Sequence[fx.Node]) -> int | fx.Node:
+        """A size as a constant, or from the tensors' sizes."""
+        known = expression(size)
+        return known if isinstance(known, int) else self._symbolic(known, tensors)
+
+    def positions(self, mask: fx.Node, count: Size) -> fx.Node:
+        """Where a boolean mask is True, as indices into its flattened entries."""
+        made = self.selections.positions.get(mask)
+        if made is None:
+            build = Builder(mask.next, self.mode)
+            flat = build.method("flatten", mask)
+            made = build.method("squeeze", build.call(torch.nonzero, flat), 1)
+            self.selections.positions[mask] = made
+        self.selections.counts[str(expression(count))] = made
+        return made
+
+    def _symbolic(self, wanted: Any, tensors: Sequence[fx.Node]) -> int | fx.Node:
+        if wanted.is_Integer:
+            return int(wanted)
+        if str(wanted) in self.selections.counts:
+            return self.method("size", self.selections.counts[str(wanted)], 0)
+        for tensor in tensors:
+            value = example(tensor)
+            assert isinstance(value, Tensor)
+            for dim, candidate in enumerate(value.shape):
+                if str(expression(candidate)) == str(wanted):
+                    return self.method("size", tensor, dim)
+        if wanted.is_Add or wanted.is_Mul:
+            first, *rest = (self._symbolic(x, tensors) for x in wanted.args)
+            for x in rest:
+                first = self.call(operator.add if wanted.is_Add else operator.mul, first, x)
+            return first
+        raise Blocked(f"the size {wanted} is not the size of any input of the scores")
+
+    def product(self, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> int | fx.Node:
+        """Product of sizes."""
+        result: int | fx.Node = 1
+        for size in sizes:
+            factor = self.size(size, tensors)
+            if isinstance(result, int) and isinstance(factor, int):
+                result = result * factor
+            elif result == 1:
+                result = factor
+            else:
+                result = self.call(operator.mul, result, factor)
+        return result

@@ -1,0 +1,17 @@
+"""Copies of graphs to work on."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import fx
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes also have what Dynamo set on them beside their metadata."""
+    result = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, result.nodes, strict=True):
+        for name, value in vars(old).items():
+            if name not in vars(new):
+                setattr(new, name, value)
+    return result

@@ -1,0 +1,54 @@
+"""Erase from a graph what only replaced code used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
+
+
+def remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node]) -> list[fx.Node]:
+    """Erase what only the replaced code used; a write stays while its target is seen.
+
+    What was unused before stays too: it may draw random numbers.
+    """
+    removed: list[fx.Node] = []
+    alive = {n for n in nodes if not n._erased}
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(graph.nodes):
+            if node not in alive or node.users:
+                continue
+            if is_in_place(node):
+                if not _writes_to_dead(node, alive):
+                    continue
+            elif node in unused:
+                continue
+            graph.erase_node(node)
+            alive.discard(node)
+            removed.append(node)
+            changed = True
+    return removed
+
+
+def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
+    """Whether the memory that a node writes to has no other use, through any view of it."""
+    (target, *others) = written_by(node)
+    storage = storage_of(target)
+    if others or storage is None:
+        return False
+    aliases = {n for n in node.graph.nodes if storage_of(n) == storage}
+    return all(
+        alias in alive
+        and alias.op in ("call_function", "call_method")
+        and all(user in aliases or _is_unused_write(user) for user in alias.users)
+        for alias in aliases
+    )
+
+
+def _is_unused_write(node: fx.Node) -> bool:
+    return is_in_place(node) and not node.users

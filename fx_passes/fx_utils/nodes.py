@@ -1,0 +1,97 @@
+"""What a node of an FX graph is: its name, arguments, recorded value, and place in user code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+UNKNOWN = "unknown location"
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_OF_TORCH = {"torch", "_operator", "math", "builtins"}
+
+
+def name_of(node: fx.Node) -> str:
+    """The bare name of a function or method of torch, whatever the overload.
+
+    What is not torch's keeps its namespace or module: an operator ``mine::softmax`` is no softmax.
+    """
+    target = node.target
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).removeprefix("aten::")
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name).removeprefix("aten::")
+    name = getattr(target, "__name__", str(target))
+    module = getattr(target, "__module__", None)
+    return name if module is None or module.partition(".")[0] in _OF_TORCH else f"{module}.{name}"
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an ATen operation by schema name; defaults are left out."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return dict(node.kwargs)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def nodes_in(arguments: Any) -> list[fx.Node]:
+    """The nodes among arguments, however nested."""
+    found: list[fx.Node] = []
+    fx.map_arg(arguments, lambda n: found.append(n))
+    return found
+
+
+def example(node: fx.Node) -> object:
+    """The fake value that Dynamo, or a trace, recorded for a node."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(example(node), Tensor)
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """Identity of a tensor's memory; views share it. None where there is none to compare."""
+    value = example(node)
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return None
+    return value.untyped_storage()._cdata
+
+
+def location_of(node: fx.Node) -> tuple[str, str]:
+    """file:line, and its text, of the innermost frame of the user's code behind a node."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return UNKNOWN, ""
+    frames = list(_FRAME.finditer(trace))
+    outside = [f for f in frames if "/torch/nn/" not in f[1] and "/torch/_" not in f[1]] or frames
+    if not outside:
+        return UNKNOWN, ""
+    frame = outside[-1]
+    rest = trace[frame.end() :].lstrip("\n").splitlines()
+    return f"{frame[1]}:{frame[2]}", rest[0].strip() if rest else ""
+
+
+def is_view(node: fx.Node) -> bool:
+    value = example(node)
+    if not isinstance(value, Tensor):
+        return False
+    storage = value.untyped_storage()._cdata
+    return any(
+        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage
+        for a in node.all_input_nodes
+    )
+
+
+def num_bytes(node: fx.Node) -> int:
+    value = example(node)
+    if not isinstance(value, Tensor):
+        return 0
+    count = value.numel()
+    hint = count if isinstance(count, int) else count.node.hint
+    return int(hint or 0) * value.element_size()

@@ -1,0 +1,122 @@
+"""Our passes of Inductor, and what the compiled graphs that they make are cached under."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import torch_streamkl
+from torch_streamkl.fx_passes import ddp
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+from torch_streamkl.version import __version__
+
+Rewrite = Callable[[fx.GraphModule, dict[str, Any]], object]  # a graph and our options
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest of every file of the package: a change of ours must never meet a cached graph.
+
+    A custom operator's backward is part of compiled graphs only by name, so without this a cached
+    graph would silently keep computing yesterday's gradient.
+    """
+    roots = (Path(torch_streamkl.__file__).parent, Path(__file__).parent)
+    return " ".join([__version__, *(digest_of(root) for root in roots)])
+
+
+def digest_of(root: Path) -> str:
+    """Digest of names and contents of all files below a directory, compiled bytecode excepted."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
+        digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_key(ours: dict[str, Any]) -> str:
+    """What a compiled graph depends on beside the graph: our sources and our options."""
+    return f"torch_streamkl {source_digest()} {sorted(ours.items())}"
+
+
+class JointPass(CustomGraphPass):
+    """Calls our operators without autograd; its uuid is in the FX and AOTAutograd cache keys."""
+
+    def __init__(self, ours: dict[str, Any]) -> None:
+        self.ours = ours
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.target = WITHOUT_AUTOGRAD.get(node.target, node.target)
+
+    def uuid(self) -> str:
+        return cache_key(self.ours)
+
+
+class PreGradPass(CustomGraphPass):
+    """The rewrite as Inductor's pre-grad pass."""
+
+    def __init__(self, ours: dict[str, Any], rewrite: Rewrite) -> None:
+        self.ours = ours
+        self.rewrite = rewrite
+
+    def __call__(self, graph: fx.Graph) -> None:
+        assert graph.owning_module is not None
+        if not ddp.is_part_of_a_rewritten_graph():
+            self.rewrite(graph.owning_module, self.ours)
+
+    def uuid(self) -> str:
+        return cache_key(self.ours)
+
+
+class Chained(CustomGraphPass):
+    """What the user configured, then ours; not cached when one of the passes has no uuid."""
+
+    def __init__(self, users: Any, ours: CustomGraphPass) -> None:
+        self.users = users
+        self.passes = (*_as_list(users), ours)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self) -> Any:
+        keys = tuple(each.uuid() if hasattr(each, "uuid") else None for each in self.passes)
+        return None if None in keys else keys
+
+
+def chained(ours: CustomGraphPass, configured: Any) -> CustomGraphPass:
+    """What the user configured (nothing, a pass, or a list of passes), then ours, once."""
+    users = without_ours(configured)
+    return ours if users is None else Chained(users, ours)
+
+
+def without_ours(configured: Any) -> Any:
+    """What the user configured, where `chained` may have added to it."""
+    if isinstance(configured, Chained):
+        return configured.users
+    if isinstance(configured, (list, tuple)):  # put around ours by the user
+        left = [x for each in configured for x in _as_list(without_ours(each))]
+        return left if left != list(configured) else configured
+    return None if isinstance(configured, (JointPass, PreGradPass)) else configured
+
+
+def rewriting_pass(configured: Any) -> PreGradPass | None:
+    """The rewrite among configured pre-grad passes."""
+    for each in _as_list(configured):
+        for x in each.passes if isinstance(each, Chained) else (each,):
+            if isinstance(x, PreGradPass):
+                return x
+    return None
+
+
+def _as_list(configured: Any) -> list[Any]:
+    if configured is None:
+        return []
+    return list(configured) if isinstance(configured, (list, tuple)) else [configured]

@@ -1,0 +1,88 @@
+"""Eager's values and gradients for rows in which every key has a huge negative number added."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import Size
+from torch_streamkl.fx_passes.planning.dimensions import Geometry
+
+# NOTE [Rows without keys]
+# Adding the lowest number, or -1e9, to every score of a row loses the scores in rounding: eager's
+# probabilities are uniform. A fused operator's forward agrees, but it rebuilds the probabilities
+# in its backward as exp(score - lse), where lse = lowest + log(num_keys) has lost the logarithm:
+# they come out as 1 instead of 1 / num_keys. Such rows are common: the first rows of a causal
+# sequence with padding on the left. Keys removed by a boolean mask or by -inf are free of this.
+
+
+def rows_with_keys(
+    build: Builder,
+    added: fx.Node,
+    keep: fx.Node | None,
+    dtype: torch.dtype,
+    *,
+    all_heads: bool = False,
+) -> fx.Node:
+    """Where a row of the additive mask [..., keys] leaves something of its scores, as [..., 1].
+
+    ``keep`` is the boolean mask beside it. ``all_heads``: a row counts when it does in any head.
+    """
+    if keep is not None:
+        added = build.call(torch.where, keep, added, -math.inf)
+    highest = build.method("amax", added, (1, -1) if all_heads else -1, True)
+    # a float32 rounding at this size is larger than the scores of a model; float16 ends earlier
+    lost = max(-4.0 / torch.finfo(torch.float32).eps, torch.finfo(dtype).min)
+    above = build.call(torch.gt, highest, lost)
+    return build.call(torch.logical_or, above, build.call(torch.eq, highest, -math.inf))
+
+
+def uniform_rows(
+    build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, scale: float, *, added: bool
+) -> fx.Node:
+    """Attention with equal weights for all keys, with the gradients of the code it replaces.
+
+    A mask that is added lets the gradient of the softmax through to the scores: its first-order
+    term 1/N sum_j (s_j - mean s) v_j, minus its own value. A mask that is filled in does not.
+    """
+    mean = build.method("mean", v, -2, True)
+    if not added or not (_requires_grad(q) or _requires_grad(k)):
+        return mean
+    centred = build.method("detach", build.call(torch.sub, v, mean))
+    weighted = build.call(torch.div, centred, build.method("size", v, -2))
+    moments = build.call(torch.matmul, build.method("transpose", k, -1, -2), weighted)
+    slope = build.call(torch.matmul, q, build.call(torch.mul, moments, scale))
+    return build.call(torch.add, mean, build.call(torch.sub, slope, build.method("detach", slope)))
+
+
+def window_tensor(
+    build: Builder, place: Geometry, left: Size | None, right: Size | None, nodes: list[fx.Node]
+) -> fx.Node | None:
+    """The window as a boolean [queries, keys]."""
+    if left is None and right is None:
+        return None
+    assert place.query is not None
+    first = example(nodes[0])
+    assert isinstance(first, Tensor)
+    num_queries = place.digits[place.query].size
+    num_keys = place.student.distribution.scores.size(place.student.distribution.axis)
+    i = build.call(torch.arange, build.size(num_queries, nodes), device=first.device)
+    j = build.call(torch.arange, build.size(num_keys, nodes), device=first.device)
+    offset = num_keys - num_queries
+    distance = build.call(torch.sub, j, build.method("unsqueeze", i, -1))
+    keep: fx.Node | None = None
+    if left is not None:
+        keep = build.call(torch.ge, distance, build.size(offset - left, nodes))
+    if right is not None:
+        below = build.call(torch.le, distance, build.size(offset + right, nodes))
+        keep = below if keep is None else build.call(torch.logical_and, keep, below)
+    return keep
+
+
+def _requires_grad(x: fx.Node) -> bool:
+    value = example(x)
+    return isinstance(value, Tensor) and value.requires_grad

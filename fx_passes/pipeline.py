@@ -1,0 +1,162 @@
+"""rewrite(gm): find the KL sites of a Dynamo graph and replace each by a streaming operator.
+
+Stages: capture -> analysis -> planning -> lowering -> followup -> validation, each a folder.
+The work is done on a copy of the graph, which takes the original's place only when everything
+succeeded: a program that compiles without the rewrite compiles with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
+from torch_streamkl.fx_passes.capture.aliases import Aliases
+from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
+from torch_streamkl.fx_passes.capture.preconditions import obstacle
+from torch_streamkl.fx_passes.capture.region import find_region
+from torch_streamkl.fx_passes.capture.retrace import Trace, fake_mode_of, trace_region
+from torch_streamkl.fx_passes.followup.hard_labels import share_labels
+from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
+from torch_streamkl.fx_passes.followup.row_counts import reread_counts
+from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
+from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
+from torch_streamkl.fx_passes.fx_utils.copies import copied
+from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, location_of, num_bytes
+from torch_streamkl.fx_passes.lowering.calls import emit
+from torch_streamkl.fx_passes.planning.candidates import (
+    Candidate,
+    find_candidates,
+    without_candidate,
+)
+from torch_streamkl.fx_passes.reporting.describe import describe
+from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
+from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.remaining_tensors import large_tensors_left
+from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.sites import left_alone, unfused_sites
+from torch_streamkl.fx_passes.validation.options import CheckOptions
+from torch_streamkl.fx_passes.validation.refusal import Refused, rewrite_checked
+
+log = logging.getLogger("torch_streamkl.rewrite")
+
+
+def rewrite(
+    gm: fx.GraphModule, deterministic: bool = True, verify: CheckOptions | None = None
+) -> Report:
+    """Rewrite a Dynamo graph module in place and report every KL-like site."""
+    verify = verify or CheckOptions()
+    report = Report()
+    try:
+        for name, child in gm.named_children():
+            if not isinstance(child, fx.GraphModule):
+                continue
+            if is_plain_body(gm, name):
+                report.extend(rewrite(child, deterministic, verify))
+            else:
+                reason = f"it is in the body of {owner_of(gm, name)}"
+                report.extend(left_alone(reason, child.graph))
+        graph, found = rewrite_checked(
+            gm,
+            copied,
+            lambda graph, refused: _rewrite_graph(gm, graph, deterministic, refused),
+            verify,
+        )
+        if found.num_fused:
+            graph.lint()
+            gm.graph = graph
+            gm.recompile()
+        report.extend(found)
+    except Exception as error:
+        log.warning("the analysis failed and the graph is left as it was", exc_info=True)
+        report.failures.append(f"{type(error).__name__}: {error}")
+    return report
+
+
+def _rewrite_graph(
+    gm: fx.GraphModule, graph: fx.Graph, deterministic: bool, refused: Refused
+) -> Report:
+    report = Report()
+    reason = obstacle(graph)
+    if reason:
+        return left_alone(reason, graph)
+    region = find_region(graph)
+    if region is None:
+        return report
+    try:
+        trace = trace_region(gm, region)
+    except Blocked as blocked:
+        return left_alone(str(blocked), graph)
+    recognised = Recogniser(trace)
+    aliases = Aliases(graph, region)
+    found = divergence_sites(trace, recognised)
+    candidates, plans = find_candidates(trace, recognised.values)
+    if not found and not candidates:
+        return report
+    unfused = without_candidate(found, candidates)
+    path = [*(c.inner for c in candidates), *unfused]
+    sizes = {
+        n: inner for n, inner in quadratic_nodes(trace, recognised, path).items() if not is_view(n)
+    }
+    unused = {n for n in region.nodes if not n.users}
+    fused: list[tuple[Candidate, Site]] = []
+    mode, selections = fake_mode_of(region), Selections()
+
+    def builder(before: fx.Node) -> Builder:
+        return Builder(before, mode, selections)
+
+    for candidate in candidates:
+        site = _fuse(candidate, builder(candidate.node), trace, aliases, refused)
+        if site.fused:
+            fused.append((candidate, site))
+        else:
+            report.sites.append(site)
+    reread_counts(sizes, selections)
+    if fused:
+        shapes_as_sizes(region, sizes, builder)
+    removed = remove_dead(graph, region.nodes, unused)
+    if fused:
+        replace_attention(trace, recognised.values, aliases, builder, refused)
+        share_labels(graph, trace, recognised, builder)
+        sum_in_forward(graph, builder)
+        removed += remove_dead(graph, region.nodes, unused)
+    saved = sum(num_bytes(n) for n in removed if n in sizes)
+    if not deterministic:
+        sum_in_any_order(graph)
+    runs = how_sites_run(graph, mode)
+    for candidate, site in fused:
+        share = saved // len(fused)
+        how = runs.get(candidate.node.name, "")
+        report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
+    report.sites += unfused_sites(unfused, trace, recognised, plans)
+    report.remaining = large_tensors_left(graph, sizes, recognised)
+    return report
+
+
+def _fuse(
+    candidate: Candidate, build: Builder, trace: Trace, aliases: Aliases, refused: Refused
+) -> Site:
+    """Insert the operators of one site and move its users over, or leave everything as it was."""
+    node = candidate.node
+    location, code = location_of(node)
+    kind, form = describe(candidate.plan)
+    value = example(node)
+    assert isinstance(value, Tensor)
+    try:
+        with build.undone_if_blocked():
+            if node.name in refused:
+                raise Blocked(refused[node.name])
+            replacement = emit(build, candidate.plan, value, trace.outer)
+            aliases.check(build.added)
+            mark_site(build.added, node.name)
+    except Blocked as reason:
+        remedy = remedy_for(str(reason))
+        return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
+    node.replace_all_uses_with(replacement)
+    return Site(True, kind, form, "", location, code, node=node.name)

@@ -1,0 +1,93 @@
+"""Which values of a graph operators will compute: the earliest ones that they can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.values import Rows
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.planning.plan import Plan, plan
+
+Plans = Mapping[fx.Node, Plan | str]  # what computes a sum over keys, or why nothing does
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A node whose value is a fused divergence."""
+
+    inner: fx.Node  # in the trace
+    node: fx.Node  # in the user's graph
+    plan: Plan
+
+
+def find_candidates(
+    trace: Trace, values: Mapping[fx.Node, object]
+) -> tuple[list[Candidate], Plans]:
+    """Where to put operators: the earliest nodes whose value one can compute."""
+    rows = {
+        n: v
+        for n, v in values.items()
+        if isinstance(v, Rows) and v.elements.terms and n.op == "call_function"
+    }
+    plans: dict[fx.Node, Plan | str] = {}
+    for node, value in rows.items():
+        try:
+            plans[node] = plan(value)
+        except Blocked as reason:
+            plans[node] = str(reason)
+    covered: set[fx.Node] = set()
+    chosen: dict[fx.Node, Plan] = {}
+    # a sum of parts that are no divergence alone, such as cross-entropy minus entropy
+    for node in reversed(list(rows)):
+        made = plans[node]
+        inputs = [a for a in node.all_input_nodes if a in rows]
+        if node in covered or isinstance(made, str) or node not in trace.outer:
+            continue
+        if any(isinstance(plans[a], str) for a in inputs) or (
+            inputs and not any(a in trace.outer for a in inputs)
+        ):
+            chosen[node] = made
+            _cover(node, rows, covered)
+    downstream: set[fx.Node] = set()
+    for node in rows:
+        made = plans[node]
+        if any(a in chosen or a in downstream for a in node.all_input_nodes):
+            downstream.add(node)
+        elif (
+            node not in covered
+            and node not in chosen
+            and not isinstance(made, str)
+            and node in trace.outer
+        ):
+            chosen[node] = made
+    return [Candidate(n, trace.outer[n], chosen[n]) for n in rows if n in chosen], plans
+
+
+def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> None:
+    for a in node.all_input_nodes:
+        if a in rows and a not in covered:
+            covered.add(a)
+            _cover(a, rows, covered)
+
+
+def without_candidate(found: Sequence[fx.Node], candidates: Sequence[Candidate]) -> list[fx.Node]:
+    """Sites that no operator is planned for."""
+    handled: set[fx.Node] = set()
+    for candidate in candidates:
+        handled |= {candidate.inner} | _ancestors(candidate.inner)
+    return [node for node in found if node not in handled]
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            if a not in found:
+                found.add(a)
+                stack.append(a)
+    return found

@@ -1,0 +1,293 @@
+"""How two distributions over the same keys map onto one operator call.
+
+NOTE [Axes]
+An axis is a dimension of a matmul's result: an identity within its scores, with an extent. A
+tensor's dimension is a product of digits of axes (domain/layout.py). Nothing is told by ranks,
+dimension numbers or equal sizes.
+
+Teacher and student correspond position by position in the user's tensor, after broadcasting: the
+digits of a position have equal extents on both sides (the same number, or the same symbolic size),
+or one side has none and is broadcast along the other's. Then its value is constant there, and a
+sum over the position counts the extent.
+
+The operator pairs, in its batch, head and query dimensions, equal digits only; a tensor that lacks
+a digit is expanded along it, in the operator's order. There are two exceptions, which the operator
+defines:
+- keys with fewer heads: query head h uses key head h // group. So the digits that keys lack are
+  left to grouping where they are the last ones of the query heads;
+- a teacher averaged over heads: student head h has the teacher heads h * n to h * n + n - 1, so
+  the averaged digits come behind the head digits. Their order is free.
+To that end digits are split until every operand has each of them whole or not at all. What cannot
+be split so, such as 2 key heads for 6 query heads that the program takes as 3 x 2, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
+from torch_streamkl.fx_passes.domain.values import Distribution
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, quotient, same
+
+BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
+
+
+@dataclass(frozen=True)
+class Digit:
+    """Part of a row dimension; ``pieces[side]`` is None where a side does not vary along it."""
+
+    dim: int  # of the user's tensor
+    size: Size
+    pieces: tuple[Piece | None, Piece | None]  # teacher, student
+
+
+@dataclass(frozen=True)
+class SideGeometry:
+    """One side of the call."""
+
+    distribution: Distribution
+    rows: TensorRef  # the operand with the query rows
+    keys: TensorRef  # the operand with the keys
+    kinds: tuple[str, ...]  # per digit: which operand varies along it
+    averaged: tuple[Piece, ...] = ()  # digits of the heads it is averaged over, in operator order
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A position in the operator's tensor, ``kind`` being one of
+
+    "digit", a digit of the geometry; "averaged", one of a side; "key" and "dim", a piece of the
+    keys or of the contracted dimension; "one", a dimension of size 1 without a place.
+    """
+
+    kind: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Assignment of digits to the operator's dimensions; indices into ``digits``."""
+
+    digits: tuple[Digit, ...]
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]
+    query: int | None  # None: a single query row
+    teacher: SideGeometry
+    student: SideGeometry
+
+    def side(self, side: int) -> SideGeometry:
+        return (self.teacher, self.student)[side]
+
+    def digits_of(self, piece: Piece, side: int) -> list[tuple[Slot, Size]]:
+        """The digits that a piece of a row axis is made of, the leading one first, or Blocked."""
+        found = [(Slot("digit", i), d.pieces[side]) for i, d in enumerate(self.digits)]
+        found += [(Slot("averaged", i), p) for i, p in enumerate(self.side(side).averaged)]
+        within = [(slot, p) for slot, p in found if p is not None and _covers(piece, p)]
+        order = leading_first([p for _, p in within])
+        if not is_split_of([within[i][1] for i in order], piece):
+            raise Blocked(
+                "an operand has rows that the divergence does not use, or in other groups"
+            )
+        return [(within[i][0], within[i][1].size) for i in order]
+
+
+def geometry(
+    teacher: Distribution,
+    teacher_layout: Layout,
+    student: Distribution,
+    student_layout: Layout,
+    key_dim: int,
+    others: Sequence[TensorRef] = (),
+) -> Geometry:
+    """Geometry of the pair, or Blocked; ``others`` are further operands of the student's side."""
+    num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
+    if not same(*num_keys):
+        raise Blocked("teacher and student have different keys")
+    digits: list[Digit] = []
+    for dim, (t, s) in enumerate(zip(teacher_layout, student_layout, strict=True)):
+        if dim != key_dim:
+            digits += _digits(dim, t, s)
+    operands = tuple(_operands(d) for d in (teacher, student))
+    query = _query([_kinds(o, digits, side) for side, o in enumerate(operands)])
+    held = (operands[0], (*operands[1], *others))
+    refined: list[Digit] = []
+    place: int | None = None
+    for i, digit in enumerate(digits):
+        parts = _refined(digit, held)
+        if i == query:
+            if len(parts) > 1:
+                raise Blocked("several heads share their query rows")
+            place = len(refined)
+        refined += parts
+    sides = tuple(
+        SideGeometry(d, *operands[i], _kinds(operands[i], refined, i), _averaged(d, operands[i]))
+        for i, d in enumerate((teacher, student))
+    )
+    rest = [i for i in range(len(refined)) if i != place]
+    heads = _heads(rest, sides)
+    batch = tuple(i for i in rest if i not in heads)
+    return Geometry(tuple(refined), batch, heads, place, *sides)
+
+
+def _digits(dim: int, t: Dim, s: Dim) -> list[Digit]:
+    """The common refinement of one dimension."""
+    if not t or not s:
+        return [Digit(dim, p.size, (p if t else None, p if s else None)) for p in t or s]
+    result: list[Digit] = []
+    left, right = list(t), list(s)
+    while left and right:
+        a, b = left.pop(0), right.pop(0)
+        if same(a.size, b.size):
+            result.append(Digit(dim, a.size, (a, b)))
+            continue
+        # the larger piece is split: its leading digit has the size of the smaller one
+        inner = quotient(a.size, b.size)
+        if inner is not None:
+            result.append(Digit(dim, b.size, (Piece(a.axis, b.size, a.stride * inner), b)))
+            left.insert(0, Piece(a.axis, inner, a.stride))
+            continue
+        inner = quotient(b.size, a.size)
+        if inner is None:
+            raise Blocked("teacher and student rows are flattened in ways that do not match")
+        result.append(Digit(dim, a.size, (a, Piece(b.axis, a.size, b.stride * inner))))
+        right.insert(0, Piece(b.axis, inner, b.stride))
+    if left or right:
+        raise Blocked("teacher and student rows are flattened in ways that do not match")
+    return result
+
+
+def _refined(digit: Digit, operands: Sequence[Sequence[TensorRef]]) -> list[Digit]:
+    """The digit split where an operand of a side has only a part of it."""
+    for piece, held in zip(digit.pieces, operands, strict=True):
+        inner = None if piece is None else _cut(piece, held)
+        if inner is not None:
+            outer = quotient(digit.size, inner)
+            assert outer is not None
+            t, s = digit.pieces
+            leading = Digit(digit.dim, outer, (_leading(t, inner), _leading(s, inner)))
+            last = Digit(digit.dim, inner, (_last(t, inner), _last(s, inner)))
+            return [*_refined(leading, operands), *_refined(last, operands)]
+    return [digit]
+
+
+def _cut(piece: Piece, operands: Sequence[TensorRef]) -> Size | None:
+    """Size of the trailing part of a digit that some operand has without the rest, or lacks."""
+    end = piece.stride * piece.size
+    held = [p for o in operands for d in o.layout for p in d if p.axis == piece.axis]
+    for edge in (e for p in held for e in (p.stride, p.stride * p.size)):
+        if quotient(piece.stride, edge) is not None or quotient(edge, end) is not None:
+            continue  # where the digit begins or ends, or outside
+        inner = quotient(edge, piece.stride)
+        if inner is None or quotient(end, edge) is None:
+            raise Blocked("heads are shared in groups other than those that they are split into")
+        return inner
+    return None
+
+
+def _leading(piece: Piece | None, inner: Size) -> Piece | None:
+    if piece is None:
+        return None
+    outer = quotient(piece.size, inner)
+    assert outer is not None
+    return Piece(piece.axis, outer, piece.stride * inner)
+
+
+def _last(piece: Piece | None, inner: Size) -> Piece | None:
+    return None if piece is None else Piece(piece.axis, inner, piece.stride)
+
+
+def _averaged(distribution: Distribution, operands: Sequence[TensorRef]) -> tuple[Piece, ...]:
+    """The digits of an average, those that the keys have first: the rest is left to grouping."""
+    pieces = [
+        part.pieces[0]
+        for p in distribution.averaged
+        for part in _refined(Digit(0, p.size, (p, None)), (operands, ()))
+    ]
+    _, keys = operands
+    return tuple(sorted((p for p in pieces if p is not None), key=lambda p: not _has(keys, p)))
+
+
+def _operands(distribution: Distribution) -> tuple[TensorRef, TensorRef]:
+    """The operands with the query rows and with the keys."""
+    key = distribution.scores
+    holders = [o for o in (key.lhs, key.rhs) if distribution.axis in axes_of(o.layout)]
+    if len(holders) != 1:
+        raise Blocked("the softmax is over a dimension that both operands of the scores have")
+    (keys,) = holders
+    return (key.rhs if keys is key.lhs else key.lhs), keys
+
+
+def _kinds(
+    operands: tuple[TensorRef, TensorRef], digits: Sequence[Digit], side: int
+) -> tuple[str, ...]:
+    rows, keys = operands
+    names = {(True, True): BOTH, (True, False): ROW_ONLY, (False, True): KEY_ONLY}
+    pieces = [d.pieces[side] for d in digits]
+    return tuple(
+        ABSENT if p is None else names.get((_has(rows, p), _has(keys, p)), ABSENT) for p in pieces
+    )
+
+
+def _has(operand: TensorRef, piece: Piece) -> bool:
+    """Whether an operand varies along a digit of an axis."""
+    return any(p.axis == piece.axis and _overlaps(p, piece) for d in operand.layout for p in d)
+
+
+def _overlaps(held: Piece, piece: Piece) -> bool:
+    """Digits of one axis overlap unless one lies wholly below the other."""
+    below = quotient(piece.stride, held.size * held.stride)
+    above = quotient(held.stride, piece.size * piece.stride)
+    return below is None and above is None
+
+
+def _covers(held: Piece, piece: Piece) -> bool:
+    """Whether a digit lies within a piece of its axis."""
+    return (
+        held.axis == piece.axis
+        and quotient(piece.stride, held.stride) is not None
+        and quotient(held.size * held.stride, piece.size * piece.stride) is not None
+    )
+
+
+def leading_first(pieces: Sequence[Piece]) -> list[int]:
+    """Positions of the pieces of one axis by falling stride."""
+
+    def rank(i: int) -> int:
+        stride = pieces[i].stride
+        others = (p for j, p in enumerate(pieces) if j != i)
+        return sum(quotient(p.stride, pieces[i].size * stride) is not None for p in others)
+
+    return sorted(range(len(pieces)), key=rank)
+
+
+def is_split_of(pieces: Sequence[Piece], whole: Piece) -> bool:
+    """Whether pieces, the leading one first, are the digits of a piece without gap or overlap."""
+    ends = [p.size * p.stride for p in pieces]
+    starts = [p.stride for p in pieces]
+    wanted = [whole.size * whole.stride, *starts]
+    return len(pieces) > 0 and all(map(same, wanted, [*ends, whole.stride]))
+
+
+def _query(kinds: Sequence[Sequence[str]]) -> int | None:
+    """The last digit that only the query operand of both sides has."""
+    rows = [i for i, pair in enumerate(zip(*kinds, strict=True)) if set(pair) == {ROW_ONLY}]
+    if rows:
+        return rows[-1]
+    if any(ROW_ONLY in side for side in kinds):
+        raise Blocked("teacher and student do not share a dimension of query rows")
+    return None
+
+
+def _heads(rest: Sequence[int], sides: Sequence[SideGeometry]) -> tuple[int, ...]:
+    """The last digit, and with it those before where queries of several heads share keys."""
+    heads = list(rest[-1:])
+    while len(rest) - len(heads) > 1:
+        first, before = heads[0], rest[-len(heads) - 1]
+        shares = (ROW_ONLY, ABSENT)
+        if not any(s.kinds[first] in shares and s.kinds[before] == BOTH for s in sides):
+            break
+        heads.insert(0, before)
+    return tuple(heads)

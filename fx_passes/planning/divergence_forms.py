@@ -1,0 +1,107 @@
+"""Expressions that are linear in log-probabilities: as named divergences, or sums of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch_streamkl.functional import DIVERGENCES, LOG_P, LOG_S, Expr, Functional, P, S, const
+from torch_streamkl.fx_passes.domain.values import Distribution
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+
+Monomials = dict[tuple[tuple[str, int], ...], float]
+
+
+def monomials(e: Expr) -> Monomials | None:
+    """The expression as a polynomial in its variables, or None."""
+    if e.op == "const":
+        return {(): e.value} if e.value else {}
+    if e.op in ("P", "logP"):
+        return {((e.op, int(e.value)),): 1.0}
+    if e.op not in ("add", "sub", "mul", "div", "neg"):
+        return None
+    parts = [monomials(a) for a in e.args]
+    if any(p is None for p in parts):
+        return None
+    a, b = parts[0], parts[-1]
+    assert a is not None and b is not None
+    result: Monomials = {}
+    if e.op == "neg":
+        return {m: -c for m, c in a.items()}
+    if e.op in ("add", "sub"):
+        for sign, part in ((1.0, a), (1.0 if e.op == "add" else -1.0, b)):
+            for m, c in part.items():
+                result[m] = result.get(m, 0.0) + sign * c
+    elif e.op == "div":
+        if set(b) != {()}:
+            return None
+        result = {m: c / b[()] for m, c in a.items()}
+    else:
+        for m1, c1 in a.items():
+            for m2, c2 in b.items():
+                m = tuple(sorted(m1 + m2))
+                result[m] = result.get(m, 0.0) + c1 * c2
+    return {m: c for m, c in result.items() if c != 0.0}
+
+
+def _coefficients(polynomial: Monomials) -> dict[tuple[int, int], float] | None:
+    """Coefficients of P_a logP_b when the polynomial has only such terms."""
+    result = {}
+    for m, c in polynomial.items():
+        if [op for op, _ in m] != ["P", "logP"]:
+            return None
+        result[(m[0][1], m[1][1])] = c
+    return result
+
+
+def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Expr, float] | None:
+    """Canonical expression and factor of a form that is linear in the log-probabilities."""
+    c = _coefficients(polynomial)
+    if c is None:
+        return None
+    tt, ts = c.get((teacher, teacher), 0.0), c.get((teacher, student), 0.0)
+    st, ss = c.get((student, teacher), 0.0), c.get((student, student), 0.0)
+    for name, form in (
+        ("forward_kl", (1.0, -1.0, 0.0, 0.0)),
+        ("reverse_kl", (0.0, 0.0, -1.0, 1.0)),
+        ("cross_entropy", (0.0, -1.0, 0.0, 0.0)),
+        ("jeffreys", (1.0, -1.0, -1.0, 1.0)),
+    ):
+        pairs = list(zip((tt, ts, st, ss), form, strict=True))
+        factor = next(x / y for x, y in pairs if y)
+        if all(math.isclose(x, factor * y, rel_tol=1e-12) for x, y in pairs):
+            return Functional.of(DIVERGENCES[name]).expr, factor
+    terms = ((tt, P * LOG_P), (ts, P * LOG_S), (st, S * LOG_P), (ss, S * LOG_S))
+    total = const(0.0)
+    for x, product in terms:
+        if x:
+            total = total + const(x) * product
+    return total, 1.0
+
+
+def split_pairs(
+    expr: Expr, parts: Sequence[Distribution], used: Sequence[int]
+) -> list[tuple[Expr, int, int, float]]:
+    """More than two distributions: a sum of divergences, one call each."""
+    polynomial = monomials(expr)
+    c = None if polynomial is None else _coefficients(polynomial)
+    if c is None:
+        raise Blocked(f"{len(used)} distributions are combined in one expression")
+    pairs = []
+    for a in used:
+        others = [b for b in used if b != a and c.get((a, b), 0.0)]
+        own, crossed = c.get((a, a), 0.0), sum(c[(a, b)] for b in others)
+        if own and not math.isclose(own, -crossed, rel_tol=1e-9):
+            raise Blocked(
+                f"{len(used)} distributions are combined into what is no sum of divergences"
+            )
+        for b in others:
+            name = "forward_kl" if own else "cross_entropy"
+            pair = (Functional.of(DIVERGENCES[name]).expr, a, b, -c[(a, b)])
+            if (
+                parts[a].trained and not parts[b].trained
+            ):  # the trained side is the student: swap the roles
+                reverse = Functional.of(DIVERGENCES["reverse_kl"]).expr if own else -(S * LOG_P)
+                pair = (reverse, b, a, -c[(a, b)])
+            pairs.append(pair)
+    return pairs

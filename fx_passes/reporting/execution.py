@@ -1,0 +1,77 @@
+"""How the operators of a rewritten graph will run: what the report says of each fused site."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_streamkl import linear_ops, linear_rows, ops
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.launch import adds_queries, select_implementation
+
+SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
+IMPLEMENTATIONS = {
+    "streaming": "in plain torch, by blocks of queries and keys",
+    "triton": "as Triton kernels",
+    "hopper": "as kernels for Hopper GPUs",
+}
+MEAN_AGAIN = "the mean of {} teacher heads made again in the backward: maps that fit may be faster"
+ANY_ORDER = "gradients in any order of sums"
+IN_FORWARD = "gradients in the forward, by chunks of tokens"
+IN_BACKWARD = "logits computed again in the backward"
+
+
+def mark_site(added: Iterable[fx.Node], site: str) -> None:
+    """Remember which site the inserted operators compute."""
+    for node in added:
+        if node.target in (ops.attention_kl, linear_ops.linear_kl):
+            node.meta[SITE] = site
+
+
+def sum_in_any_order(graph: fx.Graph) -> None:
+    """Let the inserted operators compute gradients that are not the same bits on every run."""
+    for node in graph.nodes:
+        if SITE in node.meta and node.target == ops.attention_kl:
+            node.kwargs = {**node.kwargs, "deterministic": False}
+
+
+def how_sites_run(graph: fx.Graph, mode: FakeTensorMode) -> dict[str, str]:
+    """By site: the implementation that is chosen on this device, and where gradients are made."""
+    found: dict[str, dict[str, None]] = {}
+    shapes = mode.shape_env
+    with shapes.suppress_guards() if shapes is not None else contextlib.nullcontext():
+        for node in graph.nodes:
+            if SITE in node.meta:
+                found.setdefault(node.meta[SITE], {})[_how(node)] = None
+    return {site: " and ".join(ways) for site, ways in found.items()}
+
+
+def _how(call: fx.Node) -> str:
+    look_up: Any = example
+    given: Any = fx.map_arg((call.args, call.kwargs), look_up)
+    args, kwargs = given
+    if call.target == ops.attention_kl:
+        problem, impl = ops.problem_of(*args, **kwargs)
+        implementation = select_implementation(problem, impl)
+        how = IMPLEMENTATIONS[implementation]
+        if implementation == "hopper" and adds_queries(problem):
+            how += f", {ANY_ORDER}"
+        if problem.head_mean:
+            ratio = problem.teacher.num_heads // problem.num_heads
+            how += ", " + MEAN_AGAIN.format(ratio)
+        return how
+    only_sum = ("row_weight", "hard_row_weight", "wanted")
+    options = {name: x for name, x in kwargs.items() if name not in only_sum}
+    heads, _, impl = linear_ops.problem_of(*args, **options)
+    is_plain = linear_ops.row_functions(heads, impl) is linear_rows
+    where = "in plain torch" if is_plain else "as Triton kernels"
+    if call.target == linear_ops.linear_kl_sum:
+        return f"{where}, {IN_FORWARD}"
+    value = example(call)
+    assert isinstance(value, tuple)
+    needs_gradient = isinstance(value[0], Tensor) and value[0].requires_grad
+    return f"{where}, {IN_BACKWARD}" if needs_gradient else where

@@ -1,0 +1,56 @@
+"""What the report says of sites that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.sites import reason_of
+from torch_streamkl.fx_passes.capture.preconditions import divergence_like
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.fx_utils.nodes import UNKNOWN, location_of
+from torch_streamkl.fx_passes.planning.candidates import Plans
+from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.report import Report, Site
+
+
+def left_alone(reason: str, graph: fx.Graph) -> Report:
+    """Sites of a graph that is not analysed."""
+    remedy = remedy_for(reason)
+    sites = [
+        Site(False, "", "", reason, *location_of(n), remedy=remedy) for n in divergence_like(graph)
+    ]
+    return Report(sites, not_analysed=1 if sites else 0)
+
+
+def unfused_sites(
+    found: Sequence[fx.Node], trace: Trace, recognised: Recogniser, plans: Plans
+) -> list[Site]:
+    """Sites without an operator, each with the first thing that blocked it."""
+    sites: dict[tuple[str, str], Site] = {}
+    for node in found:
+        reason, blocker = reason_of(node, recognised, plans)
+        location, code = _place(node, trace)
+        elsewhere = _place(blocker, trace)[0] if blocker is not None else location
+        sites.setdefault(
+            (location, reason),
+            Site(
+                False,
+                "",
+                "",
+                reason,
+                location,
+                code,
+                remedy=remedy_for(reason),
+                blocked_at="" if elsewhere == location else elsewhere,
+            ),
+        )
+    return list(sites.values())
+
+
+def _place(node: fx.Node, trace: Trace) -> tuple[str, str]:
+    """Location and code of a node of the trace."""
+    origin = node_of(trace, node)
+    return location_of(origin) if origin is not None else (UNKNOWN, "")

@@ -1,0 +1,245 @@
+"""check(before, after): run what a rewrite replaced and what replaces it on the same inputs.
+
+A rewrite is not believed but checked, each time one is compiled. The check compares graphs and
+runs them. It knows nothing of the rules that made the replacement, so it cannot share their
+mistakes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.validation.changes import compare_graphs
+from torch_streamkl.fx_passes.validation.compare import (
+    Slack,
+    difference,
+    is_informative,
+)
+from torch_streamkl.fx_passes.validation.costs import bytes_allowed, bytes_needed, seconds_needed
+from torch_streamkl.fx_passes.validation.inputs import FINITE, PLAIN, Draw, values_of
+from torch_streamkl.fx_passes.validation.isolation import isolated
+from torch_streamkl.fx_passes.validation.options import CheckOptions, NotChecked
+from torch_streamkl.fx_passes.validation.records import (
+    Fingerprint,
+    passed_before,
+    record_pass,
+)
+from torch_streamkl.fx_passes.validation.regions import (
+    Region,
+    draws_random,
+    find_region,
+    is_leaf,
+    replacement_of,
+)
+from torch_streamkl.fx_passes.validation.running import Result, run
+from torch_streamkl.fx_passes.validation.sizes import Sizes, smaller_sizes
+
+log = logging.getLogger("torch_streamkl.validation")
+PASSED = "same value and gradients on random inputs"
+NUM_ROUNDINGS = 5  # runs with other roundings, before a difference is believed
+
+
+LISTENERS: list[Callable[[Verdict], None]] = []  # who wants to hear of every verdict
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check says of one replaced value."""
+
+    node: str  # of the user's graph
+    sites: frozenset[str]  # whose operators compute it now
+    difference: str = ""  # empty when there is none
+    not_checked: str = ""  # why it was not judged
+    is_fault: bool = False  # of the check itself: it broke
+
+    def __str__(self) -> str:
+        return self.difference or (
+            f"not checked: {self.not_checked}" if self.not_checked else PASSED
+        )
+
+
+def check(
+    before: fx.Graph, after: fx.Graph, owner: fx.GraphModule, options: CheckOptions
+) -> list[Verdict]:
+    """A verdict for every value of ``before`` that ``after`` computes in another way."""
+    graphs = compare_graphs(before, after)
+    deadline = time.perf_counter() + options.max_seconds
+    verdicts = []
+    for change in graphs.changes:
+        made = replacement_of(change, graphs)
+        sites = frozenset(n.meta[SITE] for n in made if SITE in n.meta)
+        reason = found = ""
+        is_fault = False
+        try:
+            region = find_region(change, graphs)
+            if options.mode == "never":
+                raise NotChecked('streamkl.verify is "never"')
+            found = _check_region(region, before, owner, options, deadline)
+        except NotChecked as limit:
+            reason = str(limit)
+        except torch.OutOfMemoryError:
+            reason = "out of memory"
+        except Exception as error:
+            log.warning("a check failed to run", exc_info=True)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            is_fault = True
+        verdicts.append(Verdict(change.before.name, sites, found, reason, is_fault))
+        for listener in LISTENERS:
+            listener(verdicts[-1])
+    return verdicts
+
+
+def _check_region(
+    region: Region,
+    graph: fx.Graph,
+    owner: fx.GraphModule,
+    options: CheckOptions,
+    deadline: float,
+) -> str:
+    if any(draws_random(n) for n in (*region.before, *region.after) if not is_leaf(n)):
+        raise NotChecked("it draws random numbers")
+    devices = {x.device for n in region.before if isinstance(x := example(n), Tensor)}
+    if any(device.type == "meta" for device in devices):
+        raise NotChecked("tensors on the meta device have no values")
+    sizes = _affordable_sizes(region, graph, devices, options, deadline)
+    fingerprint = Fingerprint(region, sizes, owner)
+    if passed_before(fingerprint, options):
+        return ""
+    with isolated(devices):
+        found = _Comparison(region, owner, sizes, options, deadline).difference()
+    if not found:
+        record_pass(fingerprint, options)
+    return found
+
+
+def _affordable_sizes(
+    region: Region,
+    graph: fx.Graph,
+    devices: set[torch.device],
+    options: CheckOptions,
+    deadline: float,
+) -> Sizes:
+    """The first sizes that are within the bounds: those of the trace, then smaller ones."""
+    refusal = ""
+    for sizes in _candidates(graph):
+        needed = bytes_needed(region.before, region.leaves, sizes)
+        allowed = min((bytes_allowed(d, options) for d in devices), default=math.inf)
+        seconds = seconds_needed(region.before, sizes)
+        if needed > allowed:
+            refusal = refusal or f"{_bytes(needed)}"
+        elif options.mode != "always" and seconds > deadline - time.perf_counter():
+            refusal = refusal or f"about {max(seconds, 0.1):.1f} s, of {options.max_seconds:g} s"
+        else:
+            return sizes
+    raise NotChecked(refusal)
+
+
+def _candidates(graph: fx.Graph) -> Iterator[Sizes]:
+    yield Sizes()
+    yield from smaller_sizes(graph)
+
+
+class _Comparison:
+    """A region before and after, on one draw of its inputs."""
+
+    def __init__(
+        self,
+        region: Region,
+        owner: fx.GraphModule,
+        sizes: Sizes,
+        options: CheckOptions,
+        deadline: float,
+    ) -> None:
+        self.region, self.owner, self.sizes = region, owner, sizes
+        self.deadline = None if options.mode == "always" else deadline + options.max_seconds
+
+    def difference(self) -> str:
+        """What the replacement does differently on the first inputs that tell; or nothing."""
+        reason = ""
+        for draw in PLAIN:
+            try:
+                return self._difference_on(draw)
+            except _NotTelling as error:
+                reason = str(error)
+        found = ""
+        for draw in FINITE:
+            try:
+                found = self._difference_on(draw)
+            except _NotTelling as error:
+                raise NotChecked(reason) from error
+            if not found:
+                break
+        return found
+
+    def _difference_on(self, draw: Draw) -> str:
+        inputs = values_of(self.region.leaves, self.region.before, self.sizes, draw, self.owner)
+        naive, exact = self._told(inputs, draw)
+        try:
+            ours = run(self.region.after, self.region.change.after.name, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return f"it raises {type(error).__name__}: {_first_line(error)}"
+        slack = Slack()
+        slack.add(naive, exact)
+        found = difference(ours, naive, exact, slack)
+        for seed in range(NUM_ROUNDINGS):
+            if not found:
+                break
+            noise = torch.Generator().manual_seed(seed)
+            slack.add(self._naive(inputs, draw, wide=True, noise=noise), exact)
+            found = difference(ours, naive, exact, slack)
+        return found
+
+    def _told(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
+        """The user's code in its own dtypes and in float64, where that gives numbers."""
+        try:
+            naive = self._naive(inputs, draw)
+            exact = self._naive(inputs, draw, wide=True)
+        except (NotChecked, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            log.debug("a draw cannot be run", exc_info=True)
+            raise _NotTelling(
+                f"the code raises {type(error).__name__} on random inputs: {_first_line(error)}"
+            ) from error
+        if not is_informative(exact):
+            raise _NotTelling("the code gives NaN on random inputs")
+        return naive, exact
+
+    def _naive(
+        self,
+        inputs: dict[str, Any],
+        draw: Draw,
+        *,
+        wide: bool = False,
+        noise: torch.Generator | None = None,
+    ) -> Result:
+        nodes, name = self.region.before, self.region.change.before.name
+        return run(nodes, name, inputs, self.deadline, wide=wide, noise=noise, finite=draw.finite)
+
+
+class _NotTelling(Exception):
+    """Why a run of the user's code gives nothing to compare with."""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else ""
+
+
+def _bytes(count: float) -> str:
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"

@@ -1,0 +1,39 @@
+"""Run real tensors inside a compilation and leave the process as it was found."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextlib.contextmanager
+def isolated(devices: set[torch.device]) -> Iterator[None]:
+    """Real tensors, whatever is being traced; random state, modes and caches as they were."""
+    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+    grad = torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    dtype = torch.get_default_dtype()
+    with (
+        unset_fake_temporarily(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad),
+        torch._dynamo.compiled_autograd._disable(),
+        torch.random.fork_rng(devices=cuda),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # the program itself will say them
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            torch.set_default_dtype(dtype)
+    for index in cuda:
+        with torch.cuda.device(index):
+            torch.cuda.empty_cache()

@@ -1,0 +1,150 @@
+"""Which checks passed before: the same region is not run again, in this process or a later one.
+
+Two regions are the same when operations, constants and the metadata of inputs are the same, such
+as those of the layers of a network. Only passes are recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
+from torch_streamkl.fx_passes.validation.options import CheckOptions
+from torch_streamkl.fx_passes.validation.regions import Region
+from torch_streamkl.fx_passes.validation.sizes import Sizes
+
+MAX_CONSTANT = 4096  # entries of a constant that are compared
+_STABLE_MODULES = ("torch", "_operator", "operator", "math", "builtins")
+_STABLE_NAMESPACES = ("aten", "prims", "torch_streamkl")
+_passed: set[str] = set()
+
+
+class Fingerprint:
+    """A digest of a region; ``is_stable`` where it means the same in another process."""
+
+    def __init__(self, region: Region, sizes: Sizes, owner: Any) -> None:
+        self.sizes, self.owner = sizes, owner
+        self.is_stable = True
+        self.is_known = True  # everything that matters is part of the digest
+        self._numbers: dict[str, int] = {}
+        self._storages: dict[int | None, int] = {}
+        leaves = {leaf.name: leaf for leaf in region.leaves}
+        parts = [_ambient()]
+        for nodes, change in (
+            (region.before, region.change.before),
+            (region.after, region.change.after),
+        ):
+            for node in nodes:
+                for source in node.all_input_nodes:
+                    if source.name in leaves and source.name not in self._numbers:
+                        self._numbers[source.name] = len(self._numbers)
+                        parts.append(self._leaf(leaves[source.name]))
+                self._numbers[node.name] = len(self._numbers)
+                given = (node.args, node.kwargs)
+                parts.append(f"{self._target(node)} {self._argument(given)} {self._value(node)}")
+            parts.append(f"returns {self._numbers.get(change.name)}")
+        self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _target(self, node: fx.Node) -> str:
+        target: Any = node.target
+        if isinstance(target, str):
+            return f"{node.op} {target}"
+        if isinstance(target, torch._ops.OpOverload):
+            self.is_stable &= target.namespace in _STABLE_NAMESPACES
+            return f"{target.name()} {id(target)}" if not self.is_stable else target.name()
+        name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+        if not name.startswith(_STABLE_MODULES):
+            self.is_stable = False
+            name += f" {id(target)}"
+        return name
+
+    def _argument(self, x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return f"%{self._numbers.get(x.name)}"
+        if isinstance(x, (tuple, list)):
+            return f"[{', '.join(self._argument(a) for a in x)}]"
+        if isinstance(x, Mapping):
+            return f"{{{', '.join(f'{k}: {self._argument(v)}' for k, v in x.items())}}}"
+        if isinstance(x, slice):
+            return f"slice{self._argument((x.start, x.stop, x.step))}"
+        if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device)):
+            return repr(x)
+        if isinstance(x, (torch.layout, torch.memory_format)):
+            return repr(x)
+        self.is_known = False
+        return ""
+
+    def _leaf(self, leaf: fx.Node) -> str:
+        value = example(leaf)
+        if self.sizes.is_known(value):
+            return f"number {self.sizes.known(value)}"
+        if leaf.op != "get_attr":
+            return f"input {self._value(leaf)}"
+        constant = self.owner
+        with contextlib.suppress(AttributeError):
+            for part in str(leaf.target).split("."):
+                constant = getattr(constant, part)
+        if not isinstance(constant, Tensor) or constant.numel() > MAX_CONSTANT:
+            self.is_known = False
+            return ""
+        return f"constant {self._value(leaf)} {constant.tolist()}"
+
+    def _value(self, node: fx.Node) -> str:
+        value = example(node)
+        if not isinstance(value, Tensor):
+            return type(value).__name__
+        shape, strides = self.sizes.numbers(value.shape), self.sizes.numbers(value.stride())
+        memory = self._storages.setdefault(storage_of(node), len(self._storages))
+        kind = f"{value.dtype} {value.device.type} {value.requires_grad}"
+        return f"{kind} {shape} {strides} in {memory}"
+
+
+def _ambient() -> str:
+    kinds = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    precision = torch.get_float32_matmul_precision()
+    return f"{torch.is_grad_enabled()} {autocast} {precision} {torch.get_default_dtype()}"
+
+
+def passed_before(fingerprint: Fingerprint, options: CheckOptions) -> bool:
+    if not fingerprint.is_known:
+        return False
+    if fingerprint.digest in _passed:
+        return True
+    path = _path(fingerprint, options)
+    return path is not None and path.exists()
+
+
+def record_pass(fingerprint: Fingerprint, options: CheckOptions) -> None:
+    if not fingerprint.is_known:
+        return
+    _passed.add(fingerprint.digest)
+    path = _path(fingerprint, options)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+
+def forget() -> None:
+    """Check everything again that this process has checked."""
+    _passed.clear()
+
+
+def _path(fingerprint: Fingerprint, options: CheckOptions) -> Path | None:
+    """A file in Inductor's cache, of this version of the sources, of torch and of the device."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if not fingerprint.is_stable or not options.version or config.force_disable_caches:
+        return None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    version = f"{options.version} {torch.__version__} {device} {fingerprint.digest}"
+    return Path(cache_dir()) / "streamkl_checks" / hashlib.sha256(version.encode()).hexdigest()

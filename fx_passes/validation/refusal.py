@@ -1,0 +1,70 @@
+"""Rewrite, check, and rewrite again without the sites whose check failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of
+from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.validation.check import Verdict, check
+from torch_streamkl.fx_passes.validation.options import CheckOptions
+
+log = logging.getLogger("torch_streamkl.validation")
+Refused = Mapping[str, str]  # nodes of the user's graph that stay as they are, and why
+
+
+def rewrite_checked(
+    gm: fx.GraphModule,
+    copied: Callable[[fx.Graph], fx.Graph],
+    attempt: Callable[[fx.Graph, Refused], Report],
+    options: CheckOptions,
+) -> tuple[fx.Graph, Report]:
+    """The rewritten graph with the sites that passed, and the report of all.
+
+    ``attempt`` rewrites a copy of the graph but for what is refused. What it leaves is analysed
+    anew and checked anew, so that a site is judged in the graph that it is part of.
+    """
+    refused: dict[str, str] = {}
+    while True:
+        graph = copied(gm.graph)
+        report = attempt(graph, refused)
+        verdicts = check(gm.graph, graph, gm, options) if report.num_fused else []
+        wrong = {node: reason for v in verdicts for node, reason in _refusals(v, options)}
+        new = {node: reason for node, reason in wrong.items() if node not in refused}
+        if not wrong:
+            report.sites = [_with_verdict(site, verdicts) for site in report.sites]
+            nodes = {n.name: n for n in gm.graph.nodes}
+            known = {site.node for site in report.sites}
+            report.sites += [
+                Site(False, "", "", reason, *location_of(nodes[name]), node=name)
+                for name, reason in refused.items()
+                if name not in known
+            ]
+            return graph, report
+        for reason in new.values():
+            log.warning("%s", reason)
+        if not new:  # refusing did not help: nothing is rewritten
+            new = {s.node: next(iter(wrong.values())) for s in report.sites if s.fused}
+        refused.update(new)
+
+
+def _refusals(verdict: Verdict, options: CheckOptions) -> list[tuple[str, str]]:
+    """What is not to be rewritten after a verdict, and why."""
+    reason = ""
+    if verdict.difference:
+        reason = f"the check failed: {verdict.difference}"
+    elif verdict.not_checked and options.mode == "always":
+        reason = f'streamkl.verify is "always", and it was not checked: {verdict.not_checked}'
+    return [(node, reason) for node in verdict.sites or {verdict.node}] if reason else []
+
+
+def _with_verdict(site: Site, verdicts: list[Verdict]) -> Site:
+    """A fused site with what the checks of its values say: the first that is no pass."""
+    mine = [v for v in verdicts if site.node in v.sites]
+    if not site.fused or not mine:
+        return site
+    return replace(site, check=str(min(mine, key=lambda v: not v.not_checked)))

@@ -1,0 +1,264 @@
+"""Run the nodes of a region on real tensors, in their own dtypes or in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.validation.options import NotChecked
+
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+LOGARITHMS = {"log_softmax", "logsumexp", "cross_entropy", "logaddexp"}  # of exponentials
+EXPONENTIALS = {"exp", "softmax"} | LOGARITHMS
+LOWEST = -3e4  # exponentials of it are 0 in every dtype, and half has it
+_FILL = 1e4  # beyond it lie the values of masks
+
+
+@dataclass
+class Result:
+    """What a region gives: its value, and the gradients of its leaves."""
+
+    value: Any
+    gradients: dict[str, Tensor | None]
+    written: dict[str, Tensor]  # leaves that were modified in place
+
+
+def run(
+    nodes: Sequence[fx.Node],
+    output: str,
+    leaves: Mapping[str, Any],
+    deadline: float | None = None,
+    *,
+    wide: bool = False,
+    noise: torch.Generator | None = None,
+    finite: bool = False,
+) -> Result:
+    """The value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
+
+    What is computed from no floating leaf (masks, positions, tables) keeps its dtype in float64
+    runs too, and so does a cast to a dtype narrower than all leaves: there a rounding is part of
+    the program. With ``finite`` a finite number stands for -inf; with ``noise`` every
+    intermediate result is moved by a rounding of its own dtype.
+    """
+    env = {name: _fresh(value, wide) for name, value in leaves.items()}
+    versions = {n: x._version for n, x in env.items() if isinstance(x, Tensor)}
+    # operations get views, so that a leaf that is written to keeps its gradient
+    given = {n: _entrance(x) for n, x in env.items()}
+    dependent = _dependent(nodes, leaves) if wide else frozenset[str]()
+    values: dict[str, Any] = dict(given)
+    last_use = {a.name: n.name for n in nodes for a in n.all_input_nodes}
+    kept = _kept_dtypes(leaves)
+    with _modes_restored():
+        for node in nodes:
+            made = _run_node(node, values, node.name in dependent, wide, kept, finite)
+            if (
+                noise is not None
+                and node.name in dependent
+                and getattr(made, "dtype", None) not in kept
+            ):
+                given_to = [values.get(a.name) for a in node.all_input_nodes[:1]]
+                made = _rounded_otherwise(made, node, noise, *map(_largest, given_to))
+            values[node.name] = made
+            for a in node.all_input_nodes:
+                if last_use[a.name] == node.name and a.name != output and a.name not in leaves:
+                    values.pop(a.name, None)
+            if deadline is not None and time.perf_counter() > deadline:
+                raise NotChecked("it takes too long")
+    value = values[output]
+    gradients = _gradients(value, env)
+    written = {
+        n: given[n].detach()
+        for n, version in versions.items()
+        if isinstance(given[n], Tensor) and env[n]._version != version
+    }
+    plain = value.detach() if isinstance(value, Tensor) else value
+    return Result(plain, gradients, written)
+
+
+def _largest(x: Any) -> float:
+    """Largest absolute entry, what masks fill in left out."""
+    if not isinstance(x, Tensor) or not x.numel() or x.dtype not in (*NARROW, torch.float64):
+        return 0.0
+    size = x.detach().abs()
+    return float(torch.where(size < _FILL, size, 0.0).max())
+
+
+def _kept_dtypes(leaves: Mapping[str, Any]) -> frozenset[torch.dtype]:
+    """Dtypes that are coarser than all floating leaves: casts to them are meant to round."""
+    eps = [
+        torch.finfo(x.dtype).eps
+        for x in leaves.values()
+        if isinstance(x, Tensor) and x.dtype.is_floating_point
+    ]
+    return frozenset(d for d in NARROW if eps and torch.finfo(d).eps > max(eps))
+
+
+def _rounded_otherwise(
+    made: Any, node: fx.Node, generator: torch.Generator, largest_input: float = 0.0
+) -> Any:
+    """A new floating tensor with each entry moved by one rounding, up or down.
+
+    What an exponential gives is moved by as much as roundings of its argument do: a streaming
+    operator makes probabilities again as exp(score - normaliser), for two distributions.
+    """
+    value = example(node)
+    if not isinstance(made, Tensor) or not isinstance(value, Tensor):
+        return made
+    memory = storage_of(node)
+    if value.dtype not in (*NARROW, torch.float64) or any(
+        storage_of(a) == memory for a in node.all_input_nodes
+    ):
+        return made
+    draw = torch.randint(
+        0, 2, made.shape, generator=generator, device=generator.device, dtype=torch.int8
+    )
+    sign = (2 * draw - 1).to(made.device, made.dtype)
+    change = made.detach() * sign * torch.finfo(value.dtype).eps
+    name = name_of(node)
+    if name in EXPONENTIALS:
+        exponent = 4 * largest_input * torch.finfo(_accumulated(value.dtype)).eps
+        change += sign * exponent * (1.0 if name in LOGARITHMS else made.detach())
+    return torch.where(made.detach().abs() < _FILL, made + change, made)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _fresh(value: Any, wide: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.detach().clone(memory_format=torch.preserve_format)
+    if copy.stride() != value.stride():
+        copy = (
+            torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+            if 0 not in value.stride()
+            else value.detach()
+        )
+        if 0 not in value.stride():
+            copy.copy_(value.detach())
+    if wide and value.dtype in NARROW:
+        copy = copy.double()
+    return copy.requires_grad_(value.requires_grad)
+
+
+def _entrance(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    with torch.enable_grad():
+        return value.view_as(value)
+
+
+def _run_node(
+    node: fx.Node,
+    values: Mapping[str, Any],
+    dependent: bool,
+    wide: bool,
+    kept: frozenset[torch.dtype],
+    finite: bool,
+) -> Any:
+    def widened(x: Any) -> Any:
+        is_narrow = isinstance(x, torch.dtype) and x in NARROW and x not in kept
+        return torch.float64 if is_narrow else x
+
+    def look_up(n: fx.Node) -> Any:
+        value = values[n.name]
+        if dependent and isinstance(value, Tensor):
+            return value.to(widened(value.dtype))
+        return value
+
+    given: Any = fx.map_arg((node.args, node.kwargs), look_up)
+    args, kwargs = tree_map(_limited, given) if finite else given
+    target: Any = node.target
+    if wide and name_of(node) in ("_enter_autocast", "_exit_autocast"):
+        return None
+    with default_dtype(torch.float64) if dependent else contextlib.nullcontext():
+        if dependent:
+            args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
+        if node.op == "call_method":
+            is_widened = dependent and target in _CASTS and _CASTS[target] not in kept
+            method = "double" if is_widened else target
+            return getattr(args[0], method)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+
+def _limited(x: Any) -> Any:
+    return LOWEST if isinstance(x, float) and x == -math.inf else x
+
+
+def _dependent(nodes: Sequence[fx.Node], leaves: Mapping[str, Any]) -> frozenset[str]:
+    """The nodes that are computed from floating leaves, by data or through memory."""
+    found = {n for n, x in leaves.items() if isinstance(x, Tensor) and x.dtype.is_floating_point}
+    while True:
+        size = len(found)
+        memory = set()
+        for node in nodes:
+            if any(a.name in found for a in node.all_input_nodes):
+                found.add(node.name)
+                memory |= {storage_of(target) for target in written_by(node)}
+        memory -= {None}
+        found |= {n.name for n in nodes if storage_of(n) in memory}
+        if len(found) == size:
+            return frozenset(found - leaves.keys())
+
+
+def _gradients(value: Any, leaves: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    wanted = {n: x for n, x in leaves.items() if isinstance(x, Tensor) and x.requires_grad}
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return {}
+    weight = weights(value)
+    found = torch.autograd.grad(value, list(wanted.values()), weight, allow_unused=True)
+    return dict(zip(wanted, found, strict=True))
+
+
+def weights(value: Tensor) -> Tensor:
+    """The gradient of the value: another for each entry, so that no errors cancel."""
+    if value.dim() == 0:
+        return torch.ones_like(value)
+    generator = torch.Generator(value.device).manual_seed(7)
+    made = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float32)
+    # few digits: the same in every dtype
+    return ((made * 64).floor() / 64 + 0.5).to(value.dtype)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+@contextlib.contextmanager
+def _modes_restored() -> Iterator[None]:
+    """Gradient mode and autocast as they were, however the nodes left them."""
+    devices = [d for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()]
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    cache, grad = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+    nesting = torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        while torch.autocast_decrement_nesting() >= nesting:
+            pass
+        torch.clear_autocast_cache()
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_cache_enabled(cache)
+        for device, enabled, dtype in before:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)

@@ -1,0 +1,102 @@
+"""Numbers for symbolic sizes: those that the graph was traced with, or smaller ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from torch_streamkl.fx_passes.validation.options import NotChecked
+
+SymNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Sizes:
+    """What symbols stand for: ``smaller`` ones, or the hints of the graph."""
+
+    def __init__(self, smaller: Mapping[sympy.Symbol, int] | None = None) -> None:
+        self.smaller = dict(smaller or {})
+
+    def number(self, x: Any) -> Any:
+        """A number as a Python number; NotChecked when only the data decides it."""
+        if not isinstance(x, SymNumber):
+            return x
+        node = x.node
+        constant = node.maybe_as_int() if isinstance(x, torch.SymInt) else None
+        if constant is not None:
+            return constant
+        if self.smaller:
+            known = node.expr.xreplace(self.smaller)
+            if not known.free_symbols:
+                kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(x)]
+                return kind(known)
+        if node.hint is None:
+            raise NotChecked("sizes that only the data decides")
+        return node.hint
+
+    def numbers(self, xs: Any) -> list[int]:
+        return [int(self.number(x)) for x in xs]
+
+    def is_known(self, value: object) -> bool:
+        """Whether a value is made of numbers that do not depend on data."""
+        if isinstance(value, (tuple, list)):
+            return len(value) > 0 and all(self.is_known(x) for x in value)
+        if isinstance(value, SymNumber):
+            return value.node.hint is not None
+        return isinstance(value, (bool, int, float))
+
+    def known(self, value: Any) -> Any:
+        """A value of which `is_known` holds, without symbols."""
+        if isinstance(value, (tuple, list)):
+            parts = [self.known(x) for x in value]
+            return torch.Size(parts) if isinstance(value, torch.Size) else type(value)(parts)
+        return self.number(value)
+
+
+def smaller_sizes(graph: fx.Graph) -> list[Sizes]:
+    """Sizes with every symbol a half, a quarter, ... of its hint, where the guards allow it."""
+    shapes, symbols = None, {}
+    for node in graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if node.op == "placeholder" and isinstance(value, torch.SymInt):
+            shapes = value.node.shape_env
+            for symbol in value.node.expr.free_symbols:
+                symbols[symbol] = value.node.shape_env.size_hint(symbol)
+        elif node.op == "placeholder" and isinstance(value, torch.Tensor):
+            for size in value.shape:
+                if isinstance(size, torch.SymInt) and size.node.hint is not None:
+                    shapes = size.node.shape_env
+                    for symbol in size.node.expr.free_symbols:
+                        symbols[symbol] = shapes.size_hint(symbol)
+    if shapes is None:
+        return []
+    found = []
+    for factor in (2, 4, 8, 16, 32, 64):
+        fewer = _divided({s: int(hint) for s, hint in symbols.items()}, factor)
+        if _is_allowed(fewer, shapes):
+            found.append(Sizes({s: sympy.Integer(size) for s, size in fewer.items()}))
+    return found
+
+
+def _divided(hints: Mapping[sympy.Symbol, int], factor: int) -> dict[sympy.Symbol, int]:
+    """Sizes of at least 8, or as they were; different ones stay different."""
+    found: dict[sympy.Symbol, int] = {}
+    for symbol, hint in sorted(hints.items(), key=lambda item: item[1]):
+        size = max(hint // factor, min(hint, 8))
+        while size in found.values() and size < hint:
+            size += 1
+        found[symbol] = size
+    return found
+
+
+def _is_allowed(sizes: Mapping[sympy.Symbol, int], shapes: Any) -> bool:
+    """Whether what the compiled program requires of its sizes holds."""
+    given = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+    for symbol, size in sizes.items():
+        allowed = shapes.var_to_range.get(symbol)
+        if allowed is not None and not bool(allowed.lower <= size <= allowed.upper):
+            return False
+    return all(guard.expr.xreplace(given) in (True, sympy.true) for guard in shapes.guards)

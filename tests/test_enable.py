@@ -1,0 +1,202 @@
+"""enable(): what trainers get that call torch.compile themselves, and that it can be undone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch._inductor.config
+from torch import Tensor, fx
+
+import torch_streamkl
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.inductor_passes import CustomGraphPass
+
+SETTINGS = ("capture_dynamic_output_shape_ops", "nested_graph_breaks")
+
+
+def settings() -> list[object]:
+    inductor, dynamo = torch._inductor.config, torch._dynamo.config
+    values: list[object] = [inductor.pre_grad_custom_pass, inductor.joint_custom_pre_pass]
+    return values + [getattr(dynamo, name) for name in SETTINGS]
+
+
+class Users(CustomGraphPass):
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.ran += 1
+
+    def uuid(self) -> Any:
+        return "a pass of the user"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_enabled() -> Iterator[None]:
+    torch._dynamo.reset()
+    before = settings()
+    # a graph of the cache is not analysed, so nothing would be reported
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+    torch_streamkl.disable()
+    assert settings() == before
+
+
+def loss(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    wanted = (t @ t.mT).softmax(-1)
+    got = (q @ k.mT).log_softmax(-1)
+    return torch.nn.functional.kl_div(got, wanted, reduction="batchmean")
+
+
+def unfused(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    return loss(q, k, t) + torch.nn.functional.kl_div(
+        (q @ k.mT).sort(-1).values.log_softmax(-1), (t @ t.mT).softmax(-1)
+    )
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(1, 2, 8, 4, requires_grad=i < 2) for i in range(3)]
+
+
+def num_fused(fn: Any, **options: Any) -> int:
+    """Of ``fn`` compiled by someone who does not know of us."""
+    torch._dynamo.reset()
+    given = inputs()
+    with backend.collected() as report:
+        got = torch.compile(fn, **options)(*given)
+    torch.testing.assert_close(got, fn(*given))
+    got.backward()
+    assert given[0].grad is not None
+    return report.num_fused
+
+
+def test_ordinary_compilations_are_rewritten_until_it_is_disabled() -> None:
+    assert num_fused(loss) == 0
+    torch_streamkl.enable()
+    assert num_fused(loss) == 1
+    torch_streamkl.disable()
+    torch_streamkl.disable()
+    assert num_fused(loss) == 0
+
+
+def test_twice_and_nested() -> None:
+    before = settings()
+    torch_streamkl.enable()
+    torch_streamkl.enable(deterministic=False)
+    assert not _options()["streamkl.deterministic"]
+    assert num_fused(loss) == 1
+    with torch_streamkl.enable(strict=True):
+        assert _options()["streamkl.strict"] and _options()["streamkl.deterministic"]
+        with torch_streamkl.enable():
+            assert not _options()["streamkl.strict"]
+            torch_streamkl.disable()
+            assert settings() == before
+        assert _options()["streamkl.strict"]
+    assert not _options()["streamkl.strict"] and not _options()["streamkl.deterministic"]
+    torch_streamkl.disable()
+    assert settings() == before
+
+
+def _options() -> dict[str, Any]:
+    found = torch._inductor.config.pre_grad_custom_pass.ours
+    assert torch._inductor.config.joint_custom_pre_pass.ours == found
+    return found
+
+
+def test_an_error_inside_undoes_it() -> None:
+    with pytest.raises(RuntimeError, match="inside"), torch_streamkl.enable():
+        raise RuntimeError("inside")
+    assert torch._inductor.config.pre_grad_custom_pass is None
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_passes_of_the_user_stay(as_list: bool) -> None:
+    one, two = Users(), Users()
+    users = [one, two] if as_list else one
+    with torch._inductor.config.patch(pre_grad_custom_pass=users, joint_custom_pre_pass=two):
+        with torch_streamkl.enable():
+            with torch_streamkl.enable():
+                assert num_fused(loss) == 1
+            assert one.ran == 1
+            assert two.ran == 1 + as_list
+        assert torch._inductor.config.pre_grad_custom_pass == users
+        assert torch._inductor.config.joint_custom_pre_pass is two
+
+
+def test_a_pass_that_the_user_adds_meanwhile_stays() -> None:
+    added = Users()
+    with torch_streamkl.enable():
+        config = torch._inductor.config
+        config.pre_grad_custom_pass = [config.pre_grad_custom_pass, added]
+        assert num_fused(loss) == 1
+    assert added.ran == 1
+    assert torch._inductor.config.pre_grad_custom_pass == [added]
+    torch._inductor.config.pre_grad_custom_pass = None
+
+
+def test_settings_of_the_user_are_put_back() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        with torch_streamkl.enable():
+            assert all(getattr(torch._dynamo.config, name) for name in SETTINGS)
+        assert torch._dynamo.config.capture_dynamic_output_shape_ops
+    with torch_streamkl.enable():
+        torch._dynamo.config.nested_graph_breaks = False
+    assert not torch._dynamo.config.nested_graph_breaks
+
+
+def test_options_that_do_not_exist() -> None:
+    before = settings()
+    with pytest.raises(ValueError, match=r"streamkl\.strict must be False or True, got 'yes'"):
+        torch_streamkl.enable(strict="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"streamkl\.verify"):
+        torch_streamkl.enable(verify="sometimes")
+    with pytest.raises(TypeError, match="inner"):
+        torch_streamkl.enable(inner="eager")  # type: ignore[call-arg]
+    assert settings() == before
+
+
+def test_strict_and_explain(caplog: pytest.LogCaptureFixture) -> None:
+    with torch_streamkl.enable(strict=True):
+        assert num_fused(loss) == 1
+        with pytest.raises(Exception, match="sort of scores"):
+            num_fused(unfused)
+    caplog.clear()
+    with torch_streamkl.enable(explain=True), caplog.at_level(logging.WARNING):
+        assert num_fused(unfused) == 1
+    assert "1 of 2 KL sites fused" in caplog.text
+
+
+@pytest.mark.parametrize("front_end", ["backend", "inductor_options"])
+def test_the_other_ways_in_are_not_doubled(front_end: str) -> None:
+    with torch_streamkl.enable(strict=True):
+        if front_end == "backend":
+            options: dict[str, Any] = {"backend": "streamkl"}
+        else:
+            options = {"options": torch_streamkl.inductor_options()}
+        torch._dynamo.reset()
+        given = inputs()
+        with backend.collected() as report:
+            got = torch.compile(unfused, **options)(*given)
+    torch.testing.assert_close(got, unfused(*given))
+    assert (report.num_fused, len(report.sites)) == (1, 2)
+
+
+def selected(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    """Rows that a mask selects: their number depends on the data."""
+    wanted = (t @ t.mT).softmax(-1)
+    got = (q @ k.mT).log_softmax(-1)
+    rows = (wanted * (wanted.log() - got)).sum(-1)
+    return rows[q.detach()[..., 0] > 0].mean()
+
+
+def test_selected_rows_stay_in_one_graph() -> None:
+    with torch_streamkl.enable():
+        torch._dynamo.reset()
+        given = inputs()
+        got = torch.compile(selected, fullgraph=True)(*given)
+    torch.testing.assert_close(got, selected(*given))
