@@ -38,7 +38,9 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize("case", WRITES, ids=str)
+@pytest.mark.parametrize(
+    "case", WRITES, ids=lambda c: f"{getattr(c[0], '__name__', c[0])}{c[1:3]}"
+)
 def test_written_by(case: tuple[object, tuple[object, ...], dict[str, object], set[str]]) -> None:
     target, args, kwargs, written = case
     graph = fx.Graph()

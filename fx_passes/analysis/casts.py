@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.context import Analysis
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     ExpSum,
     LogSumExp,
     RowMax,
     Rows,
-    ScoreKey,
-    Scores,
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked

@@ -7,6 +7,7 @@ reduction, scale, masks, casts and layout are independent of each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +22,12 @@ from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
 from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.fitting import fitted
 from torch_streamkl.fx_passes.domain.index_values import stored
 from torch_streamkl.fx_passes.domain.masks import Affine
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
-from torch_streamkl.fx_passes.domain.values import Number, Scores
+from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
@@ -139,7 +142,10 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
             return self._no_rule(node, name)
         value = after_rounding(self, node, rule(self, node, named_arguments(node)))
         if isinstance(value, Scores) and value.key.dtype is None:
-            value = value.with_key(dtype=self._dtype_of(node))
+            value = replace(value, key=replace(value.key, dtype=self._dtype_of(node)))
+        tensor = node.meta.get("val")
+        if isinstance(tensor, Tensor):
+            value = fitted(value, tensor.shape)
         return self._with_gradient_of(node, value)
 
     def _with_gradient_of(self, node: fx.Node, value: T) -> T:

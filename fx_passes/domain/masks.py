@@ -95,6 +95,11 @@ class BoolTensor:
             return replace(self, literals=frozenset({literal.negated()}))
         return replace(self, negative=not self.negative)
 
+    def indexed_dims(self) -> set[int]:
+        """Dimensions whose index the conditions read."""
+        linear = [x for x in self.literals if isinstance(x, Linear)]
+        return {d for x in linear for d, c in enumerate(x.coefficients) if c != 0}
+
     def conjunction(self, other: BoolTensor) -> BoolTensor | None:
         """Both hold; None when that is not a conjunction of literals."""
         if self.negative or other.negative:
@@ -113,6 +118,7 @@ class BoolTensor:
 
 
 TRUE_TENSOR = BoolTensor(frozenset(), 0)
+NEVER = TRUE_TENSOR.inverted()
 
 
 def _with_leading(literal: Literal, extra: int) -> Literal:
@@ -244,6 +250,32 @@ def _to_axes(
             if not same(dim_size(layout[dim]), shape_of(literal.node)[source]):
                 return None  # the mask has more entries than what it is applied to
     return AxisTensor(literal.node, tuple(dims), literal.positive)
+
+
+def to_tensor(mask: Mask, layout: Layout) -> BoolTensor | None:
+    """The inverse of `to_axes`: a mask on axes as one of a tensor with ``layout``."""
+    literals: set[Literal] = set()
+    for literal in mask:
+        if isinstance(literal, AxisExcept):
+            return None
+        if isinstance(literal, AxisCondition):
+            coefficients = [0] * len(layout)
+            for axis, coefficient in literal.coefficients:
+                dim = axis_dim(layout, axis)
+                if dim is None:
+                    return None
+                coefficients[dim] = coefficient
+            literals.add(Linear(tuple(coefficients), literal.constant))
+            continue
+        dims: list[int | None] = [None] * len(layout)
+        for source, pieces in enumerate(literal.layout):
+            if pieces == ():
+                continue
+            if pieces not in layout:
+                return None
+            dims[layout.index(pieces)] = source
+        literals.add(Opaque(literal.node, tuple(dims), literal.positive))
+    return BoolTensor(frozenset(literals), len(layout))
 
 
 def axes_in(literal: AxisLiteral) -> set[int]:

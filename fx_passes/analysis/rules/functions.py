@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -13,14 +14,13 @@ from torch_streamkl.functional import ZERO, Expr, apply, const, evaluate
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
-from torch_streamkl.fx_passes.domain import score_algebra as scores
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Scale, ScoreKey, Scores, Tanh
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     ExpSum,
     Number,
     Rows,
-    ScoreKey,
-    Scores,
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -41,8 +41,8 @@ class FunctionRules(MaskRules):
     @rule(aten.log.default)
     def log(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if isinstance(x, ExpSum):
-            return ExpSum(x.scores, x.axis, logarithm=True)
+        if isinstance(x, ExpSum) and not x.logarithm:
+            return replace(x, logarithm=True)
         return self._unary(node, a, "log", lambda v: math.log(v) if v > 0 else -math.inf)
 
     @rule(aten.neg.default)
@@ -51,7 +51,7 @@ class FunctionRules(MaskRules):
         if isinstance(x, Rows):
             return x.scaled(-1.0)
         if isinstance(x, Scores):
-            return scores.scaled(x, -1.0)
+            return x.then(Scale(-1.0))
         return self._unary(node, a, "neg", lambda v: -v)
 
     @rule(aten.abs.default)
@@ -84,7 +84,7 @@ class FunctionRules(MaskRules):
     @rule(aten.tanh.default)
     def tanh(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        return scores.with_tanh(x) if isinstance(x, Scores) else self._no_rule(node, "tanh")
+        return x.then(Tanh()) if isinstance(x, Scores) else self._no_rule(node, "tanh")
 
     @rule(aten.pow.Tensor_Scalar)
     def pow(self, node: fx.Node, a: Arguments) -> object:
@@ -176,14 +176,16 @@ class FunctionRules(MaskRules):
 
 def _may_be_infinite(key: ScoreKey) -> bool:
     """Whether some scores may be -inf; a tensor that is added to them may hold anything."""
-    is_removed = key.mask is not None and key.fill == -math.inf
-    return is_removed or key.padded is not None or bool(key.biases)
+    form = read(key)
+    is_removed = bool(form.mask) and form.fill == -math.inf
+    return is_removed or form.padded is not None or bool(form.biases or form.inner_biases)
 
 
 def _drops_absent_keys(x: Elements) -> bool:
     """Whether keys that all distributions lack contribute 0, as 0 * -inf does to what is fused."""
-    first, *others = (part.scores for part in x.parts)
-    alike = all((k.mask, k.biases) == (first.mask, first.biases) for k in others)
+    first, *others = (read(part.scores) for part in x.parts)
+    absent_by = (first.mask, first.biases, first.inner_biases)
+    alike = all((k.mask, k.biases, k.inner_biases) == absent_by for k in others)
     e = x.single()
     if e is None or first.padded is not None or not alike or not _is_of_probabilities(e):
         return False

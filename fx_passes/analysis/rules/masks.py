@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.indices import IndexRules
 from torch_streamkl.fx_passes.domain.index_values import first_index, is_exact, promote, promoted
 from torch_streamkl.fx_passes.domain.masks import (
+    NEVER,
     TRUE_TENSOR,
     Affine,
     AnyKey,
@@ -25,7 +26,13 @@ from torch_streamkl.fx_passes.domain.masks import (
     opaque,
     rearranged,
 )
-from torch_streamkl.fx_passes.domain.values import Absent, Elements, Number, Scores
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    Infinite,
+    Number,
+)
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, shape_of
 
@@ -39,7 +46,10 @@ class MaskRules(IndexRules):
     def compared(self, op: str, x: Elements, value: float) -> object:
         raise NotImplementedError
 
-    def finite(self, x: object, *, infinite: bool) -> object:
+    def infinite(self, x: object) -> object:
+        raise NotImplementedError
+
+    def finite(self, x: object) -> object:
         raise NotImplementedError
 
     def unknown(self, node: fx.Node) -> BoolTensor | None:
@@ -193,8 +203,9 @@ class MaskRules(IndexRules):
     def size(self, x: object) -> Size | None:
         """An integer argument, symbolic or not."""
         recorded = x.meta.get("val") if isinstance(x, fx.Node) else x
-        is_integer = isinstance(recorded, (int, torch.SymInt)) and not isinstance(recorded, bool)
-        return recorded if is_integer else None
+        if isinstance(recorded, (int, torch.SymInt)) and not isinstance(recorded, bool):
+            return recorded
+        return None
 
     def _integers(
         self, node: fx.Node, left: object, right: object
@@ -259,15 +270,18 @@ class MaskRules(IndexRules):
 
     @rule(aten.isinf.default)
     def isinf(self, node: fx.Node, a: Arguments) -> object:
-        return self.finite(self.value(a["self"]), infinite=True) or self.unknown(node)
+        return self.infinite(self.value(a["self"])) or self.unknown(node)
 
     @rule(aten.isnan.default)
     def isnan(self, node: fx.Node, a: Arguments) -> object:
-        return self.finite(self.value(a["self"]), infinite=True) or self.unknown(node)
+        x = self.value(a["self"])
+        if isinstance(x, Scores):
+            read(x.key)  # of finite dot products, nothing that it has a form for is NaN
+        return NEVER if isinstance(x, (Elements, Scores)) else self.unknown(node)
 
     @rule(aten.isfinite.default)
     def isfinite(self, node: fx.Node, a: Arguments) -> object:
-        return self.finite(self.value(a["self"]), infinite=False) or self.unknown(node)
+        return self.finite(self.value(a["self"])) or self.unknown(node)
 
     # --------------------------------------------------------------------------------------- logic
     @rule(aten.bitwise_not.default, aten.logical_not.default)
@@ -312,8 +326,8 @@ class MaskRules(IndexRules):
 
     def _logical(self, node: fx.Node, a: Arguments, *, conjunction: bool) -> object:
         x, y = self.boolean(a["self"]), self.boolean(a["other"])
-        if isinstance(x, Absent) and isinstance(y, Absent) and not conjunction:
-            return y if x.scores.mask is None else x  # keys masked on either side
+        if isinstance(x, Infinite) and isinstance(y, Infinite) and not conjunction:
+            return Infinite(x.scores + y.scores)
         if not isinstance(x, BoolTensor) or not isinstance(y, BoolTensor):
             return self.unknown(node)
         if conjunction:

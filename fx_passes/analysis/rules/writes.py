@@ -17,13 +17,22 @@ from torch import fx
 
 from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
-from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.index_values import first_index
 from torch_streamkl.fx_passes.domain.layout import axis_dim
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import Number, Scores
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, same, shape_of
+from torch_streamkl.fx_passes.domain.scores import Masking, Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Number,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    name_of,
+    named_arguments,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    same,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -46,7 +55,7 @@ class WriteRules(Analysis):
         if axis_dim(x.layout, axis) != dim or not same(pieces[0].size, x.key.size(axis)):
             return self._no_rule(node, "fill_")
         keep = AxisExcept(axis, start, stop)
-        self.written[node] = (base, scores.masked(x, frozenset({keep}), -math.inf))
+        self.written[node] = (base, x.then(Masking(frozenset({keep}), -math.inf)))
         return None
 
     def _columns(self, view: fx.Node) -> tuple[fx.Node, int, int, int] | None:
