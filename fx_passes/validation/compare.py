@@ -29,10 +29,10 @@ class Slack:
 
     def add(self, naive: Result, exact: Result) -> None:
         for name, x, y in _pairs(naive, exact):
-            self.error[name] = max(self.error.get(name, 0.0), _distance(x, y, x))
+            self.error[name] = max(self.error.get(name, 0.0), distance(x, y, x))
 
     def allowed(self, name: str, naive: Tensor, exact: Tensor) -> float:
-        last_digit = torch.finfo(naive.dtype).eps * _largest(exact)
+        last_digit = torch.finfo(naive.dtype).eps * largest(exact)
         return 2 * self.error.get(name, 0.0) + last_digit
 
 
@@ -47,10 +47,10 @@ def difference(ours: Result, naive: Result, exact: Result, slack: Slack) -> str:
             if not bool(((x == y) | (x == z)).all()):
                 return f"{name}: {int((x != y).sum())} of {x.numel()} entries differ"
             continue
-        error, allowed = _distance(x, z, y), slack.allowed(name, y, z)
+        error, allowed = distance(x, z, y), slack.allowed(name, y, z)
         if not error <= allowed:
             return (
-                f"{name} is off by {error:.2g} of {_largest(z):.2g}, where the code as it is "
+                f"{name} is off by {error:.2g} of {largest(z):.2g}, where the code as it is "
                 f"written is off by {slack.error.get(name, 0.0):.2g}"
             )
         if not _same_infinities(x, y, z):
@@ -119,7 +119,7 @@ def _triples(a: Result, b: Result, c: Result) -> Iterator[tuple[str, Tensor, Ten
             yield name, x, y, z
 
 
-def _distance(x: Tensor, exact: Tensor, naive: Tensor) -> float:
+def distance(x: Tensor, exact: Tensor, naive: Tensor) -> float:
     """Largest difference where the exact value and the user's are finite; NaN is far."""
     if not x.numel() or not x.dtype.is_floating_point:
         return 0.0
@@ -134,5 +134,5 @@ def _same_infinities(x: Tensor, naive: Tensor, exact: Tensor) -> bool:
     return bool((~where | (x.double() == exact.double())).all())
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0

@@ -1,0 +1,13 @@
+"""Distillation losses on several devices, on PyTorch's own process groups and DTensors."""
+
+from torch_streamkl.distributed.agreement import DisagreementError
+from torch_streamkl.distributed.context_parallel import attention_kl_context_parallel
+from torch_streamkl.distributed.reshard import reshard_words
+from torch_streamkl.distributed.sequence import shard_sequence
+
+__all__ = [
+    "DisagreementError",
+    "attention_kl_context_parallel",
+    "reshard_words",
+    "shard_sequence",
+]
