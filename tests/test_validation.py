@@ -28,6 +28,7 @@ from tests.support.plants import (
     through,
 )
 from torch_streamkl.fx_passes import backend, pipeline
+from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation import check, records
 from torch_streamkl.fx_passes.validation.options import CheckOptions
@@ -66,7 +67,7 @@ def rewritten(program: str, dynamic: bool = False, **options: Any) -> Report:
     if key not in GRAPHS:
         GRAPHS[key] = graph_of(PROGRAMS[program], inputs_of(program), dynamic)
     owner = GRAPHS[key]
-    copy = fx.GraphModule(owner, pipeline._copied(owner.graph))
+    copy = fx.GraphModule(owner, copied(owner.graph))
     report = pipeline.rewrite(copy, verify=CheckOptions(**{"max_seconds": 60.0, **options}))
     assert not report.failures
     return report

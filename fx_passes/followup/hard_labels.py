@@ -147,18 +147,20 @@ def _is_pure(node: fx.Node) -> bool:
     )
 
 
-def _modes(nodes: Sequence[fx.Node]) -> list[object]:
-    """Autograd and autocast as the code before a place leaves them."""
-    modes: list[object] = [None]
+def _modes(nodes: Sequence[fx.Node]) -> tuple[bool, dict[object, tuple[object, ...]]]:
+    """Autograd and autocast as the code before a place leaves them, however deep it is nested."""
+    records_gradients = True
+    entered: list[fx.Node] = []
     for node in nodes:
         name = name_of(node)
         if name == "_set_grad_enabled":
-            modes[0] = node.args[0]
+            records_gradients = node.args[0] is not False
         elif name == "_enter_autocast":
-            modes.append(node.args)
+            entered.append(node)
         elif name == "_exit_autocast":
-            modes.pop()
-    return [modes[0] is not False, *modes[1:]]
+            entered.pop()
+    # of each device type, what was entered last
+    return records_gradients, {node.args[0]: tuple(node.args[1:]) for node in entered}
 
 
 def _share(

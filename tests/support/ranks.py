@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, distributed
 from torch._dynamo.backends.common import aot_autograd
 
@@ -196,7 +196,9 @@ def keeping_graphs(graphs: list[torch.fx.GraphModule]) -> Any:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
 
 
 def largest_tensor(graphs: list[torch.fx.GraphModule]) -> int:
