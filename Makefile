@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all bench lint clean
+.PHONY: demo test test-all test-integrations bench lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
@@ -17,6 +17,10 @@ test: $(VENV)/.test
 # Also what takes hours: the whole corpus in every mode, 5,000 generated programs.
 test-all: $(VENV)/.test
 	STREAMKL_FULL_CORPUS=1 STREAMKL_FUZZ_PROGRAMS=5000 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# With the libraries that people train with; `make test` skips those that are not installed, by name.
+test-integrations: $(VENV)/.test $(VENV)/.integrations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/integrations tests/test_examples.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python -m bench $(BENCH_ARGS)
