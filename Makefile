@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all test-integrations bench lint clean
+.PHONY: demo test test-all test-integrations test-matrix dist bench lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
@@ -16,7 +16,21 @@ test: $(VENV)/.test
 
 # Also what takes hours: the whole corpus in every mode, 5,000 generated programs.
 test-all: $(VENV)/.test
-	STREAMKL_FULL_CORPUS=1 STREAMKL_FUZZ_PROGRAMS=5000 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	STREAMKL_FULL_CORPUS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m tests.fuzz --programs 5000
+
+# Each pair in an environment of its own; a Python that is not here is left out and said.
+PYTHONS ?= python3.11 python3.12 python3.13
+TORCHES ?= 2.11.0 2.13.0
+test-matrix:
+	@for python in $(PYTHONS); do for torch in $(TORCHES); do \
+	    if ! $$python --version >/dev/null 2>&1; then echo "$$python is not installed: left out"; continue; fi; \
+	    echo "== $$python, torch $$torch"; \
+	    $(MAKE) test PYTHON=$$python TORCH="torch==$$torch" VENV=.venv/matrix/$$python-$$torch || exit 1; \
+	done; done
+
+dist: $(VENV)/.base
+	rm -rf dist && $(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 # With the libraries that people train with; `make test` skips those that are not installed, by name.
 test-integrations: $(VENV)/.test $(VENV)/.integrations

@@ -8,11 +8,11 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from bench import ceilings, compare, machine, table
 from bench.cases import Case, select, suite
 from bench.memory_limit import limit_memory
-from bench.progress import Progress
 from bench.providers import PROVIDERS, Provider, choose
 from bench.records import Run, command_line
 from bench.runner import Settings, out_of_memory_before, run_case
@@ -121,16 +121,21 @@ def measure_all(
     cases: list[Case], providers: list[Provider], settings: Settings, run: Run, path: Path
 ) -> None:
     """Case by case, sizes growing; what did not fit is not tried with more. Saved after each."""
-    with Progress(len(cases) * (len(providers) + 2)) as progress:
+    with tqdm(total=len(cases) * (len(providers) + 2), leave=False) as progress:
+
+        def show(what: str) -> None:
+            progress.set_description(what)
+            progress.update()
+
         too_large: set[tuple[str, str]] = set()  # sweeps and providers
         for case in cases:
             fitting = [p for p in providers if (case.sweep[0], p.name) not in too_large]
-            records = run_case(case, fitting, settings, progress.show)
+            records = run_case(case, fitting, settings, show)
             records += [out_of_memory_before(case, p) for p in providers if p not in fitting]
             too_large |= {(case.sweep[0], r.provider) for r in records if r.status == "oom"}
             run.records += records
             run.save(path)
-            progress.write(table.text(records, run.ceilings["matmul_tflops"]))
+            tqdm.write(table.text(records, run.ceilings["matmul_tflops"]))
 
 
 if __name__ == "__main__":

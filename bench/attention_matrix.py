@@ -15,10 +15,8 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +24,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from bench import ceilings, machine
 from bench.attention_cells import (
@@ -39,15 +38,11 @@ from bench.attention_cells import (
     gate,
     matrix,
 )
-from bench.measure import _elapsed_ms, _now, is_out_of_memory, release, synchronize
-from bench.progress import Progress
+from bench.measure import is_out_of_memory, median_ms, release, synchronize
 from bench.records import command_line
-from bench.table import number
+from bench.table import markdown_lines, number
 
 LEAST_SHARE = 0.6  # of the best rate at a head_dim; a row below shows its reason
-QUEUED_MS = 10.0  # of waiting that the device does while the host issues short calls
-SHORT_MS = 2.0  # timed together with others
-LONG_MS = 100.0  # timed once more after the first time
 
 
 # -------------------------------------------------------------------------------------- timing
@@ -106,29 +101,6 @@ def _run_cell(cell: Cell, device: torch.device, impl: str, rounds: int, rows: in
     return row
 
 
-def median_ms(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Time of a call, issued while the device waits: what the host takes is not in it."""
-    start = _now(device)
-    call()
-    end = _now(device)
-    synchronize(device)
-    estimate = _elapsed_ms(start, end)
-    repeats = 1
-    if estimate < SHORT_MS:
-        repeats = 20 if device.type == "cuda" else 2
-    times = []
-    for _ in range(rounds if estimate < LONG_MS else 1):
-        if device.type == "cuda":
-            torch.cuda._sleep(int(QUEUED_MS * 1.7e6))  # cycles
-        start = _now(device)
-        for _ in range(repeats):
-            call()
-        end = _now(device)
-        synchronize(device)
-        times.append(_elapsed_ms(start, end) / repeats)
-    return statistics.median(times)
-
-
 def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
     """What computes the cell, for those cases whose choice does not depend on masks."""
     from torch_streamkl import launch, ops
@@ -141,8 +113,13 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
 
 
 # ----------------------------------------------------------------------------------- compiling
+def show(progress: tqdm, what: str) -> None:
+    progress.set_description(what)
+    progress.update()
+
+
 def compile_first(
-    cells: list[Cell], jobs: int, impl: str, device: torch.device, progress: Progress
+    cells: list[Cell], jobs: int, impl: str, device: torch.device, progress: tqdm
 ) -> dict[Cell, str]:
     """Run every case once in processes, which leaves its kernels in Triton's cache.
 
@@ -157,12 +134,12 @@ def compile_first(
         for c in sorted(cells, key=lambda c: c.dtype != "fp32"):
             known = replace(c, seqlen_q=0, seqlen_k=0, batch=0) in seen
             if known and c.seqlen_k > TOKENS:
-                progress.show(f"{title(c)}: has the kernels of a shorter one")
+                progress.update()  # has the kernels of a shorter one
             else:
                 futures[pool.submit(run_cell, c, device, impl, 0, 0)] = c
         for future in as_completed(futures):
             c = futures[future]
-            progress.show(f"compiled {title(c)}")
+            show(progress, f"compiled {title(c)}")
             try:
                 row = future.result()
             except BrokenProcessPool:
@@ -303,17 +280,12 @@ def markdown(matrix: Matrix) -> str:
             list(DTYPES).index(row.cell.dtype), row.cell.seqlen_k, -row.cell.kv_heads,
         )
     )  # fmt: skip
-    lines += _table(COLUMNS, [row_cells(row, matrix) for row in usual])
+    lines += [*markdown_lines(COLUMNS, [row_cells(row, matrix) for row in usual]), ""]
     few = [row for row in matrix.rows if row.cell.has_few_rows]
     if few:
         lines += ["Few queries against many keys: bytes of the keys of both sides, read once.", ""]
-        lines += _table(FEW_COLUMNS, [few_cells(row, matrix) for row in few])
+        lines += [*markdown_lines(FEW_COLUMNS, [few_cells(row, matrix) for row in few]), ""]
     return "\n".join(lines)
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    cells = [columns, ("---",) * len(columns), *rows]
-    return ["| " + " | ".join(row) + " |" for row in cells] + [""]
 
 
 # ------------------------------------------------------------------------------------------ run
@@ -323,20 +295,20 @@ def run(
     """Fill the matrix, saving after each row."""
     started = time.perf_counter()
     jobs = settings.jobs if device.type == "cuda" else 0
-    with Progress(len(cells) * (2 if jobs else 1)) as progress:
+    with tqdm(total=len(cells) * (2 if jobs else 1), leave=False) as progress:
         failed = compile_first(cells, jobs, settings.impl, device, progress) if jobs else {}
-        progress.write(f"compiled after {time.perf_counter() - started:.0f} s")
+        tqdm.write(f"compiled after {time.perf_counter() - started:.0f} s")
         for cell in cells:
-            progress.show(title(cell))
+            show(progress, title(cell))
             if time.perf_counter() - started > settings.seconds:
-                progress.write(f"stopped after {settings.seconds:.0f} s, before {title(cell)}")
+                tqdm.write(f"stopped after {settings.seconds:.0f} s, before {title(cell)}")
                 return
             if cell in failed and not failed[cell].startswith("a process ended"):
                 row = Row(cell, "error", failed[cell])
             else:
                 row = run_cell(cell, device, settings.impl, settings.rounds, settings.rows)
             matrix.rows.append(row)
-            progress.write(" | ".join(row_cells(row, matrix)[:11]))
+            tqdm.write(" | ".join(row_cells(row, matrix)[:11]))
             if settings.json:
                 matrix.save(settings.json)
     matrix.is_complete = True

@@ -305,6 +305,8 @@ def suite(device: str, quick: bool = False) -> list[Case]:
         return [
             *(replace(LLAMA_8B, seqlen=n) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
             QWEN_HEAD,
+            replace(QWEN_HEAD, tokens=256),  # few tokens
+            replace(QWEN_HEAD, tokens=65536),
             *_mha(),
             replace(MINILM, batch=32),
             replace(BERT_BASE, batch=32),

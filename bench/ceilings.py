@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,14 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import AttentionCase
-from bench.measure import OutOfMemory, Sample, Timed
+from bench.measure import OutOfMemory, Sample, Timed, median_ms
+
+ROUNDS = 7
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Rate of one large square matmul on random data."""
     size = 8192 if device.type == "cuda" else 1536
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / _median_ms(lambda: a @ b, device) * 1e-9
+    return 2 * size**3 / median_ms(lambda: a @ b, device, ROUNDS) * 1e-9
 
 
 def copy_gbytes(device: torch.device) -> float:
@@ -31,7 +32,7 @@ def copy_gbytes(device: torch.device) -> float:
         2
         * source.numel()
         * source.element_size()
-        / _median_ms(lambda: target.copy_(source), device)
+        / median_ms(lambda: target.copy_(source), device, ROUNDS)
         * 1e-6
     )
 
@@ -87,18 +88,3 @@ class _Sink(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
         return ctx.saved_tensors[0], None
-
-
-def _median_ms(call: Callable[[], object], device: torch.device) -> float:
-    from bench.measure import _elapsed_ms, _now, synchronize
-
-    times = []
-    for _ in range(3):
-        call()
-    for _ in range(7):
-        start = _now(device)
-        call()
-        end = _now(device)
-        synchronize(device)
-        times.append(_elapsed_ms(start, end))
-    return statistics.median(times)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import cuda_graphs, machine, table
-from bench.measure import MIB, OutOfMemory, guarded, peak_mib, release, synchronize
+from bench.measure import MIB, OutOfMemory, guarded, host_seconds, peak_mib, release
 from bench.memory_limit import limit_memory
 from bench.records import Run, command_line
 
@@ -141,18 +141,10 @@ def default_providers(device: torch.device) -> list[str]:
 def step_times(step: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
     """Samples of a step's seconds, each of steps that take BURST_S together, or of one."""
 
-    def burst(steps: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - start) / steps
-
-    steps = math.ceil(BURST_S / max(burst(1), 1e-6))
+    steps = math.ceil(BURST_S / max(host_seconds(step, device), 1e-6))
     times: list[float] = []
     while len(times) < 2 or (sum(times) * steps < seconds and len(times) < 30):
-        times.append(burst(steps))
+        times.append(host_seconds(step, device, steps))
     return times
 
 

@@ -21,6 +21,8 @@ MIB = 2**20
 SHORT_MS = 50.0  # steps shorter than this are repeated within a sample
 MODES = ("forward", "backward", "step")
 ALONE = "alone"  # one more where asked for: a forward without gradients, after no backward
+QUEUED_MS = 10.0  # of waiting that the device does while the host issues short calls
+LONG_MS = 100.0  # timed once more after the first time
 WARM_UP_MS = 10.0  # of steps before them that do not count: a GPU's clocks fall while it waits
 
 
@@ -208,6 +210,42 @@ def _elapsed_ms(start: object, end: object) -> float:
     assert isinstance(start, float)
     assert isinstance(end, float)
     return (end - start) * 1e3
+
+
+def median_ms(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Time of a call, issued while the device waits: what the host takes is not in it.
+
+    A call that is short is timed together with others, a long one once.
+    """
+    estimate = _burst_ms(call, device, 1)
+    repeats = 1
+    if estimate < SHORT_MS:
+        repeats = 20 if device.type == "cuda" else 2
+    times = []
+    for _ in range(rounds if estimate < LONG_MS else 1):
+        if device.type == "cuda":
+            torch.cuda._sleep(int(QUEUED_MS * 1.7e6))  # cycles
+        times.append(_burst_ms(call, device, repeats))
+    return statistics.median(times)
+
+
+def _burst_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    start = _now(device)
+    for _ in range(repeats):
+        call()
+    end = _now(device)
+    synchronize(device)
+    return _elapsed_ms(start, end) / repeats
+
+
+def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Time of a call by the host's clock, of calls that follow each other without a wait."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats
 
 
 # ------------------------------------------------------------------------------------ memory

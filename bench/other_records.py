@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.table import markdown_lines
+
 Record = dict[str, Any]
 
 
@@ -33,8 +35,7 @@ def _machine(record: Record) -> Iterable[tuple[str, str]]:
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(markdown_lines(header, rows))
 
 
 def _linear_gpu(record: Record) -> str:
@@ -81,7 +82,7 @@ def _native(record: Record) -> str:
     ]
     text = _table(("small call", "host us a call", "its kernels us"), rows)
     text += f"\n\nAn empty kernel and its wait take {_wait_us(overhead):.1f} us on this machine."
-    return f"{text}\n\n{_native_tests(record)}"
+    return f"{text}\n\n{_native_tests(record)}" if "tests" in record else text
 
 
 def _native_tests(record: Record) -> str:

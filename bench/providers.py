@@ -187,6 +187,22 @@ PROVIDERS = [
     ),
     Provider("direct", _direct, "#9467bd", note="attention_kl or linear_kl called by hand"),
     Provider(
+        "direct-recompute",
+        lambda case: _direct(case, strategy="recompute"),
+        "#c5b0d5",
+        ("linear",),
+        quick=False,
+        note='linear_kl called by hand with strategy="recompute"',
+    ),
+    Provider(
+        "direct-200-mib",
+        lambda case: _direct(case, max_workspace_mib=200),
+        "#e377c2",
+        ("linear",),
+        quick=False,
+        note="linear_kl called by hand with max_workspace_mib=200",
+    ),
+    Provider(
         "any-order",
         _any_order,
         "#2ca25f",

@@ -78,9 +78,8 @@ def _run(stem: str, run: Run, pictures: list[str]) -> str:
     for objective in dict.fromkeys(row["objective"] for row in run.end_to_end):
         rows = [row for row in run.end_to_end if row["objective"] == objective]
         lines += [f"### Training step of {rows[0]['pair']}, KL of {objective}", ""]
-        cells = [table.END_TO_END_COLUMNS, ("---",) * len(table.END_TO_END_COLUMNS)]
-        cells += [table.end_to_end_cells(row) for row in rows]
-        lines += ["| " + " | ".join(row) + " |" for row in cells] + [""]
+        cells = (table.end_to_end_cells(row) for row in rows)
+        lines += [*table.markdown_lines(table.END_TO_END_COLUMNS, cells), ""]
         if any("graph_pool_mib" in row for row in rows):
             lines += [GRAPH_PEAKS, ""]
     return "\n".join(lines)

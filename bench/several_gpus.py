@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import machine
 from bench.end_to_end import OBJECTIVES, PAIRS, PROVIDERS, build, forget_program, make_loss
-from bench.measure import peak_mib, synchronize
+from bench.measure import host_seconds, peak_mib
 from bench.records import command_line
 
 UNTIMED_STEPS, STEPS = 2, 10  # the same number on every rank, or they would wait for each other
@@ -68,11 +67,7 @@ def measure(
     times = []
     for _ in range(STEPS):
         torch.distributed.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        one_step()
-        synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(host_seconds(one_step, device) * 1e3)
     forget_program(step, device)
     return {"loss": loss, "step_ms": statistics.median(times), "peak_mib": peak}, gradients
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from bench.measure import ALONE, Timing
@@ -159,14 +160,15 @@ def _is_message(row: tuple[str, ...]) -> bool:
 
 def markdown(records: list[Record], matmul_tflops: float) -> str:
     """One case for RESULTS.md."""
-    lines = _lines(COLUMNS, rows(records, matmul_tflops))
+    lines = markdown_lines(COLUMNS, rows(records, matmul_tflops))
     alone = alone_rows(records, matmul_tflops)
     if alone:
-        lines += ["", *_lines(ALONE_COLUMNS, alone)]
+        lines += ["", *markdown_lines(ALONE_COLUMNS, alone)]
     return "\n".join(lines)
 
 
-def _lines(head: tuple[str, ...], cells: list[tuple[str, ...]]) -> list[str]:
+def markdown_lines(head: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> list[str]:
+    """A table of Markdown."""
     return ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *cells)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.leaves import uncompiled
 from torch_streamkl.fx_passes.reporting.report import Report
 
 _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
@@ -22,20 +23,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     was compiled to before stays, and no cache is read or written. ``fn`` may be a module or a
     compiled function.
     """
-    program = _in_a_new_frame(_uncompiled(fn))
+    program = in_a_new_frame(uncompiled(fn))
     with backend.collected() as report, torch._dynamo.config.patch(_LIMITS):
         torch.compile(program, backend=_new_backend())(*args, **kwargs)
     return report
 
 
-def _uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What the user gave to torch.compile."""
-    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
-        return fn._orig_mod
-    return getattr(fn, "_torchdynamo_orig_callable", fn)
-
-
-def _in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
+def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function with code of its own, so that nothing compiled before is found for it."""
 
     def program(*args: Any, **kwargs: Any) -> Any:

@@ -51,6 +51,11 @@ def operator_arguments(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     spec = CASES[name]
     if spec.packed is None:
         spec = replace(spec, seqlen_q=min(spec.seqlen_q, 6), seqlen_k=min(spec.seqlen_k, 9))
+    return arguments_of(spec), {}
+
+
+def arguments_of(spec: Spec) -> tuple[Any, ...]:
+    """Positional arguments of ops.attention_kl for a spec."""
     call = build(spec)
     options = call.options
     public = {**call.tensors, **options}
@@ -67,7 +72,7 @@ def operator_arguments(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     checked = list(attention._checked_options(inputs, settings))
     if call.fill is not None:
         checked[6] = call.fill
-    return (*attention._operands(inputs, settings), *checked), {}
+    return (*attention._operands(inputs, settings), *checked)
 
 
 # ----------------------------------------------------------------------------------------- opcheck

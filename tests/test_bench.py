@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from tqdm import tqdm
 
 from bench import (
     attention_matrix,
@@ -19,7 +20,6 @@ from bench import (
     compare,
     end_to_end,
     measure,
-    native_operators,
     other_records,
     plots,
     results,
@@ -449,7 +449,7 @@ def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_attention_matrix_names_what_does_not_compile() -> None:
     wrong = replace(TINY_CELL, kv_heads=3)
-    with attention_matrix.Progress(2) as progress:
+    with tqdm(total=2) as progress:
         failed = attention_matrix.compile_first([TINY_CELL, wrong], 1, "streaming", CPU, progress)
     assert list(failed) == [wrong]
     assert "must be a multiple" in failed[wrong]
@@ -653,9 +653,3 @@ def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
     assert "| attention | 64 | eager | 2.0 | 2.00 | 2.0e-01 | 1.0e-01 |" in text
     given, expected = [torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 1.0])]
     assert several_gpus.difference(given, expected) == pytest.approx(0.5**0.5)
-
-
-def test_native_tests_that_share_kernels_share_a_process() -> None:
-    ids = [f"t::clamps[case{c}-sizes{s}]" for c in range(3) for s in range(4)] + ["t::other"]
-    assert native_operators.shares(ids, 2) == [ids[:4] + ids[8:12], [*ids[4:8], "t::other"]]
-    assert native_operators.shares(ids[:4], 16) == [ids[:4]]

@@ -10,25 +10,26 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench.offline import looks_like
 from tests.support.problems import Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, launch
+from torch_streamkl.devices import gpu_of
 from torch_streamkl.functional import DIVERGENCES, Functional, named
 from torch_streamkl.kernels import plans
 from torch_streamkl.ops import problem_of
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper
 on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")
 PLAIN = Spec(batch=2, heads=4, student_kv_heads=2, teacher_kv_heads=2, dtype=torch.bfloat16)
 SIZES = [(1, 1), (1, 300), (63, 64), (65, 129), (128, 640), (200, 333), (257, 512)]
 
 
 @pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What launches are chosen by is that of an H200, wherever the test runs."""
-    monkeypatch.setattr(launch, "compute_capability", lambda _: (9, 0))
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(launch, "shared_memory_kib", lambda _: 227)
+def h200() -> Iterator[None]:
+    """Torch tells of an H200, wherever the test runs."""
+    with looks_like("sm_90"):
+        yield
 
 
 def spec(head_dim: int, **options: Any) -> Spec:
@@ -376,7 +377,7 @@ def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_key_shares(group: int, blocks: int, is_causal: bool, expected: int) -> None:
     with FakeTensorMode():
-        q, k = (torch.empty(1, heads, 8192, 64) for heads in (group, 1))
+        q, k = (torch.empty(1, heads, 8192, 64, device="cuda") for heads in (group, 1))
     problem = problem_of(q, k, q, k, window_right=0 if is_causal else None)[0]
     assert launch.key_shares(problem, group, blocks, resident=1) == expected
 

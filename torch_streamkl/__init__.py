@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from torch_streamkl.fx_passes.enable import disable, enable
     from torch_streamkl.fx_passes.explain import explain
     from torch_streamkl.fx_passes.reporting.report import Report
+    from torch_streamkl.fx_passes.verify import Verification, verify
 
 __all__ = [
     "LinearKL",
     "Report",
+    "Verification",
     "__version__",
     "attention_kl",
     "attention_kl_varlen",
@@ -23,14 +25,17 @@ __all__ = [
     "explain",
     "inductor_options",
     "linear_kl",
+    "verify",
 ]
 
 _LAZY = {  # public names by the module of fx_passes that has them
     "Report": "reporting.report",
+    "Verification": "verify",
     "disable": "enable",
     "enable": "enable",
     "explain": "explain",
     "inductor_options": "backend",
+    "verify": "verify",
 }
 
 

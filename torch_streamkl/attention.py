@@ -318,6 +318,10 @@ class Settings(NamedTuple):
 
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
     plain = checks.is_plain(inputs)
+    if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
+        from torch_streamkl.distributed.attention_dtensor import prepared
+
+        inputs = Inputs(*prepared(inputs, settings))
     # a scale that is a tensor would be kept alive with the verdict
     if plain and not settings.has_tensor:
         options = checks.remembered(inputs, settings, _checked_options)
@@ -414,7 +418,7 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     for side, q in (("student", q_s), ("teacher", q_t)):
         _check_side(side, q, inputs, settings)
     _check_head_reduction(inputs, settings, q_t)
-    left, right = _window(settings.is_causal, settings.window)
+    left, right = window_bounds(settings.is_causal, settings.window)
     return (
         _functional(settings),
         _scale(settings.student_scale, q_s),
@@ -525,9 +529,10 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
         raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {lse.dtype}")
 
 
-def _window(
+def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
+    """Keys before and after a query's position that it sees, None for no bound."""
     left, right = window if window is not None else (None, None)
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and bound < 0:

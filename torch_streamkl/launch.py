@@ -8,12 +8,14 @@ import logging
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from torch_streamkl import launch_table
+from torch_streamkl import launch_table, tiles
+from torch_streamkl.devices import Gpu, device_name, gpu_of, multiprocessors
 from torch_streamkl.launch_table import LaunchKey, MeasuredLaunch
+from torch_streamkl.tiles import TritonLaunch
 
 if TYPE_CHECKING:
     from torch_streamkl.problem import AttentionProblem
@@ -64,6 +66,8 @@ def ceil_div(a: int, b: int) -> int:
 
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")
 MAX_TRITON_HEAD_DIM = 256
+LEAST_CAPABILITY = (7, 5)
+MAX_HALF_HEAD_DIM_OF_TURING = 128  # beyond, 2 KB of a thread's registers spill
 # of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 LSE_UNIT = {
@@ -118,6 +122,22 @@ def triton_limit(problem: AttentionProblem) -> str | None:
     widest = max(problem.student.head_dim, problem.teacher.head_dim)
     if widest > MAX_TRITON_HEAD_DIM:
         return f"takes head_dim up to {MAX_TRITON_HEAD_DIM}, got {widest}"
+    return (
+        _gpu_limit(dtype, widest, gpu_of(problem.student.q.device)) if device == "cuda" else None
+    )
+
+
+def _gpu_limit(dtype: torch.dtype, head_dim: int, gpu: Gpu) -> str | None:
+    """What this GPU's matrix units, or their absence, do not allow."""
+    if gpu.is_hip or gpu.capability >= (8, 0):
+        return None
+    if gpu.capability < LEAST_CAPABILITY:
+        return f"needs compute capability 7.5 or above, got {gpu.name} of {gpu.capability}"
+    if str(dtype) == "torch.bfloat16":
+        return f"takes bfloat16 from compute capability 8.0 on, got {gpu.name} of {gpu.capability}"
+    if str(dtype) == "torch.float16" and head_dim > MAX_HALF_HEAD_DIM_OF_TURING:
+        most = MAX_HALF_HEAD_DIM_OF_TURING
+        return f"takes float16 of head_dim up to {most} on {gpu.name}, got {head_dim}"
     return None
 
 
@@ -125,8 +145,8 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     """Why the kernels for Hopper GPUs cannot run a problem, or None."""
     student, teacher = problem.student, problem.teacher
     q = student.q
-    if q.device.type != "cuda" or compute_capability(q.device) != (9, 0):
-        return f"needs a GPU of compute capability 9.0, got device {q.device}"
+    if q.device.type != "cuda" or not gpu_of(q.device).is_hopper:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got device {q.device}"
     if not _has_gluon():
         return "needs Triton with Gluon for Hopper"
     if str(q.dtype) not in ("torch.float16", "torch.bfloat16"):
@@ -181,11 +201,6 @@ def _has_gluon() -> bool:
     return True
 
 
-@functools.cache
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def _prefers_hopper(problem: AttentionProblem) -> bool:
     """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
     measured = measured_launch(problem, "forward")
@@ -219,20 +234,6 @@ def _flop(problem: AttentionProblem) -> float:
 def _fills_device(problem: AttentionProblem) -> bool:
     """Whether blocks of rows alone occupy the GPU; otherwise the portable kernels split keys."""
     return triton_launch(problem, "forward").num_splits == 1
-
-
-@dataclass(frozen=True)
-class TritonLaunch:
-    """Tile sizes and pipelining of one kernel."""
-
-    block_m: int  # query rows of a tile
-    block_n: int  # keys of a tile
-    num_warps: int
-    num_stages: int
-    num_splits: int = 1  # programs that share the keys of one block of rows
-
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
@@ -333,9 +334,8 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
 
     With a head-averaged teacher that of "lse", "mean", or "forward": all that read the mean.
     """
-    widest = max(problem.student.head_dim, problem.teacher.head_dim)
-    wide = str(problem.student.q.dtype) == "torch.float32"
-    device = problem.student.q.device
+    q = problem.student.q
+    device = q.device
     measured = measured_launch(problem, kernel)
     if measured is not None:
         launch = TritonLaunch(
@@ -343,10 +343,12 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
         )
     elif device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
         launch = TritonLaunch(32 if kernel == "mean" else 16, 16, 4, 1)
-    elif problem.head_mean:
-        launch = _head_mean_launch(kernel, widest, wide, device)
     else:
-        launch = _default_launch(kernel, widest, wide, shared_memory_kib(device))
+        dims = (_padded(problem.student.head_dim), _padded(problem.teacher.head_dim))
+        is_full = q.dtype == torch.float32 and dot_precision(q.dtype) == "ieee"
+        operands = tiles.Operands(dims, q.element_size(), is_full)
+        choose = tiles.head_mean_launch if problem.head_mean else tiles.default_launch
+        launch = choose(kernel, operands, gpu_of(device))
     if kernel == "dk":
         return launch
     return replace(launch, num_splits=_num_splits(problem, launch))
@@ -397,36 +399,6 @@ def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _default_launch(kernel: str, head_dim: int, wide: bool, shared_kib: int) -> TritonLaunch:
-    # measured on an H200 (bf16, seqlen 8192): more programs per multiprocessor beat larger tiles
-    if wide:  # beyond 64 eight warps, or gradients spill (compiled, not measured)
-        return TritonLaunch(32, 32, 8, 1) if head_dim > 64 else TritonLaunch(64, 32, 4, 2)
-    small = shared_kib < 200  # sm_80 spills with the larger tiles
-    if kernel == "forward":
-        return TritonLaunch(64, 64, 4, 2) if head_dim <= 128 else TritonLaunch(64, 32, 4, 1)
-    if head_dim <= 64:
-        return TritonLaunch(64, 64, 4, 2) if kernel == "dq" else TritonLaunch(64, 64, 4, 1)
-    if head_dim <= 128 and not small:
-        return TritonLaunch(64, 64, 4, 2) if kernel == "dq" else TritonLaunch(64, 64, 4, 1)
-    if head_dim <= 128:
-        return TritonLaunch(64, 32, 4, 1)
-    return TritonLaunch(64, 32, 4, 1) if kernel == "dq" else TritonLaunch(32, 64, 4, 1)
-
-
-def _head_mean_launch(
-    kernel: str, head_dim: int, wide: bool, device: torch.device
-) -> TritonLaunch:
-    # Every head's tiles pass through a program of the mean: the next head's are loaded meanwhile
-    # where there is room, and larger tiles read operands less often. They spill where the
-    # accumulators of matmuls are not registers (sm_100).
-    shared_kib = shared_memory_kib(device)
-    if wide or shared_kib < 120:
-        return replace(_default_launch("forward", head_dim, wide, shared_kib), num_stages=1)
-    if compute_capability(device) == (9, 0) and kernel != "forward":
-        return TritonLaunch(128, 128, 8, 2) if kernel == "lse" else TritonLaunch(64, 128, 8, 2)
-    return TritonLaunch(64, 32, 8, 2)
-
-
 def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
     """Enough programs to fill the device twice, each with several tiles of keys."""
     programs = ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
@@ -458,27 +430,6 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
         return 1
     wanted = each * multiprocessors(problem.student.q.device)
     return max(1, min(wanted // max(programs, 1), most, MOST_SHARES))
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """What launch tables call a device."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "interpreter"
-    return torch.cuda.get_device_name(device)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def shared_memory_kib(device: torch.device) -> int:
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin // 1024
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +13,38 @@ from torch import Tensor, nn
 from torch_streamkl import checks, linear_ops, linear_reference
 from torch_streamkl.divergence import divergence_text
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torch_streamkl.distributed.linear import Places
+
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
 STRATEGIES = ("auto", "forward", "recompute")
 _LABEL_DTYPES = (torch.int64, torch.int32)
+_P = ParamSpec("_P")
 
 
+def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Calls with a group or with DTensors go through `torch_streamkl.distributed`."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
+                from torch_streamkl.distributed.linear_dtensor import linear_kl_dtensor
+
+                return linear_kl_dtensor(call, *args, **kwargs)
+        if kwargs.get("group") is None:
+            return function(*args, **kwargs)
+        from torch_streamkl.distributed.linear import linear_kl_together
+
+        return linear_kl_together(function, *args, **kwargs)
+
+    return call
+
+
+@_on_several_ranks
 def linear_kl(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -44,6 +73,9 @@ def linear_kl(
     strategy: str = "auto",
     max_workspace_mib: int | None = None,
     impl: str = "auto",
+    group: ProcessGroup | DeviceMesh | None = None,
+    student_first_word: int | None = None,
+    teacher_first_word: int | None = None,
 ) -> Tensor:
     r"""Divergence between the word distributions of teacher and student, without the logits.
 
@@ -99,6 +131,16 @@ def linear_kl(
             token.
         impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch) or ``"reference"`` (naive,
             unbounded memory).
+        group: ranks that share the vocabulary, as a process group or a device mesh of one
+            dimension. Hidden states (and labels, masks, row weights) are the same on every rank;
+            weights and biases are this rank's words, any number of them, also none. Every rank
+            gets the whole result. Ranks exchange 24 bytes a token in the forward (32 with labels,
+            36 more for what is not linear in log-probabilities) and the gradient of the hidden
+            states in the backward; the weights' gradients stay where the weights are. DTensors
+            need no group: `torch_streamkl.distributed` says which placements.
+        student_first_word, teacher_first_word: index of the first of this rank's words; by
+            default the ranks hold consecutive words, in their order. A rank needs the same words
+            of both sides: `torch_streamkl.distributed.reshard_words` moves a weight.
 
     Returns:
         float32 (float64 for float64 inputs) in nats: one value per token, or a scalar.
@@ -111,12 +153,22 @@ def linear_kl(
     A label that is no word gives NaN. Weight gradients are summed over a bounded number of chunks
     (NOTE [Sums over chunks] in linear_problem.py), in a fixed order: the same bits on every run.
     """
+    places: Places | None = None
+    if group is not None:
+        from torch_streamkl.distributed.linear import places_of
+
+        places = places_of(group, student_first_word, teacher_first_word, impl)
+    elif not (student_first_word is None and teacher_first_word is None):
+        raise ValueError(
+            "student_first_word and teacher_first_word say which words of a vocabulary a rank "
+            f"has and need a group, got {student_first_word} and {teacher_first_word}"
+        )
     named: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
         "student": (student_hidden, student_weight, student_bias),
         "teacher": (teacher_hidden, teacher_weight, teacher_bias),
     }
     for side, (hidden, weight, bias) in named.items():
-        _check_head(side, hidden, weight, bias)
+        _check_head(side, hidden, weight, bias, is_shard=places is not None)
     checks.same(
         "leading dimensions",
         {
@@ -177,9 +229,10 @@ def linear_kl(
         )
     ]
     tensors += [student_bias, teacher_bias, labels]
+    how = (counted, factor, hard_weight, reduction, tokens, places)
     if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
-        return _sum_in_forward(tensors, options, counted, factor, hard_weight, reduction, tokens)
-    return _per_token(tensors, options, counted, factor, hard_weight, reduction, tokens)
+        return _sum_in_forward(tensors, options, *how)
+    return _per_token(tensors, options, *how)
 
 
 class LinearKL(nn.Module):
@@ -244,6 +297,7 @@ def _sum_in_forward(
     hard_weight: float,
     reduction: str,
     tokens: tuple[int, ...],
+    places: Places | None,
 ) -> Tensor:
     hidden = tensors[0]
     factor = hidden.new_ones(hidden.shape[0], dtype=_value_dtype(tensors))
@@ -254,7 +308,14 @@ def _sum_in_forward(
     factor = factor / _denominator(counted, reduction, tokens)
     hard_factor = None if tensors[6] is None else factor * hard_weight
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors[:6]]
-    total: Tensor = linear_ops.linear_kl_sum(*tensors, factor, hard_factor, wanted, **options)[0]
+    arguments = (*tensors, factor, hard_factor, wanted)
+    total: Tensor
+    if places is not None:
+        from torch_streamkl.distributed import linear
+
+        total = linear.total(arguments, options, places)
+    else:
+        total = linear_ops.linear_kl_sum(*arguments, **options)[0]
     return total
 
 
@@ -266,8 +327,13 @@ def _per_token(
     hard_weight: float,
     reduction: str,
     tokens: tuple[int, ...],
+    places: Places | None,
 ) -> Tensor:
-    if options["impl"] == "reference":
+    if places is not None:
+        from torch_streamkl.distributed import linear
+
+        value, hard = linear.rows(tensors, options, places)
+    elif options["impl"] == "reference":
         value, hard = linear_reference.linear_kl_rows(
             linear_ops.problem_of(*tensors, **options)[0]
         )
@@ -306,7 +372,9 @@ def _value_dtype(tensors: list[Any]) -> torch.dtype:
     )
 
 
-def _check_head(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_head(
+    side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, is_shard: bool
+) -> None:
     if not isinstance(hidden, Tensor):
         raise TypeError(f"{side}_hidden must be a tensor, got {type(hidden).__name__}")
     if hidden.ndim < 2:
@@ -324,9 +392,9 @@ def _check_head(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
     for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):
         if x.dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
-        if 0 in x.shape:
+        if 0 in (x.shape[1:] if is_shard and x is weight else x.shape):
             raise ValueError(f"{name} must have no empty dimension, got shape {tuple(x.shape)}")
-    if not torch.is_autocast_enabled(hidden.device.type):
+    if hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type):
         checks.same("dtype", {f"{side}_hidden": hidden.dtype, f"{side}_weight": weight.dtype})
     checks.same("width", {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]})
     if weight.stride(0) != 1 and weight.stride(1) != 1:

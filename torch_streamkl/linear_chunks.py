@@ -58,13 +58,13 @@ def forward(
     """Values and statistics of all rows."""
     out = RowValues.allocate(problem)
     student_bytes, teacher_bytes = row_bytes(problem)
-    tokens = _tokens_that_fit(
+    tokens = tokens_that_fit(
         problem, workspace_bytes(problem, max_workspace_mib), student_bytes + teacher_bytes
     )
-    student, teacher = (_logits_buffer(head, tokens) for head in problem.heads)
-    for chunk in even_ranges(problem.num_tokens, tokens, _multiple(problem)):
+    student, teacher = (logits_buffer(head, tokens) for head in problem.heads)
+    for chunk in even_ranges(problem.num_tokens, tokens, token_multiple(problem)):
         part = problem.of_tokens(chunk)
-        s, t = _logits(part.student, student), _logits(part.teacher, teacher)
+        s, t = logits_of(part.student, student), logits_of(part.teacher, teacher)
         rows.values(part, s, t, out.of_tokens(chunk))
     return out
 
@@ -78,15 +78,17 @@ def backward(
     rows: ModuleType = linear_rows,
 ) -> Gradients:
     """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from statistics."""
-    accumulators = [_Gradient(problem, side, wanted) for side in (0, 1)]
+    accumulators = [GradientSums(problem, side, wanted) for side in (0, 1)]
     num_words = max(head.num_words for head in problem.heads)
+    if num_words == 0:  # a rank that has none of the vocabulary
+        return gradients_of(accumulators)
     item = sum(head.hidden.element_size() for head in problem.heads)
     room = workspace_bytes(problem, max_workspace_mib) // item
     fewest_words = -(-num_words // max_sums(problem))
     words_limit = padded(max(room // problem.num_tokens, fewest_words), WORD_MULTIPLE)
     words_step = even_step(num_words, words_limit, WORD_MULTIPLE)
     tokens_limit = max(room // padded(words_step), 1)
-    tokens_step = even_step(problem.num_tokens, tokens_limit, _multiple(problem))
+    tokens_step = even_step(problem.num_tokens, tokens_limit, token_multiple(problem))
     if -(-problem.num_tokens // tokens_step) > max_sums(problem):
         needed = -(-problem.num_tokens // max_sums(problem)) * padded(words_step) * item / MIB
         raise ValueError(
@@ -96,15 +98,15 @@ def backward(
         )
     buffers = [head.hidden.new_empty((tokens_step, padded(words_step))) for head in problem.heads]
     for words in even_ranges(num_words, words_step, WORD_MULTIPLE):
-        for chunk in even_ranges(problem.num_tokens, tokens_step, _multiple(problem)):
+        for chunk in even_ranges(problem.num_tokens, tokens_step, token_multiple(problem)):
             part = problem.of_words(words).of_tokens(chunk)
             s, t = (
-                _logits(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True)
+                logits_of(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True)
             )
             rows.gradient(part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), wanted)
             for accumulator, d_logits in zip(accumulators, (s, t), strict=True):
                 accumulator.add(d_logits, chunk, words)
-    return _gradients(accumulators)
+    return gradients_of(accumulators)
 
 
 def forward_with_gradients(
@@ -122,21 +124,21 @@ def forward_with_gradients(
         values = forward(problem, max_workspace_mib, rows)
         return values, backward(problem, values, weights, wanted, max_workspace_mib, rows)
     out = RowValues.allocate(problem)
-    student_sums, teacher_sums = (_Gradient(problem, side, wanted) for side in (0, 1))
-    student = _logits_buffer(problem.student, chunks.tokens)
-    teacher = _logits_buffer(problem.teacher, chunks.teacher_tokens)
+    student_sums, teacher_sums = (GradientSums(problem, side, wanted) for side in (0, 1))
+    student = logits_buffer(problem.student, chunks.tokens)
+    teacher = logits_buffer(problem.teacher, chunks.teacher_tokens)
     all_words = slice(0, max(head.num_words for head in problem.heads))
     has_room = workspace_bytes(problem, max_workspace_mib) >= SIDE_STREAM_MIB * MIB
     side = SideStream(student.device, has_room)
-    for chunk in even_ranges(problem.num_tokens, chunks.tokens, _multiple(problem)):
+    for chunk in even_ranges(problem.num_tokens, chunks.tokens, token_multiple(problem)):
         parts = list(ranges(chunk.stop - chunk.start, chunks.teacher_tokens))
         for part in parts:
             tokens = slice(chunk.start + part.start, chunk.start + part.stop)
             rows_of = problem.of_tokens(tokens)
-            t = _logits(rows_of.teacher, teacher)
+            t = logits_of(rows_of.teacher, teacher)
             if part is parts[0]:
                 side.join()  # the last chunk's weight gradient reads the student's buffer
-                s = _logits(problem.of_tokens(chunk).student, student)
+                s = logits_of(problem.of_tokens(chunk).student, student)
             rows.values_and_gradient(
                 rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), wanted
             )
@@ -147,7 +149,7 @@ def forward_with_gradients(
             student_sums.add_to_weight(s, chunk, all_words)
         student_sums.add_to_bias(s, all_words)
     side.join()
-    return out, _gradients([student_sums, teacher_sums])
+    return out, gradients_of([student_sums, teacher_sums])
 
 
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
@@ -157,16 +159,16 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
     merged statistics `backward` gives each shard's gradients.
     """
     form = problem.functional.bilinear or Bilinear()
-    tokens = _tokens_that_fit(
+    tokens = tokens_that_fit(
         problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem))
     )
-    student, teacher = (_logits_buffer(head, tokens) for head in problem.heads)
+    student, teacher = (logits_buffer(head, tokens) for head in problem.heads)
     parts = []
-    for chunk in even_ranges(problem.num_tokens, tokens, _multiple(problem)):
+    for chunk in even_ranges(problem.num_tokens, tokens, token_multiple(problem)):
         part = problem.of_tokens(chunk)
         parts.append(
             linear_rows.partial_state(
-                part, _logits(part.student, student), _logits(part.teacher, teacher), form
+                part, logits_of(part.student, student), logits_of(part.teacher, teacher), form
             )
         )
     states, hard_lses = zip(*parts, strict=True)
@@ -179,11 +181,11 @@ def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: i
     """Chunks of the forward that computes gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
     workspace = workspace_bytes(problem, max_workspace_mib)
-    whole = _tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
+    whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
     best = Chunks(whole, whole)
     if wanted.teacher:  # its logits become a gradient too, and live as long as the student's
         return best
-    multiple = _multiple(problem)
+    multiple = token_multiple(problem)
     for num_chunks in range(1, -(-problem.num_tokens // whole) + 1):
         tokens = padded(-(-problem.num_tokens // num_chunks), max(multiple // 8, 1))
         for parts in (1, 2, 3, 4):
@@ -206,17 +208,17 @@ def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
     student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
     num_chunks = -(-problem.num_tokens // chunks.tokens)
     num_parts = -(-chunks.tokens // chunks.teacher_tokens)
-    multiple = _multiple(problem)
+    multiple = token_multiple(problem)
     waste = padded(chunks.tokens, multiple) / chunks.tokens
     thin = max(1.0, 2 * multiple / chunks.teacher_tokens)
     return num_chunks * (6 * waste * student + num_parts * thin * teacher)
 
 
-def _multiple(problem: LinearProblem) -> int:
+def token_multiple(problem: LinearProblem) -> int:
     return TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 128)
 
 
-def _tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
+def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
     limit = workspace // bytes_per_token
     if limit < 1:
         raise ValueError(
@@ -224,14 +226,14 @@ def _tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: in
             f"{sum(row_bytes(problem)) / MIB:.2f} MiB with the student's and the teacher's words, "
             f"got {workspace // MIB}"
         )
-    return even_step(problem.num_tokens, limit, _multiple(problem))
+    return even_step(problem.num_tokens, limit, token_multiple(problem))
 
 
-def _logits_buffer(head: Head, tokens: int) -> Tensor:
+def logits_buffer(head: Head, tokens: int) -> Tensor:
     return head.hidden.new_empty((tokens, padded(head.num_words)))
 
 
-def _logits(head: Head, buffer: Tensor) -> Tensor:
+def logits_of(head: Head, buffer: Tensor) -> Tensor:
     """``hidden @ weight.T`` in the buffer's first rows."""
     out = buffer[: head.hidden.shape[0], : head.num_words]
     return torch.mm(head.hidden, head.weight.t(), out=out)
@@ -275,7 +277,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Gradient:
+class GradientSums:
     """Gradients of one side, summed over chunks of tokens and blocks of words."""
 
     def __init__(self, problem: LinearProblem, side: int, wanted: Wanted) -> None:
@@ -283,7 +285,10 @@ class _Gradient:
         to_hidden = (wanted.student_hidden, wanted.teacher_hidden)[side]
         to_weight = (wanted.student_weight, wanted.teacher_weight)[side]
         to_bias = (wanted.student_bias, wanted.teacher_bias)[side]
-        self.hidden = torch.empty_like(self.head.hidden) if to_hidden else None
+        self.hidden: Tensor | None = None
+        if to_hidden:  # a shard without words adds nothing
+            like = torch.empty_like if self.head.num_words else torch.zeros_like
+            self.hidden = like(self.head.hidden)
         self.weight = torch.empty_like(self.head.weight) if to_weight else None
         self.bias: Tensor | None = None
         self.bias_sum: Tensor | None = None
@@ -325,7 +330,7 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         out.addmm_(a, b)
 
 
-def _gradients(sides: list[_Gradient]) -> Gradients:
+def gradients_of(sides: list[GradientSums]) -> Gradients:
     student, teacher = sides
     d_bias = [
         None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype)

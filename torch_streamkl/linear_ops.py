@@ -28,36 +28,36 @@ from torch_streamkl.registration import NAMESPACE, register, register_no_double_
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The order below is known to this schema, `problem_of` and the tensor counts used by autograd.
-_TENSORS = (
+TENSORS = (
     "Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, Tensor teacher_weight, "
     "Tensor? student_bias=None, Tensor? teacher_bias=None, Tensor? labels=None"
 )
-_OPTIONS = (
+OPTIONS = (
     "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
     "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
     "int ignore_index=-100, SymInt max_workspace_mib=0, str impl='auto'"
 )
-_GRADIENTS = (
+GRADIENTS = (
     "Tensor student_hidden_grad, Tensor student_weight_grad, Tensor teacher_hidden_grad, "
     "Tensor teacher_weight_grad, Tensor student_bias_grad, Tensor teacher_bias_grad"
 )
-_NUM_TENSORS = 7
-_INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+NUM_TENSORS = 7
+INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _lib.define(
-    f"linear_kl({_TENSORS}, {_OPTIONS}) -> (Tensor value, Tensor hard, Tensor statistics)",
-    tags=_TAGS,
+    f"linear_kl({TENSORS}, {OPTIONS}) -> (Tensor value, Tensor hard, Tensor statistics)",
+    tags=TAGS,
 )
 _lib.define(
     f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, "
-    f"{_TENSORS}, {_OPTIONS}) -> ({_GRADIENTS})",
-    tags=_TAGS,
+    f"{TENSORS}, {OPTIONS}) -> ({GRADIENTS})",
+    tags=TAGS,
 )
 _lib.define(
-    f"linear_kl_sum({_TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
-    f"bool[] wanted=[], {_OPTIONS}) -> (Tensor total, Tensor value, Tensor hard, {_GRADIENTS})",
-    tags=_TAGS,
+    f"linear_kl_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
+    f"bool[] wanted=[], {OPTIONS}) -> (Tensor total, Tensor value, Tensor hard, {GRADIENTS})",
+    tags=TAGS,
 )
 linear_kl = torch.ops.torch_streamkl.linear_kl.default
 linear_kl_backward = torch.ops.torch_streamkl.linear_kl_backward.default
@@ -154,7 +154,7 @@ def _backward(
     return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
 
 
-def _gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, ...]:
+def gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, ...]:
     student, teacher = problem.heads
     inputs = (
         student.hidden,
@@ -179,27 +179,27 @@ def _backward_fake(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    return _gradient_fakes(problem_of(*args, **kwargs)[0], wanted)
+    return gradient_fakes(problem_of(*args, **kwargs)[0], wanted)
 
 
-def _sum_arguments(
+def sum_arguments(
     *args: Any,
     row_weight: Tensor | None = None,
     hard_row_weight: Tensor | None = None,
     wanted: Any = (),
     **kwargs: Any,
 ) -> tuple[tuple[LinearProblem, int, str], Tensor | None, Tensor | None, list[bool]]:
-    rest = args[_NUM_TENSORS:]
+    rest = args[NUM_TENSORS:]
     first = [row_weight, hard_row_weight, wanted]
     first[: len(rest[:3])] = rest[:3]
     problem = problem_of(
-        *args[:_NUM_TENSORS], *(None,) * (_NUM_TENSORS - len(args)), *rest[3:], **kwargs
+        *args[:NUM_TENSORS], *(None,) * (NUM_TENSORS - len(args)), *rest[3:], **kwargs
     )
     return problem, first[0], first[1], list(first[2])
 
 
 def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    (problem, workspace, impl), row_weight, hard_row_weight, wanted = _sum_arguments(
+    (problem, workspace, impl), row_weight, hard_row_weight, wanted = sum_arguments(
         *args, **kwargs
     )
     dtype, like = problem.compute_dtype, problem.student.hidden
@@ -222,21 +222,21 @@ def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         workspace,
         row_functions(problem, impl),
     )
-    total = _weighted_sum(rows.value, weight)
+    total = weighted_sum(rows.value, weight)
     if hard_weight is not None:
-        total = total + _weighted_sum(rows.hard, hard_weight)
+        total = total + weighted_sum(rows.hard, hard_weight)
     return total, rows.value, rows.hard, *(like.new_empty(0) if g is None else g for g in grads)
 
 
-def _weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
+def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
     # a row that does not count may be infinite
     return torch.where(weight == 0, 0.0, value * weight).sum()
 
 
 def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    (problem, _, _), _, _, wanted = _sum_arguments(*args, **kwargs)
+    (problem, _, _), _, _, wanted = sum_arguments(*args, **kwargs)
     rows = RowValues.allocate(problem)
-    return rows.value.new_empty(()), rows.value, rows.hard, *_gradient_fakes(problem, wanted)
+    return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, wanted)
 
 
 def _matmul_flops(hidden: Any, weight: Any) -> int:
@@ -244,7 +244,7 @@ def _matmul_flops(hidden: Any, weight: Any) -> int:
     return flops
 
 
-def _forward_flops(xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
+def forward_flops(xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
     """The two logits matmuls."""
     return _matmul_flops(xs, ws) + _matmul_flops(xt, wt)
 
@@ -253,13 +253,13 @@ def _backward_flops(
     _g: Any, _h: Any, _s: Any, wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any
 ) -> int:
     """The recomputed logits and one matmul for each gradient."""
-    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+    return forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
 
 
-def _sum_flops(xs: Any, ws: Any, xt: Any, wt: Any, *args: Any, wanted: Any = (), **_: Any) -> int:
+def sum_flops(xs: Any, ws: Any, xt: Any, wt: Any, *args: Any, wanted: Any = (), **_: Any) -> int:
     """The logits and one matmul for each gradient."""
     wanted = args[5] if len(args) > 5 else wanted
-    return _forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+    return forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
 
 
 def _gradient_flops(wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any) -> int:
@@ -272,24 +272,24 @@ def _gradient_flops(wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any) -> int:
     return sum(f for f, need in zip(sides, wanted, strict=False) if need)
 
 
-register(_lib, "linear_kl", _forward, _forward_fake, _forward_flops)
+register(_lib, "linear_kl", _forward, _forward_fake, forward_flops)
 register(_lib, "linear_kl_backward", _backward, _backward_fake, _backward_flops)
-register(_lib, "linear_kl_sum", _sum, _sum_fake, _sum_flops)
+register(_lib, "linear_kl_sum", _sum, _sum_fake, sum_flops)
 
 
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(output[2], *inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(output[2], *inputs[:NUM_TENSORS])
+    ctx.options = inputs[NUM_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
-    wanted = list((*ctx.needs_input_grad, *(False,) * _NUM_TENSORS)[: len(_INPUTS)])
-    num_inputs = _NUM_TENSORS + len(ctx.options)
+    wanted = list((*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)])
+    num_inputs = NUM_TENSORS + len(ctx.options)
     statistics, *tensors = ctx.saved_tensors
     if tensors[6] is None:
         hard_grad = None
@@ -298,26 +298,26 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
     grads = linear_kl_backward(grad, hard_grad, statistics, wanted, *tensors, *ctx.options)
     return (
         *(g if need else None for g, need in zip(grads, wanted, strict=True)),
-        *(None,) * (num_inputs - len(_INPUTS)),
+        *(None,) * (num_inputs - len(INPUTS)),
     )
 
 
-def _setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _total, value, hard, *grads = output
     ctx.mark_non_differentiable(value, hard, *grads)
-    ctx.wanted = list(inputs[_NUM_TENSORS + 2])
+    ctx.wanted = list(inputs[NUM_TENSORS + 2])
     ctx.num_inputs = len(inputs)
     ctx.save_for_backward(value, hard, *grads)
     ctx.weight_dtypes = tuple(
-        None if w is None else w.dtype for w in inputs[_NUM_TENSORS : _NUM_TENSORS + 2]
+        None if w is None else w.dtype for w in inputs[NUM_TENSORS : NUM_TENSORS + 2]
     )
     ctx.set_materialize_grads(False)
 
 
-def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    needs = (*ctx.needs_input_grad, *(False,) * (_NUM_TENSORS + 2))[: _NUM_TENSORS + 2]
-    wanted = (*ctx.wanted, *(False,) * len(_INPUTS))[: len(_INPUTS)]
-    for index in _INPUTS:
+def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    needs = (*ctx.needs_input_grad, *(False,) * (NUM_TENSORS + 2))[: NUM_TENSORS + 2]
+    wanted = (*ctx.wanted, *(False,) * len(INPUTS))[: len(INPUTS)]
+    for index in INPUTS:
         if needs[index] and not wanted[index]:
             raise RuntimeError(
                 f"linear_kl_sum was called with wanted={ctx.wanted}, but input {index} requires a "
@@ -329,11 +329,11 @@ def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     value, hard, *stored = ctx.saved_tensors
     grads: list[Tensor | None] = [None] * ctx.num_inputs
     in_place = _may_overwrite(stored)
-    for index in _INPUTS:
+    for index in INPUTS:
         if needs[index]:
             grads[index] = _scaled(stored[index], grad, in_place)
     for index, rows, dtype in zip(
-        (_NUM_TENSORS, _NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
+        (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
         if needs[index]:
             grads[index] = (rows * grad).to(dtype)
@@ -365,7 +365,7 @@ torch.library.register_autograd(
 )
 register_no_double_backward(_lib, "linear_kl")
 torch.library.register_autograd(
-    f"{NAMESPACE}::linear_kl_sum", _sum_autograd, setup_context=_setup_sum_context, lib=_lib
+    f"{NAMESPACE}::linear_kl_sum", sum_autograd, setup_context=setup_sum_context, lib=_lib
 )
 
 

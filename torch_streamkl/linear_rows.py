@@ -50,7 +50,7 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
         out.student_sum.copy_(sums.student_sum)
         out.teacher_sum.copy_(sums.teacher_sum)
     else:
-        _second_pass(problem, student, teacher, out)
+        second_pass(problem, student, teacher, out)
     if problem.labels is not None:
         out.hard_lse.copy_(hard_lse)
         out.hard.copy_(_hard_values(problem, student, hard_lse))
@@ -160,7 +160,8 @@ def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> 
     return grad.masked_fill_((weight == 0)[:, None], 0.0) if bool((weight == 0).any()) else grad
 
 
-def _second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+def second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+    """Value, H and G of a functional that the row state does not give, from the log-sum-exps."""
     for total in (out.value, out.student_sum, out.teacher_sum):
         total.zero_()
     for s, t in _blocks(problem, student, teacher):
@@ -183,18 +184,23 @@ def _counted(problem: LinearProblem) -> Tensor:
 
 def _hard_values(problem: LinearProblem, student: Tensor, hard_lse: Tensor) -> Tensor:
     """Cross-entropy of the labels; NaN for a label that is no word."""
+    y, is_word = label_scores(problem, student, hard_lse.dtype)
+    value = torch.where(is_word, hard_lse - y, math.nan)
+    return torch.where(_counted(problem), value, 0.0)
+
+
+def label_scores(
+    problem: LinearProblem, student: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """y of each row's label, and whether it is one of the words at hand."""
     assert problem.labels is not None
     head, word = problem.student, problem.labels.long() - problem.first_word
     is_word = (word >= 0) & (word < head.num_words)
     word = torch.where(is_word, word, 0)[:, None]
     y = _transformed(
-        head,
-        student.gather(1, word),
-        None if head.bias is None else head.bias[word],
-        hard_lse.dtype,
+        head, student.gather(1, word), None if head.bias is None else head.bias[word], dtype
     )[0]
-    value = torch.where(is_word, hard_lse - y.squeeze(1), math.nan)
-    return torch.where(_counted(problem), value, 0.0)
+    return y.squeeze(1), is_word
 
 
 def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Tensor:

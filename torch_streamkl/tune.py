@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import launch, launch_table, ops
-from torch_streamkl.launch import TritonLaunch
+from torch_streamkl.devices import device_name
 from torch_streamkl.launch_table import KERNELS, LaunchKey, LaunchTable, MeasuredLaunch
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
+from torch_streamkl.tiles import TritonLaunch
 
 TIMED_MS = 60.0  # of device time for a candidate
 LEAST_GAIN = 1.02  # over the default; less is noise
@@ -106,7 +107,7 @@ class Workload:
         from torch_streamkl.kernels import attention
 
         self.problem = shape.problem()
-        self.device = launch.device_name(self.problem.student.q.device)
+        self.device = device_name(self.problem.student.q.device)
         with launch_table.replaced(launch_table.new_table(self.device)):  # the defaults
             self.defaults = {k: launch.triton_launch(self.problem, k) for k in KERNELS}
             self.value, self.stats = attention.forward(self.problem)
@@ -469,7 +470,7 @@ def main(arguments: list[str] | None = None, timer: Timer = device_timer) -> int
             print(f"the attention kernels {limit}: nothing to tune", file=sys.stderr)
             return 1
         entries += tune(shape, options.kernels, options.jobs, timer)
-    name = launch.device_name(torch.device(device))
+    name = device_name(torch.device(device))
     save(entries, name, options.out or launch_table.table_path(name))
     return 0
 

@@ -10,13 +10,13 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
     RowFactor,
     Rows,
-    Scores,
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked

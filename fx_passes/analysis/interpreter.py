@@ -7,11 +7,13 @@ reduction, scale, masks, casts and layout are independent of each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.casts import after_rounding
 from torch_streamkl.fx_passes.analysis.constant_folding import Folding
 from torch_streamkl.fx_passes.analysis.registry import RULES
 from torch_streamkl.fx_passes.analysis.rules.functions import FunctionRules
@@ -20,9 +22,12 @@ from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
 from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.fitting import fitted
+from torch_streamkl.fx_passes.domain.index_values import stored
 from torch_streamkl.fx_passes.domain.masks import Affine
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
-from torch_streamkl.fx_passes.domain.values import Number, Scores
+from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
@@ -89,6 +94,9 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
             self.folding.visit(node)
             if not isinstance(value, (Number, Affine)):
                 value = self.folding.meaning(node) or value
+        made = node.meta.get("val")
+        if isinstance(made, Tensor):
+            value = stored(value, made)
         if value is None and isinstance(node.meta.get("val"), Tensor):
             value = self.unknown(node)
         if value is not None:
@@ -130,12 +138,21 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         if same_node is not node and same_node in self.values:
             return self.values[same_node]
         rule = RULES.get(node.target)
-        if rule is None:
+        if rule is None or self._is_along_nothing(node):
             return self._no_rule(node, name)
-        value = rule(self, node, named_arguments(node))
+        value = after_rounding(self, node, rule(self, node, named_arguments(node)))
         if isinstance(value, Scores) and value.key.dtype is None:
-            value = value.with_key(dtype=self._dtype_of(node))
+            value = replace(value, key=replace(value.key, dtype=self._dtype_of(node)))
+        tensor = node.meta.get("val")
+        if isinstance(tensor, Tensor):
+            value = fitted(value, tensor.shape)
         return self._with_gradient_of(node, value)
+
+    def _is_along_nothing(self, node: fx.Node) -> bool:
+        """A reduction of a scalar over a dimension, which it does not have."""
+        arguments = named_arguments(node)
+        source = arguments.get("self")
+        return "dim" in arguments and isinstance(source, fx.Node) and self.rank.get(source) == 0
 
     def _with_gradient_of(self, node: fx.Node, value: T) -> T:
         """The value as the node's own record has it: see NOTE [Gradient flow]."""

@@ -18,7 +18,11 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.domain.values import Elements, Scores, Shifted
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    Shifted,
+)
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
 

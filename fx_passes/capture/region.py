@@ -179,11 +179,21 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
         if name_of(current) in MATMULS:
             # below an operand only what operators do themselves: transposes, casts, repeated heads
             for operand in inputs:
-                while name_of(operand) in OPERAND_VIEWS and _is_operation(operand):
+                while _is_view_of_operand(operand) and _is_operation(operand):
                     inside.add(operand)
                     operand = operand.all_input_nodes[0]
         else:
             stack.extend(inputs)
+
+
+def _is_view_of_operand(node: fx.Node) -> bool:
+    """Not ``view(dtype)``, which reads other numbers, nor repeats that are a tensor."""
+    name = name_of(node)
+    if name == "view" and any(
+        isinstance(x, torch.dtype) for x in (*node.args, *node.kwargs.values())
+    ):
+        return False
+    return name in OPERAND_VIEWS and sum(map(is_tensor, node.all_input_nodes)) == 1
 
 
 def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:

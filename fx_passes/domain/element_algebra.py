@@ -14,16 +14,16 @@ from torch import fx
 
 from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import Layout, axis_dim
+from torch_streamkl.fx_passes.domain.layout import Layout, Shape, axis_dim
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Mask, axes_in, to_axes
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import IMPROBABLE, Pad, Scores
 from torch_streamkl.fx_passes.domain.values import (
-    IMPROBABLE,
     Distribution,
     Elements,
     LogSumExp,
     RowFactor,
     Rows,
-    Scores,
     Term,
     conditions_in,
     log_prob,
@@ -37,38 +37,45 @@ from torch_streamkl.fx_passes.domain.values import (
     within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product
 
 
 def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
     """Probabilities (or their logarithms) along a dimension of the scores."""
-    distribution = _distribution(scores, dim)
-    return Elements(
-        (Term(log_prob(0) if log else prob(0)),), (distribution,), (scores.layout,), dim
-    )
+    return _elements(log_prob(0) if log else prob(0), scores, dim)
 
 
 def raw_scores(scores: Scores, dim: int) -> Elements:
     """The scores themselves as log-probability + log-sum-exp."""
-    distribution = _distribution(scores, dim)
-    return Elements((Term(log_prob(0) + lse(0)),), (distribution,), (scores.layout,), dim)
+    _, shift = scores.key.split_shift()
+    value = log_prob(0) + lse(0)
+    return _elements(value + const(shift) if shift else value, scores, dim)
+
+
+def _elements(expr: Expr, scores: Scores, dim: int) -> Elements:
+    distribution, shape = _distribution(scores, dim), lay.sizes_of(scores.layout)
+    return Elements((Term(expr),), (distribution,), (scores.layout,), dim, shape)
 
 
 def _distribution(scores: Scores, dim: int) -> Distribution:
     pieces = scores.layout[dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("softmax over a dimension that is not one axis of the scores")
-    if scores.key.padded not in (None, pieces[0].axis):
+    if any(isinstance(x, Pad) and x.axis != pieces[0].axis for x in scores.key.steps):
         raise Blocked("softmax over the rows of padded scores")
-    return Distribution(scores.key, pieces[0].axis)
+    key, _ = scores.key.split_shift()
+    return Distribution(key, pieces[0].axis)
 
 
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
-    """Both values over one list of distributions and one rank."""
+    """Both values over one list of distributions and one shape, that of the two broadcast."""
     rank = max(a.rank, b.rank)
     a, b = with_rank(a, rank), with_rank(b, rank)
     if a.key_dim != b.key_dim:
         raise Blocked("two distributions over different dimensions are combined")
+    shape = lay.broadcast(a.shape, b.shape)
+    if shape is None:
+        raise Blocked("two distributions whose sizes are not known to be equal are combined")
     parts, layouts = list(a.parts), list(a.layouts)
     number: dict[int, int] = {}
     for k, (distribution, layout) in enumerate(zip(b.parts, b.layouts, strict=True)):
@@ -81,7 +88,7 @@ def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
             parts.append(distribution)
             layouts.append(layout)
     b_terms = tuple(replace(t, expr=renumbered(t.expr, number)) for t in b.terms)
-    common = (tuple(parts), tuple(layouts), a.key_dim)
+    common = (tuple(parts), tuple(layouts), a.key_dim, shape)
     return Elements(a.terms, *common), Elements(b_terms, *common)
 
 
@@ -90,7 +97,10 @@ def with_rank(a: Elements, rank: int) -> Elements:
     if extra == 0:
         return a
     return replace(
-        a, layouts=tuple(((),) * extra + x for x in a.layouts), key_dim=a.key_dim + extra
+        a,
+        layouts=tuple(((),) * extra + x for x in a.layouts),
+        key_dim=a.key_dim + extra,
+        shape=(1,) * extra + a.shape,
     )
 
 
@@ -99,12 +109,12 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
     a, b = aligned(a, b)
     if op in ("add", "sub"):
         minus = [replace(t, expr=-t.expr) for t in b.terms] if op == "sub" else list(b.terms)
-        return replace(a, terms=_collected([*a.terms, *minus]))
+        return replace(a, terms=collected([*a.terms, *minus]))
     if op == "mul":
         terms = [
             Term(_product(x.expr, y.expr), x.factors + y.factors) for x in a.terms for y in b.terms
         ]
-        return replace(a, terms=_collected(terms))
+        return replace(a, terms=collected(terms))
     x, y = a.single(), b.single()
     if op == "div" and y is not None:
         return a.map(lambda e: e / y)
@@ -113,7 +123,7 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
     return replace(a, terms=(Term(apply(op, x, y)),))
 
 
-def _collected(terms: Sequence[Term]) -> tuple[Term, ...]:
+def collected(terms: Sequence[Term]) -> tuple[Term, ...]:
     """Terms with equal row factors as one term."""
     sums: dict[tuple[RowFactor, ...], Expr] = {}
     for term in terms:
@@ -137,8 +147,7 @@ def unary(op: str, a: Elements) -> Elements:
 
 def takes_part(a: Elements) -> Elements:
     """Whether a key has a probability: always, or ``logP > lowest`` where scores were padded."""
-    padded = [k for k, d in enumerate(a.parts) if d.scores.padded is not None]
-    if not padded:
+    if not any(isinstance(x, Pad) for d in a.parts for x in d.scores.steps):
         return a.map(lambda _: ONE)
     if len(a.parts) != 1 or a.single() is None:
         raise Blocked("a condition on padded probabilities and others")
@@ -240,16 +249,15 @@ def masked_after(
     distribution, and no other may lack a key that they keep, or part of every distribution's mask:
     see NOTE [Masks after the softmax] in planning/masks.py. Anything else changes the sum.
     """
-    conditions = [_conditions(mask, layout, node_rank) for layout in a.layouts]
-    own = [d.scores.mask or frozenset() for d in a.parts]
+    conditions = [_conditions(mask, layout, a.shape, node_rank) for layout in a.layouts]
+    forms = [read(d.scores) for d in a.parts]
+    own = [form.mask for form in forms]
     beyond = [c - known for c, known in zip(conditions, own, strict=True)]
     if not _on_keys(a, conditions) or (any(beyond) and not _on_keys(a, beyond)):
         return with_row_factor(a, factor()) if any(beyond) else a
-    equal = [
-        k for k, d in enumerate(a.parts) if conditions[k] == own[k] and d.scores.fill <= IMPROBABLE
-    ]
+    equal = [k for k, x in enumerate(forms) if conditions[k] == own[k] and x.fill <= IMPROBABLE]
     if not any(beyond):
-        if all(d.scores.fill == -math.inf for d in a.parts):
+        if all(form.fill == -math.inf for form in forms):
             return a  # what the mask drops has no probability
         condition = within(equal[0]) if equal else partly_within(0)
     elif (
@@ -263,7 +271,14 @@ def masked_after(
     return a.map(lambda e: apply("where", condition, e, ZERO))
 
 
-def _conditions(mask: BoolTensor, layout: Layout, node_rank: Mapping[fx.Node, int]) -> Mask:
+def _conditions(
+    mask: BoolTensor, layout: Layout, shape: Shape, node_rank: Mapping[fx.Node, int]
+) -> Mask:
+    if mask.rank > len(shape):
+        raise Blocked("a mask with more dimensions is applied after the softmax")
+    indexed = mask.raised(len(shape)).indexed_dims()
+    if any(layout[d] == () and not is_one(shape[d]) for d in indexed):
+        raise Blocked("a mask varies along a dimension that a distribution is broadcast along")
     found = to_axes(mask, layout, node_rank)
     if found is None:
         raise Blocked(
@@ -293,16 +308,19 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
         raise Blocked(f"{what} that touches the keys")
     (key_dim,) = key_dims
     assert key_dim is not None
-    return replace(a, layouts=tuple(layouts), key_dim=key_dim)
+    shape: Shape | None = lay.sizes_of(layouts[0])
+    for layout in layouts[1:]:
+        shape = None if shape is None else lay.broadcast(shape, lay.sizes_of(layout))
+    if shape is None:
+        raise Blocked(f"{what} of distributions whose sizes are not known to be equal")
+    return replace(a, layouts=tuple(layouts), key_dim=key_dim, shape=shape)
 
 
-def reduced(
-    a: Elements, dims: Sequence[int], keepdim: bool, mean: bool, shape: Sequence[Size]
-) -> Rows | Elements:
+def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Rows | Elements:
     """sum or mean over dimensions: rows if the keys are among them, else averaged ones."""
     if a.key_dim not in dims:
         return averaged(a, dims, keepdim, mean)
-    divisors = tuple(shape[d] for d in dims) if mean else ()
+    divisors = tuple(a.shape[d] for d in dims) if mean else ()
     terms, offsets, constant = [], [], 0.0
     share = _share_within(a)
     if share is not None and tuple(dims) == (a.key_dim,):
@@ -314,12 +332,19 @@ def reduced(
             raise Blocked("row weights on a log-sum-exp")
         if expr != ZERO:
             terms.append(replace(term, expr=expr))
-        offsets += [(a.parts[k], c) for k, c in term_offsets]
+        offsets += [(_lse_of(a, k), c) for k, c in term_offsets]
         constant += term_constant
     if (offsets or constant) and tuple(dims) != (a.key_dim,):
         raise Blocked("a log-sum-exp is summed over rows together with the keys")
     elements = replace(a, terms=tuple(terms))
     return Rows(elements, tuple(sorted(dims)), keepdim, 1.0, divisors, tuple(offsets), constant)
+
+
+def _lse_of(a: Elements, k: int) -> LogSumExp:
+    """The log-sum-exp of a part's scores, in the dimensions of the elements."""
+    part = a.parts[k]
+    layout = lay.without(a.layouts[k], a.key_dim)
+    return LogSumExp(part.scores, part.axis, layout)
 
 
 def _share_within(a: Elements) -> float | None:
@@ -391,49 +416,12 @@ def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Ele
     pieces = tuple(p for d in dims for p in layout[d])
     if distribution.averaged:
         raise Blocked("probabilities are averaged twice")
-    count = lay.dim_size(pieces)
+    count = product(a.shape[d] for d in dims)
     if not isinstance(count, int):
         raise Blocked("probabilities are averaged over a dimension of unknown size")
     kept = tuple(() if d in dims else x for d, x in enumerate(layout) if keepdim or d not in dims)
+    sizes = tuple(1 if d in dims else x for d, x in enumerate(a.shape) if keepdim or d not in dims)
     mixed = replace(distribution, averaged=pieces)
     key_dim = a.key_dim if keepdim else a.key_dim - sum(d < a.key_dim for d in dims)
     expr = prob(0) if mean else const(float(count)) * prob(0)
-    return Elements((Term(expr),), (mixed,), (kept,), key_dim)
-
-
-def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
-    """a + sign * b, both summed over the same dimensions of tensors of one layout."""
-    b = b.scaled(sign)
-    if (a.reduced, a.keepdim) != (b.reduced, b.keepdim) or len(a.divisors) != len(b.divisors):
-        raise Blocked("two sums over different dimensions are added")
-    x, y = aligned(a.elements, b.elements)
-    x = x.map(lambda e: const(a.weight) * e)
-    y = y.map(lambda e: const(b.weight) * e)
-    terms = _collected([*x.terms, *y.terms])
-    return Rows(
-        replace(x, terms=tuple(t for t in terms if t.expr != ZERO)),
-        a.reduced,
-        a.keepdim,
-        1.0,
-        a.divisors,
-        _added(a.offsets, b.offsets),
-        a.constant + b.constant,
-        a.constant_within or b.constant_within,
-    )
-
-
-def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
-    """rows + sign * log-sum-exp."""
-    if rows.reduced != (rows.elements.key_dim,) or rows.divisors:
-        raise Blocked("a log-sum-exp is added to a sum over more than the keys")
-    added = ((Distribution(value.scores, value.axis), sign),)
-    return replace(rows, offsets=_added(rows.offsets, added))
-
-
-def _added(
-    a: tuple[tuple[Distribution, float], ...], b: tuple[tuple[Distribution, float], ...]
-) -> tuple[tuple[Distribution, float], ...]:
-    sums: dict[Distribution, float] = {}
-    for distribution, c in (*a, *b):
-        sums[distribution] = sums.get(distribution, 0.0) + c
-    return tuple((d, c) for d, c in sums.items() if c != 0.0)
+    return Elements((Term(expr),), (mixed,), (kept,), key_dim, sizes)

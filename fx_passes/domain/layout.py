@@ -41,6 +41,7 @@ class Piece:
 
 Dim = tuple[Piece, ...]
 Layout = tuple[Dim, ...]
+Shape = tuple[Size, ...]
 
 
 def dim_size(dim: Dim) -> Size:
@@ -49,6 +50,40 @@ def dim_size(dim: Dim) -> Size:
 
 def axes_of(layout: Layout) -> set[int]:
     return {p.axis for dim in layout for p in dim}
+
+
+def sizes_of(layout: Layout) -> Shape:
+    return tuple(dim_size(d) for d in layout)
+
+
+def with_rank(layout: Layout, rank: int) -> Layout | None:
+    """The layout in a broadcast tensor of ``rank``: new dimensions come first."""
+    extra = rank - len(layout)
+    return ((),) * extra + layout if extra >= 0 else None
+
+
+def has_shape(layout: Layout, shape: Sequence[Size]) -> bool:
+    """Whether a tensor of this layout has provably this shape."""
+    return len(layout) == len(shape) and all(map(same, sizes_of(layout), shape))
+
+
+def broadcasts_to(layout: Layout, shape: Sequence[Size]) -> bool:
+    """Whether a tensor of this layout is, or is provably broadcast to, this shape."""
+    return len(layout) == len(shape) and all(
+        d == () or same(dim_size(d), size) for d, size in zip(layout, shape, strict=True)
+    )
+
+
+def broadcast(a: Sequence[Size], b: Sequence[Size]) -> Shape | None:
+    """The shape of two tensors of one rank together; None where extents may differ."""
+    if not all(is_one(x) or is_one(y) or same(x, y) for x, y in zip(a, b, strict=True)):
+        return None
+    return tuple(y if is_one(x) else x for x, y in zip(a, b, strict=True))
+
+
+def without(layout: Layout, dim: int) -> Layout:
+    """The layout after a reduction over ``dim`` that keeps it with size 1."""
+    return (*layout[:dim], (), *layout[dim + 1 :])
 
 
 def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | None:

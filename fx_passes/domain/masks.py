@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, axis_dim, dim_size
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same, shape_of
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,11 @@ class BoolTensor:
             return replace(self, literals=frozenset({literal.negated()}))
         return replace(self, negative=not self.negative)
 
+    def indexed_dims(self) -> set[int]:
+        """Dimensions whose index the conditions read."""
+        linear = [x for x in self.literals if isinstance(x, Linear)]
+        return {d for x in linear for d, c in enumerate(x.coefficients) if c != 0}
+
     def conjunction(self, other: BoolTensor) -> BoolTensor | None:
         """Both hold; None when that is not a conjunction of literals."""
         if self.negative or other.negative:
@@ -113,6 +118,7 @@ class BoolTensor:
 
 
 TRUE_TENSOR = BoolTensor(frozenset(), 0)
+NEVER = TRUE_TENSOR.inverted()
 
 
 def _with_leading(literal: Literal, extra: int) -> Literal:
@@ -232,7 +238,7 @@ def _to_axes(
                 continue
             pieces = layout[dim]
             if pieces == ():
-                continue  # index 0 only
+                return None  # the mask has more entries than what it is applied to
             if len(pieces) != 1 or axis_dim(layout, pieces[0].axis) != dim:
                 return None
             coefficients.append((pieces[0].axis, coefficient))
@@ -241,7 +247,35 @@ def _to_axes(
     for dim, source in enumerate(literal.dims):
         if source is not None:
             dims[source] = layout[dim]
+            if not same(dim_size(layout[dim]), shape_of(literal.node)[source]):
+                return None  # the mask has more entries than what it is applied to
     return AxisTensor(literal.node, tuple(dims), literal.positive)
+
+
+def to_tensor(mask: Mask, layout: Layout) -> BoolTensor | None:
+    """The inverse of `to_axes`: a mask on axes as one of a tensor with ``layout``."""
+    literals: set[Literal] = set()
+    for literal in mask:
+        if isinstance(literal, AxisExcept):
+            return None
+        if isinstance(literal, AxisCondition):
+            coefficients = [0] * len(layout)
+            for axis, coefficient in literal.coefficients:
+                dim = axis_dim(layout, axis)
+                if dim is None:
+                    return None
+                coefficients[dim] = coefficient
+            literals.add(Linear(tuple(coefficients), literal.constant))
+            continue
+        dims: list[int | None] = [None] * len(layout)
+        for source, pieces in enumerate(literal.layout):
+            if pieces == ():
+                continue
+            if pieces not in layout:
+                return None
+            dims[layout.index(pieces)] = source
+        literals.add(Opaque(literal.node, tuple(dims), literal.positive))
+    return BoolTensor(frozenset(literals), len(layout))
 
 
 def axes_in(literal: AxisLiteral) -> set[int]:

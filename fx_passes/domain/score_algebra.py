@@ -1,4 +1,4 @@
-"""Rules that change scores: scales, softcap, biases, masks, sums over them, slices of them."""
+"""Operations that change which scores there are: padding, sums over heads, slices, rows."""
 
 from __future__ import annotations
 
@@ -6,126 +6,52 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of, axis_dim
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of, axis_dim, has_shape
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,
     AxisExcept,
     AxisLiteral,
     AxisTensor,
-    Mask,
 )
-from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
-from torch_streamkl.fx_passes.domain.values import (
-    ABSORBING,
-    CONTRACTED,
+from torch_streamkl.fx_passes.domain.scores import (
     Bias,
     Factor,
+    Masking,
+    Pad,
+    Scale,
     ScoreKey,
     Scores,
+    ScoreStep,
+    Shift,
+    axes_of_step,
 )
+from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
+from torch_streamkl.fx_passes.domain.values import CONTRACTED
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same
-
-
-def scaled(scores: Scores, factor: float) -> Scores:
-    """scores * factor."""
-    key = scores.key
-    if factor == 0.0:
-        raise Blocked("scores multiplied by 0")
-    if key.fill != 0.0 and factor < 0:
-        raise Blocked("masked scores multiplied by a negative number")
-    biases = tuple(replace(b, weight=b.weight * factor) for b in key.biases)
-    fill = key.fill if key.fill <= ABSORBING else key.fill * factor
-    scale = key.scale if key.capped else key.scale * factor
-    return scores.with_key(scale=scale, capped=key.capped * factor, biases=biases, fill=fill)
-
-
-def multiplied(scores: Scores, factor: Factor) -> Scores:
-    """scores * tensor (or / tensor): a scalar, or one value per row or per key."""
-    key = scores.key
-    if (
-        key.capped
-        or (key.mask is not None and key.fill > ABSORBING)
-        or (key.biases and factor.tensor.layout)
-    ):
-        raise Blocked(
-            "scores multiplied by a tensor after a softcap, a bias or a finite mask value"
-        )
-    biases = tuple(replace(b, factors=(*b.factors, factor)) for b in key.biases)
-    return scores.with_key(factors=(*key.factors, factor), biases=biases)
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
 
 
 def padded(scores: Scores, size: Size) -> Scores:
     """Scores with -inf behind the last one of their last dimension: words that this side lacks."""
     key, (*rows, last) = scores.key, scores.layout
-    if (
-        len(last) != 1
-        or axis_dim(scores.layout, last[0].axis) != len(rows)
-        or key.padded is not None
-    ):
+    if len(last) != 1 or axis_dim(scores.layout, last[0].axis) != len(rows):
         raise Blocked("scores are padded along a dimension that is not one axis of them")
     axis = last[0].axis
-    if key.mask is not None or any(axis in axes_of(x.tensor.layout) for x in key.factors):
-        raise Blocked("scores are padded after they were masked or multiplied by a tensor")
     sizes = tuple((a, size if a == axis else s) for a, s in key.sizes)
-    return Scores(replace(key, sizes=sizes, padded=axis), (*rows, (Piece(axis, size),)))
-
-
-def with_tanh(scores: Scores) -> Scores:
-    """tanh(scores); times a constant it is a softcap."""
-    key = scores.key
-    if key.padded is not None:
-        raise Blocked("tanh of scores that were padded before")
-    if key.capped or key.biases or key.mask is not None:
-        raise Blocked("tanh of scores that were capped, biased or masked before")
-    return scores.with_key(capped=1.0)
-
-
-def with_bias(scores: Scores, tensor: TensorRef, weight: float = 1.0) -> Scores:
-    """scores + weight * tensor."""
-    key = scores.key
-    if key.padded is not None:
-        raise Blocked("a tensor is added to scores after they were padded")
-    if key.mask is not None and key.fill > ABSORBING:
-        raise Blocked("a tensor is added to scores after they were masked with a moderate value")
-    return scores.with_key(biases=(*key.biases, Bias(tensor, weight)), added=True)
-
-
-def masked(scores: Scores, mask: Mask, fill: float, *, added: bool = False) -> Scores:
-    """scores where the mask holds and ``fill`` elsewhere (``added``: it was added to them)."""
-    key = scores.key
-    if fill != -float("inf") and fill <= ABSORBING:
-        fill = ABSORBING
-    if added and fill > ABSORBING:
-        raise Blocked(
-            f"an additive mask value of {fill:g} does not remove a key; it is kept as a bias"
-        )
-    if key.mask is None:
-        return scores.with_key(mask=mask, fill=fill, added=key.added or added)
-    if mask <= key.mask and fill == key.fill and not added:
-        return scores
-    if fill == key.fill and not added:
-        return scores.with_key(mask=key.mask | mask)
-    if fill > ABSORBING or key.fill > ABSORBING:
-        raise Blocked(f"two masks with different values, {key.fill:g} and {fill:g}")
-    # keys of a row without any allowed key may now be at -inf or at the lowest number
-    return scores.with_key(
-        mask=key.mask | mask, fill=ABSORBING, exact_fill=False, added=key.added or added
-    )
+    key = replace(key.then(Pad(axis, size)), sizes=sizes)
+    return Scores(key, (*rows, (Piece(axis, size),)))
 
 
 def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]:
     """Scores summed over a batch dimension: the axis joins the contraction."""
     key, pieces = scores.key, scores.layout[dim]
-    if key.mask is not None or key.biases or key.capped:
-        raise Blocked("scores are averaged over heads after a mask, a bias or a softcap")
     operands = (key.lhs, key.rhs)
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
         raise Blocked("scores are averaged over part of a dimension")
     axis = pieces[0].axis
-    if any(axis_dim(o.layout, axis) is None for o in operands) or any(
-        axis in axes_of(f.tensor.layout) for f in key.factors
-    ):
+    size = key.size(axis)
+    steps = tuple(_summed_step(step, axis, size) for step in key.steps)
+    if any(axis_dim(o.layout, axis) is None for o in operands):
         raise Blocked("scores are averaged over a dimension that only one operand has")
     lowest = min((p.axis for o in operands for d in o.layout for p in d), default=0)
     contracted = Piece(min(lowest, CONTRACTED) - 1, pieces[0].size)
@@ -136,14 +62,26 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
         )
         for o in operands
     )
-    size = key.size(axis)
-    weight = 1.0
-    if mean:
-        if not isinstance(size, int):
-            raise Blocked("scores are averaged over a dimension of unknown size")
-        weight = 1.0 / size
     sizes = tuple((a, s) for a, s in key.sizes if a != axis)
-    return replace(key, lhs=lhs, rhs=rhs, sizes=sizes, scale=key.scale * weight), ()
+    summed = replace(key, lhs=lhs, rhs=rhs, sizes=sizes, steps=steps)
+    if not mean:
+        return summed, ()
+    if not isinstance(size, int):
+        raise Blocked("scores are averaged over a dimension of unknown size")
+    return summed.then(Scale(1.0 / size)), ()
+
+
+def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
+    """What an operation on each of the summed scores is to their sum."""
+    if isinstance(step, Scale):
+        return step
+    if isinstance(step, Shift) and isinstance(size, int):
+        return Shift(step.number * size)
+    if isinstance(step, Factor):
+        if axis in axes_of(step.tensor.layout):
+            raise Blocked("scores are averaged over a dimension that only one operand has")
+        return step
+    raise Blocked("scores are averaged over heads after a mask, a bias or a softcap")
 
 
 def part(
@@ -158,24 +96,27 @@ def part(
     axis = pieces[0].axis
     if length is not None and same(length, pieces[0].size):
         return key, layout
-    if axis == key.padded:
-        raise Blocked("some of the keys are used after the scores were padded")
-    tensors: list[Factor | Bias] = [*key.factors, *key.biases]
-    if any(axis in axes_of(x.tensor.layout) for x in tensors):
-        raise Blocked("scores are sliced after a tensor was added or multiplied")
+    steps = tuple(_part_of_step(step, axis, start, length) for step in key.steps)
     lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))
-    mask = (
-        None
-        if key.mask is None
-        else frozenset(_part_of_literal(x, axis, start, length) for x in key.mask)
-    )
     if length is None:
         sizes = tuple((a, s) for a, s in key.sizes if a != axis)
         dims: Layout = (*layout[:dim], *layout[dim + 1 :])
     else:
         sizes = tuple((a, length if a == axis else s) for a, s in key.sizes)
         dims = _resized(layout, axis, length)
-    return replace(key, lhs=lhs, rhs=rhs, sizes=sizes, mask=mask), dims
+    return replace(key, lhs=lhs, rhs=rhs, sizes=sizes, steps=steps), dims
+
+
+def _part_of_step(step: ScoreStep, axis: int, start: Size, length: Size | None) -> ScoreStep:
+    match step:
+        case Factor() | Bias() if axis in axes_of_step(step):
+            raise Blocked("scores are sliced after a tensor was added or multiplied")
+        case Pad(axis=padded) if padded == axis:
+            raise Blocked("some of the keys are used after the scores were padded")
+        case Masking():
+            mask = frozenset(_part_of_literal(x, axis, start, length) for x in step.mask)
+            return replace(step, mask=mask)
+    return step
 
 
 def _resized(layout: Layout, axis: int, size: Size) -> Layout:
@@ -224,7 +165,8 @@ def selected_rows(
     pieces = [p for d in indexed for p in d]
     axes = [p.axis for p in pieces]
     whole = all(is_one(p.stride) and same(p.size, key.size(p.axis)) for p in pieces)
-    if not pieces or not whole or len(set(axes)) != len(axes):
+    exact = whole and has_shape(indexed, shape_of(mask))
+    if not pieces or not exact or len(set(axes)) != len(axes):
         raise Blocked("a boolean index on part of the rows, or on dimensions of size one")
     holders = [o for o in (key.lhs, key.rhs) if axes_of(o.layout) & set(axes)]
     if len(holders) != 1:
@@ -235,18 +177,7 @@ def selected_rows(
     in_operand = [p for d in operand.layout[first : first + num_held] for p in d]
     if in_operand != pieces or held != list(range(first, first + num_held)):
         raise Blocked("a boolean index on dimensions that the operand has in another order")
-    masks = [x for x in key.mask or () if isinstance(x, AxisTensor)]
-    tensors: list[Factor | Bias] = [*key.factors, *key.biases]
-    others = [*(x.tensor.layout for x in tensors), *(x.layout for x in masks)]
-    if (
-        any(set(axes) & axes_of(x) for x in others)
-        or any(
-            set(axes) & {a for a, _ in x.coefficients}
-            for x in key.mask or ()
-            if isinstance(x, AxisCondition)
-        )
-        or any(x.axis in axes for x in key.mask or () if isinstance(x, AxisExcept))
-    ):
+    if any(set(axes) & axes_of_step(step) for step in key.steps):
         raise Blocked("a boolean index on scores after a mask or a tensor was applied")
     axis = max(a for a, _ in key.sizes) + 1
     new: Dim = (Piece(axis, count),)

@@ -8,82 +8,15 @@ masks.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from torch_streamkl.functional import Expr, apply
-from torch_streamkl.fx_passes.domain.layout import Layout, Piece
-from torch_streamkl.fx_passes.domain.masks import Mask
+from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A tensor that multiplies or divides dot products: a scalar, or a value per row or key."""
-
-    tensor: TensorRef
-    divides: bool
-
-
-@dataclass(frozen=True)
-class Bias:
-    """weight * (a dense tensor), added to the scores; the layout places the scores' axes in it."""
-
-    tensor: TensorRef
-    weight: float = 1.0
-    factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
-
-
-# A finite fill this low takes part in no softmax of float32 scores that a model can produce,
-# unless every key of the row has it: adding it to a score gives the fill itself.
-ABSORBING = -1e30
-# Beside any score that a model makes, one this low has no probability in float32.
-IMPROBABLE = -1e4
-
-
-@dataclass(frozen=True)
-class ScoreKey:
-    """The identity of a score matrix: two with equal keys hold the same numbers.
-
-    ``capped * tanh(scale * factors * lhs.rhs) + biases`` (without the tanh where ``capped`` is 0),
-    and ``fill`` where the mask does not hold. ``exact_fill`` says whether a row without any
-    allowed key is really constant (two additive masks may add up to -inf on some of its keys).
-    """
-
-    lhs: TensorRef
-    rhs: TensorRef
-    sizes: tuple[tuple[int, Size], ...]  # (axis, size)
-    scale: float = 1.0
-    factors: tuple[Factor, ...] = ()
-    capped: float = 0.0
-    biases: tuple[Bias, ...] = ()
-    mask: Mask | None = None
-    fill: float = 0.0
-    exact_fill: bool = True
-    padded: int | None = None  # axis that goes on behind the keys' last one, with scores of -inf
-    dtype: torch.dtype | None = None  # of the product, to which a linear layer rounds its logits
-    added: bool = (
-        False  # a mask or bias was added to the scores: gradient flows through its masked keys
-    )
-
-    def size(self, axis: int) -> Size:
-        return dict(self.sizes)[axis]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """A tensor of scores."""
-
-    key: ScoreKey
-    layout: Layout
-
-    def with_key(self, **changes: Any) -> Scores:
-        return replace(self, key=replace(self.key, **changes))
 
 
 @dataclass(frozen=True)
@@ -127,14 +60,15 @@ class Elements:
     """One value per key: a sum of terms over the `VARIABLES` of ``parts[k]``.
 
     ``layouts[k]`` places the axes of distribution k in the tensor's dimensions; all of them have
-    their key axis in ``key_dim``. ``row_index`` is a boolean index that selected rows of the
-    tensor.
+    their key axis in ``key_dim``. ``shape`` is the tensor's: where a layout has nothing and the
+    shape more than 1, the distribution is broadcast, and a sum counts it as often.
     """
 
     terms: tuple[Term, ...]
     parts: tuple[Distribution, ...]
     layouts: tuple[Layout, ...]
     key_dim: int
+    shape: Shape = field(compare=False)
 
     @property
     def rank(self) -> int:
@@ -219,7 +153,7 @@ class Rows:
     """Elements summed over the keys, and perhaps over rows as well, times a constant.
 
     ``reduced`` are the dimensions of the elements that were summed, the key dimension included;
-    ``divisors`` are sizes that a mean or a batchmean divides by. ``shape`` is the tensor's.
+    ``divisors`` are sizes that a mean or a batchmean divides by.
     """
 
     elements: Elements
@@ -227,9 +161,7 @@ class Rows:
     keepdim: bool
     weight: float = 1.0
     divisors: tuple[Size, ...] = ()
-    offsets: tuple[
-        tuple[Distribution, float], ...
-    ] = ()  # + coefficient * log-sum-exp of its scores
+    offsets: tuple[tuple[LogSumExp, float], ...] = ()  # + coefficient * log-sum-exp
     constant: float = 0.0
     constant_within: bool = False  # the constant is 0 in rows without keys
 
@@ -244,7 +176,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class LogSumExp:
-    """log-sum-exp of scores along an axis; ``layout`` has the axis removed or of size 1."""
+    """log-sum-exp of scores along an axis; ``layout`` has the axis removed or of size 1.
+
+    As an offset of rows, ``layout`` is in the dimensions of the rows' elements.
+    """
 
     scores: ScoreKey
     axis: int
@@ -257,6 +192,7 @@ class RowMax:
 
     scores: ScoreKey
     axis: int
+    layout: Layout  # the axis has size 1
 
 
 @dataclass(frozen=True)
@@ -274,6 +210,7 @@ class ExpSum:
 
     scores: ScoreKey
     axis: int
+    layout: Layout  # the axis has size 1
     logarithm: bool = False
 
 
@@ -310,7 +247,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A boolean tensor that is True exactly where these scores are not finite: at masked keys."""
+class Infinite:
+    """A boolean tensor that is True where one of these scores is -inf: what a bias may hold."""
 
-    scores: ScoreKey
+    scores: tuple[Scores, ...]

@@ -7,6 +7,7 @@ well.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +20,14 @@ from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
+from torch_streamkl.fx_passes.domain.scores import (
+    Masking,
+    Scale,
+    Scores,
+    leading_scale,
+    nearly_equal,
+)
 from torch_streamkl.fx_passes.domain.tensor_ref import flows
-from torch_streamkl.fx_passes.domain.values import ScoreKey, Scores
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
@@ -113,25 +120,15 @@ def _temperature(call: fx.Node, logits: Scores) -> float | None:
         return None
     if words[0].axis not in {p.axis for d in key.rhs.layout + key.lhs.layout for p in d}:
         return None
-    ours, theirs = _unscaled(key), _unscaled(logits.key)
-    if ours is None or ours != theirs:
+    ours, theirs = key, logits.key.split_shift()[0]
+    if any(isinstance(step, Masking) for step in theirs.steps):
         return None
-    if key.capped:
-        return logits.key.capped / key.capped
-    temperature = logits.key.scale / key.scale
-    return temperature if temperature > 0 else None
-
-
-def _unscaled(key: ScoreKey) -> ScoreKey | None:
-    """The scores without the factor that a temperature changes."""
-    if key.mask:
+    temperature = leading_scale(theirs.steps) / leading_scale(ours.steps)
+    if not 0.0 < temperature < math.inf:
         return None
-    if key.capped:
-        return replace(key, capped=1.0) if not key.biases and key.capped > 0 else None
-    if key.scale <= 0:
-        return None
-    biases = tuple(replace(b, weight=round(b.weight / key.scale, 12)) for b in key.biases)
-    return replace(key, scale=1.0, biases=biases)
+    theirs = theirs.then(Scale(1.0 / temperature))
+    alike = replace(theirs, steps=ours.steps) == ours and nearly_equal(theirs.steps, ours.steps)
+    return temperature if alike else None
 
 
 def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:

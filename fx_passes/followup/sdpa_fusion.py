@@ -21,7 +21,9 @@ from torch.torch_version import TorchVersion
 from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.domain.values import ABSORBING, Attention
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import ABSORBING
+from torch_streamkl.fx_passes.domain.values import Attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
@@ -112,10 +114,12 @@ class Leftovers:
         """A node with the value of ``probabilities @ values``, or raises Blocked."""
         elements = attention.probabilities
         distribution, layout = elements.parts[0], elements.layouts[0]
-        key = distribution.scores
-        if key.capped or distribution.averaged:
-            raise Blocked("scaled_dot_product_attention has no softcap")
-        place = geometry(distribution, layout, distribution, layout, elements.key_dim)
+        form = read(distribution.scores)
+        if form.softcap or form.padded is not None or distribution.averaged:
+            raise Blocked("scaled_dot_product_attention has no softcap, padding or mean of heads")
+        place = geometry(
+            distribution, layout, distribution, layout, elements.key_dim, [attention.values]
+        )
         if place.query is None:
             raise Blocked("attention of a single query row")
         value = example(node)
@@ -133,11 +137,11 @@ class Leftovers:
         options = self._mask_options(build, place, mask, nodes, value.dtype)
         alive = self._rows_with_keys(build, place, mask, options, value.dtype)
         k, v, options = _with_groups(build, q, k, v, options)
-        if key.scale != shape_scale(q):
-            options["scale"] = key.scale
+        if form.scale != shape_scale(q):
+            options["scale"] = form.scale
         out = build.call(F.scaled_dot_product_attention, q, k, v, **options)
         if alive is not None:
-            uniform = uniform_rows(build, q, k, v, key.scale, added=key.added)
+            uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
             out = build.call(torch.where, alive, out, uniform)
         return rows_as_user(
             build, out, place, elements.rank, elements.key_dim, nodes, trailing=True
@@ -153,7 +157,7 @@ class Leftovers:
         *,
         is_keys: bool,
     ) -> fx.Node:
-        factors = () if is_keys else place.student.distribution.scores.factors
+        factors = () if is_keys else read(place.student.distribution.scores).factors
         return canonical(
             build,
             operand,
@@ -175,13 +179,14 @@ class Leftovers:
         dtype: torch.dtype,
     ) -> dict[str, Any]:
         key = place.student.distribution.scores
-        if key.mask and key.fill > ABSORBING:
-            raise Blocked(f"attention with the finite mask value {key.fill:g}")
+        form = read(key)
+        if form.mask and form.fill > ABSORBING:
+            raise Blocked(f"attention with the finite mask value {form.fill:g}")
         assert place.query is not None
         square = same(place.digits[place.query].size, key.size(place.student.distribution.axis))
         is_causal = mask.window_right is not None and expression(mask.window_right) == 0 and square
         banded = mask.window_left is not None or mask.window_right is not None
-        dense = bool(mask.tensors or mask.row_tensors or key.biases)
+        dense = bool(mask.tensors or mask.row_tensors or form.biases)
         if not banded and not dense:
             return {}
         if is_causal and mask.window_left is None and not dense:
@@ -198,11 +203,11 @@ class Leftovers:
     ) -> fx.Node | None:
         """Which rows have a key; None where all have, or where eager makes NaN of the others."""
         total = options.get("attn_mask")
-        key = place.student.distribution.scores
-        removed = key.fill == -math.inf and not key.biases
+        form = read(place.student.distribution.scores)
+        removed = form.fill == -math.inf and not form.biases
         if total is None or removed or _has_diagonal(place, mask):
             return None
-        if not key.exact_fill:
+        if not form.exact_fill:
             raise Blocked("two additive masks overlap, and a row may be left without any key")
         if total not in self.alive:
             self.alive[total] = rows_with_keys(build, total, None, dtype)
@@ -217,8 +222,8 @@ class Leftovers:
         dtype: torch.dtype,
     ) -> fx.Node:
         """An additive mask at the smallest shape that holds it."""
-        key = place.student.distribution.scores
-        identity = (key.mask, key.fill, key.biases, dtype, str(place.digits))
+        form = read(place.student.distribution.scores)
+        identity = (form.mask, form.fill, form.biases, dtype, str(place.digits))
         if identity in self.masks:
             return self.masks[identity]
         keep = window_tensor(build, place, mask.window_left, mask.window_right, nodes)
@@ -231,12 +236,12 @@ class Leftovers:
         total = None
         if keep is not None:
             # the lowest number, not -inf: a row without keys stays uniform, as in the user's code
-            low = -math.inf if key.fill == -math.inf else torch.finfo(dtype).min
+            low = -math.inf if form.fill == -math.inf else torch.finfo(dtype).min
             query = example(nodes[0])
             assert isinstance(query, Tensor)
             zero = build.call(torch.zeros, (), dtype=dtype, device=query.device)
             total = build.call(torch.where, keep, zero, low)
-        bias = add_up_biases(build, key, STUDENT, place, nodes, self.outer)
+        bias = add_up_biases(build, form.biases, STUDENT, place, nodes, self.outer)
         if bias is not None:
             bias = build.method("to", bias, dtype)
             total = bias if total is None else build.call(torch.add, total, bias)
@@ -259,7 +264,7 @@ def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:
     num_keys = key.size(place.student.distribution.axis)
     spare = expression(num_keys - place.digits[place.query].size)
     numbers = [spare, *(expression(b) for b in bounds if b is not None)]
-    dense = bool(mask.tensors or mask.row_tensors or key.biases)
+    dense = bool(mask.tensors or mask.row_tensors or read(key).biases)
     return not dense and all(isinstance(n, int) and n >= 0 for n in numbers)
 
 

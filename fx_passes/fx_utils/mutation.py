@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,12 +42,16 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return []
     name = name_of(node)
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return nodes_in(_written_arguments(node, node.target))
+        found = [*_written_arguments(node, node.target), *_hidden_writes(node, name)]
+        return list(dict.fromkeys(nodes_in(found)))
     if "mutation" in name:  # a Triton kernel of the user's
         return node.all_input_nodes
-    written: list[object] = [node.kwargs.get("out")]
+    written: list[object] = [node.kwargs.get("out"), *_hidden_writes(node, name)]
+    packet = _packet_of(node, name)
+    if packet is not None:
+        written += _written_arguments(node, packet)
     first_is_written = (
-        name in ("setitem", "__setitem__", "copy_", "index_put_")
+        name in ("setitem", "__setitem__", "setattr", *_IN_PLACE_METHODS)
         or _is_named_in_place(node)
         or node.target in _IN_PLACE_OPERATORS
         or _asks_for_in_place(node)
@@ -54,7 +59,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if first_is_written:
         # torch._foreach_addcdiv_ and the fused optimizers write to lists
         written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
-    return nodes_in(written)
+    return list(dict.fromkeys(nodes_in(written)))
 
 
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
@@ -73,6 +78,48 @@ def _is_named_in_place(node: fx.Node) -> bool:
     name = name_of(node)
     from_operator = getattr(node.target, "__module__", None) == operator.and_.__module__
     return name.endswith("_") and not name.endswith("__") and not from_operator
+
+
+def _packet_of(node: fx.Node, name: str) -> torch._ops.OpOverloadPacket | None:
+    """The ATen operator behind a method, or behind a function of torch that is written in C."""
+    if node.op == "call_method" or inspect.isbuiltin(node.target):
+        packet = getattr(torch.ops.aten, name, None)
+        return packet if isinstance(packet, torch._ops.OpOverloadPacket) else None
+    return None
+
+
+def _hidden_writes(node: fx.Node, name: str) -> list[object]:
+    """Arguments that an operation writes to although neither its name nor its schema says so.
+
+    Batch and instance normalisation count as writing to running statistics also where they only
+    read them.
+    """
+    arguments = _HIDDEN_WRITES.get(name)
+    if arguments is None:
+        return []
+    asks = arguments.asked_by
+    names = _parameters(node)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if asks is not None and given.get(asks) is None:
+        return []
+    return [given.get(x) for x in arguments.written]
+
+
+def _parameters(node: fx.Node) -> list[str]:
+    """Names of an operation's arguments in order."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return [x.name for x in target._schema.arguments]
+    if not inspect.isbuiltin(target) and callable(target):
+        try:
+            return list(inspect.signature(target).parameters)
+        except (TypeError, ValueError):
+            pass
+    packet = getattr(torch.ops.aten, name_of(node), None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    overload = getattr(packet, packet.overloads()[0])
+    return [x.name for x in overload._schema.arguments]
 
 
 def _written_arguments(
@@ -105,6 +152,34 @@ def _asks_for_in_place(node: fx.Node) -> bool:
     return index < len(node.args) and node.args[index] is True
 
 
+@dataclass(frozen=True)
+class HiddenWrite:
+    """The arguments that are written, if the argument ``asked_by`` is given."""
+
+    written: tuple[str, ...]
+    asked_by: str | None = None
+
+
+_STATISTICS = HiddenWrite(("running_mean", "running_var"))
+_HIDDEN_WRITES = {
+    "embedding": HiddenWrite(("weight",), "max_norm"),
+    "embedding_bag": HiddenWrite(("weight",), "max_norm"),
+    "batch_norm": _STATISTICS,
+    "instance_norm": _STATISTICS,
+    "native_batch_norm": _STATISTICS,
+    "cudnn_batch_norm": _STATISTICS,
+    "miopen_batch_norm": _STATISTICS,
+    "batch_norm_gather_stats": _STATISTICS,
+    "batch_norm_gather_stats_with_counts": _STATISTICS,
+    "batch_norm_update_stats": _STATISTICS,
+}
+_IN_PLACE_METHODS = {
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
+        *("matmul", "mod", "lshift", "rshift"),
+    )
+}
 _IN_PLACE_OPERATORS = {
     getattr(operator, f"i{name}")
     for name in (

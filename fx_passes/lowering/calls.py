@@ -13,12 +13,14 @@ from torch import Tensor, fx
 from torch_streamkl import ops
 from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
-from torch_streamkl.fx_passes.domain.values import Rows, ScoreKey
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Bias
+from torch_streamkl.fx_passes.domain.values import Rows
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
-from torch_streamkl.fx_passes.lowering import lm_head as linear
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, same
+from torch_streamkl.fx_passes.lowering import lm_head
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
@@ -42,12 +44,13 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
             term = build.call(torch.mul, term, coefficient)
         total = term if total is None else build.call(torch.add, total, term)
     assert total is not None
+    tensors = [outer_node(o.node, outer) for c in planned.calls for o in _operands(c)]
+    total = _broadcast(build, total, rows, tensors)
     if tuple(rows.reduced) == (rows.elements.key_dim,):
         if not rows.keepdim:
             total = build.method("squeeze", total, rows.elements.key_dim)
     else:
         total = build.method("sum", total, dim=tuple(rows.reduced), keepdim=rows.keepdim)
-    tensors = [outer_node(o.node, outer) for c in planned.calls for o in _operands(c)]
     if rows.divisors:
         total = build.call(torch.div, total, build.product(rows.divisors, tensors))
     value = example(total)
@@ -67,6 +70,21 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
     return total
 
 
+def _broadcast(build: Builder, total: fx.Node, rows: Rows, tensors: list[fx.Node]) -> fx.Node:
+    """Row values at the extents of the user's tensor, which a sum over them counts."""
+    value, wanted = example(total), rows.elements.shape
+    assert isinstance(value, Tensor)
+    smaller = [
+        d
+        for d, size in enumerate(wanted)
+        if d != rows.elements.key_dim and is_one(value.shape[d]) and not is_one(size)
+    ]
+    if not smaller:
+        return total
+    sizes = [build.size(s, tensors) if d in smaller else -1 for d, s in enumerate(wanted)]
+    return build.method("expand", total, *sizes)
+
+
 def _operands(call: Call) -> list[Any]:
     return [
         o
@@ -80,8 +98,8 @@ def _emit_call(
 ) -> fx.Node:
     shape = call.geometry
     tensors = [outer_node(o.node, outer) for o in _operands(call)]
-    if linear.applies(shape):
-        value = linear.emit(build, shape, call.functional, outer)
+    if call.is_head:
+        value = lm_head.emit(build, shape, call.functional, outer)
         value = rows_as_user(
             build, value, shape, rows.elements.rank, rows.elements.key_dim, tensors
         )
@@ -92,7 +110,7 @@ def _emit_call(
     dtype = _compute_dtype(call, outer)
     for side, name in enumerate(("teacher", "student")):
         own = (shape.teacher, shape.student)[side]
-        key = own.distribution.scores
+        form = read(own.distribution.scores)
         inputs[f"{name}_q"] = canonical(
             build,
             own.rows,
@@ -102,15 +120,15 @@ def _emit_call(
             outer,
             is_keys=False,
             dtype=dtype,
-            factors=key.factors,
+            factors=form.factors,
         )
         inputs[f"{name}_k"] = canonical(
             build, own.keys, side, shape, tensors, outer, is_keys=True, dtype=dtype
         )
-        options[f"{name}_scale"] = key.scale * key.capped if key.capped else key.scale
-        if key.capped:
-            options[f"{name}_softcap"] = key.capped
-        bias = add_up_biases(build, key, side, shape, tensors, outer)
+        options[f"{name}_scale"] = form.scale * form.softcap if form.softcap else form.scale
+        if form.softcap:
+            options[f"{name}_softcap"] = form.softcap
+        bias = add_up_biases(build, form.biases, side, shape, tensors, outer)
         if bias is not None:
             biases[name] = bias
         removed = _removed_on(build, side, call, tensors, outer)
@@ -183,7 +201,7 @@ def _compute_dtype(call: Call, outer: Mapping[fx.Node, fx.Node]) -> torch.dtype:
 
 def add_up_biases(
     build: Builder,
-    key: ScoreKey,
+    biases: Sequence[Bias],
     side: int,
     shape: Geometry,
     tensors: Sequence[fx.Node],
@@ -191,7 +209,7 @@ def add_up_biases(
 ) -> fx.Node | None:
     """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
     total: fx.Node | None = None
-    for bias in key.biases:
+    for bias in biases:
         if bias.tensor.grad or any(factor.tensor.grad for factor in bias.factors):
             raise Blocked("a bias that is added to the scores needs a gradient")
         node = materialise(build, bias.tensor, outer)

@@ -17,45 +17,18 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.functional import DIVERGENCES, Functional
-from torch_streamkl.fx_passes.domain.layout import axes_of
-from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import Bias, ScoreKey
+from torch_streamkl.fx_passes.domain.masks import AxisExcept, Mask
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Bias
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, outer_node, weight
-from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
+from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
+from torch_streamkl.fx_passes.planning.lm_heads import added_to_logits
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
-
-
-def applies(geometry: Geometry) -> bool:
-    """Whether both sides are hidden states times one matrix, without masks."""
-    return all(_is_head(side) for side in (geometry.teacher, geometry.student))
-
-
-def _is_head(side: SideGeometry) -> bool:
-    key, axis = side.distribution.scores, side.distribution.axis
-    contracted = {p.axis for dim in side.keys.layout for p in dim if p.axis < 0}
-    on_keys = {axis for axis in axes_of(side.keys.layout) if axis >= 0}
-    return (
-        set(side.kinds) == {ROW_ONLY}
-        and on_keys == {axis}
-        and len(contracted) == 1
-        and _leaves_out_words(key, axis)
-        and not side.distribution.averaged
-        and all(axes_of(bias.tensor.layout) == {axis} and not bias.factors for bias in key.biases)
-        and not (key.capped and key.biases)
-    )
-
-
-def _leaves_out_words(key: ScoreKey, axis: int) -> bool:
-    """No mask, or words that have no probability: a bias of -inf, which a softcap would limit."""
-    if not key.mask:
-        return True
-    only_words = all(isinstance(x, AxisExcept) and x.axis == axis for x in key.mask)
-    return only_words and key.fill == -math.inf and not key.capped and key.scale > 0
 
 
 def emit(
@@ -67,6 +40,7 @@ def emit(
     sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}
     for name, (index, side) in sides.items():
         key = side.distribution.scores
+        form = read(key)
         assert key.dtype is not None
         operands = [outer_node(o.node, outer) for o in (side.rows, side.keys)]
         hidden = canonical(
@@ -78,16 +52,16 @@ def emit(
             outer,
             is_keys=False,
             dtype=key.dtype,
-            factors=key.factors,
+            factors=form.factors,
         )
         inputs[f"{name}_hidden"] = build.method("flatten", hidden, 0, 2)
         inputs[f"{name}_weight"] = weight(build, side.keys, index, geometry, outer, key.dtype)
-        options[f"{name}_scale"] = key.scale * key.capped if key.capped else key.scale
-        if key.capped:
-            options[f"{name}_softcap"] = key.capped
-        bias = _bias(build, key.biases, side, key.scale, outer)
-        if key.mask:
-            removed = _removed_words(build, key, inputs[f"{name}_weight"])
+        options[f"{name}_scale"] = form.scale * form.softcap if form.softcap else form.scale
+        if form.softcap:
+            options[f"{name}_softcap"] = form.softcap
+        bias = _bias(build, added_to_logits(form), side, form.scale, outer)
+        if form.mask:
+            removed = _removed_words(build, form.mask, inputs[f"{name}_weight"])
             bias = removed if bias is None else build.call(torch.add, bias, removed)
         if bias is not None:
             options[f"{name}_bias"] = bias
@@ -104,13 +78,13 @@ def emit(
     return build.call(operator.getitem, result, 0)
 
 
-def _removed_words(build: Builder, key: ScoreKey, head: fx.Node) -> fx.Node:
+def _removed_words(build: Builder, mask: Mask, head: fx.Node) -> fx.Node:
     """-inf at the words that the mask leaves out, as [words]."""
     matrix = example(head)
     assert isinstance(matrix, Tensor)
     words = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)
     total: fx.Node | None = None
-    for literal in sorted(key.mask or (), key=str):
+    for literal in sorted(mask, key=str):
         assert isinstance(literal, AxisExcept)
         below = build.call(torch.lt, words, literal.start)
         keep = build.call(torch.logical_or, below, build.call(torch.ge, words, literal.stop))

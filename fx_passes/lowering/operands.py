@@ -13,22 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.domain.layout import Layout, Piece
+from torch_streamkl.fx_passes.domain.layout import (
+    Layout,
+    Piece,
+)
+from torch_streamkl.fx_passes.domain.scores import Factor, Pad
 from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
-from torch_streamkl.fx_passes.domain.values import Factor
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, quotient, same
-from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A position in the operator's tensor: ("digit" or "averaged" or "key" or "dim", index)."""
-
-    kind: str
-    index: int = 0
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, same
+from torch_streamkl.fx_passes.planning.dimensions import (
+    Geometry,
+    SideGeometry,
+    Slot,
+    is_split_of,
+    leading_first,
+)
 
 
 def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -58,21 +59,23 @@ def canonical(
     factors: Sequence[Factor] = (),
 ) -> fx.Node:
     """An operand as [batch, heads, rows or keys, head_dim]."""
-    own = (geometry.teacher, geometry.student)[side]
+    own = geometry.side(side)
     x = materialise(build, operand, outer)
-    pieces = _split(operand.layout, side, geometry, own)
-    if not is_keys and any(
-        p.slot.kind == "digit" and not same(p.size, geometry.digits[p.slot.index].size)
-        for p in pieces
-    ):
-        raise Blocked("several heads share their query rows")
+    pieces = _split(operand.layout, side, geometry)
+    places = _places(geometry, own, pieces, is_keys=is_keys)
+    if not any(f.tensor.layout for f in factors):  # which are placed digit by digit
+        pieces, places = _merged(pieces, places)
     x = _reshaped(build, x, [p.size for p in pieces], tensors)
-    order = _order(geometry, is_keys=is_keys, pieces=pieces)
-    x = _permuted(build, x, [pieces.index(p) for p in order if p is not None])
-    x = _with_factors(
-        build, x, [p.slot for p in order if p is not None], factors, side, geometry, outer
-    )
-    x = _to_four_dimensions(build, x, order, geometry, own, tensors, is_keys=is_keys)
+    slots = [p.slot for p in pieces]
+    present = [p.slot for p in places if p.slot in slots]
+    ones = [slot for slot in slots if slot.kind == "one"]
+    if len(present) + len(ones) < len(slots):
+        raise Blocked(
+            "an operand varies along a dimension that its place in the operator cannot have"
+        )
+    x = _permuted(build, x, [slots.index(slot) for slot in (*present, *ones)])
+    x = _with_factors(build, x, [*present, *ones], factors, side, geometry, outer)
+    x = _to_four_dimensions(build, x, places, set(present), tensors)
     return x if _dtype(x) == dtype else build.method("to", x, dtype)
 
 
@@ -85,14 +88,17 @@ def weight(
     dtype: torch.dtype,
 ) -> fx.Node:
     """An operand that holds keys only, as [keys, width]."""
-    own = (geometry.teacher, geometry.student)[side]
     x = materialise(build, operand, outer)
-    pieces = _split(operand.layout, side, geometry, own)
+    pieces = _split(operand.layout, side, geometry)
+    places = [Place(kind, p.slot, p.size) for kind in ("key", "dim") for p in _of(kind, pieces)]
+    pieces, places = _merged(pieces, places)
     x = _reshaped(build, x, [p.size for p in pieces], [x])
-    kinds = [p.slot.kind for p in pieces]
-    ones = [d for d, kind in enumerate(kinds) if kind == "one"]
-    x = _permuted(build, x, [*ones, kinds.index("key"), kinds.index("dim")])
+    slots = [p.slot for p in pieces]
+    ones = [p.slot for p in _of("one", pieces)]
+    x = _permuted(build, x, [slots.index(slot) for slot in (*ones, *(p.slot for p in places))])
     x = _squeezed(build, x, 0, len(ones))
+    num_keys = sum(p.group == "key" for p in places)
+    x = _grouped(build, x, [(0, num_keys), (num_keys, len(places))])
     return x if _dtype(x) == dtype else build.method("to", x, dtype)
 
 
@@ -112,78 +118,119 @@ class SubDim:
     size: Size
 
 
-def _split(layout: Layout, side: int, geometry: Geometry, own: SideGeometry) -> list[SubDim]:
-    """The operand's dimensions split so that each belongs to one slot."""
+def _split(layout: Layout, side: int, geometry: Geometry) -> list[SubDim]:
+    """A tensor's dimensions split so that each belongs to one slot."""
+    distribution = geometry.side(side).distribution
+    keys = _Pieces("key", [p for d in layout for p in d if p.axis == distribution.axis])
+    contracted = _Pieces("dim", [p for d in layout for p in d if p.axis < 0])
+    if keys.pieces:
+        key = distribution.scores
+        start = keys.pieces[0].size * keys.pieces[0].stride
+        padded = any(isinstance(x, Pad) and x.axis == distribution.axis for x in key.steps)
+        have = start if padded else key.size(distribution.axis)
+        if not is_split_of(keys.pieces, Piece(distribution.axis, have)):
+            raise Blocked("an operand's keys are repeated")
     result: list[SubDim] = []
-    contracted = sorted({p.axis for d in layout for p in d if p.axis < 0}, reverse=True)
     for dim in layout:
         if dim == ():
             result.append(SubDim(Slot("one", len(result)), 1))  # numbered: there may be several
         for piece in dim:
             if piece.axis < 0:
-                result.append(SubDim(Slot("dim", contracted.index(piece.axis)), piece.size))
-            elif piece.axis == own.distribution.axis:
-                result.append(SubDim(Slot("key"), piece.size))
+                result.append(SubDim(contracted.slot(piece), piece.size))
+            elif piece.axis == distribution.axis:
+                result.append(SubDim(keys.slot(piece), piece.size))
             else:
-                result += _row_digits(piece, side, geometry, own)
+                result += [SubDim(*digit) for digit in geometry.digits_of(piece, side)]
     return result
 
 
-def _row_digits(piece: Piece, side: int, geometry: Geometry, own: SideGeometry) -> list[SubDim]:
-    """A piece of a row axis as the digits it covers, the leading one first."""
-    candidates = [(Slot("digit", i), d.pieces[side]) for i, d in enumerate(geometry.digits)]
-    candidates += [(Slot("averaged", i), p) for i, p in enumerate(own.distribution.averaged)]
-    covered = [
-        (slot, p)
-        for slot, p in candidates
-        if p is not None and p.axis == piece.axis and _inside(p, piece)
+class _Pieces:
+    """The pieces of the keys or of the contracted axes, numbered in their order."""
+
+    def __init__(self, kind: str, pieces: Sequence[Piece]) -> None:
+        self.kind = kind
+        by_axis = [
+            [p for p in pieces if p.axis == axis]
+            for axis in sorted({p.axis for p in pieces}, reverse=True)
+        ]
+        self.pieces = [own[i] for own in by_axis for i in leading_first(own)]
+
+    def slot(self, piece: Piece) -> Slot:
+        return Slot(self.kind, self.pieces.index(piece))
+
+
+def _of(kind: str, pieces: Sequence[SubDim]) -> list[SubDim]:
+    found = [p for p in pieces if p.slot.kind == kind]
+    return sorted(found, key=lambda p: p.slot.index)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A dimension of the operator's tensor before each group of them is flattened into one."""
+
+    group: str
+    slot: Slot
+    size: Size
+
+
+GROUPS = ("batch", "heads", "row", "width")
+
+
+def _row_places(geometry: Geometry) -> list[Place]:
+    groups = (("batch", geometry.batch), ("heads", geometry.heads))
+    return [
+        Place(group, Slot("digit", i), geometry.digits[i].size)
+        for group, digits in groups
+        for i in digits
     ]
-    if covered:
-        covered.sort(key=lambda c: _rank_of_stride(c[1], [p for _, p in covered if p is not None]))
-        if not same(product(p.size for _, p in covered if p is not None), piece.size):
-            raise Blocked("an operand has rows that the divergence does not use")
-        return [SubDim(slot, p.size) for slot, p in covered if p is not None]
-    # fewer heads than the digit has: the leading part of it, shared by a group
-    for slot, p in candidates:
-        if (
-            p is not None
-            and p.axis == piece.axis
-            and same(p.size * p.stride, piece.size * piece.stride)
-        ):
-            return [SubDim(slot, piece.size)]
-    raise Blocked("an operand is repeated along a flattened dimension")
 
 
-def _inside(p: Piece, held: Piece) -> bool:
-    """Whether a digit lies within a held piece of the same axis."""
-    return quotient(p.stride, held.stride) is not None and (
-        quotient(held.size * held.stride, p.size * p.stride) is not None
-    )
+def _query_place(geometry: Geometry) -> Place:
+    if geometry.query is None:
+        return Place("row", Slot("no query"), 1)
+    return Place("row", Slot("digit", geometry.query), geometry.digits[geometry.query].size)
 
 
-def _rank_of_stride(p: Piece | None, others: Sequence[Piece]) -> int:
-    """Number of digits with a larger stride: the leading digit has 0."""
-    assert p is not None
-    return sum(quotient(o.stride, p.size * p.stride) is not None for o in others if o is not p)
+def _places(
+    geometry: Geometry, own: SideGeometry, pieces: Sequence[SubDim], *, is_keys: bool
+) -> list[Place]:
+    """The dimensions of an operand in the operator's order, those that it lacks included.
+
+    Keys lack the last ones of the query heads: query head h uses key head h // group.
+    """
+    places = _row_places(geometry)
+    places += [Place("heads", Slot("averaged", i), p.size) for i, p in enumerate(own.averaged)]
+    if is_keys:
+        slots = {p.slot for p in pieces}
+        while places and places[-1].group == "heads" and places[-1].slot not in slots:
+            places.pop()
+        places += [Place("row", p.slot, p.size) for p in _of("key", pieces)]
+    else:
+        places.append(_query_place(geometry))
+        if geometry.query is not None and places[-1].slot not in {p.slot for p in pieces}:
+            raise Blocked("the queries of one side do not vary along the query dimension")
+    return places + [Place("width", p.slot, p.size) for p in _of("dim", pieces)]
 
 
-def _order(geometry: Geometry, *, is_keys: bool, pieces: Sequence[SubDim]) -> list[SubDim | None]:
-    """Sub-dimensions in the operator's order; None for a digit that the operand lacks."""
-    by_slot = {p.slot: p for p in pieces if p.slot.kind != "one"}
-    wanted = [Slot("digit", i) for i in (*geometry.batch, *geometry.heads)]
-    wanted += sorted((s for s in by_slot if s.kind == "averaged"), key=lambda s: s.index)
-    wanted.append(
-        Slot("key")
-        if is_keys
-        else Slot("digit", geometry.query if geometry.query is not None else -1)
-    )
-    wanted += sorted((s for s in by_slot if s.kind == "dim"), key=lambda s: s.index)
-    if set(by_slot) - set(wanted):
-        raise Blocked(
-            "an operand varies along a dimension that its place in the operator cannot have"
-        )
-    ones = [p for p in pieces if p.slot.kind == "one"]
-    return [by_slot.get(slot) for slot in wanted] + list(ones)
+def _merged(pieces: Sequence[SubDim], places: Sequence[Place]) -> tuple[list[SubDim], list[Place]]:
+    """Neighbours that stay neighbours in one group are not split to begin with."""
+    at = {p.slot: i for i, p in enumerate(places)}
+    result: list[SubDim] = []
+    absorbed: set[int] = set()
+    last: int | None = None
+    for piece in pieces:
+        place = at.get(piece.slot)
+        if place is not None and last == place - 1 and _one_group(places, place):
+            result[-1] = SubDim(result[-1].slot, result[-1].size * piece.size)
+            absorbed.add(place)
+        else:
+            result.append(piece)
+        last = place
+    return result, [p for i, p in enumerate(places) if i not in absorbed]
+
+
+def _one_group(places: Sequence[Place], place: int) -> bool:
+    return places[place].group == places[place - 1].group
 
 
 def _with_step(
@@ -261,8 +308,7 @@ def _placed(
     geometry: Geometry,
 ) -> fx.Node:
     """A tensor over row digits, viewed so that it broadcasts against dimensions ``slots``."""
-    own = (geometry.teacher, geometry.student)[side]
-    pieces = _split(layout, side, geometry, own)
+    pieces = _split(layout, side, geometry)
     by_slot = {p.slot: d for d, p in enumerate(pieces) if p.slot.kind != "one"}
     if set(by_slot) - set(slots):
         raise Blocked("a tensor that multiplies the scores varies along the keys")
@@ -278,42 +324,25 @@ def _placed(
 def _to_four_dimensions(
     build: Builder,
     x: fx.Node,
-    order: Sequence[SubDim | None],
-    geometry: Geometry,
-    own: SideGeometry,
+    places: Sequence[Place],
+    present: set[Slot],
     tensors: Sequence[fx.Node],
-    *,
-    is_keys: bool,
 ) -> fx.Node:
     """Missing digits expanded, groups of dimensions flattened."""
-    num_batch, num_heads = len(geometry.batch), len(geometry.heads)
-    num_averaged = sum(p is not None and p.slot.kind == "averaged" for p in order)
-    num_digits = num_batch + num_heads
-    digits = [geometry.digits[i] for i in (*geometry.batch, *geometry.heads)]
-    missing = [d for d in range(num_digits) if order[d] is None]
-    if not is_keys and order[num_digits + num_averaged] is None and geometry.query is not None:
-        raise Blocked("the queries of one side do not vary along the query dimension")
-    for d in missing:
-        x = build.method("unsqueeze", x, d)
-    if not is_keys and geometry.query is None:
-        x = build.method("unsqueeze", x, num_digits + num_averaged)
-    group_dims = [d for d in missing if is_keys and d >= num_batch]
-    expanded = [d for d in missing if d not in group_dims]
-    if group_dims and group_dims != list(range(num_digits - len(group_dims), num_digits)):
-        expanded, group_dims = (
-            missing,
-            [],
-        )  # heads share keys in an order the operator does not have
-    if expanded:
-        sizes = [
-            build.size(digits[d].size, tensors) if d in expanded else -1 for d in range(num_digits)
-        ]
-        rest = (-1,) * (len(shape(x)) - num_digits)
-        x = build.method("expand", x, *sizes, *rest)
-    have = shape(x)
-    row = num_digits + num_averaged
-    groups = [(0, num_batch), (num_batch, row), (row, row + 1), (row + 1, len(have))]
-    return _grouped(build, x, groups)
+    missing = [i for i, p in enumerate(places) if p.slot not in present]
+    for i in missing:
+        x = build.method("unsqueeze", x, i)
+    if not all(is_one(places[i].size) for i in missing):
+        sizes = [build.size(p.size, tensors) if i in missing else -1 for i, p in enumerate(places)]
+        x = build.method("expand", x, *sizes, *(-1,) * (len(shape(x)) - len(places)))
+    return _in_groups(build, x, places, len(shape(x)))
+
+
+def _in_groups(build: Builder, x: fx.Node, places: Sequence[Place], rank: int) -> fx.Node:
+    """[batch, heads, rows or keys, width]; what has no place is part of the width."""
+    ends = [sum(GROUPS.index(p.group) <= i for p in places) for i in range(len(GROUPS))]
+    ends[-1] = rank
+    return _grouped(build, x, list(zip([0, *ends[:-1]], ends, strict=True)))
 
 
 def _grouped(build: Builder, x: fx.Node, groups: Sequence[tuple[int, int]]) -> fx.Node:
@@ -344,17 +373,28 @@ def rows_as_user(
     order = [*geometry.batch, *geometry.heads]
     if geometry.query is not None:
         order.append(geometry.query)
+    runs = _runs(order, geometry)
     tail = list(shape(value)[-1:]) if trailing else []
-    x = _reshaped(build, value, [*(geometry.digits[i].size for i in order), *tail], tensors)
-    x = _permuted(
-        build,
-        x,
-        [*(order.index(i) for i in range(len(order))), *([len(order)] if trailing else [])],
-    )
+    sizes = [product(geometry.digits[i].size for i in run) for run in runs]
+    x = _reshaped(build, value, [*sizes, *tail], tensors)
+    sorted_runs = sorted(range(len(runs)), key=lambda i: runs[i])
+    x = _permuted(build, x, [*sorted_runs, *([len(runs)] if trailing else [])])
     dims = [d for d in range(rank) if d != key_dim]
     sizes = [product(g.size for g in geometry.digits if g.dim == d) for d in dims]
     x = _reshaped(build, x, [*sizes, *tail], tensors)
     return x if trailing else build.method("unsqueeze", x, key_dim)
+
+
+def _runs(order: Sequence[int], geometry: Geometry) -> list[list[int]]:
+    """Digits that follow one another in the operator and in one dimension of the user's tensor."""
+    runs: list[list[int]] = []
+    for i in order:
+        follows = bool(runs) and runs[-1][-1] == i - 1
+        if follows and geometry.digits[i - 1].dim == geometry.digits[i].dim:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
 
 
 def placed(
@@ -366,33 +406,25 @@ def placed(
     tensors: Sequence[fx.Node],
 ) -> fx.Node:
     """A mask or bias as a tensor that broadcasts to [batch, heads, queries, keys]."""
-    own = (geometry.teacher, geometry.student)[side]
-    pieces = _split(layout, side, geometry, own)
-    x = _reshaped(build, node, [p.size for p in pieces], tensors)
-    by_slot = {p.slot: d for d, p in enumerate(pieces) if p.slot.kind != "one"}
-    slots = [Slot("digit", i) for i in (*geometry.batch, *geometry.heads)]
-    slots.append(Slot("digit", geometry.query if geometry.query is not None else -1))
-    slots.append(Slot("key"))
-    if set(by_slot) - set(slots):
+    pieces = _split(layout, side, geometry)
+    keys = [Place("width", p.slot, p.size) for p in _of("key", pieces)]
+    places = [*_row_places(geometry), _query_place(geometry)]
+    places += keys or [Place("width", Slot("key"), 1)]
+    slots = {p.slot for p in pieces if p.slot.kind != "one"}
+    if slots - {p.slot for p in places}:
         raise Blocked("a mask varies along a dimension that its place in the operator cannot have")
-    ones = [d for d, p in enumerate(pieces) if p.slot.kind == "one"]
-    x = _permuted(build, x, [*(by_slot[s] for s in slots if s in by_slot), *ones])
-    x = _squeezed(build, x, len(by_slot), len(ones))
-    x = build.call(
-        operator.getitem, x, tuple(slice(None) if s in by_slot else None for s in slots)
-    )
-    num_batch, num_digits = len(geometry.batch), len(geometry.batch) + len(geometry.heads)
-    for start, stop in ((num_batch, num_digits), (0, num_batch)):
-        sizes = [is_one(s) for s in shape(x)[start:stop]]
-        if stop - start > 1 and any(sizes) and not all(sizes):
+    for group in GROUPS:
+        varies = {p.slot in slots for p in places if p.group == group and not is_one(p.size)}
+        if len(varies) > 1:
             raise Blocked("a mask varies along some of the dimensions that are flattened into one")
-    groups = [
-        (0, num_batch),
-        (num_batch, num_digits),
-        (num_digits, num_digits + 1),
-        (num_digits + 1, len(slots)),
-    ]
-    return _grouped(build, x, groups)
+    pieces, places = _merged(pieces, places)
+    x = _reshaped(build, node, [p.size for p in pieces], tensors)
+    found = {p.slot: d for d, p in enumerate(pieces)}
+    ones = [d for d, p in enumerate(pieces) if p.slot.kind == "one"]
+    order = [found[p.slot] for p in places if p.slot in found]
+    x = _squeezed(build, _permuted(build, x, [*order, *ones]), len(order), len(ones))
+    index = tuple(slice(None) if p.slot in found else None for p in places)
+    return _in_groups(build, build.call(operator.getitem, x, index), places, len(index))
 
 
 def _squeezed(build: Builder, x: fx.Node, start: int, count: int) -> fx.Node:

@@ -1,7 +1,24 @@
 """How two distributions over the same keys map onto one operator call.
 
-The row dimensions of the user's tensor are split into digits that both sides agree on, and the
-digits are assigned to the operator's batch, heads and query dimension.
+NOTE [Axes]
+An axis is a dimension of a matmul's result: an identity within its scores, with an extent. A
+tensor's dimension is a product of digits of axes (domain/layout.py). Nothing is told by ranks,
+dimension numbers or equal sizes.
+
+Teacher and student correspond position by position in the user's tensor, after broadcasting: the
+digits of a position have equal extents on both sides (the same number, or the same symbolic size),
+or one side has none and is broadcast along the other's. Then its value is constant there, and a
+sum over the position counts the extent.
+
+The operator pairs, in its batch, head and query dimensions, equal digits only; a tensor that lacks
+a digit is expanded along it, in the operator's order. There are two exceptions, which the operator
+defines:
+- keys with fewer heads: query head h uses key head h // group. So the digits that keys lack are
+  left to grouping where they are the last ones of the query heads;
+- a teacher averaged over heads: student head h has the teacher heads h * n to h * n + n - 1, so
+  the averaged digits come behind the head digits. Their order is free.
+To that end digits are split until every operand has each of them whole or not at all. What cannot
+be split so, such as 2 key heads for 6 query heads that the program takes as 3 x 2, is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +30,7 @@ from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, product, quotient, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, quotient, same
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 
@@ -35,6 +52,19 @@ class SideGeometry:
     rows: TensorRef  # the operand with the query rows
     keys: TensorRef  # the operand with the keys
     kinds: tuple[str, ...]  # per digit: which operand varies along it
+    averaged: tuple[Piece, ...] = ()  # digits of the heads it is averaged over, in operator order
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A position in the operator's tensor, ``kind`` being one of
+
+    "digit", a digit of the geometry; "averaged", one of a side; "key" and "dim", a piece of the
+    keys or of the contracted dimension; "one", a dimension of size 1 without a place.
+    """
+
+    kind: str
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,8 +78,20 @@ class Geometry:
     teacher: SideGeometry
     student: SideGeometry
 
-    def size(self, indices: Sequence[int]) -> Size:
-        return product(self.digits[i].size for i in indices)
+    def side(self, side: int) -> SideGeometry:
+        return (self.teacher, self.student)[side]
+
+    def digits_of(self, piece: Piece, side: int) -> list[tuple[Slot, Size]]:
+        """The digits that a piece of a row axis is made of, the leading one first, or Blocked."""
+        found = [(Slot("digit", i), d.pieces[side]) for i, d in enumerate(self.digits)]
+        found += [(Slot("averaged", i), p) for i, p in enumerate(self.side(side).averaged)]
+        within = [(slot, p) for slot, p in found if p is not None and _covers(piece, p)]
+        order = leading_first([p for _, p in within])
+        if not is_split_of([within[i][1] for i in order], piece):
+            raise Blocked(
+                "an operand has rows that the divergence does not use, or in other groups"
+            )
+        return [(within[i][0], within[i][1].size) for i in order]
 
 
 def geometry(
@@ -58,20 +100,36 @@ def geometry(
     student: Distribution,
     student_layout: Layout,
     key_dim: int,
+    others: Sequence[TensorRef] = (),
 ) -> Geometry:
-    """Geometry of the pair, or Blocked."""
+    """Geometry of the pair, or Blocked; ``others`` are further operands of the student's side."""
+    num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
+    if not same(*num_keys):
+        raise Blocked("teacher and student have different keys")
     digits: list[Digit] = []
     for dim, (t, s) in enumerate(zip(teacher_layout, student_layout, strict=True)):
         if dim != key_dim:
             digits += _digits(dim, t, s)
+    operands = tuple(_operands(d) for d in (teacher, student))
+    query = _query([_kinds(o, digits, side) for side, o in enumerate(operands)])
+    held = (operands[0], (*operands[1], *others))
+    refined: list[Digit] = []
+    place: int | None = None
+    for i, digit in enumerate(digits):
+        parts = _refined(digit, held)
+        if i == query:
+            if len(parts) > 1:
+                raise Blocked("several heads share their query rows")
+            place = len(refined)
+        refined += parts
     sides = tuple(
-        _side(d, [digit.pieces[i] for digit in digits]) for i, d in enumerate((teacher, student))
+        SideGeometry(d, *operands[i], _kinds(operands[i], refined, i), _averaged(d, operands[i]))
+        for i, d in enumerate((teacher, student))
     )
-    query = _query(sides)
-    rest = [i for i in range(len(digits)) if i != query]
+    rest = [i for i in range(len(refined)) if i != place]
     heads = _heads(rest, sides)
     batch = tuple(i for i in rest if i not in heads)
-    return Geometry(tuple(digits), batch, heads, query, *sides)
+    return Geometry(tuple(refined), batch, heads, place, *sides)
 
 
 def _digits(dim: int, t: Dim, s: Dim) -> list[Digit]:
@@ -101,28 +159,76 @@ def _digits(dim: int, t: Dim, s: Dim) -> list[Digit]:
     return result
 
 
-def _side(distribution: Distribution, pieces: Sequence[Piece | None]) -> SideGeometry:
+def _refined(digit: Digit, operands: Sequence[Sequence[TensorRef]]) -> list[Digit]:
+    """The digit split where an operand of a side has only a part of it."""
+    for piece, held in zip(digit.pieces, operands, strict=True):
+        inner = None if piece is None else _cut(piece, held)
+        if inner is not None:
+            outer = quotient(digit.size, inner)
+            assert outer is not None
+            t, s = digit.pieces
+            leading = Digit(digit.dim, outer, (_leading(t, inner), _leading(s, inner)))
+            last = Digit(digit.dim, inner, (_last(t, inner), _last(s, inner)))
+            return [*_refined(leading, operands), *_refined(last, operands)]
+    return [digit]
+
+
+def _cut(piece: Piece, operands: Sequence[TensorRef]) -> Size | None:
+    """Size of the trailing part of a digit that some operand has without the rest, or lacks."""
+    end = piece.stride * piece.size
+    held = [p for o in operands for d in o.layout for p in d if p.axis == piece.axis]
+    for edge in (e for p in held for e in (p.stride, p.stride * p.size)):
+        if quotient(piece.stride, edge) is not None or quotient(edge, end) is not None:
+            continue  # where the digit begins or ends, or outside
+        inner = quotient(edge, piece.stride)
+        if inner is None or quotient(end, edge) is None:
+            raise Blocked("heads are shared in groups other than those that they are split into")
+        return inner
+    return None
+
+
+def _leading(piece: Piece | None, inner: Size) -> Piece | None:
+    if piece is None:
+        return None
+    outer = quotient(piece.size, inner)
+    assert outer is not None
+    return Piece(piece.axis, outer, piece.stride * inner)
+
+
+def _last(piece: Piece | None, inner: Size) -> Piece | None:
+    return None if piece is None else Piece(piece.axis, inner, piece.stride)
+
+
+def _averaged(distribution: Distribution, operands: Sequence[TensorRef]) -> tuple[Piece, ...]:
+    """The digits of an average, those that the keys have first: the rest is left to grouping."""
+    pieces = [
+        part.pieces[0]
+        for p in distribution.averaged
+        for part in _refined(Digit(0, p.size, (p, None)), (operands, ()))
+    ]
+    _, keys = operands
+    return tuple(sorted((p for p in pieces if p is not None), key=lambda p: not _has(keys, p)))
+
+
+def _operands(distribution: Distribution) -> tuple[TensorRef, TensorRef]:
+    """The operands with the query rows and with the keys."""
     key = distribution.scores
-    operands = (key.lhs, key.rhs)
-    holders = [o for o in operands if distribution.axis in axes_of(o.layout)]
+    holders = [o for o in (key.lhs, key.rhs) if distribution.axis in axes_of(o.layout)]
     if len(holders) != 1:
         raise Blocked("the softmax is over a dimension that both operands of the scores have")
-    keys = holders[0]
-    rows = operands[1] if keys is operands[0] else operands[0]
-    kinds = []
-    for piece in pieces:
-        in_rows = piece is not None and _has(rows, piece)
-        in_keys = piece is not None and _has(keys, piece)
-        kinds.append(
-            BOTH
-            if in_rows and in_keys
-            else ROW_ONLY
-            if in_rows
-            else KEY_ONLY
-            if in_keys
-            else ABSENT
-        )
-    return SideGeometry(distribution, rows, keys, tuple(kinds))
+    (keys,) = holders
+    return (key.rhs if keys is key.lhs else key.lhs), keys
+
+
+def _kinds(
+    operands: tuple[TensorRef, TensorRef], digits: Sequence[Digit], side: int
+) -> tuple[str, ...]:
+    rows, keys = operands
+    names = {(True, True): BOTH, (True, False): ROW_ONLY, (False, True): KEY_ONLY}
+    pieces = [d.pieces[side] for d in digits]
+    return tuple(
+        ABSENT if p is None else names.get((_has(rows, p), _has(keys, p)), ABSENT) for p in pieces
+    )
 
 
 def _has(operand: TensorRef, piece: Piece) -> bool:
@@ -137,29 +243,51 @@ def _overlaps(held: Piece, piece: Piece) -> bool:
     return below is None and above is None
 
 
-def _query(sides: Sequence[SideGeometry]) -> int | None:
+def _covers(held: Piece, piece: Piece) -> bool:
+    """Whether a digit lies within a piece of its axis."""
+    return (
+        held.axis == piece.axis
+        and quotient(piece.stride, held.stride) is not None
+        and quotient(held.size * held.stride, piece.size * piece.stride) is not None
+    )
+
+
+def leading_first(pieces: Sequence[Piece]) -> list[int]:
+    """Positions of the pieces of one axis by falling stride."""
+
+    def rank(i: int) -> int:
+        stride = pieces[i].stride
+        others = (p for j, p in enumerate(pieces) if j != i)
+        return sum(quotient(p.stride, pieces[i].size * stride) is not None for p in others)
+
+    return sorted(range(len(pieces)), key=rank)
+
+
+def is_split_of(pieces: Sequence[Piece], whole: Piece) -> bool:
+    """Whether pieces, the leading one first, are the digits of a piece without gap or overlap."""
+    ends = [p.size * p.stride for p in pieces]
+    starts = [p.stride for p in pieces]
+    wanted = [whole.size * whole.stride, *starts]
+    return len(pieces) > 0 and all(map(same, wanted, [*ends, whole.stride]))
+
+
+def _query(kinds: Sequence[Sequence[str]]) -> int | None:
     """The last digit that only the query operand of both sides has."""
-    teacher, student = sides
-    rows = [
-        i
-        for i, pair in enumerate(zip(teacher.kinds, student.kinds, strict=True))
-        if set(pair) == {ROW_ONLY}
-    ]
+    rows = [i for i, pair in enumerate(zip(*kinds, strict=True)) if set(pair) == {ROW_ONLY}]
     if rows:
         return rows[-1]
-    if any(ROW_ONLY in side.kinds for side in sides):
+    if any(ROW_ONLY in side for side in kinds):
         raise Blocked("teacher and student do not share a dimension of query rows")
     return None
 
 
 def _heads(rest: Sequence[int], sides: Sequence[SideGeometry]) -> tuple[int, ...]:
-    """The last digit, and with it the one before where queries of several heads share keys."""
-    if not rest:
-        return ()
-    heads = [rest[-1]]
-    if len(rest) > 2 and any(
-        side.kinds[rest[-1]] in (ROW_ONLY, ABSENT) and side.kinds[rest[-2]] == BOTH
-        for side in sides
-    ):
-        heads.insert(0, rest[-2])
+    """The last digit, and with it those before where queries of several heads share keys."""
+    heads = list(rest[-1:])
+    while len(rest) - len(heads) > 1:
+        first, before = heads[0], rest[-len(heads) - 1]
+        shares = (ROW_ONLY, ABSENT)
+        if not any(s.kinds[first] in shares and s.kinds[before] == BOTH for s in sides):
+            break
+        heads.insert(0, before)
     return tuple(heads)

@@ -11,15 +11,15 @@ import torch
 
 from torch_streamkl.functional import ZERO, Expr, Functional, apply, evaluate
 from torch_streamkl.fx_passes.domain.layout import Piece
-from torch_streamkl.fx_passes.domain.masks import AxisCondition, AxisExcept, AxisTensor
-from torch_streamkl.fx_passes.domain.values import (
-    ABSORBING,
-    IMPROBABLE,
-    ScoreKey,
-    conditions_in,
-    mentions,
-    where_within,
+from torch_streamkl.fx_passes.domain.masks import (
+    AxisCondition,
+    AxisExcept,
+    AxisTensor,
+    Mask,
 )
+from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
+from torch_streamkl.fx_passes.domain.scores import ABSORBING, IMPROBABLE, ScoreKey
+from torch_streamkl.fx_passes.domain.values import conditions_in, mentions, where_within
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
@@ -84,7 +84,7 @@ def masked_alike(shape: Geometry) -> bool:
 
 def _check_overwritten(shape: Geometry, is_head: bool) -> None:
     for side in (shape.teacher, shape.student):
-        found = [x for x in side.distribution.scores.mask or () if isinstance(x, AxisExcept)]
+        found = [x for x in read(side.distribution.scores).mask if isinstance(x, AxisExcept)]
         if found and not is_head:
             raise Blocked("some of the scores are overwritten with -inf through a view")
 
@@ -93,9 +93,11 @@ def plan_masks(
     shape: Geometry, functional: Functional, drops_rows: bool, *, is_head: bool
 ) -> MaskPlan:
     """Masks that are the same on both sides; ``drops_rows``: rows without keys count as 0."""
-    teacher, student = (side.distribution.scores for side in (shape.teacher, shape.student))
+    teacher, student = (read(s.distribution.scores) for s in (shape.teacher, shape.student))
     masks = masks_of(shape, is_head=is_head)
     is_masked = bool(student.mask)
+    if not (teacher.exact_fill and student.exact_fill) and _layers(0, shape) != _layers(1, shape):
+        raise Blocked("teacher and student have masks that overlap in different ways")
     fill = None if drops_rows else _fill(teacher, student, functional, is_masked)
     if masks.row_tensors and fill is not None:
         raise Blocked(
@@ -113,7 +115,7 @@ def plan_masks_within(shape: Geometry, side: int) -> MaskPlan:
     stricter, other = sides[side], sides[1 - side]
     if not other.keys() <= stricter.keys():
         raise Blocked("teacher and student are masked differently")
-    _check_improbable(x.distribution.scores for x in (shape.teacher, shape.student))
+    _check_improbable(read(x.distribution.scores) for x in (shape.teacher, shape.student))
     left, right, tensors, row_tensors = _sorted_out(other)
     extra = {name: x for name, x in stricter.items() if name not in other}
     extra_left, extra_right, extra_tensors, extra_rows = _sorted_out(extra)
@@ -141,9 +143,10 @@ def drops_rows_without_keys(expr: Expr, keys: Sequence[ScoreKey]) -> bool:
 
     Those are uniform. False where they are 0 with the mask and without it.
     """
-    if all(key.fill == -math.inf for key in keys):
+    forms = [read(key) for key in keys]
+    if all(form.fill == -math.inf for form in forms):
         return False  # eager has NaN there
-    _check_improbable(keys)
+    _check_improbable(forms)
     if not _vanishes(where_within(expr, False)):
         raise Blocked(
             "a mask after the softmax covers only a part of a divergence that is not 0 for equal "
@@ -159,11 +162,11 @@ def drops_rows_without_keys(expr: Expr, keys: Sequence[ScoreKey]) -> bool:
     return True
 
 
-def _check_improbable(keys: Iterable[ScoreKey]) -> None:
-    for key in keys:
-        if key.mask and key.fill > IMPROBABLE:
+def _check_improbable(forms: Iterable[ScoreForm]) -> None:
+    for form in forms:
+        if form.mask and form.fill > IMPROBABLE:
             raise Blocked(
-                f"a mask on keys is applied after the softmax, and before it with {key.fill:g}, "
+                f"a mask on keys is applied after the softmax, and before it with {form.fill:g}, "
                 "which does not remove a key"
             )
 
@@ -198,13 +201,20 @@ def _tighter(a: Size, b: Size, _: object) -> Size:
 
 def _literals(shape: Geometry) -> tuple[Literals, Literals]:
     """The conditions of both masks by what they mean in the operator's dimensions."""
-    return _literals_of(0, shape), _literals_of(1, shape)
+    teacher, student = (read(s.distribution.scores) for s in (shape.teacher, shape.student))
+    return _literals_of(0, shape, teacher.mask), _literals_of(1, shape, student.mask)
 
 
-def _literals_of(side: int, shape: Geometry) -> Literals:
+def _layers(side: int, shape: Geometry) -> list[object]:
+    """The masks of a side in the order in which they were applied, and their values."""
+    layers = read((shape.teacher, shape.student)[side].distribution.scores).layers
+    return [(_literals_of(side, shape, layer.mask).keys(), layer.fill) for layer in layers]
+
+
+def _literals_of(side: int, shape: Geometry, mask: Mask) -> Literals:
     own = (shape.teacher, shape.student)[side]
     result: Literals = {}
-    for literal in own.distribution.scores.mask or ():
+    for literal in mask:
         if isinstance(literal, AxisExcept):
             role = "key" if literal.axis == own.distribution.axis else f"axis {literal.axis}"
             result[("except", role, literal.start, literal.stop)] = literal
@@ -213,21 +223,18 @@ def _literals_of(side: int, shape: Geometry) -> Literals:
             name, bound = _band(literal, side, shape)
             result[("window", name, str(expression(bound)))] = bound
             continue
-        dims = tuple(tuple(_role(p, side, shape) for p in d) for d in literal.layout)
+        dims = tuple(tuple(r for p in d for r in _roles(p, side, shape)) for d in literal.layout)
         on_keys = any(p.axis == own.distribution.axis for d in literal.layout for p in d)
         kind = "tensor" if on_keys else "rows"
         result[(kind, literal.node.name, dims, literal.positive)] = literal
     return result
 
 
-def _role(piece: Piece, side: int, shape: Geometry) -> object:
-    own = (shape.teacher, shape.student)[side]
-    if piece.axis == own.distribution.axis:
-        return "key"
-    for i, digit in enumerate(shape.digits):
-        if digit.pieces[side] == piece:
-            return i
-    return ("part", piece.key())
+def _roles(piece: Piece, side: int, shape: Geometry) -> list[object]:
+    """Where a piece of a mask is in the operator's tensors."""
+    if piece.axis == shape.side(side).distribution.axis:
+        return [("key", *piece.key()[1:])]
+    return [slot for slot, _ in shape.digits_of(piece, side)]
 
 
 def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size]:
@@ -253,7 +260,7 @@ def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size
 
 
 def _fill(
-    teacher: ScoreKey, student: ScoreKey, functional: Functional, is_masked: bool
+    teacher: ScoreForm, student: ScoreForm, functional: Functional, is_masked: bool
 ) -> float | None:
     """The operator's mask_value: None removes keys, exact unless a whole row can be masked."""
     if not is_masked:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from torch_streamkl.functional import (
     render,
 )
 from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.tensor_ref import flows, refs_in, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     VARIABLES,
@@ -29,18 +29,17 @@ from torch_streamkl.fx_passes.domain.values import (
     Elements,
     RowFactor,
     Rows,
-    ScoreKey,
     variables,
     where_within,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.lowering import lm_head as linear
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.divergence_forms import (
     bilinear_form,
     monomials,
     split_pairs,
 )
+from torch_streamkl.fx_passes.planning.lm_heads import is_lm_head
 from torch_streamkl.fx_passes.planning.masks import (
     MaskPlan,
     drops_rows_without_keys,
@@ -57,6 +56,7 @@ class Call:
 
     functional: Functional
     geometry: Geometry
+    is_head: bool  # of language models: `linear_kl` computes it, else `attention_kl`
     coefficient: float
     factors: tuple[RowFactor, ...]
     mask: MaskPlan
@@ -134,14 +134,17 @@ def _geometry(
 
 def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_rows: bool) -> Call:
     functional = Functional.of(render(pair.expr))
-    keys = _checked_scores(shape)
-    if any(key.padded is not None for key in keys):
-        if not linear.applies(shape):
+    is_head = is_lm_head(shape)
+    forms = _forms(shape)
+    if not is_head and any(form.inner_biases for form in forms):
+        raise Blocked("a tensor is added to attention scores before a tanh")
+    if any(form.padded is not None for form in forms):
+        if not is_head:
             raise Blocked("scores are padded to another number of keys")
         if functional.absent != 0.0:
             raise Blocked("keys that neither side has would contribute to the divergence")
-    mask = plan_masks(shape, functional, drops_rows, is_head=linear.applies(shape))
-    return Call(functional, shape, pair.coefficient, factors, mask)
+    mask = plan_masks(shape, functional, drops_rows, is_head=is_head)
+    return Call(functional, shape, is_head, pair.coefficient, factors, mask)
 
 
 def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...]) -> Call:
@@ -149,18 +152,16 @@ def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFact
     key = within_of(expr)
     if key is None or key not in (pair.teacher, pair.student):
         raise Blocked("a mask on keys is applied after the softmax")
-    if any(key.padded is not None for key in _checked_scores(shape)):
-        raise Blocked("scores are padded to another number of keys")
+    if any(form.padded is not None or form.inner_biases for form in _forms(shape)):
+        raise Blocked("scores are padded, or a tensor is added to them before a tanh")
     functional = Functional.of(render(_named(expr, pair.teacher, pair.student)))
     mask = plan_masks_within(shape, 0 if key == pair.teacher else 1)
-    return Call(functional, shape, 1.0, factors, mask)
+    return Call(functional, shape, is_lm_head(shape), 1.0, factors, mask)
 
 
-def _checked_scores(shape: Geometry) -> tuple[ScoreKey, ScoreKey]:
-    keys = (shape.teacher.distribution.scores, shape.student.distribution.scores)
-    if any(key.capped < 0 or not math.isfinite(key.scale) for key in keys):
-        raise Blocked("the scores have a negative softcap or an infinite scale")
-    return keys
+def _forms(shape: Geometry) -> tuple[ScoreForm, ScoreForm]:
+    """What the scores of teacher and student are, in the operator's terms."""
+    return read(shape.teacher.distribution.scores), read(shape.student.distribution.scores)
 
 
 def _named(expr: Expr, teacher: int, student: int) -> Expr:
@@ -210,8 +211,9 @@ def _without_duplicates(
             for op, v in m
             if op == "logP" and v in (k, other) and not _own(m, v, (k, other))
         }
-        needed = {parts[v] for v in weights | crossed}
-        if len(needed) != 1 or not flows(parts[v := min(weights | crossed)]):
+        needed = [parts[v] for v in sorted(weights | crossed)]  # symbolic sizes have no hash
+        v = min(weights | crossed, default=k)
+        if any(x != parts[v] for x in needed) or not flows(parts[v]):
             raise Blocked("a distribution is detached in one place and not in another")
         if not all(_flows_where(parts[v], parts[twin]) for twin in (k, other)):
             raise Blocked("a distribution is detached in one place and not in another")

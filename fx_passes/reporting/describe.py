@@ -6,8 +6,8 @@ import math
 
 from torch_streamkl.functional import DIVERGENCES, Functional, named, render
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
+from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
-from torch_streamkl.fx_passes.lowering import lm_head as linear
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 
 
@@ -16,12 +16,12 @@ def describe(planned: Plan) -> tuple[str, str]:
     forms = []
     for call in planned.calls:
         form = _spoken(_without_condition(call))
-        student = call.geometry.student.distribution.scores
+        student = read(call.geometry.student.distribution.scores)
         if call.mask.window_left is not None:
             form += ", sliding window"
         elif call.mask.window_right is not None:
             form += ", causal" if is_zero(call.mask.window_right) else ", keys up to a diagonal"
-        if any(isinstance(x, AxisExcept) for x in student.mask or ()):
+        if any(isinstance(x, AxisExcept) for x in student.mask):
             form += ", words left out"
         if call.mask.tensors:
             form += ", masked"
@@ -30,7 +30,7 @@ def describe(planned: Plan) -> tuple[str, str]:
         if call.mask.stricter is not None:
             form += f", over the keys of the {('teacher', 'student')[call.mask.stricter.side]}"
         forms.append(form)
-    heads = all(linear.applies(call.geometry) for call in planned.calls)
+    heads = all(call.is_head for call in planned.calls)
     return "linear_kl" if heads else "attention_kl", "; ".join(forms)
 
 

@@ -110,7 +110,7 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     verdict = ("fused" if site.fused else "not fused") + (f" {count}x" if count > 1 else "")
     rows = [("code", site.code), ("form", f"{site.kind}: {site.form}" if site.form else "")]
     if site.fused:
-        rows += [("runs", site.runs), ("checked", site.check)]
+        rows += [("runs", site.runs), ("check", site.check)]
         each = " each" if count > 1 else ""
         rows.append(("saved", _bytes(site.quadratic_bytes_saved) + each))
     else:

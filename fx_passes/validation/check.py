@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch_streamkl.fx_passes.validation.compare import (
     is_informative,
 )
 from torch_streamkl.fx_passes.validation.costs import bytes_allowed, bytes_needed, seconds_needed
-from torch_streamkl.fx_passes.validation.inputs import DRAWS, values_of
+from torch_streamkl.fx_passes.validation.inputs import FINITE, PLAIN, Draw, values_of
 from torch_streamkl.fx_passes.validation.isolation import isolated
 from torch_streamkl.fx_passes.validation.options import CheckOptions, NotChecked
 from torch_streamkl.fx_passes.validation.records import (
@@ -63,7 +63,9 @@ class Verdict:
     is_fault: bool = False  # of the check itself: it broke
 
     def __str__(self) -> str:
-        return self.difference or (f"no: {self.not_checked}" if self.not_checked else PASSED)
+        return self.difference or (
+            f"not checked: {self.not_checked}" if self.not_checked else PASSED
+        )
 
 
 def check(
@@ -162,14 +164,32 @@ class _Comparison:
         self.deadline = None if options.mode == "always" else deadline + options.max_seconds
 
     def difference(self) -> str:
-        inputs, naive, exact = self._drawn()
+        """What the replacement does differently on the first inputs that tell; or nothing."""
+        reason = ""
+        for draw in PLAIN:
+            try:
+                return self._difference_on(draw)
+            except _NotTelling as error:
+                reason = str(error)
+        found = ""
+        for draw in FINITE:
+            try:
+                found = self._difference_on(draw)
+            except _NotTelling as error:
+                raise NotChecked(reason) from error
+            if not found:
+                break
+        return found
+
+    def _difference_on(self, draw: Draw) -> str:
+        inputs = values_of(self.region.leaves, self.region.before, self.sizes, draw, self.owner)
+        naive, exact = self._told(inputs, draw)
         try:
             ours = run(self.region.after, self.region.change.after.name, inputs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            text = str(error).splitlines()[0][:120] if str(error) else ""
-            return f"it raises {type(error).__name__}: {text}"
+            return f"it raises {type(error).__name__}: {_first_line(error)}"
         slack = Slack()
         slack.add(naive, exact)
         found = difference(ours, naive, exact, slack)
@@ -177,35 +197,44 @@ class _Comparison:
             if not found:
                 break
             noise = torch.Generator().manual_seed(seed)
-            slack.add(self._naive(inputs, wide=True, noise=noise), exact)
+            slack.add(self._naive(inputs, draw, wide=True, noise=noise), exact)
             found = difference(ours, naive, exact, slack)
         return found
 
-    def _drawn(self) -> tuple[dict[str, Any], Result, Result]:
-        """The first inputs on which the user's code runs and gives numbers."""
-        reason = ""
-        for draw in DRAWS:
-            nodes: Sequence[fx.Node] = self.region.before
-            inputs = values_of(self.region.leaves, nodes, self.sizes, draw, self.owner)
-            try:
-                naive, exact = self._naive(inputs), self._naive(inputs, wide=True)
-            except (NotChecked, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                log.debug("a draw cannot be run", exc_info=True)
-                text = str(error).splitlines()[0][:120] if str(error) else ""
-                reason = f"the code raises {type(error).__name__} on random inputs: {text}"
-                continue
-            if is_informative(exact):
-                return inputs, naive, exact
-            reason = "the code gives NaN on random inputs"
-        raise NotChecked(reason)
+    def _told(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
+        """The user's code in its own dtypes and in float64, where that gives numbers."""
+        try:
+            naive = self._naive(inputs, draw)
+            exact = self._naive(inputs, draw, wide=True)
+        except (NotChecked, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            log.debug("a draw cannot be run", exc_info=True)
+            raise _NotTelling(
+                f"the code raises {type(error).__name__} on random inputs: {_first_line(error)}"
+            ) from error
+        if not is_informative(exact):
+            raise _NotTelling("the code gives NaN on random inputs")
+        return naive, exact
 
     def _naive(
-        self, inputs: dict[str, Any], *, wide: bool = False, noise: torch.Generator | None = None
+        self,
+        inputs: dict[str, Any],
+        draw: Draw,
+        *,
+        wide: bool = False,
+        noise: torch.Generator | None = None,
     ) -> Result:
         nodes, name = self.region.before, self.region.change.before.name
-        return run(nodes, name, inputs, self.deadline, wide=wide, noise=noise)
+        return run(nodes, name, inputs, self.deadline, wide=wide, noise=noise, finite=draw.finite)
+
+
+class _NotTelling(Exception):
+    """Why a run of the user's code gives nothing to compare with."""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else ""
 
 
 def _bytes(count: float) -> str:

@@ -99,13 +99,14 @@ def draws_random(node: fx.Node) -> bool:
     return any(word in name for word in RANDOM)
 
 
-def _renormalised(node: fx.Node) -> list[fx.Node]:
-    """The table that an embedding with ``max_norm`` writes to, which no name tells."""
-    if name_of(node) not in ("embedding", "embedding_bag"):
-        return []
-    place = 3 if name_of(node) == "embedding" else 4
-    norm = node.args[place] if len(node.args) > place else node.kwargs.get("max_norm")
-    return node.all_input_nodes if norm is not None else []
+def _hidden_writes(node: fx.Node) -> list[fx.Node]:
+    """What an operation writes to though no name tells: tables of embeddings, statistics."""
+    name = name_of(node)
+    if name in ("embedding", "embedding_bag"):
+        place = 3 if name == "embedding" else 4
+        norm = node.args[place] if len(node.args) > place else node.kwargs.get("max_norm")
+        return node.all_input_nodes if norm is not None else []
+    return node.all_input_nodes if name in ("batch_norm", "instance_norm") else []
 
 
 def _sets_state(node: fx.Node) -> bool:
@@ -217,7 +218,7 @@ def _with_writes(
                 break
             if node in inside or node in added:
                 continue
-            targets = written_by(node) + _renormalised(node)
+            targets = written_by(node) + _hidden_writes(node)
             if any(storage_of(target) in touched for target in targets):
                 more, met = _walk(node, stops - {node.name})
                 added |= more

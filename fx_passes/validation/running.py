@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 LOGARITHMS = {"log_softmax", "logsumexp", "cross_entropy", "logaddexp"}  # of exponentials
 EXPONENTIALS = {"exp", "softmax"} | LOGARITHMS
+LOWEST = -3e4  # exponentials of it are 0 in every dtype, and half has it
 _FILL = 1e4  # beyond it lie the values of masks
 
 
@@ -40,12 +42,14 @@ def run(
     *,
     wide: bool = False,
     noise: torch.Generator | None = None,
+    finite: bool = False,
 ) -> Result:
     """The value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
 
     What is computed from no floating leaf (masks, positions, tables) keeps its dtype in float64
     runs too, and so does a cast to a dtype narrower than all leaves: there a rounding is part of
-    the program. With ``noise`` every intermediate result is moved by a rounding of its own dtype.
+    the program. With ``finite`` a finite number stands for -inf; with ``noise`` every
+    intermediate result is moved by a rounding of its own dtype.
     """
     env = {name: _fresh(value, wide) for name, value in leaves.items()}
     versions = {n: x._version for n, x in env.items() if isinstance(x, Tensor)}
@@ -57,7 +61,7 @@ def run(
     kept = _kept_dtypes(leaves)
     with _modes_restored():
         for node in nodes:
-            made = _run_node(node, values, node.name in dependent, wide, kept)
+            made = _run_node(node, values, node.name in dependent, wide, kept, finite)
             if (
                 noise is not None
                 and node.name in dependent
@@ -84,7 +88,7 @@ def run(
 
 def _largest(x: Any) -> float:
     """Largest absolute entry, what masks fill in left out."""
-    if not isinstance(x, Tensor) or not x.numel():
+    if not isinstance(x, Tensor) or not x.numel() or x.dtype not in (*NARROW, torch.float64):
         return 0.0
     size = x.detach().abs()
     return float(torch.where(size < _FILL, size, 0.0).max())
@@ -164,6 +168,7 @@ def _run_node(
     dependent: bool,
     wide: bool,
     kept: frozenset[torch.dtype],
+    finite: bool,
 ) -> Any:
     def widened(x: Any) -> Any:
         is_narrow = isinstance(x, torch.dtype) and x in NARROW and x not in kept
@@ -176,11 +181,11 @@ def _run_node(
         return value
 
     given: Any = fx.map_arg((node.args, node.kwargs), look_up)
-    args, kwargs = given
+    args, kwargs = tree_map(_limited, given) if finite else given
     target: Any = node.target
     if wide and name_of(node) in ("_enter_autocast", "_exit_autocast"):
         return None
-    with _default_dtype(torch.float64) if dependent else contextlib.nullcontext():
+    with default_dtype(torch.float64) if dependent else contextlib.nullcontext():
         if dependent:
             args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
         if node.op == "call_method":
@@ -188,6 +193,10 @@ def _run_node(
             method = "double" if is_widened else target
             return getattr(args[0], method)(*args[1:], **kwargs)
         return target(*args, **kwargs)
+
+
+def _limited(x: Any) -> Any:
+    return LOWEST if isinstance(x, float) and x == -math.inf else x
 
 
 def _dependent(nodes: Sequence[fx.Node], leaves: Mapping[str, Any]) -> frozenset[str]:
@@ -226,7 +235,7 @@ def weights(value: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

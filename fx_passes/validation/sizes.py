@@ -75,20 +75,25 @@ def smaller_sizes(graph: fx.Graph) -> list[Sizes]:
         return []
     found = []
     for factor in (2, 4, 8, 16, 32, 64):
-        fewer = {s: _fewer(int(hint), factor) for s, hint in symbols.items()}
+        fewer = _divided({s: int(hint) for s, hint in symbols.items()}, factor)
         if _is_allowed(fewer, shapes):
             found.append(Sizes({s: sympy.Integer(size) for s, size in fewer.items()}))
     return found
 
 
-def _fewer(hint: int, factor: int) -> int:
-    return max(hint // factor, min(hint, 4))
+def _divided(hints: Mapping[sympy.Symbol, int], factor: int) -> dict[sympy.Symbol, int]:
+    """Sizes of at least 8, or as they were; different ones stay different."""
+    found: dict[sympy.Symbol, int] = {}
+    for symbol, hint in sorted(hints.items(), key=lambda item: item[1]):
+        size = max(hint // factor, min(hint, 8))
+        while size in found.values() and size < hint:
+            size += 1
+        found[symbol] = size
+    return found
 
 
 def _is_allowed(sizes: Mapping[sympy.Symbol, int], shapes: Any) -> bool:
-    """Whether what the compiled program requires of its sizes holds; different ones stay so."""
-    if len(set(sizes.values())) < len(sizes):
-        return False
+    """Whether what the compiled program requires of its sizes holds."""
     given = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
     for symbol, size in sizes.items():
         allowed = shapes.var_to_range.get(symbol)

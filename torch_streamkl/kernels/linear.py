@@ -73,6 +73,24 @@ def _launch(
     compute_values: bool,
 ) -> None:
     form = problem.functional.bilinear
+    config, num_warps = config_of(problem, student, teacher, weights, wanted, compute_values)
+    row_kernel[(problem.num_tokens,)](
+        head_args(problem.student, student), head_args(problem.teacher, teacher),
+        row_args(problem, out, weights),
+        FORM=form_args(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config,
+        num_warps=num_warps, **COMPILE_OPTIONS,
+    )  # fmt: skip
+
+
+def config_of(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    weights: RowWeights,
+    wanted: Wanted,
+    compute_values: bool,
+) -> tuple[Config, int]:
+    """Compile-time choices of a kernel on these rows, and its number of warps."""
     # few rows take more threads each, and more loads ahead: the kernel waits for memory
     num_warps, num_stages = (8, 3) if problem.num_tokens > FEW_ROWS else (16, 4)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -86,7 +104,7 @@ def _launch(
         S_BIAS=problem.student.bias is not None,
         T_BIAS=problem.teacher.bias is not None,
         VALUES=compute_values,
-        BILINEAR=form is not None,
+        BILINEAR=problem.functional.bilinear is not None,
         HARD=problem.labels is not None,
         TEMPERED=problem.temperature != 1.0,
         S_GRAD=wanted.student,
@@ -94,7 +112,11 @@ def _launch(
         VALUE_GRAD=weights.value is not None,
         HARD_GRAD=weights.hard is not None,
     )
-    rows = RowArgs(
+    return config, num_warps
+
+
+def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights) -> RowArgs:
+    return RowArgs(
         value=out.value,
         hard=out.hard,
         statistics=out.statistics,
@@ -106,11 +128,6 @@ def _launch(
         ignore_index=problem.ignore_index,
         inv_temperature=1.0 / problem.temperature,
     )
-    row_kernel[(problem.num_tokens,)](
-        _head(problem.student, student), _head(problem.teacher, teacher), rows,
-        FORM=_form(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config,
-        num_warps=num_warps, **COMPILE_OPTIONS,
-    )  # fmt: skip
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -118,11 +135,11 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _head(head: Head, logits: Tensor) -> HeadArgs:
+def head_args(head: Head, logits: Tensor) -> HeadArgs:
     return HeadArgs(
         logits, logits.stride(0), head.bias, head.num_words, head.scale, head.softcap or 1.0
     )
 
 
-def _form(form: Bilinear) -> Form:
+def form_args(form: Bilinear) -> Form:
     return Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)

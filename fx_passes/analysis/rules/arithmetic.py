@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -10,24 +9,34 @@ from torch import Tensor, fx
 
 from torch_streamkl.functional import ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
-from torch_streamkl.fx_passes.analysis.rules.softmax import SoftmaxRules
+from torch_streamkl.fx_passes.analysis.rules.softmax import (
+    SoftmaxRules,
+    is_reduction_of,
+    is_shift_of,
+)
 from torch_streamkl.fx_passes.analysis.rules.value_masks import ValueMaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain import score_algebra as scores
+from torch_streamkl.fx_passes.domain import row_algebra as rows
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, to_axes
-from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, same_numbers
-from torch_streamkl.fx_passes.domain.values import (
+from torch_streamkl.fx_passes.domain.scores import (
     ABSORBING,
+    Bias,
+    Factor,
+    Masking,
+    Scale,
+    Scores,
+    Shift,
+)
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
+from torch_streamkl.fx_passes.domain.values import (
     Elements,
     ExpSum,
-    Factor,
     LogSumExp,
     Number,
     RowMax,
     Rows,
-    Scores,
     Shifted,
     where_within,
 )
@@ -63,7 +72,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Elements(), Elements():
                 return elements.combined(op, x, y)
             case Rows(), Rows():
-                return elements.rows_combined(x, y, sign)
+                return rows.rows_combined(x, y, sign)
             case Elements(), Number():
                 return elements.with_constant(op, x, y.value)
             case Number(), Elements():
@@ -75,35 +84,23 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Scores(), LogSumExp() if sign < 0:
                 return self._log_probabilities(node, x, y)
             case Shifted(), ExpSum(logarithm=True) if sign < 0 and not x.exponential:
-                if (x.scores.key, x.axis) == (y.scores, y.axis):
+                if x.axis == y.axis and is_reduction_of(x.scores, y):
                     return self._softmax(x.scores, x.axis, log=True)
             case Rows(), LogSumExp():
-                return elements.rows_and_lse(x, y, sign)
+                return rows.rows_and_lse(x, y, sign)
             case LogSumExp(), Rows():
-                return elements.rows_and_lse(y.scaled(sign), x, 1.0)
-            case Scores(), RowMax() if sign < 0 and same_numbers(x.key, y.scores):
+                return rows.rows_and_lse(y.scaled(sign), x, 1.0)
+            case Scores(), RowMax() if sign < 0 and is_shift_of(x, y):
                 return Shifted(x, y.axis)  # the gradient of the maximum cancels in a softmax
             case Scores(), Number():
-                return self._scores_plus_number(x, y.value * sign)
-            case Number(), Scores() if sign > 0:
-                return self._scores_plus_number(y, x.value)
+                return x.then(Shift(y.value * sign))
             case Number(), Scores():
-                return self._scores_plus_number(scores.scaled(y, -1.0), x.value)
+                return y.then(Scale(sign), Shift(x.value))
             case Scores(), _ if isinstance(right, fx.Node):
                 return self._scores_plus_tensor(node, x, right, sign)
             case _, Scores() if isinstance(left, fx.Node):
-                return self._scores_plus_tensor(node, scores.scaled(y, sign), left, 1.0)
+                return self._scores_plus_tensor(node, y.then(Scale(sign)), left, 1.0)
         return self.mask_sum(node, left, right, sign)
-
-    def _scores_plus_number(self, x: Scores, value: float) -> Scores:
-        # a constant does not change a softmax, but it changes masked scores relative to nothing
-        if x.key.mask is not None and x.key.fill > ABSORBING:
-            raise Blocked(
-                "a number is added to scores after they were masked with a moderate value"
-            )
-        if not math.isfinite(value):
-            raise Blocked(f"{value} is added to all scores")
-        return x
 
     def _scores_plus_tensor(self, node: fx.Node, x: Scores, other: fx.Node, sign: float) -> Scores:
         if self.rank[other] > len(x.layout):
@@ -119,8 +116,8 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
                     inside,
                 )
             if mask is not None and inside == 0.0 and outside <= ABSORBING:
-                return scores.masked(x, mask, outside, added=True)
-        return scores.with_bias(x, self._dense(other, x.layout), sign)
+                return x.then(Masking(mask, outside, added=True))
+        return x.then(Bias(self._dense(other, x.layout), sign))
 
     def _dense(self, node: fx.Node, layout: Layout) -> TensorRef:
         """A tensor beside the scores, at the size it had before it was expanded."""
@@ -181,7 +178,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Rows(), None if divides and (size := symbolic_size(right)) is not None:
                 return replace(x, divisors=(*x.divisors, size))
             case Shifted(exponential=True), ExpSum(logarithm=False) if divides:
-                if (x.scores.key, x.axis) == (y.scores, y.axis):
+                if x.axis == y.axis and is_reduction_of(x.scores, y):
                     return self._softmax(x.scores, x.axis, log=False)
             case Elements(), (Choice() | BoolTensor()) if not divides:
                 return self._times_mask(x, y, right)
@@ -192,9 +189,9 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case _, Elements() if not divides:
                 return elements.with_row_factor(y, self._row_factor(y, left))
             case Scores(), _ if isinstance(right, fx.Node):
-                return scores.multiplied(x, self._factor(x, right, divides))
+                return x.then(self._factor(x, right, divides))
             case _, Scores() if isinstance(left, fx.Node) and not divides:
-                return scores.multiplied(y, self._factor(y, left, False))
+                return y.then(self._factor(y, left, False))
         return self.mask_product(node, left, right, divides)
 
     def _times_number(self, x: object, factor: float) -> object:
@@ -203,7 +200,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
         if isinstance(x, Rows):
             return x.scaled(factor)
         assert isinstance(x, Scores)
-        return scores.scaled(x, factor)
+        return x.then(Scale(factor))
 
     def _factor(self, x: Scores, other: object, divides: bool) -> Factor:
         if not isinstance(other, fx.Node):
@@ -228,7 +225,8 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             or not y.keepdim
         ):
             raise Blocked("a value is divided by a sum over keys")
-        if y.reduced != (x.key_dim,) or y.constant == 0.0:
+        summed = tuple(d - y.elements.rank for d in y.reduced)
+        if summed != (x.key_dim - x.rank,) or y.constant == 0.0:
             raise Blocked("a value is divided by a sum over other dimensions")
         if y.constant_within and any(where_within(t.expr, False) != ZERO for t in x.terms):
             raise Blocked("a value is divided by a sum over keys that is 0 in rows without keys")

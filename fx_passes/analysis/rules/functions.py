@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from torch_streamkl.functional import ZERO, apply, const
+from torch_streamkl.functional import ZERO, Expr, apply, const, evaluate
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
-from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, Number, Rows, Scores, Shifted
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Scale, ScoreKey, Scores, Tanh
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    ExpSum,
+    Number,
+    Rows,
+    Shifted,
+)
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten
@@ -32,8 +41,8 @@ class FunctionRules(MaskRules):
     @rule(aten.log.default)
     def log(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if isinstance(x, ExpSum):
-            return ExpSum(x.scores, x.axis, logarithm=True)
+        if isinstance(x, ExpSum) and not x.logarithm:
+            return replace(x, logarithm=True)
         return self._unary(node, a, "log", lambda v: math.log(v) if v > 0 else -math.inf)
 
     @rule(aten.neg.default)
@@ -42,7 +51,7 @@ class FunctionRules(MaskRules):
         if isinstance(x, Rows):
             return x.scaled(-1.0)
         if isinstance(x, Scores):
-            return scores.scaled(x, -1.0)
+            return x.then(Scale(-1.0))
         return self._unary(node, a, "neg", lambda v: -v)
 
     @rule(aten.abs.default)
@@ -75,7 +84,7 @@ class FunctionRules(MaskRules):
     @rule(aten.tanh.default)
     def tanh(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        return scores.with_tanh(x) if isinstance(x, Scores) else self._no_rule(node, "tanh")
+        return x.then(Tanh()) if isinstance(x, Scores) else self._no_rule(node, "tanh")
 
     @rule(aten.pow.Tensor_Scalar)
     def pow(self, node: fx.Node, a: Arguments) -> object:
@@ -148,7 +157,13 @@ class FunctionRules(MaskRules):
     @rule(aten.nan_to_num.default)
     def nan_to_num(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        return x if isinstance(x, Elements) else self._no_rule(node, "nan_to_num")
+        if not isinstance(x, Elements):
+            return self._no_rule(node, "nan_to_num")
+        if a.get("nan") not in (None, 0.0):
+            raise Blocked("values after the softmax that are NaN are replaced")
+        if any(_may_be_infinite(part.scores) for part in x.parts) and not _drops_absent_keys(x):
+            raise Blocked("values after the softmax that are infinite are replaced")
+        return x
 
     @rule(aten.dropout.default)
     def dropout(self, node: fx.Node, a: Arguments) -> object:
@@ -157,3 +172,37 @@ class FunctionRules(MaskRules):
         if isinstance(self.value(a["input"]), Elements):
             raise Blocked("dropout changes the probabilities after the softmax")
         return None
+
+
+def _may_be_infinite(key: ScoreKey) -> bool:
+    """Whether some scores may be -inf; a tensor that is added to them may hold anything."""
+    form = read(key)
+    is_removed = bool(form.mask) and form.fill == -math.inf
+    return is_removed or form.padded is not None or bool(form.biases or form.inner_biases)
+
+
+def _drops_absent_keys(x: Elements) -> bool:
+    """Whether keys that all distributions lack contribute 0, as 0 * -inf does to what is fused."""
+    first, *others = (read(part.scores) for part in x.parts)
+    absent_by = (first.mask, first.biases, first.inner_biases)
+    alike = all((k.mask, k.biases, k.inner_biases) == absent_by for k in others)
+    e = x.single()
+    if e is None or first.padded is not None or not alike or not _is_of_probabilities(e):
+        return False
+    absent = {"P": 0.0, "logP": -math.inf}
+    tensors = {name: torch.tensor(v, dtype=torch.float64) for name, v in absent.items()}
+    with unset_fake_temporarily():
+        return float(evaluate(_of_one(e), tensors)) == 0.0
+
+
+def _is_of_probabilities(e: Expr) -> bool:
+    return e.op not in ("lse", "within", "partly_within") and all(
+        map(_is_of_probabilities, e.args)
+    )
+
+
+def _of_one(e: Expr) -> Expr:
+    """The expression with one distribution in place of all."""
+    if e.op in ("P", "logP"):
+        return Expr(e.op)
+    return apply(e.op, *map(_of_one, e.args)) if e.args else e

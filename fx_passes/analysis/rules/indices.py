@@ -60,9 +60,9 @@ class IndexRules(Analysis):
         for coefficient, size, index in zip(x.coefficients, sizes, indices, strict=True):
             if not isinstance(index, fx.Node) or not self._counts_up_to(index, size):
                 return None
-            known = self.value(index)
-            assert isinstance(known, Affine)
-            result = result + known.scaled(coefficient)
+            along = self.value(index)
+            assert isinstance(along, Affine)
+            result = result + along.scaled(coefficient)
         return result
 
     def _counts_up_to(self, index: fx.Node, size: Size) -> bool:
@@ -70,6 +70,8 @@ class IndexRules(Analysis):
         x, shape = self.value(index), shape_of(index)
         if not isinstance(x, Affine) or len(x.coefficients) != len(shape):
             return False
+        if is_one(size):
+            return not any(x.coefficients) and same(x.constant, 0)
         steps = [(c, n) for c, n in zip(x.coefficients, shape, strict=True) if c != 0]
         is_arange = len(steps) == 1 and steps[0][0] == 1 and same(x.constant, 0)
         return is_arange and same(steps[0][1], size)

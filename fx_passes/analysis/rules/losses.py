@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -13,7 +10,13 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, Rows, Scores, Shifted
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    ExpSum,
+    Rows,
+    Shifted,
+)
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
 
@@ -44,11 +47,7 @@ class LossRules(Analysis):
         reduction = KL_DIV_REDUCTIONS[a.get("reduction", 1)]
         if reduction == "none":
             return values
-        shape = self._broadcast_shape(a["self"], a["target"])
-        return elements.reduced(values, range(len(shape)), False, reduction == "mean", shape)
-
-    def _broadcast_shape(self, *nodes: fx.Node) -> Sequence[Any]:
-        return torch.broadcast_shapes(*(shape_of(n) for n in nodes))
+        return elements.reduced(values, range(values.rank), False, reduction == "mean")
 
     @rule(aten.cross_entropy_loss.default)
     def cross_entropy_loss(self, node: fx.Node, a: Arguments) -> object:
@@ -72,7 +71,7 @@ class LossRules(Analysis):
         shape = shape_of(a["self"])
         reduction = KL_DIV_REDUCTIONS[a.get("reduction", 1)]
         dims = (dim,) if reduction == "none" else tuple(range(len(shape)))
-        rows = elements.reduced(values, dims, False, False, shape)
+        rows = elements.reduced(values, dims, False, False)
         if reduction == "mean" and isinstance(rows, Rows):
             counted = tuple(size for d, size in enumerate(shape) if d != dim)
             return Rows(rows.elements, rows.reduced, False, rows.weight, counted)
@@ -98,9 +97,9 @@ class LossRules(Analysis):
         keepdim = bool(a.get("keepdim", False))
         if isinstance(x, Shifted) and x.exponential and not mean and keepdim:
             if dims == [lay.axis_dim(x.scores.layout, x.axis)]:
-                return ExpSum(x.scores.key, x.axis)
+                return ExpSum(x.scores.key, x.axis, lay.without(x.scores.layout, dims[0]))
         if isinstance(x, Elements):
-            return elements.reduced(x, dims, keepdim, mean, shape_of(a["self"]))
+            return elements.reduced(x, dims, keepdim, mean)
         if isinstance(x, Scores) and len(dims) == 1:
             key, _ = scores.summed_over(x, dims[0], mean=mean)
             kept = ((),) if keepdim else ()

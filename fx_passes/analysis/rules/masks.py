@@ -12,7 +12,9 @@ from torch import Tensor, fx
 from torch_streamkl.functional import ONE, ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.indices import IndexRules
+from torch_streamkl.fx_passes.domain.index_values import first_index, is_exact, promote, promoted
 from torch_streamkl.fx_passes.domain.masks import (
+    NEVER,
     TRUE_TENSOR,
     Affine,
     AnyKey,
@@ -24,11 +26,14 @@ from torch_streamkl.fx_passes.domain.masks import (
     opaque,
     rearranged,
 )
-from torch_streamkl.fx_passes.domain.values import Absent, Elements, Number, Scores
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, shape_of
 
 aten = torch.ops.aten
+_EXPANSIONS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
 
 
 class MaskRules(IndexRules):
@@ -37,7 +42,10 @@ class MaskRules(IndexRules):
     def compared(self, op: str, x: Elements, value: float) -> object:
         raise NotImplementedError
 
-    def finite(self, x: object, *, infinite: bool) -> object:
+    def infinite(self, x: object) -> object:
+        raise NotImplementedError
+
+    def finite(self, x: object) -> object:
         raise NotImplementedError
 
     def unknown(self, node: fx.Node) -> BoolTensor | None:
@@ -60,7 +68,7 @@ class MaskRules(IndexRules):
         dims: tuple[int | None, ...] = tuple(
             None if is_one(size) else d for d, size in enumerate(node.meta["val"].shape)
         )
-        while node.op == "call_function" and "expand" in str(node.target):
+        while node.target in _EXPANSIONS:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             shape = source.meta["val"].shape
@@ -75,10 +83,8 @@ class MaskRules(IndexRules):
     # ------------------------------------------------------------------------------------ creation
     @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
     def arange(self, node: fx.Node, a: Arguments) -> object:
-        start, step = a.get("start", 0), a.get("step", 1)
-        if not all(isinstance(x, (int, torch.SymInt)) for x in (start, step)) or not isinstance(
-            step, int
-        ):
+        start, step = self.size(a.get("start", 0)), self.size(a.get("step", 1))
+        if start is None or not isinstance(step, int):
             return None
         return Affine((step,), start)
 
@@ -108,7 +114,9 @@ class MaskRules(IndexRules):
         return self._triangle(node, a, lower=False)
 
     def _triangle(self, node: fx.Node, a: Arguments, *, lower: bool) -> object:
-        rank, diagonal = self.rank[node], a.get("diagonal", 0)
+        rank, diagonal = self.rank[node], self.size(a.get("diagonal", 0))
+        if diagonal is None:
+            return self.unknown(node)
         # lower: j - i <= diagonal
         sign = 1 if lower else -1
         condition = Linear((0,) * (rank - 2) + (sign, -sign), sign * diagonal)
@@ -125,7 +133,7 @@ class MaskRules(IndexRules):
 
     # ---------------------------------------------------------------------------------- arithmetic
     def mask_sum(self, node: fx.Node, left: object, right: object, sign: float) -> object:
-        x, y = self._integer(left), self._integer(right)
+        x, y = self._integers(node, left, right)
         match x, y:
             case Affine(), Affine():
                 return x + y.scaled(int(sign))
@@ -154,8 +162,11 @@ class MaskRules(IndexRules):
         match p, q:
             case Number(), Number() if not divides or q.value != 0.0:
                 return Number(p.value / q.value if divides else p.value * q.value)
-            case Affine(), Number() if not divides and q.value == int(q.value):
-                return p.scaled(int(q.value))
+            case (Affine(), Number()) | (Number(), Affine()) if not divides:
+                x, y = self._integers(node, left, right)
+                if isinstance(x, Affine) and isinstance(y, int):
+                    return x.scaled(y)
+                return y.scaled(x) if isinstance(x, int) and isinstance(y, Affine) else None
             case Choice(), Number() if q.value != 0.0:
                 factor = 1.0 / q.value if divides else q.value
                 return Choice(p.mask, _times(p.inside, factor), _times(p.outside, factor))
@@ -175,18 +186,32 @@ class MaskRules(IndexRules):
             return Choice(x.mask, -x.inside, -x.outside)
         return None
 
-    def _integer(self, x: object) -> object:
+    def _integer(self, x: object) -> Affine | Size | None:
         """An index expression: an affine tensor or an integer, symbolic or not."""
-        if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
-            return x
         known = self.value(x)
         if isinstance(known, Affine):
             return known
-        if isinstance(known, Number) and known.value == int(known.value):
-            return int(known.value)
-        if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.SymInt):
-            return x.meta["val"]
+        if isinstance(known, Number):
+            whole = math.isfinite(known.value) and known.value == int(known.value)
+            return int(known.value) if whole else None
+        return self.size(x)
+
+    def size(self, x: object) -> Size | None:
+        """An integer argument, symbolic or not."""
+        recorded = x.meta.get("val") if isinstance(x, fx.Node) else x
+        if isinstance(recorded, (int, torch.SymInt)) and not isinstance(recorded, bool):
+            return recorded
         return None
+
+    def _integers(
+        self, node: fx.Node, left: object, right: object
+    ) -> tuple[Affine | Size | None, Affine | Size | None]:
+        """Both operands as index expressions, where torch's promotion changes neither."""
+        x, y = self._integer(left), self._integer(right)
+        dtype = promoted(_recorded(left), _recorded(right))
+        if not is_exact(x, _shape(left), dtype) or not is_exact(y, _shape(right), dtype):
+            return None, None
+        return x, y
 
     # --------------------------------------------------------------------------------- comparisons
     @rule(aten.ge.Tensor, aten.ge.Scalar)
@@ -219,6 +244,9 @@ class MaskRules(IndexRules):
             return self.compared(op, known, number.value)
         if isinstance(known, (Elements, Scores)):
             return None
+        if isinstance(known, (Choice, Number)) and isinstance(number, Number):
+            dtype = promoted(_recorded(left), _recorded(right))
+            known, number = promote(known, dtype), promote(number, dtype)
         if isinstance(known, Choice) and isinstance(number, Number):
             inside, outside = (
                 _holds(op, known.inside, number.value),
@@ -229,7 +257,7 @@ class MaskRules(IndexRules):
             return known.mask if inside else known.mask.inverted()
         if isinstance(known, Number) and isinstance(number, Number):
             return TRUE_TENSOR if _holds(op, known.value, number.value) else TRUE_TENSOR.inverted()
-        x, y = self._integer(left), self._integer(right)
+        x, y = self._integers(node, left, right)
         if isinstance(x, Affine) or isinstance(y, Affine):
             difference = _difference(x, y)
             if difference is not None:
@@ -238,15 +266,18 @@ class MaskRules(IndexRules):
 
     @rule(aten.isinf.default)
     def isinf(self, node: fx.Node, a: Arguments) -> object:
-        return self.finite(self.value(a["self"]), infinite=True) or self.unknown(node)
+        return self.infinite(self.value(a["self"])) or self.unknown(node)
 
     @rule(aten.isnan.default)
     def isnan(self, node: fx.Node, a: Arguments) -> object:
-        return self.finite(self.value(a["self"]), infinite=True) or self.unknown(node)
+        x = self.value(a["self"])
+        if isinstance(x, Scores):
+            read(x.key)  # of finite dot products, nothing that it has a form for is NaN
+        return NEVER if isinstance(x, (Elements, Scores)) else self.unknown(node)
 
     @rule(aten.isfinite.default)
     def isfinite(self, node: fx.Node, a: Arguments) -> object:
-        return self.finite(self.value(a["self"]), infinite=False) or self.unknown(node)
+        return self.finite(self.value(a["self"])) or self.unknown(node)
 
     # --------------------------------------------------------------------------------------- logic
     @rule(aten.bitwise_not.default, aten.logical_not.default)
@@ -291,8 +322,8 @@ class MaskRules(IndexRules):
 
     def _logical(self, node: fx.Node, a: Arguments, *, conjunction: bool) -> object:
         x, y = self.boolean(a["self"]), self.boolean(a["other"])
-        if isinstance(x, Absent) and isinstance(y, Absent) and not conjunction:
-            return y if x.scores.mask is None else x  # keys masked on either side
+        if isinstance(x, Infinite) and isinstance(y, Infinite) and not conjunction:
+            return Infinite(x.scores + y.scores)
         if not isinstance(x, BoolTensor) or not isinstance(y, BoolTensor):
             return self.unknown(node)
         if conjunction:
@@ -357,12 +388,20 @@ class MaskRules(IndexRules):
             return BoolTensor(frozenset({Opaque(below, dims)}), rank)
         return None
 
+    def first_index(self, node: fx.Node, source: fx.Node, dim: int, start: object) -> Size | None:
+        """Where a slice begins, counted from the front; None where that is not certain."""
+        given = 0 if start is None else self.size(start)
+        if given is None:
+            return None
+        return first_index(given, shape_of(source)[dim], shape_of(node)[dim])
+
     def mask_slice(self, node: fx.Node, a: Arguments) -> object:
         source, rank = a["self"], self.rank[a["self"]]
-        dim, start, step = a.get("dim", 0) % rank, a.get("start") or 0, a.get("step", 1)
-        if isinstance(start, int) and start < 0:
-            start = start + source.meta["val"].shape[dim]
+        dim, step = a.get("dim", 0) % rank, a.get("step", 1)
+        start = self.first_index(node, source, dim, a.get("start"))
         x = self.value(source)
+        if start is None or not isinstance(step, int):
+            return x if isinstance(x, Number) else self.unknown(node)
         if isinstance(x, Affine):
             c = x.coefficients[dim]
             coefficients = (*x.coefficients[:dim], c * step, *x.coefficients[dim + 1 :])
@@ -394,13 +433,6 @@ class MaskRules(IndexRules):
             if bool(x.inside) == bool(x.outside):
                 return TRUE_TENSOR if x.inside else TRUE_TENSOR.inverted()
             return x.mask if x.inside else x.mask.inverted()
-        if isinstance(x, Choice) and dtype.is_floating_point:
-            low = torch.finfo(dtype).min
-            return Choice(
-                x.mask,
-                max(x.inside, low) if x.inside != -math.inf else x.inside,
-                max(x.outside, low) if x.outside != -math.inf else x.outside,
-            )
         return x if x is not None else self.unknown(node)
 
     # -------------------------------------------------------------------------- two-valued tensors
@@ -417,6 +449,15 @@ class MaskRules(IndexRules):
                 return self.unknown(node)
             return Choice(mask, x.value, y.value)
         return self.unknown(node)
+
+
+def _recorded(x: object) -> object:
+    return x.meta["val"] if isinstance(x, fx.Node) else x
+
+
+def _shape(x: object) -> Sequence[Size]:
+    recorded = _recorded(x)
+    return recorded.shape if isinstance(recorded, Tensor) else ()
 
 
 def _times(x: float, factor: float) -> float:

@@ -11,19 +11,20 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece
-from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
-from torch_streamkl.fx_passes.domain.values import (
-    CONTRACTED,
-    Attention,
-    Bias,
-    Elements,
-    ScoreKey,
-    Scores,
+from torch_streamkl.fx_passes.domain.layout import (
+    Dim,
+    Layout,
+    Piece,
 )
+from torch_streamkl.fx_passes.domain.scores import Bias, ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
+from torch_streamkl.fx_passes.domain.values import CONTRACTED, Attention, Elements
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, quotient, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, quotient, same, shape_of
 
+REINTERPRETED = torch.ops.aten.view.dtype
+REPEATED_EQUALLY = torch.ops.aten.repeat_interleave.self_int
 Refer = Callable[[fx.Node, Layout], TensorRef]  # the analysis knows whether gradient flows
 
 
@@ -64,7 +65,7 @@ def scores_of_linear(
     scores = _scores(
         refer(x, (*dims[:-1], contracted)), refer(weight, (dims[-1], contracted)), tuple(dims)
     )
-    return scores if bias is None else scores.with_key(biases=(Bias(refer(bias, (dims[-1],))),))
+    return scores if bias is None else scores.then(Bias(refer(bias, (dims[-1],))))
 
 
 def scores_of_einsum(
@@ -86,6 +87,9 @@ def scores_of_einsum(
         raise Blocked(f"einsum '{equation}' sums a label of one operand only")
     if not summed:
         raise Blocked(f"einsum '{equation}' contracts nothing")
+    sizes = [dict(zip(t, shape_of(x), strict=True)) for t, x in zip(labels, operands, strict=True)]
+    if not all(same(sizes[0][c], sizes[1][c]) for c in summed):
+        raise Blocked(f"einsum '{equation}' broadcasts a label that it contracts")
     dims: dict[str, Dim] = {
         c: () if is_one(size) else (Piece(d, size),)
         for d, (c, size) in enumerate(zip(out, out_shape, strict=True))
@@ -143,6 +147,8 @@ def attention_of(probabilities: Elements, values: fx.Node, refer: Refer) -> Atte
     layout = probabilities.layouts[0]
     batch = layout[rank - len(shape) : -2]
     dims = [() if is_one(size) else dim for dim, size in zip(batch, shape[:-2], strict=True)]
+    if not lay.has_shape((*dims, layout[-1]), shape[:-1]):
+        return None  # the values have a batch that the probabilities are broadcast along
     operand = refer(values, (*dims, layout[-1], (Piece(CONTRACTED, shape[-1]),)))
     return Attention(probabilities, peeled(operand))
 
@@ -171,7 +177,7 @@ def _below(operand: TensorRef) -> TensorRef | None:
         return None
     shape, rank = shape_of(source), len(shape_of(node))
     found: Layout | None = None
-    match _op_name(node):
+    match name_of(node):
         case "transpose":
             a, b = (int(d) % rank for d in arguments[:2])
             order = list(range(rank))
@@ -181,7 +187,7 @@ def _below(operand: TensorRef) -> TensorRef | None:
             order = [int(d) % rank for d in arguments[0]]
             found = tuple(layout[order.index(d)] for d in range(rank))
         case "t" | "numpy_T" | "mT" | "adjoint":
-            reversed_all = _op_name(node) == "numpy_T"
+            reversed_all = name_of(node) == "numpy_T"
             order = (
                 list(reversed(range(rank)))
                 if reversed_all
@@ -197,22 +203,19 @@ def _below(operand: TensorRef) -> TensorRef | None:
             found = _unexpanded(layout, shape)
         case "slice" if all(map(same, shape, shape_of(node))):
             found = layout  # x[:, None] takes whole slices where sizes are symbolic
-        case "view" | "reshape" | "_unsafe_view" | "flatten":
+        case "view" | "reshape" | "_unsafe_view" | "flatten" if node.target != REINTERPRETED:
             found = lay.reshape(layout, shape)
-        case "repeat_interleave":
+        case "repeat_interleave" if node.target == REPEATED_EQUALLY:
             found = _without_repeats(layout, shape)
-    if found is None or len(found) != len(shape):
+    if found is None or not lay.has_shape(found, shape) or not _contracts_alike(layout, found):
         return None
     return replace(operand, node=source, layout=found)
 
 
-def _op_name(node: fx.Node) -> str:
-    target = node.target
-    return (
-        target._schema.name.partition("::")[2]
-        if isinstance(target, torch._ops.OpOverload)
-        else str(target)
-    )
+def _contracts_alike(layout: Layout, below: Layout) -> bool:
+    """Whether products are still summed over as many entries: those of a repeated one count."""
+    contracted = [[p.size for d in x for p in d if p.axis < 0] for x in (layout, below)]
+    return same(*(product(sizes) for sizes in contracted))
 
 
 def _is_upcast(source: fx.Node, node: fx.Node) -> bool:
@@ -230,6 +233,8 @@ def _unexpanded(layout: Layout, shape: Sequence[Size]) -> Layout:
 
 def _without_repeats(layout: Layout, shape: Sequence[Size]) -> Layout | None:
     """Below repeat_interleave: each dimension keeps the leading digit of its axis."""
+    if len(layout) != len(shape):
+        return None
     result: list[Dim] = []
     for dim, size in zip(layout, shape, strict=True):
         if same(lay.dim_size(dim), size):

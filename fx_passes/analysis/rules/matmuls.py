@@ -15,7 +15,7 @@ from torch_streamkl.fx_passes.analysis.rules.matmul_scores import (
     scores_of_linear,
     scores_of_matmul,
 )
-from torch_streamkl.fx_passes.domain import score_algebra as scores
+from torch_streamkl.fx_passes.domain.scores import Scale
 from torch_streamkl.fx_passes.domain.values import Elements
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
@@ -49,7 +49,7 @@ class MatmulRules(ArithmeticRules):
             return self._no_rule(node, "baddbmm with symbolic factors")
         lhs, rhs = (self.canonical[a[name]] for name in ("batch1", "batch2"))
         product = scores_of_matmul(lhs, rhs, shape_of(node), self.reference)
-        product = scores.scaled(product, float(alpha))
+        product = product.then(Scale(float(alpha)))
         if beta == 0:
             return product  # the input is not even read
         if beta != 1:

@@ -9,10 +9,34 @@ from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.values import Elements, LogSumExp, RowMax, Scores, Stacked
+from torch_streamkl.fx_passes.domain.scores import Scores
+from torch_streamkl.fx_passes.domain.tensor_ref import same_numbers
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    ExpSum,
+    LogSumExp,
+    RowMax,
+    Stacked,
+)
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 aten = torch.ops.aten
+
+
+def is_reduction_of(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
+    """Whether every entry of the scores meets its own row's value."""
+    return x.key == y.scores and _meets_rows(x, y)
+
+
+def is_shift_of(x: Scores, y: RowMax) -> bool:
+    """The same for a maximum, whose gradient does not matter."""
+    return same_numbers(x.key, y.scores) and _meets_rows(x, y)
+
+
+def _meets_rows(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
+    """Whether the same axes are in the same places, but for the one that was reduced."""
+    dim, layout = lay.axis_dim(x.layout, y.axis), lay.with_rank(y.layout, len(x.layout))
+    return dim is not None and layout == lay.without(x.layout, dim)
 
 
 class SoftmaxRules(Analysis):
@@ -59,7 +83,7 @@ class SoftmaxRules(Analysis):
 
     def _log_probabilities(self, node: fx.Node, x: Scores, y: LogSumExp) -> Elements:
         dim = lay.axis_dim(x.layout, y.axis)
-        if x.key != y.scores or dim is None or len(y.layout) != len(x.layout):
+        if dim is None or not is_reduction_of(x, y):
             raise Blocked("a log-sum-exp of other scores is subtracted")
         return elements.softmax(x, dim, log=True)
 
@@ -70,7 +94,8 @@ class SoftmaxRules(Analysis):
         dims = given if isinstance(given, (list, tuple)) else [given]
         if not isinstance(x, Scores) or len(dims) != 1 or not a.get("keepdim"):
             return self._no_rule(node, "amax")
-        return RowMax(x.key, self._axis(x, dims[0] % len(x.layout)))
+        dim = dims[0] % len(x.layout)
+        return RowMax(x.key, self._axis(x, dim), lay.without(x.layout, dim))
 
     @rule(aten.max.dim)
     def max_along(self, node: fx.Node, a: Arguments) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, fx
 
@@ -9,18 +11,20 @@ from torch_streamkl.functional import ONE, ZERO, apply
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
-from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.masks import AnyKey, BoolTensor, Choice, to_axes
-from torch_streamkl.fx_passes.domain.values import (
-    IMPROBABLE,
-    Absent,
-    Elements,
-    Number,
-    Rows,
-    Scores,
+from torch_streamkl.fx_passes.domain.layout import Dim, Layout
+from torch_streamkl.fx_passes.domain.masks import (
+    NEVER,
+    AnyKey,
+    BoolTensor,
+    Choice,
+    to_axes,
+    to_tensor,
 )
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import IMPROBABLE, Masking, Scores
+from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number, Rows
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
 
 aten = torch.ops.aten
 
@@ -40,6 +44,8 @@ class ValueMaskRules(MaskRules):
             return self.mask_masked_fill(node, a)
         if isinstance(x, Rows):
             return None
+        if mask == NEVER:
+            return x
         if not isinstance(value, Number):
             raise Blocked("masked_fill with a tensor")
         if isinstance(x, Scores):
@@ -48,23 +54,23 @@ class ValueMaskRules(MaskRules):
 
     def _filled(self, x: Scores, mask: object, fill: float) -> Scores:
         """Scores with ``fill`` where the mask is True."""
-        if isinstance(mask, Absent):
-            if mask.scores.mask is None:
-                return x
+        if isinstance(mask, Infinite):
             raise Blocked("infinite scores are replaced before the softmax")
         if not isinstance(mask, BoolTensor):
             raise Blocked("scores are masked by something that is not a boolean tensor")
         keep = to_axes(mask.inverted(), x.layout, self.rank)
         if keep is None:
             raise Blocked("scores are masked where one of several conditions holds")
-        return scores.masked(x, keep, fill)
+        return x.then(Masking(keep, fill))
 
     def _without(self, x: Elements, mask: object, fill: float, node: object) -> Elements:
         """Values with ``fill`` where the mask is True."""
         if fill != 0.0:
             raise Blocked(f"values after the softmax are filled with {fill:g}")
-        if isinstance(mask, Absent):
-            return x
+        if isinstance(mask, Infinite):
+            if _same_removed(x, mask):
+                return x
+            raise Blocked("values are masked where scores of another distribution are infinite")
         if isinstance(mask, AnyKey):
             raise Blocked("rows with keys are set to 0")
         if isinstance(mask, Elements):
@@ -87,6 +93,10 @@ class ValueMaskRules(MaskRules):
             self.value(a["self"]),
             self.value(a["other"]),
         )
+        if isinstance(condition, BoolTensor) and not condition.literals:
+            chosen, taken = (a["other"], y) if condition.negative else (a["self"], x)
+            if isinstance(taken, (Elements, Scores)) and _same_shape(chosen, node):
+                return taken
         match x, y:
             case Scores(), Number():
                 keep = condition.inverted() if isinstance(condition, BoolTensor) else condition
@@ -132,8 +142,8 @@ class ValueMaskRules(MaskRules):
         """Only rows that have a key count: as if the mask were applied to every value."""
         is_own = keeps and mask.keepdim and mask.dim == x.key_dim
         if is_own and all(
-            d.scores.fill <= IMPROBABLE and d.scores.mask == to_axes(mask.mask, layout, self.rank)
-            for d, layout in zip(x.parts, x.layouts, strict=True)
+            form.fill <= IMPROBABLE and form.mask == to_axes(mask.mask, layout, self.rank)
+            for form, layout in zip(map(read, (d.scores for d in x.parts)), x.layouts, strict=True)
         ):
             return elements.masked_after(
                 x, mask.mask, self.rank, lambda: self._row_factor(x, node)
@@ -189,18 +199,73 @@ class ValueMaskRules(MaskRules):
             return x.map(lambda p: apply("ge", ZERO, p))
         raise Blocked("a comparison of probabilities with a number")
 
-    def finite(self, x: object, *, infinite: bool) -> object:
-        """isfinite, isinf or isnan of scores or log-probabilities."""
+    def infinite(self, x: object) -> object:
+        """Where scores or log-probabilities are infinite: at the keys that a mask removed."""
         if isinstance(x, Scores):
-            if not infinite:
-                raise Blocked("isfinite of scores")
-            if x.key.padded is not None:
-                raise Blocked("isinf of scores that were padded with -inf")
-            return Absent(x.key)
+            return _removed(x)
         if isinstance(x, Elements):
+            e = x.single()
             part = elements.takes_part(x)
-            return part.map(lambda e: ZERO if e == ONE else -e) if infinite else part
+            if e is not None and e.op == "logP" and part.single() == ONE:
+                k = int(e.value)
+                return _removed(Scores(x.parts[k].scores, x.layouts[k]))
+            return part.map(lambda e: ZERO if e == ONE else -e)
         return None
+
+    def finite(self, x: object) -> object:
+        """Where scores or log-probabilities are finite."""
+        if isinstance(x, Elements) and elements.takes_part(x).single() != ONE:
+            return elements.takes_part(x)
+        found = self.infinite(x)
+        if isinstance(found, Elements):
+            return found.map(lambda _: ONE)
+        if isinstance(found, Infinite):
+            raise Blocked("isfinite of scores that a tensor was added to")
+        return found.inverted() if isinstance(found, BoolTensor) else None
+
+
+# A mask value that this is multiplied up to is -inf in float32.
+LOWEST = torch.finfo(torch.float32).min
+
+
+def _removed(x: Scores) -> BoolTensor | Infinite:
+    """Where scores are -inf, with everything that they are made of finite but biases."""
+    form = read(x.key)
+    if form.padded is not None:
+        raise Blocked("isinf of scores that were padded with -inf")
+    if form.biases:
+        return Infinite((x,))
+    if not form.mask or all(layer.fill >= LOWEST for layer in form.layers):
+        return NEVER
+    mask = to_tensor(form.mask, x.layout)
+    if form.fill != -math.inf or not form.exact_fill or mask is None:
+        raise Blocked("isinf of scores of which some are masked and others finite")
+    return mask.inverted()
+
+
+def _same_removed(x: Elements, infinite: Infinite) -> bool:
+    """Whether the same keys, of masks and biases alike, have no part in any distribution."""
+    own = [Scores(d.scores, layout) for d, layout in zip(x.parts, x.layouts, strict=True)]
+    return len({_removing(s, x.rank) for s in (*own, *infinite.scores)}) == 1
+
+
+def _removing(x: Scores, rank: int) -> object:
+    """What may remove keys of the scores, by the dimensions of a tensor."""
+    form = read(x.key)
+    layout = ((),) * (rank - len(x.layout)) + x.layout
+    mask = to_tensor(form.mask, layout)
+    tensors = [b.tensor for b in form.biases if b.weight > 0.0]
+    biases = frozenset((x.node, tuple(_place_of(d, layout) for d in x.layout)) for x in tensors)
+    return mask, biases, form.fill == -math.inf
+
+
+def _place_of(dim: Dim, layout: Layout) -> int | None:
+    return layout.index(dim) if dim and dim in layout else None
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    x, y = shape_of(a), shape_of(b)
+    return len(x) == len(y) and all(map(same, x, y))
 
 
 def _is_zero(x: object) -> bool:

@@ -5,30 +5,38 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from torch_streamkl.fx_passes.analysis.casts import Cast
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import score_algebra as scores
-from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.layout import Layout, Shape
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Number,
     Parts,
     RowMax,
     Rows,
-    Scores,
-    Shifted,
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_one,
+    is_zero,
+    same,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -71,6 +79,13 @@ class ViewRules(MaskRules):
     @rule(aten.permute.default)
     def permute(self, node: fx.Node, a: Arguments) -> object:
         return self._permuted(node, a["self"], [d % self.rank[node] for d in a["dims"]])
+
+    @rule(aten.mT.default, aten.adjoint.default)
+    def matrix_transpose(self, node: fx.Node, a: Arguments) -> object:
+        rank = self.rank[node]
+        if rank < 2:
+            return self._no_rule(node, "mT")
+        return self._permuted(node, a["self"], [*range(rank - 2), rank - 1, rank - 2])
 
     @rule(aten.t.default, aten.numpy_T.default)
     def t(self, node: fx.Node, a: Arguments) -> object:
@@ -143,10 +158,7 @@ class ViewRules(MaskRules):
     )
     def to(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
-        if (
-            isinstance(x, (Elements, Scores, Rows, Shifted))
-            and not node.meta["val"].dtype.is_floating_point
-        ):
+        if isinstance(x, Cast) and not node.meta["val"].dtype.is_floating_point:
             raise Blocked("probabilities or scores are cast to a type that is not floating point")
         if isinstance(x, (BoolTensor, Choice)) or x is None:
             return self.mask_cast(node, a["self"])
@@ -163,11 +175,10 @@ class ViewRules(MaskRules):
     def select(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
-            size = shape_of(a["self"])[dim]
-            index = a["index"]
-            return self._part(
-                x, dim, index if not isinstance(index, int) or index >= 0 else index + size, None
-            )
+            index = self.size(a["index"])
+            if index is None:
+                raise Blocked("scores are selected at a position that is not known")
+            return self._part(x, dim, from_front(index, shape_of(a["self"])[dim]), None)
         return self.mask_select(node, a)
 
     @rule(aten.slice.Tensor)
@@ -177,16 +188,20 @@ class ViewRules(MaskRules):
             return self.mask_slice(node, a)
         if a.get("step", 1) != 1:
             raise Blocked("scores are sliced with a step")
-        start, size = a.get("start") or 0, shape_of(a["self"])[dim]
-        start = start + size if isinstance(start, int) and start < 0 else start
-        return self._part(x, dim, start, shape_of(node)[dim])
+        return self._range(node, a, x, dim)
 
     @rule(aten.narrow.default)
     def narrow(self, node: fx.Node, a: Arguments) -> object:
         x, dim = self.value(a["self"]), a["dim"] % self.rank[a["self"]]
         if isinstance(x, (Scores, Elements)):
-            return self._part(x, dim, a["start"], shape_of(node)[dim])
+            return self._range(node, a, x, dim)
         return self._no_rule(node, "narrow")
+
+    def _range(self, node: fx.Node, a: Arguments, x: object, dim: int) -> object:
+        start = self.first_index(node, a["self"], dim, a.get("start"))
+        if start is None:
+            raise Blocked("scores are sliced from a place that depends on their size")
+        return self._part(x, dim, start, shape_of(node)[dim])
 
     @rule(
         aten.chunk.default,
@@ -213,12 +228,14 @@ class ViewRules(MaskRules):
         assert isinstance(x, Elements)
         if dim == x.key_dim:
             raise Blocked("only some of the keys are used after the softmax")
+        kept = () if length is None else (length,)
+        shape = (*x.shape[:dim], *kept, *x.shape[dim + 1 :])
         return self._changed_scores(
-            x, dim, lambda key, layout: scores.part(key, layout, dim, start, length)
+            x, shape, lambda key, layout: scores.part(key, layout, dim, start, length)
         )
 
     def _changed_scores(
-        self, x: Elements, dim: int, change: Callable[[Any, Layout], tuple[Any, Layout]]
+        self, x: Elements, shape: Shape, change: Callable[[Any, Layout], tuple[Any, Layout]]
     ) -> Elements:
         """Rows taken from probabilities are the probabilities of those rows' scores."""
         if any(t.factors for t in x.terms):
@@ -232,7 +249,7 @@ class ViewRules(MaskRules):
             layouts.append(changed)
         (key_dim,) = {lay.axis_dim(y, d.axis) for y, d in zip(layouts, parts, strict=True)}
         assert key_dim is not None
-        return Elements(x.terms, tuple(parts), tuple(layouts), key_dim)
+        return replace(x, parts=tuple(parts), layouts=tuple(layouts), key_dim=key_dim, shape=shape)
 
     @rule(aten.index.Tensor)
     def index(self, node: fx.Node, a: Arguments) -> object:
@@ -255,8 +272,11 @@ class ViewRules(MaskRules):
             return Scores(*scores.selected_rows(x.key, x.layout, dim, chosen, rank, count))
         if dim <= x.key_dim < dim + rank:
             raise Blocked("a boolean index selects keys after the softmax")
+        shape = (*x.shape[:dim], count, *x.shape[dim + rank :])
         return self._changed_scores(
-            x, dim, lambda key, layout: scores.selected_rows(key, layout, dim, chosen, rank, count)
+            x,
+            shape,
+            lambda key, layout: scores.selected_rows(key, layout, dim, chosen, rank, count),
         )
 
     @rule(aten.stack.default)
@@ -274,10 +294,32 @@ class ViewRules(MaskRules):
             return self._no_rule(node, "pad")
         widths, value = a["pad"], self.value(a.get("value"))
         constant = a.get("mode", "constant") == "constant"
-        if not constant or len(widths) != 2 or widths[0] != 0 or not isinstance(value, Number):
+        if not constant or len(widths) != 2 or not is_zero(widths[0]):
             raise Blocked("scores are padded in a way other than behind the last key")
+        last, (before, after) = self.rank[node] - 1, (shape_of(n)[-1] for n in (a["self"], node))
+        if same(before, after):
+            return x
+        if statically_known_true(after < before):
+            return self._part(x, last, 0, after)  # a negative width crops
+        if not statically_known_true(before < after):
+            raise Blocked("scores are padded by a width of unknown sign")
+        if not isinstance(value, Number):
+            raise Blocked("scores are padded with a value that is not a number")
         if value.value != -math.inf:
             raise Blocked(
                 f"scores are padded with {value.value:g}, which takes part in the softmax"
             )
         return scores.padded(x, shape_of(node)[-1])
+
+
+def from_front(start: Size, size: Size) -> Size:
+    """A start counted from the front and within the dimension, as torch takes it."""
+    if isinstance(start, int) and start >= 0 and not isinstance(size, int):
+        return start  # what is longer than the dimension gives an empty slice
+    if statically_known_true(start < 0):
+        start = start + size
+    if isinstance(start, int) and isinstance(size, int):
+        return min(max(start, 0), size)
+    if statically_known_true(start >= 0):
+        return start
+    raise Blocked("scores are sliced from a position of unknown sign")

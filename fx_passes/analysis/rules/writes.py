@@ -17,12 +17,22 @@ from torch import fx
 
 from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
-from torch_streamkl.fx_passes.domain import score_algebra as scores
+from torch_streamkl.fx_passes.domain.index_values import first_index
 from torch_streamkl.fx_passes.domain.layout import axis_dim
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
-from torch_streamkl.fx_passes.domain.values import Number, Scores
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, same, shape_of
+from torch_streamkl.fx_passes.domain.scores import Masking, Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Number,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    name_of,
+    named_arguments,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    same,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -45,7 +55,7 @@ class WriteRules(Analysis):
         if axis_dim(x.layout, axis) != dim or not same(pieces[0].size, x.key.size(axis)):
             return self._no_rule(node, "fill_")
         keep = AxisExcept(axis, start, stop)
-        self.written[node] = (base, scores.masked(x, frozenset({keep}), -math.inf))
+        self.written[node] = (base, x.then(Masking(frozenset({keep}), -math.inf)))
         return None
 
     def _columns(self, view: fx.Node) -> tuple[fx.Node, int, int, int] | None:
@@ -58,7 +68,7 @@ class WriteRules(Analysis):
             size, name = shape_of(source)[dim], name_of(view)
             length = 1 if name == "select" else shape_of(view)[dim]
             if name == "select" or not same(length, size):
-                start = _start(a, name, size)
+                start = _start(a, name, size, length)
                 is_range = isinstance(length, int) and a.get("step", 1) == 1
                 if found is not None or start is None or not is_range:
                     return None
@@ -67,9 +77,8 @@ class WriteRules(Analysis):
         return None if found is None else (view, *found)
 
 
-def _start(a: Arguments, name: str, size: Size) -> int | None:
+def _start(a: Arguments, name: str, size: Size, length: Size) -> int | None:
     """Where an index or a slice begins, counted from the front."""
-    start = a["index"] if name == "select" else a.get("start") or 0
-    if not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
-        return None
-    return start + size if start < 0 and isinstance(size, int) else start
+    given = a["index"] if name == "select" else a.get("start") or 0
+    start = first_index(given, size, length) if isinstance(given, int) else None
+    return start if isinstance(start, int) else None

@@ -14,7 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -24,16 +26,78 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as Triton's compiler and as torch describe it."""
+
+    gpu: GPUTarget
+    properties: SimpleNamespace  # what torch.cuda.get_device_properties returns
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most that a block of threads may have."""
+        found: int = getattr(
+            self.properties,
+            "shared_memory_per_block_optin",
+            self.properties.shared_memory_per_block,
+        )
+        return found
+
+    @property
+    def multiprocessors(self) -> int:
+        return int(self.properties.multi_processor_count)
+
+    @property
+    def is_hip(self) -> bool:
+        return self.gpu.backend == "hip"
+
+
+def _nvidia(capability: int, shared_kib: int, multiprocessors: int) -> Target:
+    return Target(
+        GPUTarget("cuda", capability, 32),
+        SimpleNamespace(
+            name=f"sm_{capability}",
+            major=capability // 10,
+            minor=capability % 10,
+            multi_processor_count=multiprocessors,
+            warp_size=32,
+            shared_memory_per_block=48 * KIB,
+            shared_memory_per_block_optin=shared_kib * KIB,
+        ),
+    )
+
+
+def _amd(arch: str, minor: int, shared_kib: int, multiprocessors: int) -> Target:
+    return Target(
+        GPUTarget("hip", arch, 64),
+        SimpleNamespace(  # torch for HIP has no shared_memory_per_block_optin
+            name=arch,
+            major=9,
+            minor=minor,
+            multi_processor_count=multiprocessors,
+            warp_size=64,
+            shared_memory_per_block=shared_kib * KIB,
+        ),
+    )
+
+
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "sm_75": _nvidia(75, 64, 40),  # T4
+    "sm_80": _nvidia(80, 163, 108),  # A100
+    "sm_86": _nvidia(86, 99, 72),  # A10
+    "sm_89": _nvidia(89, 99, 128),  # L40S, RTX 4090
+    "sm_90": _nvidia(90, 227, 132),  # H100, H200
+    "sm_100": _nvidia(100, 227, 148),  # B200
+    "sm_103": _nvidia(103, 227, 148),  # B300
+    "sm_120": _nvidia(120, 99, 170),  # RTX 5090
+    "gfx90a": _amd("gfx90a", 0, 64, 110),  # MI250, one of its two
+    "gfx942": _amd("gfx942", 4, 64, 304),  # MI300X
+    "gfx950": _amd("gfx950", 5, 160, 256),  # MI355X
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
-CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": (9, 4)}
-SHARED_LIMIT_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "i1",
     torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
@@ -68,10 +132,32 @@ class Resources:
 
 
 @contextlib.contextmanager
+def looks_like(target: str) -> Iterator[None]:
+    """Inside, torch tells of one GPU, the target."""
+    from torch_streamkl import devices, launch_table
+
+    def forget() -> None:
+        devices.gpu_of.cache_clear()
+
+    properties = TARGETS[target].properties
+    version = "7.0" if TARGETS[target].is_hip else None
+    table = launch_table.new_table(target)  # whose launches nobody has tuned
+    with (
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch("torch.version.hip", version),
+        launch_table.replaced(table),  # clears plans, which keep the tiles of another target
+    ):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+@contextlib.contextmanager
 def record_launches(target: str) -> Iterator[list[Launch]]:
     """Inside, launches are recorded and tensors fake, on a device that looks like the target."""
-    from torch_streamkl import launch
-    from torch_streamkl.kernels import hopper_attention, plans
+    from torch_streamkl.kernels import hopper_attention
 
     launches: list[Launch] = []
 
@@ -82,28 +168,13 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
         bound.apply_defaults()
         launches.append(Launch(self, tuple(grid), dict(bound.arguments), options))
 
-    patches = {
-        "multiprocessors": MULTIPROCESSORS[target],
-        "shared_memory_kib": SHARED_LIMIT_KIB[target],
-        "compute_capability": CAPABILITY[target],
-        "device_name": target,  # whose launches nobody has tuned
-    }
-    saved = {name: getattr(launch, name) for name in patches}
-    original, descriptor = JITFunction.run, hopper_attention.TensorDescriptor
-    plans.clear_plans()  # they keep the tiles chosen for another target
-    try:
-        hopper_attention.TensorDescriptor = Descriptor
-        JITFunction.run = run
-        for name, value in patches.items():
-            setattr(launch, name, lambda _device, value=value: value)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield launches
-    finally:
-        JITFunction.run = original
-        hopper_attention.TensorDescriptor = descriptor
-        plans.clear_plans()
-        for name, value in saved.items():
-            setattr(launch, name, value)
+    with (
+        looks_like(target),
+        mock.patch.object(hopper_attention, "TensorDescriptor", Descriptor),
+        mock.patch.object(JITFunction, "run", run),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield launches
 
 
 def compile_launch(launch: Launch, target: str) -> Resources:
@@ -143,7 +214,7 @@ def compile_launch(launch: Launch, target: str) -> Resources:
     source = source_of(
         fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
     )
-    kernel = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
+    kernel = triton.compile(source, target=TARGETS[target].gpu, options=dict(launch.options))
     registers, spills = _resources(kernel.asm, target)
     return Resources(registers, spills, kernel.metadata.shared, kernel.asm)
 

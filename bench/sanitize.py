@@ -1,0 +1,124 @@
+"""Every kernel once under NVIDIA's compute-sanitizer: memcheck, racecheck, initcheck, synccheck.
+
+    python -m bench.sanitize                      # on a machine with a GPU and the tool
+    python -m bench.sanitize --tools racecheck --cases hopper
+
+Each case runs in a process of its own under the tool. The exit status is 1 where one complained,
+and 2 where the tool is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_streamkl import attention_kl, linear_kl
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PLACES = (
+    "/usr/local/cuda/bin/compute-sanitizer",
+    "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
+)
+
+
+def _attention(impl: str, head_dim: int = 64, keys: int = 200, **options: object) -> None:
+    heads = 4 if "head_reduction" in options else 2
+    shapes = ((2, 150), (2, keys), (heads, 150), (heads, keys))
+    tensors = [
+        torch.randn(1, h, n, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h, n in shapes
+    ]
+    value = attention_kl(*tensors, impl=impl, **options)  # type: ignore[arg-type]
+    torch.autograd.grad(value.sum(), tensors)
+
+
+def _few_queries(divergence: str) -> None:
+    q = torch.randn(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 1, 5000, 64, device="cuda", dtype=torch.bfloat16)
+    attention_kl(q, k, q, k, impl="triton", divergence=divergence)
+
+
+def _linear(divergence: str, strategy: str) -> None:
+    tensors: list[Tensor] = [
+        torch.randn(n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (100, 3001, 100, 3001)
+    ]
+    labels = torch.randint(0, 3001, (100,), device="cuda")
+    loss = linear_kl(
+        *tensors, divergence=divergence, strategy=strategy, labels=labels, reduction="mean"
+    )
+    torch.autograd.grad(loss, tensors)
+
+
+# Together they launch every kernel of torch_streamkl/kernels.
+CASES: dict[str, Callable[[], None]] = {
+    "forward, dq, dk": lambda: _attention("triton", is_causal=True),
+    "two passes": lambda: _attention("triton", divergence="js", window=(70, 3)),
+    "clamped": lambda: _attention("triton", student_clamp=1e-2),
+    "head_dim 256": lambda: _attention("triton", head_dim=256),
+    "split keys": lambda: _few_queries("forward_kl"),
+    "split keys, two passes": lambda: _few_queries("js"),
+    "head mean": lambda: _attention("triton", head_reduction="mean", is_causal=True),
+    "rows of logits": lambda: _linear("forward_kl", "recompute"),
+    "rows of logits, two passes": lambda: _linear("js", "forward"),
+    "hopper": lambda: _attention("hopper", is_causal=True),
+    "hopper, head_dim 128": lambda: _attention("hopper", head_dim=128, keys=1100),
+    "hopper, clamped": lambda: _attention("hopper", student_clamp=1e-2, teacher_clamp=1e-2),
+    "hopper, any order": lambda: _attention("hopper", deterministic=False, keys=4096),
+}
+
+
+def find_tool() -> str | None:
+    """Where compute-sanitizer is."""
+    found = shutil.which("compute-sanitizer")
+    return found or next((x for x in PLACES if Path(x).exists()), None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--cases", nargs="+", help="whose names hold one of these words")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.inside:
+        CASES[options.inside]()
+        torch.cuda.synchronize()
+        return 0
+    tool = find_tool()
+    if tool is None or not torch.cuda.is_available():
+        print("needs a GPU and compute-sanitizer, which the CUDA toolkit brings", file=sys.stderr)
+        return 2
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    names = [
+        name for name in CASES
+        if (hopper or "hopper" not in name)
+        and (options.cases is None or any(word in name for word in options.cases))
+    ]  # fmt: skip
+    failed = 0
+    # the allocator would hide what is read beyond a tensor's end
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for kind in options.tools:
+        for name in names:
+            command = [tool, "--tool", kind, "--error-exitcode", "9",
+                       "--kernel-name-exclude", "kernel_substring=at::",
+                       sys.executable, "-m", "bench.sanitize", "--inside", name]  # fmt: skip
+            run = subprocess.run(command, env=environment, capture_output=True, text=True)
+            failed += run.returncode != 0
+            print(
+                f"{kind:10} {name:28} {'clean' if run.returncode == 0 else 'FAILED'}", flush=True
+            )
+            if run.returncode:
+                print((run.stdout + run.stderr)[-3000:], flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""What a cast makes of scores and of values after the softmax.
+
+A cast to a wider type is the identity. One to a narrower type rounds, and blocks: float8 always,
+and any other type but that of the scores' matmul or of its operands. Back to that type the
+program rounds no more than its own scores or inputs were rounded before, as in
+``softmax(scores, dtype=torch.float32).to(q.dtype)``; a fused operator, which keeps float32, is as
+exact. A cast to an integer type is no value after the softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.analysis.context import Analysis
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    ExpSum,
+    LogSumExp,
+    RowMax,
+    Rows,
+    Shifted,
+)
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+
+Cast = Scores | Elements | Rows | LogSumExp | RowMax | Shifted | ExpSum
+
+
+def is_narrower(to: torch.dtype, than: torch.dtype) -> bool:
+    """Whether a cast between floating types rounds."""
+    if to == than:
+        return False
+    if to.itemsize == 1 or than.itemsize == 1:  # float8 promotes with nothing
+        return to.itemsize == 1
+    return torch.promote_types(to, than) != to
+
+
+def after_rounding(analysis: Analysis, node: fx.Node, value: object) -> object:
+    """The value of a node, Blocked where the node rounds what it is made of.
+
+    Rows of a narrower type are the user's: None.
+    """
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or not isinstance(value, Cast):
+        return value
+    if made.is_complex():
+        raise Blocked("probabilities or scores are cast to a complex type")
+    if not made.dtype.is_floating_point:
+        return value  # a condition
+    for source in node.all_input_nodes:
+        x, recorded = analysis.value(source), source.meta.get("val")
+        if not isinstance(x, Cast) or not isinstance(recorded, Tensor):
+            continue
+        if not recorded.dtype.is_floating_point or not is_narrower(made.dtype, recorded.dtype):
+            continue
+        if isinstance(x, Rows):
+            return None
+        if not all(_goes_back(key, made.dtype) for key in _keys_of(x)):
+            raise Blocked(
+                f"probabilities or scores are rounded to {str(made.dtype).removeprefix('torch.')}"
+            )
+    return value
+
+
+def _goes_back(key: ScoreKey, dtype: torch.dtype) -> bool:
+    if dtype.itemsize == 1:
+        return False
+    operands = (x.node.meta["val"].dtype for x in (key.lhs, key.rhs))
+    return dtype == key.dtype or all(x == dtype for x in operands)
+
+
+def _keys_of(x: Scores | Elements | LogSumExp | RowMax | Shifted | ExpSum) -> list[ScoreKey]:
+    match x:
+        case Scores():
+            return [x.key]
+        case Elements():
+            return [part.scores for part in x.parts]
+        case Shifted():
+            return [x.scores.key]
+    return [x.scores]

@@ -1,0 +1,226 @@
+"""What the operators can do with a chain of operations on scores.
+
+They compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases, fill)``, with
+biases either before or behind the tanh, and a number added to all of it, which a softmax ignores.
+`read` follows a chain step by step and keeps it in that form, or says which step leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch_streamkl.fx_passes.domain.layout import axes_of
+from torch_streamkl.fx_passes.domain.masks import Mask
+from torch_streamkl.fx_passes.domain.scores import (
+    ABSORBING,
+    Bias,
+    Factor,
+    Masking,
+    Pad,
+    Scale,
+    ScoreKey,
+    ScoreStep,
+    Shift,
+    Tanh,
+)
+from torch_streamkl.fx_passes.domain.signs import is_positive
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mask as it was applied: where two overlap, what a key has depends on the order."""
+
+    mask: Mask
+    fill: float
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """A chain as the arguments of an operator.
+
+    ``exact_fill`` says whether a row without any allowed key is constant: two masks may leave
+    -inf at some of its keys and the lowest number at others.
+    """
+
+    scale: float = 1.0
+    factors: tuple[Factor, ...] = ()
+    softcap: float = 0.0  # 0: no tanh
+    inner_biases: tuple[Bias, ...] = ()  # added before the tanh
+    biases: tuple[Bias, ...] = ()
+    mask: Mask = frozenset()
+    fill: float = 0.0  # before the shift
+    exact_fill: bool = True
+    layers: tuple[Layer, ...] = ()
+    added: bool = False  # a tensor or mask was added: gradient flows through masked keys
+    padded: int | None = None
+    shift: float = 0.0  # behind everything else
+    row_shift: bool = False  # a value per row, or a scalar tensor, is added behind it as well
+
+    @property
+    def is_shifted(self) -> bool:
+        return self.shift != 0.0 or self.row_shift
+
+
+def read(key: ScoreKey) -> ScoreForm:
+    """The chain as an operator's arguments, or Blocked with the step that is none of them."""
+    form = ScoreForm()
+    for step in key.steps:
+        form = _after(form, step)
+    if form.softcap < 0.0:  # an odd function: the sign moves inside
+        form = replace(
+            form,
+            softcap=-form.softcap,
+            scale=-form.scale,
+            inner_biases=tuple(replace(b, weight=-b.weight) for b in form.inner_biases),
+        )
+    if -math.inf < form.fill <= ABSORBING:
+        return replace(form, fill=ABSORBING)
+    return form
+
+
+def _after(form: ScoreForm, step: ScoreStep) -> ScoreForm:
+    match step:
+        case Scale():
+            return _scaled(form, step.number)
+        case Factor():
+            return _multiplied(form, step)
+        case Shift():
+            if not math.isfinite(step.number):
+                raise Blocked(f"{step.number} is added to all scores")
+            return replace(form, shift=form.shift + step.number)
+        case Tanh():
+            return _with_tanh(form)
+        case Bias():
+            return _with_bias(form, step)
+        case Masking():
+            return _added(form, step) if step.added else _filled(form, step.mask, step.fill)
+        case Pad():
+            return _padded(form, step)
+
+
+def _scaled(form: ScoreForm, number: float) -> ScoreForm:
+    if number == 0.0:
+        raise Blocked("scores multiplied by 0")
+    if not math.isfinite(number):
+        raise Blocked(f"scores multiplied by {number}")
+    if number < 0.0 and (form.padded is not None or (form.mask and form.fill <= ABSORBING)):
+        raise Blocked("masked scores multiplied by a negative number")
+    inner = form.softcap != 0.0
+    return replace(
+        form,
+        scale=form.scale if inner else form.scale * number,
+        softcap=form.softcap * number,
+        biases=tuple(replace(b, weight=b.weight * number) for b in form.biases),
+        fill=form.fill * number,
+        shift=form.shift * number,
+    )
+
+
+def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
+    """A tensor: a scalar, or one value per row."""
+    if form.softcap:
+        raise Blocked("scores are multiplied by a tensor after a softcap")
+    if form.biases and factor.tensor.layout:
+        raise Blocked("scores are multiplied by a tensor that is no scalar after a bias was added")
+    if form.mask and form.fill > ABSORBING:
+        raise Blocked("scores are multiplied by a tensor after a finite mask value was filled in")
+    if form.mask and form.fill != -math.inf and not is_positive(factor.tensor.node):
+        raise Blocked("masked scores are multiplied by a tensor that may be negative")
+    return replace(
+        form,
+        factors=(*form.factors, factor),
+        biases=tuple(replace(b, factors=(*b.factors, factor)) for b in form.biases),
+        shift=0.0,
+        row_shift=form.is_shifted,
+    )
+
+
+def _with_tanh(form: ScoreForm) -> ScoreForm:
+    if form.softcap:
+        raise Blocked("tanh of scores that were capped before")
+    if form.is_shifted:
+        raise Blocked("tanh of scores that a number was added to before")
+    if form.padded is not None:
+        raise Blocked("tanh of scores that were padded before")
+    return replace(
+        form,
+        softcap=1.0,
+        inner_biases=form.biases,
+        biases=(),
+        fill=math.tanh(form.fill),
+        exact_fill=True,  # -1, whatever they were
+        layers=tuple(Layer(x.mask, math.tanh(x.fill)) for x in form.layers),
+    )
+
+
+def _with_bias(form: ScoreForm, bias: Bias) -> ScoreForm:
+    if form.padded is not None:
+        raise Blocked("a tensor is added to scores after they were padded")
+    if form.mask and form.fill > ABSORBING:
+        raise Blocked("a tensor is added to scores after a finite mask value was filled in")
+    # the tensor may be a mask: keys of a row without any allowed key may go to -inf
+    exact = form.exact_fill and (not form.mask or form.fill == -math.inf)
+    return replace(form, biases=(*form.biases, bias), exact_fill=exact, added=True)
+
+
+def _filled(form: ScoreForm, mask: Mask, fill: float) -> ScoreForm:
+    """``fill`` where the mask does not hold."""
+    if math.isnan(fill) or fill >= -ABSORBING:
+        raise Blocked(f"masked scores have the value {fill:g}")
+    if form.padded is not None and fill != -math.inf:
+        raise Blocked("scores are masked with a finite value after they were padded")
+    if fill > ABSORBING:
+        if form.row_shift:
+            raise Blocked("a finite mask value is filled in after a value per row was added")
+        fill -= form.shift  # the shift is behind the mask in this form
+    layer = Layer(mask, fill)
+    if form.mask <= mask:  # what was masked before is filled anew
+        added = form.added and bool(form.biases)
+        return replace(form, mask=mask, fill=fill, exact_fill=True, layers=(layer,), added=added)
+    if fill == form.fill:
+        layers = (*form.layers, layer)
+        return replace(form, mask=form.mask | mask, layers=layers)
+    return _overlapping(form, layer)
+
+
+def _added(form: ScoreForm, step: Masking) -> ScoreForm:
+    """``fill`` is added where the mask does not hold."""
+    mask, fill = step.mask, step.fill
+    if not fill <= ABSORBING:
+        raise Blocked(
+            f"an additive mask value of {fill:g} does not remove a key; it is kept as a bias"
+        )
+    form = replace(form, added=True)
+    layer = Layer(mask, fill)
+    layers = (*form.layers, layer)
+    if form.mask == mask or (form.mask and fill == form.fill == -math.inf):
+        total = form.fill + fill
+        return replace(form, mask=form.mask | mask, fill=total, layers=layers)
+    if form.mask and (form.fill <= ABSORBING or not form.mask <= mask):
+        return _overlapping(form, layer)
+    # a finite value is lost in the sum; a tensor that was added may be a mask itself
+    exact = fill == -math.inf or not form.biases
+    return replace(form, mask=mask, fill=fill, exact_fill=exact, layers=(layer,))
+
+
+def _overlapping(form: ScoreForm, layer: Layer) -> ScoreForm:
+    """Two masks: keys of a row without any allowed key differ by which of them removed them."""
+    if form.fill > ABSORBING or layer.fill > ABSORBING:
+        raise Blocked(f"two masks with different values, {form.fill:g} and {layer.fill:g}")
+    return replace(
+        form,
+        mask=form.mask | layer.mask,
+        fill=max(form.fill, layer.fill),
+        exact_fill=False,
+        layers=(*form.layers, layer),
+    )
+
+
+def _padded(form: ScoreForm, step: Pad) -> ScoreForm:
+    if form.padded is not None:
+        raise Blocked("scores are padded twice")
+    if form.mask or any(step.axis in axes_of(x.tensor.layout) for x in form.factors):
+        raise Blocked("scores are padded after they were masked or multiplied by a tensor")
+    return replace(form, padded=step.axis)

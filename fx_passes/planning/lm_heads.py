@@ -1,0 +1,45 @@
+"""Which pairs of scores are language-model heads: their keys are one matrix for all rows."""
+
+from __future__ import annotations
+
+import math
+
+from torch_streamkl.fx_passes.domain.layout import axes_of
+from torch_streamkl.fx_passes.domain.masks import AxisExcept
+from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
+from torch_streamkl.fx_passes.domain.scores import Bias
+from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
+
+
+def is_lm_head(geometry: Geometry) -> bool:
+    """Whether both sides are hidden states times one matrix, without masks."""
+    return all(_is_head(side) for side in (geometry.teacher, geometry.student))
+
+
+def _is_head(side: SideGeometry) -> bool:
+    form, axis = read(side.distribution.scores), side.distribution.axis
+    contracted = {p.axis for dim in side.keys.layout for p in dim if p.axis < 0}
+    on_keys = {axis for axis in axes_of(side.keys.layout) if axis >= 0}
+    added = added_to_logits(form)
+    return (
+        set(side.kinds) == {ROW_ONLY}
+        and on_keys == {axis}
+        and len(contracted) == 1
+        and _leaves_out_words(form, axis)
+        and not side.distribution.averaged
+        and all(axes_of(x.tensor.layout) == {axis} and not x.factors for x in added)
+        and not (form.softcap and form.biases)
+    )
+
+
+def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:
+    """What is added to the logits; the operator adds it before a softcap, never behind it."""
+    return form.inner_biases + form.biases
+
+
+def _leaves_out_words(form: ScoreForm, axis: int) -> bool:
+    """No mask, or words that have no probability: a bias of -inf, which a softcap would limit."""
+    if not form.mask:
+        return True
+    only_words = all(isinstance(x, AxisExcept) and x.axis == axis for x in form.mask)
+    return only_words and form.fill == -math.inf and not form.softcap and form.scale > 0

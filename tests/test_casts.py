@@ -1,0 +1,85 @@
+"""Casts that round, reinterpret or replace numbers are the program's own, never left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import compare
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def inputs(dtype: torch.dtype = torch.float32, n: int = 24, m: int = 32) -> list[Tensor]:
+    sizes = (n, m, n, m)
+    return [
+        torch.randn(2, 2, size, 8, dtype=dtype, requires_grad=i < 2)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def rounded(scores, probabilities):
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = scores(q @ k.mT), scores(qt @ kt.mT)
+        p = probabilities(t.softmax(-1))
+        return (p * (p.clamp_min(1e-9).log() - s.log_softmax(-1))).sum(-1)
+
+    return loss
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+ROUNDINGS = {
+    "float8": lambda x: x.to(FLOAT8).float(),
+    "half": lambda x: x.half().float(),
+    "bfloat16": lambda x: x.to(torch.bfloat16).float(),
+    "integer": lambda x: x.mul(8.0).int().float(),
+}
+
+
+@pytest.mark.parametrize("where", ["scores", "probabilities"])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_rounding_is_kept(name: str, where: str) -> None:
+    change = ROUNDINGS[name]
+    loss = rounded(change, same) if where == "scores" else rounded(same, change)
+    torch._dynamo.reset()
+    given = inputs()
+    for x in given[:2]:
+        x.requires_grad_(name != "integer")
+    outcome = compare(loss, given)
+    assert outcome.num_fused == 0
+    for ours, eager in zip(outcome.compiled.tensors(), outcome.eager.tensors(), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_widening_is_the_identity(dynamic: bool) -> None:
+    loss = rounded(lambda x: x.double(), same)
+    assert compare(loss, inputs(), dynamic=dynamic).check().num_fused == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_back_to_the_dtype_of_the_inputs(dtype: torch.dtype) -> None:
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        log_p = F.log_softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype)
+        p = F.softmax(qt @ kt.mT, -1, dtype=torch.float32).to(q.dtype)
+        return F.kl_div(log_p, p, reduction="none").sum(-1)
+
+    assert compare(loss, inputs(dtype)).check().num_fused == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"neginf": -100.0}, {"nan": 1.0}], ids=str)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_nan_to_num(is_masked: bool, options: dict[str, float]) -> None:
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = q @ k.mT, qt @ kt.mT
+        if is_masked:
+            s = s.masked_fill(torch.arange(32) > 20, float("-inf"))
+        return (t.softmax(-1) * -s.log_softmax(-1).nan_to_num(**options)).sum(-1)
+
+    outcome = compare(loss, inputs()).check()
+    assert outcome.num_fused == (not is_masked and "nan" not in options), str(outcome.report)

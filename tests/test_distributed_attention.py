@@ -1,0 +1,330 @@
+"""`attention_kl` on two processes: DTensors, and sequences that ranks share."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.support.ranks import (
+    Rank,
+    assert_passed,
+    checks_of,
+    close,
+    counted_collectives,
+    keeping_graphs,
+    largest_tensor,
+    on_ranks,
+    outcomes,
+    same_error,
+)
+from torch_streamkl import attention_kl, ops
+from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
+
+BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 32, 16
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return outcomes([__name__])
+
+
+class Problem:
+    """Whole tensors of a call, the same on every rank."""
+
+    def __init__(self, me: Rank, kv_heads: int = HEADS, **options: Any) -> None:
+        self.me, self.options = me, options
+        self.tensors = {
+            "student_q": me.randn(BATCH, HEADS, SEQLEN, HEAD_DIM),
+            "student_k": me.randn(BATCH, kv_heads, SEQLEN, HEAD_DIM),
+            "teacher_q": me.randn(BATCH, HEADS, SEQLEN, HEAD_DIM),
+            "teacher_k": me.randn(BATCH, HEADS, SEQLEN, HEAD_DIM),
+        }
+        self.grad = torch.rand(BATCH, HEADS, SEQLEN).to(me.device)
+
+    def whole(self, dtype: torch.dtype, impl: str) -> dict[str, Tensor]:
+        inputs = {k: x.detach().to(dtype).requires_grad_() for k, x in self.tensors.items()}
+        value = attention_kl(**inputs, **self.options, impl=impl)
+        (value * self.grad).sum().backward()
+        return {"value": value.detach(), **{k: x.grad for k, x in inputs.items()}}
+
+    def dtensors(self, q: Any, k: Any) -> dict[str, DTensor]:
+        mesh = self.me.mesh
+        return {
+            name: distribute_tensor(
+                x.clone(), mesh, [q if name.endswith("q") else k]
+            ).requires_grad_()
+            for name, x in self.tensors.items()
+        }
+
+    def check(self, value: Tensor, gradients: dict[str, Tensor]) -> None:
+        truth = self.whole(torch.float64, "reference")
+        single = self.whole(self.me.dtype, "auto")
+        close(value, truth["value"], single["value"], what="value")
+        for name, grad in gradients.items():
+            close(grad, truth[name], single[name], what=f"{name} {self.options}")
+
+
+def _counts(comm: CommDebugMode) -> dict[str, int]:
+    return {str(name).partition(".")[2]: n for name, n in comm.get_comm_counts().items() if n}
+
+
+def _run(problem: Problem, inputs: dict[str, DTensor], function: Any, q: Any) -> dict[str, int]:
+    weight = distribute_tensor(problem.grad, problem.me.mesh, [q])
+    with CommDebugMode() as comm:
+        value = function(**inputs, **problem.options)
+        assert value.placements == (q,)
+        (value * weight).sum().backward()
+    counts = _counts(comm)
+    problem.check(
+        value.full_tensor().detach(), {name: x.grad.full_tensor() for name, x in inputs.items()}
+    )
+    return counts
+
+
+@on_ranks
+def batch_and_heads(me: Rank) -> None:
+    lengths = torch.tensor([20, SEQLEN], device=me.device)
+    mask = torch.rand(1, HEADS, SEQLEN, SEQLEN, device=me.device) < 0.9
+    for dim in (0, 1):
+        for kv_heads, options in (
+            (HEADS, {"is_causal": True}),
+            (2, {"key_lengths": lengths, "divergence": "js"}),
+            (HEADS, {"attn_mask": mask}),
+        ):
+            problem = Problem(me, kv_heads, **options)
+            inputs = problem.dtensors(Shard(dim), Shard(dim))
+            assert _run(problem, inputs, attention_kl, Shard(dim)) == {}
+
+
+@on_ranks
+def one_head_of_keys(me: Rank) -> None:
+    problem = Problem(me, kv_heads=1)
+    inputs = problem.dtensors(Shard(1), Shard(1))
+    key = problem.tensors["student_k"]
+    inputs["student_k"] = distribute_tensor(key, me.mesh, [Replicate()]).requires_grad_()
+    counts = _run(problem, inputs, attention_kl, Shard(1))
+    assert set(counts) <= {"all_reduce"}, counts
+
+
+@on_ranks
+def queries(me: Rank) -> None:
+    for k, expected in (
+        (Replicate(), set()),
+        (Shard(2), {"all_gather_into_tensor", "reduce_scatter_tensor"}),
+    ):
+        problem = Problem(me, divergence="jeffreys")
+        inputs = problem.dtensors(Shard(2), k)
+        counts = _run(problem, inputs, attention_kl, Shard(2))
+        assert set(counts) - {"all_reduce"} == expected, counts
+        assert all(n == 2 for name, n in counts.items() if name in expected), counts
+
+
+@on_ranks
+def dtensors_compiled(me: Rank) -> None:
+    for q, k in ((Shard(1), Shard(1)), (Shard(2), Shard(2))):
+        torch._dynamo.reset()
+        problem = Problem(me)
+        inputs = problem.dtensors(q, k)
+        compiled = torch.compile(attention_kl, backend="aot_eager", fullgraph=True)
+        value = compiled(**inputs)
+        assert value.placements == (q,)
+        (value * distribute_tensor(problem.grad, me.mesh, [q])).sum().backward()
+        gradients = {name: x.grad.full_tensor() for name, x in inputs.items()}
+        problem.check(value.full_tensor().detach(), gradients)
+
+
+@on_ranks
+def other_gradients(me: Rank) -> None:
+    """The same tensors with gradients of the student only, of both, and of the keys."""
+    for wanted in (("student_q", "student_k"), ("student_q", "teacher_q"), ("teacher_k",)):
+        problem = Problem(me)
+        inputs = problem.dtensors(Shard(1), Shard(1))
+        inputs = {k: x.detach().requires_grad_(k in wanted) for k, x in inputs.items()}
+        value = attention_kl(**inputs)
+        (value * distribute_tensor(problem.grad, me.mesh, [Shard(1)])).sum().backward()
+        problem.check(value.full_tensor().detach(),
+                      {name: inputs[name].grad.full_tensor() for name in wanted})  # fmt: skip
+
+
+@on_ranks
+def sinks(me: Rank) -> None:
+    problem = Problem(me)
+    sink = torch.randn(HEADS, device=me.device)
+    problem.options["student_sink"] = sink
+    for dim in (0, 1):
+        inputs = problem.dtensors(Shard(dim), Shard(dim))
+        given = distribute_tensor(sink, me.mesh, [Replicate()]).requires_grad_()
+        value = attention_kl(**inputs, student_sink=given)
+        problem.check(value.full_tensor().detach(), {})
+        weight = distribute_tensor(problem.grad, me.mesh, [Shard(dim)])
+        (value * weight).sum().backward()
+        whole = sink.double().requires_grad_()
+        doubles = {k: x.double() for k, x in problem.tensors.items()}
+        truth = attention_kl(**doubles, student_sink=whole, impl="reference")
+        (truth * problem.grad).sum().backward()
+        torch.testing.assert_close(
+            given.grad.full_tensor().double(), whole.grad, rtol=1e-2, atol=1e-2
+        )
+
+
+@on_ranks
+def placements_that_are_refused(me: Rank) -> None:
+    problem = Problem(me)
+    shards = problem.dtensors(Shard(2), Shard(2))
+
+    def call(inputs: Any = shards, **options: Any) -> Any:
+        return lambda: attention_kl(**inputs, **options)
+
+    same_error(me, call(is_causal=True), "attention_kl_context_parallel", "student_q S(2)")
+    same_error(me, call(window=(3, 3)), "attention_kl_context_parallel")
+    same_error(me, call(problem.dtensors(Shard(3), Shard(3))), "student_q S(3)")
+    same_error(me, call(problem.dtensors(Replicate(), Shard(2))), "student_k S(2)")
+    partial = {k: DTensor.from_local(x.to_local(), me.mesh, [Partial()])
+               for k, x in shards.items()}  # fmt: skip
+    same_error(me, call(partial), "student_q P")
+    mixed = {**shards, "teacher_k": problem.tensors["teacher_k"]}
+    same_error(me, call(mixed), "teacher_k must be a DTensor")
+    fewer = {name: x[:, :3] for name, x in problem.tensors.items()}
+    heads = {name: distribute_tensor(x, me.mesh, [Shard(1)]) for name, x in fewer.items()}
+    same_error(me, call(heads), "3 heads")
+    # operators called by themselves are refused too, after a call that was not
+    operands = [shards[name] for name in ("student_q", "student_k", "teacher_q", "teacher_k")]
+    with pytest.raises((NotImplementedError, RuntimeError), match="placed alike"):
+        ops.attention_kl(*operands)
+    keys = problem.dtensors(Shard(2), Replicate())
+    operands = [keys[name] for name in ("student_q", "student_k", "teacher_q", "teacher_k")]
+    ops.attention_kl(*operands)
+    with pytest.raises((NotImplementedError, RuntimeError), match="counts from the last query"):
+        ops.attention_kl(*operands, *(None,) * 11, "(P*(logP-logS))", 1.0, 1.0, 0.0, 0.0, 1.0,
+                         None, None, 0)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- context parallel
+def _context_parallel(problem: Problem, function: Any = None, **more: Any) -> None:
+    me, mesh = problem.me, problem.me.mesh
+    balance = {"load_balance": more.get("load_balance", "head_tail")}
+    inputs = {
+        name: shard_sequence(x, mesh, **balance).requires_grad_()
+        for name, x in problem.tensors.items()
+    }
+    function = function or attention_kl_context_parallel
+    value = function(**inputs, **problem.options, **more, mesh=mesh)
+    (value * shard_sequence(problem.grad, mesh, **balance)).sum().backward()
+    truth = problem.whole(torch.float64, "reference")
+    single = problem.whole(me.dtype, "auto")
+    results = {"value": value.detach(), **{name: x.grad for name, x in inputs.items()}}
+    for name, got in results.items():
+        parts = [shard_sequence(x[name], mesh, **balance) for x in (truth, single)]
+        close(got, *parts, what=f"{name} {problem.options} {more}")
+
+
+@on_ranks
+def sequences_that_ranks_share(me: Rank) -> None:
+    lengths = torch.tensor([20, SEQLEN], device=me.device)
+    for options in (
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "window": (5, None), "divergence": "js"},
+        {"window": (4, 3), "divergence": "reverse_kl"},
+        {"window": (None, 20)},
+        {"is_causal": True, "key_lengths": lengths, "temperature": 2.0},
+        {"key_lengths": lengths, "student_softcap": 3.0},
+    ):
+        for balance in ("head_tail", None):
+            _context_parallel(Problem(me, 2, **options), load_balance=balance)
+        if me.size == 2:  # heads of keys for every rank
+            _context_parallel(Problem(me, 2, **options), method="heads")
+
+
+@on_ranks
+def context_parallel_reductions_and_sinks(me: Rank) -> None:
+    for method in ("gather", "heads"):
+        for reduction in ("mean", "sum", "batchmean"):
+            problem = Problem(me, is_causal=True, divergence="jeffreys")
+            sink = torch.randn(HEADS, device=me.device)
+            rows = torch.rand(BATCH, HEADS, SEQLEN, device=me.device) < 0.8
+            ours = sink.clone().requires_grad_()
+            value = attention_kl_context_parallel(
+                **{name: shard_sequence(x, me.mesh) for name, x in problem.tensors.items()},
+                **problem.options, student_sink=ours, mesh=me.mesh, method=method,
+                row_mask=shard_sequence(rows, me.mesh), reduction=reduction,
+            )  # fmt: skip
+            value.backward()
+            whole = sink.double().requires_grad_()
+            truth = attention_kl(
+                **{name: x.double() for name, x in problem.tensors.items()},
+                **problem.options, student_sink=whole, row_mask=rows, reduction=reduction,
+                impl="reference",
+            )  # fmt: skip
+            truth.backward()
+            limit = 100 * torch.finfo(me.dtype).eps
+            for got, expected in ((value, truth), (ours.grad, whole.grad)):
+                torch.testing.assert_close(got.double(), expected, rtol=limit, atol=limit)
+
+
+@on_ranks
+def context_parallel_collectives(me: Rank) -> None:
+    """Keys are gathered once a side and their gradients reduced once; no map in any graph."""
+    problem = Problem(me, is_causal=True)
+    inputs = {name: shard_sequence(x, me.mesh).requires_grad_()
+              for name, x in problem.tensors.items()}  # fmt: skip
+    for method, expected in (
+        ("gather", {"all_gather": 2, "reduce_scatter": 2}),
+        ("heads", {"all_to_all": 10}),  # four tensors and the values, and back
+    ):
+        with counted_collectives() as counts:
+            value = attention_kl_context_parallel(
+                **inputs, **problem.options, mesh=me.mesh, method=method
+            )
+            value.sum().backward()
+        assert counts == expected, counts
+
+
+@on_ranks
+def context_parallel_compiled(me: Rank) -> None:
+    for method in ("gather", "heads"):
+        torch._dynamo.reset()
+        graphs: list[torch.fx.GraphModule] = []
+        function = torch.compile(
+            attention_kl_context_parallel, backend=keeping_graphs(graphs), fullgraph=True
+        )
+        _context_parallel(Problem(me, is_causal=True), function, method=method)
+        # rows, keys and head_dim of one tensor, and never rows x keys
+        assert len(graphs) == 2
+        assert largest_tensor(graphs) <= BATCH * HEADS * SEQLEN * HEAD_DIM
+
+
+@on_ranks
+def context_parallel_refusals(me: Rank) -> None:
+    problem = Problem(me)
+    inputs = {name: shard_sequence(x, me.mesh) for name, x in problem.tensors.items()}
+    is_last = me.rank == me.size - 1
+
+    def call(given: Any = None, **options: Any) -> Any:
+        given = {**inputs, **(given or {})}
+        return lambda: attention_kl_context_parallel(**given, **{"mesh": me.mesh, **options})
+
+    same_error(me, call(attn_mask=torch.ones(1)), "does not take attn_mask")
+    same_error(me, call(cu_seqlens_q=torch.ones(1)), "does not take cu_seqlens_q")
+    same_error(me, call(method="ring"), "'gather', 'heads'")
+    fewer = {name: x[:, :3] for name, x in inputs.items()}
+    same_error(me, call(fewer, method="heads"), "multiple of 2 heads, got 3")
+    odd = {name: x[:, :, :-1] for name, x in inputs.items()}
+    same_error(me, call(odd), "two chunks", "15 rows")
+    same_error(me, call(odd if is_last else None, load_balance=None),
+               "number of rows", "16 (rank 0)", "15 (rank")  # fmt: skip
+    same_error(me, call(is_causal=is_last), "is_causal", "False", "True")
+    same_error(me, call({"student_q": inputs["student_q"][0]} if is_last else None),
+               "student_q must have 4 dimensions")  # fmt: skip
+    same_error(me, lambda: shard_sequence(torch.ones(1, 1, 7), me.mesh), "got length 7")
+
+
+@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
+def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
+    assert_passed(found, name)

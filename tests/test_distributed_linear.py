@@ -1,0 +1,494 @@
+"""`linear_kl` on a vocabulary that two processes share: values, gradients, collectives, errors.
+
+The truth is the reference in float64 on whole tensors; the budget is that of one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.support.ranks import (
+    Rank,
+    assert_passed,
+    checks_of,
+    close,
+    counted_collectives,
+    keeping_graphs,
+    largest_tensor,
+    on_ranks,
+    outcomes,
+    same_error,
+)
+from torch_streamkl import linear_kl
+from torch_streamkl.distributed import reshard_words, shard_loops
+
+NUM_TOKENS, NUM_WORDS, WIDTH, TEACHER_WIDTH = 40, 101, 16, 24
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return outcomes([__name__])
+
+
+@dataclass
+class Problem:
+    """Whole tensors of a call, the same on every rank."""
+
+    me: Rank
+    options: dict[str, Any] = field(default_factory=dict)
+    words: tuple[int, int] = (NUM_WORDS, NUM_WORDS)
+    bias: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        randn = self.me.randn
+        self.tensors = {
+            "student_hidden": randn(NUM_TOKENS, WIDTH, scale=self.scale),
+            "student_weight": randn(self.words[0], WIDTH),
+            "teacher_hidden": randn(NUM_TOKENS, TEACHER_WIDTH, scale=self.scale),
+            "teacher_weight": randn(self.words[1], TEACHER_WIDTH),
+        }
+        if self.bias:
+            self.tensors["student_bias"] = randn(self.words[0])
+            self.tensors["teacher_bias"] = randn(self.words[1])
+        rows = NUM_TOKENS if self.options.get("reduction", "none") == "none" else 1
+        self.grad = torch.rand(rows).to(self.me.device)
+
+    def whole(self, dtype: torch.dtype, impl: str) -> dict[str, Tensor]:
+        """Value and gradients of one process with all words."""
+        inputs = {k: x.to(dtype).requires_grad_() for k, x in leaves(self.tensors).items()}
+        return self.results(linear_kl(**inputs, **self.options, impl=impl), inputs)
+
+    def results(self, value: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        (value.reshape(-1) * self.grad).sum().backward()
+        return {"value": value.detach(), **{k: x.grad for k, x in inputs.items()}}
+
+    def shard(self, words: tuple[slice, slice]) -> dict[str, Tensor]:
+        """This rank's part of the tensors."""
+        cut = dict(zip(("student", "teacher"), words, strict=True))
+        return {
+            name: x if name.endswith("hidden") else x[cut[name.partition("_")[0]]]
+            for name, x in self.tensors.items()
+        }
+
+    def check(self, words: tuple[slice, slice] | None = None, **more: Any) -> None:
+        words = words or (self.me.words(self.words[0]), self.me.words(self.words[1]))
+        truth = self.whole(torch.float64, "reference")
+        single = self.whole(self.me.dtype, "auto")
+        inputs = {k: x.requires_grad_() for k, x in leaves(self.shard(words)).items()}
+        value = linear_kl(**inputs, **self.options, **more, group=self.me.group)
+        ours = self.results(value, inputs)
+        cut = {"student": words[0], "teacher": words[1]}
+        for name, got in ours.items():
+            is_whole = name == "value" or name.endswith("hidden")
+            part = slice(None) if is_whole else cut[name.partition("_")[0]]
+            if got.numel():
+                expected, same = (x if is_whole else x[part] for x in (truth[name], single[name]))
+                close(got, expected, same, what=f"{name} {self.options}")
+
+
+def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in tensors.items()}
+
+
+DIVERGENCES: list[dict[str, Any]] = [
+    {},
+    {"divergence": "reverse_kl"},
+    {"divergence": "cross_entropy"},
+    {"divergence": "jeffreys"},
+    {"divergence": "js", "beta": 0.3},
+    {"divergence": "tv"},
+    {"student_eps": 1e-4, "teacher_eps": 1e-4},
+    {"student_clamp": 1e-3},
+]
+
+
+def labels_of(me: Rank) -> Tensor:
+    labels = torch.randint(0, NUM_WORDS, (NUM_TOKENS,))
+    labels[2], labels[3], labels[4] = -100, NUM_WORDS - 1, 0
+    return labels.to(me.device)
+
+
+@on_ranks
+def divergences(me: Rank) -> None:
+    for options in DIVERGENCES:
+        Problem(me, options).check((me.words(NUM_WORDS, uneven=True),) * 2)
+        Problem(me, {**options, "reduction": "mean"}).check()
+
+
+@on_ranks
+def every_option_at_once(me: Rank) -> None:
+    for strategy in ("forward", "recompute"):
+        for divergence in ("forward_kl", "js"):
+            options = {
+                "divergence": divergence,
+                "temperature": 2.0,
+                "student_logit_scale": 0.7,
+                "student_softcap": 5.0,
+                "teacher_softcap": 7.0,
+                "labels": labels_of(me),
+                "hard_weight": 0.3,
+                "row_weight": torch.rand(NUM_TOKENS).to(me.device),
+                "row_mask": (torch.arange(NUM_TOKENS) != 5).to(me.device),
+                "reduction": "mean",
+                "strategy": strategy,
+            }
+            Problem(me, options, bias=True).check((me.words(NUM_WORDS, uneven=True),) * 2)
+
+
+@on_ranks
+def vocabularies_that_differ(me: Rank) -> None:
+    cut = me.words(100)
+    teacher = slice(cut.start, 104 if me.rank == me.size - 1 else cut.stop)
+    for options in ({}, {"divergence": "js"}, {"reduction": "sum"}):
+        Problem(me, dict(options), words=(100, 104)).check((cut, teacher))
+        Problem(me, dict(options), words=(104, 100)).check((teacher, cut))
+
+
+@on_ranks
+def peaked_rows(me: Rank) -> None:
+    for options in ({}, {"divergence": "reverse_kl"}, {"divergence": "js"}):
+        Problem(me, options, scale=30.0).check()
+
+
+@on_ranks
+def words_that_are_excluded(me: Rank) -> None:
+    for divergence in ("reverse_kl", "forward_kl"):
+        problem = Problem(me, {"divergence": divergence}, bias=True)
+        problem.tensors["student_bias"][::3] = -torch.inf
+        truth = problem.whole(torch.float64, "reference")["value"]
+        parts = problem.shard((me.words(NUM_WORDS),) * 2)
+        value = linear_kl(**parts, **problem.options, group=me.group)
+        close(value, truth, problem.whole(me.dtype, "auto")["value"])
+        assert truth.isfinite().all() == (divergence == "reverse_kl")
+
+
+@on_ranks
+def shards_without_words(me: Rank) -> None:
+    everything, nothing = slice(0, NUM_WORDS), slice(NUM_WORDS, NUM_WORDS)
+    words = everything if me.rank == 0 else nothing
+    options = {"labels": labels_of(me), "reduction": "mean"}
+    for more in ({}, {"divergence": "js"}, {"strategy": "recompute"}):
+        Problem(me, {**options, **more}, bias=True).check((words, words))
+    # a rank that has words of the teacher only
+    cut = slice(0, 60) if me.rank == 0 else slice(60, 60)
+    teacher = slice(0, 60) if me.rank == 0 else slice(60, 104)
+    for reduction in ("none", "sum"):
+        problem = Problem(me, {"reduction": reduction}, words=(60, 104))
+        problem.check((cut, teacher), student_first_word=cut.start,
+                      teacher_first_word=teacher.start)  # fmt: skip
+
+
+@on_ranks
+def words_in_another_order(me: Rank) -> None:
+    rank = me.size - 1 - me.rank
+    words = Rank(rank, me.size, me.device, me.dtype).words(NUM_WORDS)
+    options = {"labels": labels_of(me), "reduction": "sum"}
+    first = {"student_first_word": words.start, "teacher_first_word": words.start}
+    Problem(me, options).check((words, words), **first)
+
+
+@on_ranks
+def labels_that_are_no_word(me: Rank) -> None:
+    problem = Problem(me, {"labels": labels_of(me)})
+    problem.options["labels"][7] = NUM_WORDS
+    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    value = linear_kl(**parts, **problem.options, group=me.group)
+    assert torch.equal(value.isnan(), torch.arange(NUM_TOKENS, device=me.device) == 7)
+
+
+@on_ranks
+def numbers_of_collectives(me: Rank) -> None:
+    words = (me.words(NUM_WORDS),) * 2
+    for options, forward in (
+        ({}, {"all_gather": 1}),
+        ({"reduction": "mean"}, {"all_gather": 1}),
+        ({"divergence": "js"}, {"all_gather": 1, "all_reduce": 1}),
+        ({"divergence": "tv", "reduction": "mean"}, {"all_gather": 1, "all_reduce": 1}),
+    ):
+        problem = Problem(me, options)
+        parts = leaves(problem.shard(words))
+        for name in ("student_hidden", "student_weight"):
+            parts[name].requires_grad_()
+        with counted_collectives() as counts:
+            value = linear_kl(**parts, **options, group=me.group)
+            assert counts == forward, (options, counts)
+            value.sum().backward()
+        backward = counts.copy()
+        backward.subtract(forward)
+        assert +backward == {"all_reduce": 1}, (options, counts)
+
+
+@on_ranks
+def chunks_of_tokens(me: Rank) -> None:
+    """Ranks with shards of other sizes cut the same chunks, and hold no logits of all tokens."""
+    buffers: list[tuple[int, ...]] = []
+    original, agree = shard_loops.logits_buffer, shard_loops.Shard.chunks
+    rows = 5
+
+    def remembered(*args: Any) -> Tensor:
+        buffer = original(*args)
+        buffers.append(tuple(buffer.shape))
+        return buffer
+
+    def small(shard: Any, bytes_per_token: int) -> Any:
+        # room for as many tokens of one buffer of each side
+        object.__setattr__(shard, "workspace", rows * sum(shard.row_bytes))
+        return agree(shard, bytes_per_token)
+
+    shard_loops.logits_buffer, shard_loops.Shard.chunks = remembered, small
+    try:
+        for options, num_gathers in (
+            ({"reduction": "mean"}, None),
+            ({"reduction": "mean", "divergence": "js"}, None),
+            ({"divergence": "js"}, None),
+            ({}, 1),
+        ):
+            words = (me.words(NUM_WORDS, uneven=True),) * 2
+            Problem(me, options).check(words)
+            with counted_collectives() as counts:
+                problem = Problem(me, options)
+                linear_kl(**problem.shard(words), **options, group=me.group)
+            assert counts["all_gather"] == num_gathers or num_gathers is None
+        assert max(shape[0] for shape in buffers) <= rows
+    finally:
+        shard_loops.logits_buffer, shard_loops.Shard.chunks = original, agree
+
+
+@on_ranks
+def the_same_bits(me: Rank) -> None:
+    options = {"reduction": "mean", "labels": labels_of(me)}
+    first, second = (
+        _sharded(me, Problem(me, options), (me.words(NUM_WORDS, uneven=True),) * 2)
+        for _ in range(2)
+        if torch.manual_seed(3)
+    )
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+    values: list[Any] = [None] * me.size
+    distributed.all_gather_object(values, first["value"].cpu())
+    assert all(torch.equal(value, values[0]) for value in values)
+
+
+def _sharded(me: Rank, problem: Problem, words: tuple[slice, slice]) -> dict[str, Tensor]:
+    inputs = {k: x.requires_grad_() for k, x in leaves(problem.shard(words)).items()}
+    return problem.results(linear_kl(**inputs, **problem.options, group=me.group), inputs)
+
+
+def _compiled_graphs(function: Any, *args: Any) -> tuple[Any, list[torch.fx.GraphModule]]:
+    graphs: list[torch.fx.GraphModule] = []
+    return torch.compile(function, backend=keeping_graphs(graphs), fullgraph=True)(*args), graphs
+
+
+@on_ranks
+def compiled(me: Rank) -> None:
+    words = (me.words(NUM_WORDS),) * 2
+    for options in ({}, {"reduction": "mean", "labels": labels_of(me)}, {"divergence": "js"}):
+        torch._dynamo.reset()
+        problem = Problem(me, options)
+        expected = _sharded(me, problem, words)
+        inputs = {k: x.requires_grad_() for k, x in leaves(problem.shard(words)).items()}
+        value, graphs = _compiled_graphs(
+            lambda x, options=options: linear_kl(**x, **options, group=me.group), inputs
+        )
+        got = problem.results(value, inputs)
+        for name, x in got.items():
+            torch.testing.assert_close(x, expected[name])
+        assert len(graphs) == 2
+        assert largest_tensor(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
+
+
+# ------------------------------------------------------------------------------------ DTensors
+def _distributed(
+    problem: Problem, mesh: Any, hidden: list[Any], weight: list[Any]
+) -> dict[str, DTensor]:
+    return {
+        name: distribute_tensor(
+            x.clone(), mesh, hidden if name.endswith("hidden") else weight
+        ).requires_grad_()
+        for name, x in problem.tensors.items()
+    }
+
+
+def _check_dtensors(problem: Problem, inputs: dict[str, DTensor], value: DTensor) -> None:
+    weight = problem.grad.to(problem.me.device)
+    whole = value.full_tensor()
+    (whole.reshape(-1) * weight).sum().backward()
+    truth = problem.whole(torch.float64, "reference")
+    single = problem.whole(problem.me.dtype, "auto")
+    close(whole.detach(), truth["value"], single["value"])
+    for name, x in inputs.items():
+        assert x.grad.placements == x.placements, (name, x.grad.placements)
+        close(x.grad.full_tensor(), truth[name], single[name])
+
+
+@on_ranks
+def dtensors(me: Rank) -> None:
+    mesh = me.mesh
+    for hidden in (Replicate(), Shard(0)):
+        for options in ({}, {"reduction": "mean"}, {"divergence": "js"}):
+            problem = Problem(me, {**options, "labels": labels_of(me)}, bias=True)
+            inputs = _distributed(problem, mesh, [hidden], [Shard(0)])
+            value = linear_kl(**inputs, **problem.options)
+            if not options.get("reduction"):
+                assert value.placements == (hidden,)
+            _check_dtensors(problem, inputs, value)
+
+
+@on_ranks
+def dtensors_gather_hidden_states_only(me: Rank) -> None:
+    problem = Problem(me, {"reduction": "mean"})
+    for hidden, expected in ((Replicate(), 0), (Shard(0), 1)):
+        inputs = _distributed(problem, me.mesh, [hidden], [Shard(0)])
+        for name in ("teacher_hidden", "teacher_weight"):
+            inputs[name] = inputs[name].detach()
+        with CommDebugMode() as comm:
+            linear_kl(**inputs, **problem.options).backward()
+        counts = {str(name).partition(".")[2]: n for name, n in comm.get_comm_counts().items()}
+        gathers = counts.get("all_gather_into_tensor", 0)
+        assert gathers == 2 * expected, counts  # hidden states of both sides
+        assert counts.get("reduce_scatter_tensor", 0) == expected, counts
+
+
+@on_ranks
+def dtensors_with_tokens_of_their_own(me: Rank) -> None:
+    """Data parallel: words whole on every rank, gradients of weights summed."""
+    for options in ({}, {"reduction": "mean"}, {"reduction": "batchmean"}):
+        problem = Problem(me, {**options, "labels": labels_of(me)})
+        inputs = _distributed(problem, me.mesh, [Shard(0)], [Replicate()])
+        _check_dtensors(problem, inputs, linear_kl(**inputs, **problem.options))
+
+
+@on_ranks
+def dtensors_on_two_dimensions(me: Rank) -> None:
+    init = distributed.device_mesh.init_device_mesh
+    for shape in ((1, me.size), (me.size, 1)):
+        mesh = init(me.device.type, shape, mesh_dim_names=("dp", "tp"))
+        for hidden in ([Shard(0), Replicate()], [Shard(0), Shard(0)]):
+            problem = Problem(me, {"reduction": "mean", "labels": labels_of(me)})
+            inputs = _distributed(problem, mesh, hidden, [Replicate(), Shard(0)])
+            _check_dtensors(problem, inputs, linear_kl(**inputs, **problem.options))
+
+
+@on_ranks
+def dtensors_compiled(me: Rank) -> None:
+    for hidden in (Replicate(), Shard(0)):
+        torch._dynamo.reset()
+        problem = Problem(me, {})
+        inputs = _distributed(problem, me.mesh, [hidden], [Shard(0)])
+        value, graphs = _compiled_graphs(lambda x: linear_kl(**x), inputs)
+        _check_dtensors(problem, inputs, value)
+        assert graphs and largest_tensor(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
+
+
+@on_ranks
+def resharded_teacher(me: Rank) -> None:
+    problem = Problem(me, {}, words=(100, 104))
+    student = _distributed(problem, me.mesh, [Replicate()], [Shard(0)])
+    teacher = student["teacher_weight"].detach()
+    with counted_collectives() as counts:
+        moved = reshard_words(teacher, like=student["student_weight"])
+    assert counts == {"all_to_all": 1}
+    cut = me.words(100)
+    stop = 104 if me.rank == me.size - 1 else cut.stop
+    assert torch.equal(moved, problem.tensors["teacher_weight"][cut.start : stop])
+    inputs = {**student, "teacher_hidden": student["teacher_hidden"].detach()}
+    del inputs["teacher_weight"]
+    value = linear_kl(**inputs, teacher_weight=moved)
+    truth = problem.whole(torch.float64, "reference")
+    single = problem.whole(me.dtype, "auto")
+    close(value.full_tensor().detach(), truth["value"], single["value"])
+    (value.full_tensor() * problem.grad).sum().backward()
+    close(student["student_weight"].grad.full_tensor(), truth["student_weight"],
+          single["student_weight"])  # fmt: skip
+    # ranges, on plain shards
+    ranges = [(0, 7), (7, 104)] + [(104, 104)] * (me.size - 2)
+    own = problem.tensors["teacher_weight"][me.words(104)]
+    got = reshard_words(own, ranges, group=me.group)
+    assert torch.equal(got, problem.tensors["teacher_weight"][slice(*ranges[me.rank])])
+
+
+# -------------------------------------------------------------------------------------- errors
+@on_ranks
+def ranks_that_disagree(me: Rank) -> None:
+    problem = Problem(me)
+    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    is_last = me.rank == me.size - 1
+
+    def call(**changes: Any) -> Any:
+        given = {**parts, **changes} if is_last else parts
+        return lambda: linear_kl(**given, group=me.group)
+
+    fewer = {name: parts[name][:-1] for name in ("student_hidden", "teacher_hidden")}
+    same_error(me, call(**fewer), "number of tokens", "40 (rank 0)", "39 (rank")
+    same_error(me, call(temperature=2.0), "temperature", "1.0 (rank 0)", "2.0 (rank")
+    same_error(me, call(divergence="js"), "divergence", "(rank 0)")
+    same_error(me, call(labels=labels_of(me)), "labels", "0 (rank 0)", "1 (rank")
+    same_error(me, call(temperature=-1.0), "temperature must be positive, got -1.0", "rank")
+    cut = parts["student_weight"] if is_last else parts["student_weight"][:-1]
+    same_error(me, lambda: linear_kl(**{**parts, "student_weight": cut}, group=me.group),
+               "same words", "reshard_words", "[0, 50) (rank 0)", "[0, 51) (rank 0)")  # fmt: skip
+    same_error(me, call(student_first_word=3), "student_first_word", "None (rank 0)", "3 (rank")
+    double = {name: x.double() for name, x in parts.items()}
+    same_error(me, call(**double), "element size of student_hidden", "(rank 0)")
+    # after all that the ranks still meet
+    Problem(me).check()
+
+
+@on_ranks
+def bad_calls(me: Rank) -> None:
+    problem = Problem(me)
+    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    same_error(
+        me, lambda: linear_kl(**parts, group=me.group, impl="reference"), "impl='reference'"
+    )
+    same_error(me, lambda: linear_kl(**parts, group=3), "process group", "int")
+    same_error(me, lambda: linear_kl(**parts, student_first_word=0), "need a group")
+    mesh = me.mesh
+    dtensors = _distributed(problem, mesh, [Replicate()], [Shard(0)])
+
+    def call(**changes: Any) -> Any:
+        return lambda: linear_kl(**{**dtensors, **changes})
+
+    hidden, weight = dtensors["student_hidden"], dtensors["student_weight"]
+    same_error(
+        me, call(student_hidden=problem.tensors["student_hidden"]), "student_hidden", "Shard"
+    )
+    by_width = hidden.redistribute(placements=[Shard(1)])
+    same_error(me, call(student_hidden=by_width), "student_hidden", "Shard(dim=1)")
+    partial = DTensor.from_local(hidden.to_local(), mesh, [Partial()])
+    same_error(me, call(student_hidden=partial), "student_hidden", "Partial")
+    rows = weight.redistribute(placements=[Shard(1)])
+    same_error(me, call(student_weight=rows), "student_weight", "Shard(dim=1)")
+    whole = dtensors["teacher_weight"].redistribute(placements=[Replicate()])
+    same_error(me, call(teacher_weight=whole), "teacher_weight", "Replicate")
+    same_error(me, call(group=me.group), "group is for plain tensors")
+    same_error(
+        me, lambda: reshard_words(parts["student_weight"], [(0, 3)], group=me.group), "ranges"
+    )
+
+
+@on_ranks
+def a_killed_rank(me: Rank) -> None:
+    """The last check: nobody waits for a rank that is gone."""
+    problem = Problem(me)
+    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    if me.device.type == "cuda":
+        return  # NCCL ends the process itself, which the other checks' results would not survive
+    if me.rank == me.size - 1:
+        raise SystemExit
+    with pytest.raises(RuntimeError):
+        linear_kl(**parts, group=me.group)
+
+
+@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
+def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
+    assert_passed(found, name)

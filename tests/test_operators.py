@@ -1,0 +1,153 @@
+"""Every operator of the library under opcheck; fakes against real outputs on generated inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+from tests.support.problems import CASES
+from tests.support.strategies import specs
+from tests.test_attention_operator import arguments_of, operator_arguments
+from torch_streamkl import linear_ops, ops
+from torch_streamkl.functional import DIVERGENCES, named
+from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
+
+ALL = [True, True, True, True]
+Arguments = tuple[Any, ...]
+
+
+def detached(args: Arguments) -> Arguments:
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+
+
+def backward_of(args: Arguments, wanted: list[bool]) -> Arguments:
+    """Arguments of the backward of a forward call."""
+    args = detached(args)
+    value, student_stats, teacher_stats = ops.attention_kl(*args)
+    return (torch.ones_like(value), student_stats, teacher_stats, wanted, *args)
+
+
+def linear_arguments(seed: int = 0, labels: bool = True, bias: bool = True) -> Arguments:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    heads = (randn(4, 3), randn(7, 3), randn(4, 5), randn(7, 5))
+    biases = (randn(7), randn(7)) if bias else (None, None)
+    return (*heads, *biases, torch.tensor([0, 6, -100, 2]) if labels else None)
+
+
+def linear_backward(args: Arguments, wanted: list[bool]) -> Arguments:
+    value, hard, statistics = linear_ops.linear_kl(*args)
+    hard_grad = torch.ones_like(hard) if args[6] is not None else None
+    return (torch.ones_like(value), hard_grad, statistics, wanted, *args)
+
+
+LINEAR = linear_arguments()
+FUNCTIONALS = {
+    **DIVERGENCES,
+    "js": named("js").text,
+    "clamped": named("forward_kl", student_clamp=1e-3).text,
+}
+SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
+    **{
+        f"attention_kl_backward {name}": (
+            ops.attention_kl_backward, backward_of(operator_arguments(name)[0], ALL), {},
+        )
+        for name in CASES
+    },
+    "attention_kl": (ops.attention_kl, operator_arguments("gqa")[0], {}),
+    **{
+        f"linear_kl {name}": (linear_ops.linear_kl, LINEAR, {"functional": text})
+        for name, text in FUNCTIONALS.items()
+    },
+    "linear_kl plain": (linear_ops.linear_kl, linear_arguments(1, False, False), {}),
+    "linear_kl_backward": (
+        linear_ops.linear_kl_backward, linear_backward(LINEAR, [True] * 6), {},
+    ),
+    "linear_kl_backward of the student": (
+        linear_ops.linear_kl_backward, linear_backward(LINEAR, [True, True, *[False] * 4]), {},
+    ),
+    "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
+    "linear_kl_sum weighted": (
+        linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name: str) -> None:
+    operator, args, kwargs = SAMPLES[name]
+    opcheck(operator, args, kwargs)
+
+
+OF_COMPILED_GRAPHS = ("attention_kl", "attention_kl_backward gqa", "linear_kl plain",
+                      "linear_kl_backward", "linear_kl_sum")  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", OF_COMPILED_GRAPHS)
+def test_opcheck_without_autograd(name: str) -> None:
+    operator, args, kwargs = SAMPLES[name]
+    opcheck(WITHOUT_AUTOGRAD[operator], detached(args), kwargs)
+
+
+def test_no_operator_is_left_out() -> None:
+    schemas = torch._C._jit_get_all_schemas()
+    registered = {s.name for s in schemas if s.name.startswith(f"{NAMESPACE}::")}
+    sampled = {operator._schema.name for operator, _, _ in SAMPLES.values()}
+    sampled |= {WITHOUT_AUTOGRAD[operator]._schema.name for operator, _, _ in SAMPLES.values()}
+    assert registered == sampled
+
+
+def check_fake(operator: Any, args: Arguments) -> None:
+    """What the fake says of the outputs is what they are."""
+    real = operator(*args)
+    with FakeTensorMode() as mode:
+        fakes = tuple(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args)
+        told = operator(*fakes)
+    for x, y in zip(told, real, strict=True):
+        assert (x.shape, x.dtype, x.device, x.stride()) == (y.shape, y.dtype, y.device, y.stride())
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIZES = st.sampled_from([1, 2, 5, 17])
+
+
+def test_fakes_of_attention() -> None:
+    @given(specs(dtypes=DTYPES, sizes=SIZES), st.tuples(*[st.booleans()] * 4))
+    @settings(max_examples=100)
+    def any_call(spec: Any, wanted: tuple[bool, ...]) -> None:
+        args = detached(arguments_of(spec))
+        check_fake(ops.attention_kl, args)
+        check_fake(ops.attention_kl_backward, backward_of(args, list(wanted)))
+
+    any_call()
+
+
+def test_fakes_of_linear() -> None:
+    flags = st.tuples(*[st.booleans()] * 6)
+
+    @given(st.booleans(), st.booleans(), flags, st.sampled_from(DTYPES))
+    @settings(max_examples=50)
+    def any_call(labels: bool, bias: bool, wanted: tuple[bool, ...], dtype: torch.dtype) -> None:
+        args = tuple(
+            x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in linear_arguments(0, labels, bias)
+        )
+        # a gradient to a bias that is not there is never asked for
+        wanted = (*wanted[:4], *(need and bias for need in wanted[4:]))
+        check_fake(linear_ops.linear_kl, args)
+        check_fake(linear_ops.linear_kl_backward, linear_backward(args, list(wanted)))
+        check_fake(linear_ops.linear_kl_sum, (*args, None, None, list(wanted)))
+
+    any_call()

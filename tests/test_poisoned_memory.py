@@ -1,0 +1,81 @@
+"""What is allocated holds NaN, and so does what lies between rows: nobody may read either.
+
+`torch.utils.deterministic.fill_uninitialized_memory` does the first, the "padded" layout of
+`tests.support.problems` the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_interpreted
+from tests.support.problems import CASES, build
+from tests.support.tolerances import budget, check
+from torch_streamkl import launch, linear_kl
+from torch_streamkl.problem import RowStatistics
+
+pytestmark = quiet
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@outside
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def test_allocations_are_poisoned() -> None:
+    from torch_streamkl.ops import problem_of
+
+    x = torch.randn(1, 1, 4, 8)
+    value, stats = RowStatistics.allocate(problem_of(x, x, x, x)[0])
+    for made in (value, stats.student, stats.teacher, x.new_empty(3), torch.empty_like(x)):
+        assert made.isnan().all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 16)
+    impl = "triton" if INTERPRETED else "streaming"
+    spec = CASES[name]
+    if spec.strides == "contiguous" and spec.layout == "bhnd" and spec.packed is None:
+        spec = replace(spec, strides="padded")
+    call = build(spec)
+    check(call.value_and_gradients(impl), budget(call))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js"])
+@pytest.mark.parametrize("strategy", ["forward", "recompute"])
+def test_linear(strategy: str, divergence: str) -> None:
+    impl = "triton" if INTERPRETED else "streaming"
+    shapes = ((5, 8), (21, 8), (5, 12), (21, 12))
+    tensors = [torch.randn(s).requires_grad_() for s in shapes]
+    labels = torch.tensor([0, -100, 3, 20, -100])
+    found = []
+    for how in (impl, "reference"):
+        value = linear_kl(
+            *tensors, labels=labels, divergence=divergence, reduction="mean",
+            strategy=strategy, impl=how,
+        )  # fmt: skip
+        found.append([value, *torch.autograd.grad(value, tensors)])
+    for x, y in zip(*found, strict=True):
+        assert not x.isnan().any()
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@inside
+def test_split_keys_write_every_share() -> None:
+    """One query, many keys: states and sums of shares are memory that nobody clears."""
+    call = build(replace(CASES["split_keys_two_pass"], seqlen_q=1, seqlen_k=700))
+    check(call.value_and_gradients("triton"), budget(call))

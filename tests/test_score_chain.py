@@ -1,0 +1,421 @@
+"""Scores are a chain of operations in the order written: each chain fuses right, or says why not.
+
+Random chains on attention maps and on language-model heads are compared with eager and float64,
+values and gradients. Beside them are programs whose meaning hangs on the order of two operations.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support import comparing
+from tests.support.comparing import Outcome
+
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 5, 7, 4
+TOKENS, WIDTH, WORDS = 6, 4, 9
+INF = float("inf")
+LOWEST = torch.finfo(torch.float32).min
+
+
+def compare(program: Callable[..., Any], inputs: list[Any], **options: Any) -> Outcome:
+    """Without the check at compile time, which would hide a rewrite that is wrong."""
+    return comparing.compare(program, inputs, options={"streamkl.verify": "never"}, **options)
+
+
+@dataclass
+class Beside:
+    """Tensors that chains use beside the scores."""
+
+    bias: Tensor
+    rows: Tensor
+    log_tau: Tensor
+    tau: Tensor
+    keep: Tensor
+
+
+Change = Callable[[Tensor, Beside], Tensor]
+
+
+def causal(s: Tensor) -> Tensor:
+    return torch.arange(s.shape[-1]) <= torch.arange(s.shape[-2])[:, None]
+
+
+def added(fill: float) -> Change:
+    return lambda s, b: s + torch.full(s.shape[-2:], fill).triu(1)
+
+
+POINTWISE: dict[str, Change] = {
+    "half": lambda s, b: s * 0.5,
+    "times_3": lambda s, b: 3.0 * s,
+    "negative": lambda s, b: s * -1.5,
+    "neg": lambda s, b: -s,
+    "zero": lambda s, b: s * 0.0,
+    "plus_1": lambda s, b: s + 1.0,
+    "minus_4": lambda s, b: s - 4.0,
+    "5_minus": lambda s, b: 5.0 - s,
+    "tanh": lambda s, b: torch.tanh(s),
+    "softcap": lambda s, b: 2.0 * torch.tanh(s / 2.0),
+    "bias": lambda s, b: s + b.bias[..., : s.shape[-1]],
+    "minus_bias": lambda s, b: s - b.bias[..., : s.shape[-1]],
+    "temperature": lambda s, b: s / b.log_tau.exp(),
+    "negative_temperature": lambda s, b: s * b.tau,
+    "rows": lambda s, b: s * b.rows,
+    "isinf": lambda s, b: torch.where(s.isinf(), s, 0.0),
+    "not_isinf": lambda s, b: torch.where(s.isinf(), 0.0, s),
+    "isnan": lambda s, b: s.masked_fill(s.isnan(), 0.0),
+    "isfinite": lambda s, b: torch.where(s.isfinite(), s, -9.0),
+}
+MASKS: dict[str, Change] = {
+    f"{name}_{fill:g}": (lambda s, b, mask=mask, fill=fill: s.masked_fill(~mask(s, b), fill))
+    for name, mask in (("causal", lambda s, b: causal(s)), ("keep", lambda s, b: b.keep))
+    for fill in (-INF, LOWEST, -1e9, -4.0, 0.0, 2.0)
+}
+MASKS |= {f"added_{fill:g}": added(fill) for fill in (-INF, LOWEST, -1e9, -1e4, -1.0)}
+OF_MAPS = POINTWISE | MASKS
+
+
+def without_word(s: Tensor, b: Beside) -> Tensor:
+    s = s.clone()
+    s[:, 2] = -INF
+    return s
+
+
+OF_HEADS = POINTWISE | {
+    "without_word": without_word,
+    "keep_-inf": lambda s, b: s.masked_fill(~b.keep[: s.shape[-1]], -INF),
+    "pad": lambda s, b: F.pad(s, (0, 3), value=-INF),
+    "pad_by_0": lambda s, b: F.pad(s, (0, 0), value=-INF),
+    "crop": lambda s, b: F.pad(s, (0, -2), value=-INF),
+}
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
+    "cross_entropy": lambda s, t: s.logsumexp(-1) - (t.softmax(-1) * s).sum(-1),
+    "minus_lse": lambda s, t: (
+        (t - t.logsumexp(-1, keepdim=True)).exp() * -(s - s.logsumexp(-1, keepdim=True))
+    ).sum(-1),
+    "js": lambda s, t: ((p := t.softmax(-1)) * (p.log() - (0.5 * (p + s.softmax(-1))).log())).sum(
+        -1
+    ),
+    "shifted_expectation": lambda s, t: s.logsumexp(-1) - (t.softmax(-1) * (s + 5.0)).sum(-1),
+}
+
+
+def applied(chain: list[str], steps: dict[str, Change], s: Tensor, b: Beside) -> Tensor:
+    for name in chain:
+        s = steps[name](s, b)
+    return s
+
+
+def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=make) for shape in shapes]
+
+
+def beside(bias: Tensor, rows: Tensor, num_keys: int, seed: int) -> Beside:
+    keep = torch.rand(num_keys, generator=torch.Generator().manual_seed(seed)) > 0.3
+    keep[0] = True  # under a causal mask, too, every query keeps a key
+    tau = torch.tensor(0.3), torch.tensor(-0.7)
+    return Beside(bias, 1.0 + rows.abs(), *tau, keep)
+
+
+def of_maps(chains: list[list[str]], loss: str, seed: int, **options: Any) -> Outcome:
+    shape = (BATCH, HEADS)
+    shapes = [(*shape, n, DIM) for n in (QUERIES, KEYS, QUERIES, KEYS)]
+    sq, sk, tq, tk, bias, rows = tensors(seed, *shapes, (QUERIES, KEYS), (QUERIES, 1))
+    b = beside(bias, rows, KEYS, seed)
+    trains_teacher = bool(seed % 2)
+
+    def program(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, *values: Tensor) -> Tensor:
+        b = Beside(*values)
+        s = applied(chains[0], OF_MAPS, sq @ sk.mT, b)
+        t = applied(chains[1], OF_MAPS, tq @ tk.mT, b)
+        return LOSSES[loss](s, t).mean()
+
+    inputs = [x.requires_grad_() for x in (sq, sk)]
+    inputs += [x.requires_grad_(trains_teacher) for x in (tq, tk)]
+    return compare(program, [*inputs, *vars(b).values()], **options)
+
+
+def of_heads(chains: list[list[str]], loss: str, seed: int, **options: Any) -> Outcome:
+    shapes = [(TOKENS, WIDTH), (WORDS, WIDTH)] * 2
+    x, w, y, v, bias, rows = tensors(seed, *shapes, (4 * WORDS,), (TOKENS, 1))
+    b = beside(bias, rows, 4 * WORDS, seed)
+
+    def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        b = Beside(*values)
+        s = applied(chains[0], OF_HEADS, F.linear(x, w), b)
+        t = applied(chains[1], OF_HEADS, F.linear(y, v), b)
+        shared = min(s.shape[-1], t.shape[-1])
+        s, t = s[:, :shared], t[:, :shared]
+        return LOSSES[loss](s, t).mean()
+
+    inputs = [x.requires_grad_(), w.requires_grad_(), y, v]
+    return compare(program, [*inputs, *vars(b).values()], **options)
+
+
+def check(outcome: Outcome) -> None:
+    """Right, and fused or with a reason."""
+    outcome.check()
+    assert outcome.num_fused or outcome.reasons, "neither fused nor with a reason"
+
+
+def random_chains(seed: int, steps: dict[str, Change]) -> tuple[list[list[str]], str]:
+    """A chain of up to six operations for each side, the same one three times out of four."""
+    draw = random.Random(seed)
+    names = sorted(steps)
+    chains = [[draw.choice(names) for _ in range(draw.randint(0, 6))] for _ in range(2)]
+    return [chains[0], chains[draw.randint(0, 3) == 0]], draw.choice(sorted(LOSSES))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_chain_on_maps(seed: int) -> None:
+    chains, loss = random_chains(seed, OF_MAPS)
+    check(of_maps(chains, loss, seed))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_chain_on_heads(seed: int) -> None:
+    chains, loss = random_chains(seed, OF_HEADS)
+    check(of_heads(chains, loss, seed))
+
+
+@dataclass
+class Case:
+    """A chain (or one for each side), the loss, and a part of the reason why it does not fuse."""
+
+    student: list[str]
+    loss: str = "kl"
+    reason: str = ""
+    teacher: list[str] | None = None
+
+    @property
+    def chains(self) -> list[list[str]]:
+        return [self.student, self.student if self.teacher is None else self.teacher]
+
+
+TWO_VALUES = "two masks with different values"
+ON_MAPS = [
+    # a number that is added is the identity for a softmax, and for nothing else
+    Case(["plus_1"]),
+    Case(["plus_1"], "cross_entropy"),
+    Case(["half", "5_minus"], "minus_lse"),
+    Case(["causal_-inf", "plus_1"]),
+    Case(["causal_-1e+09", "plus_1", "half"]),
+    Case(["half"], "shifted_expectation", "a constant is part of the sum"),
+    Case(["plus_1", "softcap"], reason="tanh of scores that a number was added to"),
+    Case(["softcap", "plus_1"]),
+    Case(["plus_1", "temperature"]),
+    Case(["plus_1", "rows"], "cross_entropy"),
+    Case(["plus_1", "temperature", "softcap"], reason="tanh of scores that a number"),
+    Case(["plus_1", "causal_0"]),
+    Case(["plus_1", "causal_0", "half", "minus_4"]),
+    Case(["plus_1", "temperature", "causal_0"], reason="after a value per row was added"),
+    Case(["plus_1", "causal_0"], reason="masked with different values", teacher=["causal_0"]),
+    Case(["plus_1", "causal_-inf"], teacher=["causal_-inf"]),
+    # scales
+    Case(["half", "softcap", "times_3"]),
+    Case(["negative", "softcap", "negative"]),
+    Case(["softcap", "negative", "half"]),
+    Case(["zero"], reason="multiplied by 0"),
+    Case(["causal_-inf", "zero"], reason="multiplied by 0"),
+    Case(["negative", "causal_-inf"]),
+    Case(["causal_-inf", "negative"], reason="masked scores have the value inf"),
+    Case(["causal_-3.40282e+38", "neg"], reason="masked scores have the value 3.4"),
+    Case(["causal_-inf", "neg", "neg"]),
+    Case(["causal_-4", "negative"]),
+    Case(["causal_2", "half", "neg"]),
+    Case(["causal_-1e+09", "half"]),
+    Case(["causal_-3.40282e+38", "times_3"]),
+    Case(
+        ["causal_-1e+09", "half"], reason="masked with different values", teacher=["causal_-1e+09"]
+    ),
+    Case(["causal_-3.40282e+38", "half"], teacher=["causal_-inf"]),
+    # tensors that multiply
+    Case(["causal_-inf", "temperature"]),
+    Case(["causal_-3.40282e+38", "temperature"]),
+    Case(["causal_-3.40282e+38", "negative_temperature"], reason="that may be negative"),
+    Case(["negative_temperature", "causal_-3.40282e+38"]),
+    Case(["causal_-4", "temperature"], reason="after a finite mask value"),
+    Case(["bias", "temperature"]),
+    Case(["bias", "rows"], reason="no scalar after a bias"),
+    Case(["rows", "bias"]),
+    Case(["softcap", "temperature"], reason="multiplied by a tensor after a softcap"),
+    # masks
+    Case(["causal_-inf", "softcap"]),
+    Case(["causal_-3.40282e+38", "softcap", "half"], "cross_entropy"),
+    Case(["causal_-4", "softcap", "minus_4"]),
+    Case(["causal_-inf", "tanh"], reason="different values", teacher=["tanh", "causal_-inf"]),
+    Case(["softcap", "bias", "causal_-inf"]),
+    Case(["bias", "softcap"], reason="added to attention scores before a tanh"),
+    Case(["causal_-4", "bias"], reason="after a finite mask value"),
+    Case(["bias", "causal_-4"]),
+    Case(["causal_-inf", "bias", "minus_bias"], "cross_entropy"),
+    Case(["causal_-4", "causal_-inf"]),
+    Case(["causal_-inf", "causal_-4"]),
+    Case(["causal_-inf", "keep_-4"], reason=TWO_VALUES),
+    Case(["causal_-4", "plus_1", "keep_-4"], reason=TWO_VALUES),
+    Case(["causal_-inf", "keep_-inf"]),
+    Case(["causal_-inf", "keep_-3.40282e+38"]),
+    Case(
+        ["causal_-inf", "keep_-3.40282e+38"],
+        reason="overlap in different ways",
+        teacher=["keep_-inf", "causal_-3.40282e+38"],
+    ),
+    Case(["causal_-inf", "keep_-3.40282e+38"], "minus_lse", "two additive masks overlap"),
+    Case(["added_-inf", "added_-inf"], "js"),
+    Case(["added_-3.40282e+38", "added_-3.40282e+38"]),
+    Case(["added_-3.40282e+38", "half"]),
+    Case(["added_-1e+09", "half"]),
+    Case(["added_-10000", "times_3"]),
+    Case(["added_-1", "softcap"], reason="before a tanh"),
+    Case(["causal_-4", "added_-inf"]),
+    Case(["causal_-inf", "added_-3.40282e+38"]),
+    # what is finite, infinite, or not a number
+    Case(["isinf"], reason="one of several conditions"),
+    Case(["not_isinf"]),
+    Case(["causal_-inf", "isinf"], reason=TWO_VALUES),
+    Case(["causal_-inf", "not_isinf"]),
+    Case(["causal_-inf", "isfinite", "half"]),
+    Case(["causal_-inf", "softcap", "not_isinf"]),
+    Case(["causal_-4", "not_isinf"]),
+    Case(["bias", "not_isinf"], reason="infinite scores are replaced"),
+    Case(["causal_-inf", "isnan"]),
+    Case(["bias", "isnan"]),
+]
+ON_HEADS = [
+    Case(["plus_1", "temperature"]),
+    Case(["bias", "softcap", "half"]),
+    Case(["bias", "half", "softcap", "negative"]),
+    Case(["half", "bias", "minus_4", "negative"]),
+    Case(["softcap", "bias"], reason=""),
+    Case(["without_word", "half"]),
+    Case(["without_word", "neg"], reason="masked scores have the value inf"),
+    Case(["neg", "without_word"], reason="overwritten with -inf"),
+    Case(["pad"], "js"),
+    Case(["pad", "half"], teacher=["times_3", "pad"]),
+    Case(["pad", "neg"], reason="masked scores multiplied by a negative number"),
+    Case(["pad", "softcap"], reason="tanh of scores that were padded"),
+    Case(["pad_by_0", "softcap"]),
+    Case(["crop"]),
+    Case(["half", "crop", "minus_4"], teacher=["crop", "plus_1"]),
+    Case(["crop", "pad"], teacher=["half", "crop", "pad"]),
+]
+
+
+def check_case(case: Case, outcome: Outcome) -> None:
+    check(outcome)
+    if case.reason:
+        assert any(case.reason in reason for reason in outcome.reasons), outcome.report
+    else:
+        assert outcome.num_fused == 1, outcome.report
+
+
+def name_of(case: Case) -> str:
+    return "-".join([*case.student, case.loss])
+
+
+@pytest.mark.parametrize("case", ON_MAPS, ids=name_of)
+def test_order_on_maps(case: Case) -> None:
+    check_case(case, of_maps(case.chains, case.loss, 1))
+
+
+@pytest.mark.parametrize("case", ON_HEADS, ids=name_of)
+def test_order_on_heads(case: Case) -> None:
+    check_case(case, of_heads(case.chains, case.loss, 1))
+
+
+SLICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "narrow_from_the_end": lambda s: s.narrow(2, -3, 3),
+    "narrow_from_the_end_of_the_keys": lambda s: s.narrow(-1, -4, 3),
+    "slice_before_the_start": lambda s: s[:, :, -100:],
+    "slice_behind_the_end": lambda s: s[:, :, -2:100],
+    "slice_of_keys": lambda s: s[..., -100:4],
+    "select": lambda s: s.select(1, -1),
+    "split": lambda s: s.split([2, 3], 2)[1],
+    "chunk": lambda s: s.chunk(2, -1)[1],
+    "tensor_split": lambda s: s.tensor_split([-2], 2)[1],
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("masked", ["", "causal_-3.40282e+38", "causal_-1e+09"])
+@pytest.mark.parametrize("name", SLICES)
+def test_part_of_scores(name: str, masked: str, dynamic: bool) -> None:
+    """Starts are counted from the end, and limited to the dimension, as torch does."""
+    shapes = [(BATCH, HEADS, n, DIM) for n in (QUERIES, KEYS, QUERIES, KEYS)]
+    mask = OF_MAPS[masked] if masked else lambda s, b: s
+
+    def program(*operands: Tensor) -> Tensor:
+        sq, sk, tq, tk = operands
+        s, t = (SLICES[name](mask(q @ k.mT, None)) for q, k in ((sq, sk), (tq, tk)))
+        return LOSSES["kl"](s, t).mean()
+
+    sq, sk, tq, tk = tensors(3, *shapes)
+    inputs = [sq.requires_grad_(), sk.requires_grad_(), tq, tk]
+    check(compare(program, inputs, dynamic=dynamic))
+
+
+@pytest.mark.parametrize("num_words", [5, 9, 13])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_padding_to_the_other_s_words(num_words: int, dynamic: bool) -> None:
+    """A negative width crops."""
+
+    def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        s, t = F.linear(x, w), F.linear(y, v)
+        t = F.pad(t, (0, s.shape[-1] - t.shape[-1]), value=-INF)
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
+
+    x, w, y, v = tensors(4, (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, WIDTH), (num_words, WIDTH))
+    inputs = [x.requires_grad_(), w.requires_grad_(), y, v]
+    check(compare(program, inputs, dynamic=dynamic))
+
+
+HARD: dict[str, Change] = {
+    "temperature": lambda z, b: z / 2.0,
+    "shifted": lambda z, b: (z + 3.0) / 2.0,
+    "softcap": lambda z, b: 3.0 * torch.tanh(z / 3.0) / 2.0,
+    "biased": lambda z, b: (z + b.bias) / 2.0,
+    "biased_and_capped": lambda z, b: torch.tanh((z + b.bias) / 3.0) / 4.0,
+    "negative": lambda z, b: z / -2.0,
+    "biased_behind": lambda z, b: z / 2.0 + b.bias,
+    "learned": lambda z, b: z * b.log_tau.exp(),
+}
+BEFORE: dict[str, Change] = {
+    "temperature": lambda z, b: z,
+    "shifted": lambda z, b: z,
+    "softcap": lambda z, b: 3.0 * torch.tanh(z / 3.0),
+    "biased": lambda z, b: z + b.bias,
+    "biased_and_capped": lambda z, b: 3.0 * torch.tanh((z + b.bias) / 3.0) - 1.0,
+    "negative": lambda z, b: z,
+    "biased_behind": lambda z, b: z + b.bias,
+    "learned": lambda z, b: z,
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_labels_beside_a_temperature(name: str) -> None:
+    """The cross-entropy of logits that the divergence has divided by a temperature."""
+    x, w, y, v, bias, rows = tensors(
+        5, (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, WIDTH), (WORDS, WIDTH), (WORDS,), (TOKENS, 1)
+    )
+    b = beside(bias, rows, WORDS, 5)
+    labels = torch.arange(TOKENS)
+
+    def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        b = Beside(*values)
+        s, t = F.linear(x, w), F.linear(y, v)
+        soft = LOSSES["kl"](HARD[name](s, b), HARD[name](t, b)).mean()
+        return soft + F.cross_entropy(BEFORE[name](s, b), labels)
+
+    inputs = [x.requires_grad_(), w.requires_grad_(), y, v, *vars(b).values()]
+    outcome = compare(program, inputs).check()
+    assert outcome.num_fused == 1, outcome.report

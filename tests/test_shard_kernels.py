@@ -1,0 +1,125 @@
+"""Kernels for shards of a vocabulary without a GPU: in Triton's interpreter against the kernel of
+whole rows, and compiled for GPUs that are not here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from torch_streamkl import linear_chunks, linear_rows
+from torch_streamkl.distributed import shard_rows
+from torch_streamkl.functional import named
+from torch_streamkl.linear_ops import problem_of
+from torch_streamkl.linear_problem import LinearProblem, RowValues, RowWeights, Wanted
+
+pytestmark = quiet
+
+NUM_TOKENS, NUM_WORDS = 5, 150
+
+
+@outside
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__, "-k", "interpreted")
+
+
+def problem(divergence: str, dtype: torch.dtype = torch.float32, **options: Any) -> LinearProblem:
+    xs, ws = torch.randn(NUM_TOKENS, 16) * 3, torch.randn(NUM_WORDS, 16)
+    # words that the teacher lacks make the reverse KL infinite
+    lacking = 0 if divergence == "jeffreys" else 3
+    xt, wt = torch.randn(NUM_TOKENS, 8) * 3, torch.randn(NUM_WORDS - lacking, 8)
+    if options.pop("bias", False):
+        options["student_bias"], options["teacher_bias"] = (torch.randn(len(w)) for w in (ws, wt))
+    tensors = [x.to(dtype) for x in (xs, ws, xt, wt)]
+    return problem_of(*tensors, functional=named(divergence).text, **options)[0]
+
+
+def logits(part: LinearProblem) -> tuple[Tensor, Tensor]:
+    student, teacher = (head.hidden @ head.weight.t() for head in part.heads)
+    return student, teacher
+
+
+def sharded(whole: LinearProblem, module: Any, cuts: list[int]) -> tuple[RowValues, list[Any]]:
+    """Merged statistics, and the gradients of the logits of each shard."""
+    shards = [whole.of_words(slice(a, b)) for a, b in itertools.pairwise(cuts)]
+    parts = torch.empty(len(shards) + 1, shard_rows.num_fields(whole), NUM_TOKENS)
+    for shard, part in zip(shards, parts, strict=False):
+        module.state(shard, *logits(shard), part)
+    module.empty_state(parts[-1])  # of a rank without words
+    out = RowValues.allocate(whole)
+    module.merged(whole, parts, NUM_WORDS, out)
+    if whole.functional.bilinear is None:
+        totals = torch.empty(len(shards), 3, NUM_TOKENS)
+        for shard, total in zip(shards, totals, strict=True):
+            module.sums(shard, *logits(shard), out, total)
+        for field, total in zip((out.value, *out.statistics[2:4]), totals.sum(0), strict=True):
+            field.copy_(total)
+    wanted = Wanted(student_weight=True, teacher_weight=True)
+    weights = RowWeights(torch.rand(NUM_TOKENS), None if whole.labels is None else torch.rand(5))
+    gradients = []
+    for shard in shards:
+        torch.manual_seed(0)
+        s, t = logits(shard)
+        module.gradient(shard, s, t, out, weights, wanted)
+        gradients.append((s, t))
+    return out, gradients
+
+
+@inside
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("divergence", ["forward_kl", "jeffreys", "js", "tv"])
+def test_interpreted(divergence: str, labels: bool) -> None:
+    from torch_streamkl.kernels import linear_shards
+
+    options: dict[str, Any] = {"bias": labels}
+    if labels:
+        options |= {"labels": torch.tensor([3, -100, 149, 0, 60]), "temperature": 2.0,
+                    "student_softcap": 5.0, "student_scale": 0.7}  # fmt: skip
+    whole = problem(divergence, **options)
+    cuts = [0, 40, 40 + 64, NUM_WORDS]
+    torch.manual_seed(1)
+    out, gradients = sharded(whole, linear_shards, cuts)
+    torch.manual_seed(1)
+    expected, expected_gradients = sharded(whole, shard_rows, cuts)
+    log2e = 1.4426950408889634
+    torch.testing.assert_close(out.value, expected.value)
+    torch.testing.assert_close(out.hard, expected.hard)
+    torch.testing.assert_close(out.statistics[:2], expected.statistics[:2] * log2e)
+    torch.testing.assert_close(out.statistics[2:4], expected.statistics[2:4])
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+    rows = linear_chunks.forward(whole, 0, linear_rows)
+    torch.testing.assert_close(out.value, rows.value, atol=2e-5, rtol=1e-5)
+
+
+@outside
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_compiles_offline(target: str) -> None:
+    from bench.offline import compile_launch, record_launches
+    from torch_streamkl.kernels import linear_shards
+
+    with record_launches(target) as launches:
+        tensors = [
+            torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+            for shape in ((512, 64), (76032, 64), (512, 64), (76032, 64))
+        ]
+        labels = torch.empty(512, dtype=torch.int64, device="cuda")
+        for divergence in ("forward_kl", "js"):
+            whole = problem_of(*tensors, functional=named(divergence).text, labels=labels)[0]
+            whole = replace(whole, first_word=76032)
+            s, t = (torch.empty(512, 76032, dtype=torch.bfloat16, device="cuda") for _ in "st")
+            parts = torch.empty(2, shard_rows.num_fields(whole), 512, device="cuda")
+            out = RowValues.allocate(whole)
+            linear_shards.state(whole, s, t, torch.empty(8, 512, device="cuda"))
+            linear_shards.merged(whole, parts, 152064, out)
+            linear_shards.sums(whole, s, t, out, torch.empty(3, 512, device="cuda"))
+    assert len(launches) == 6
+    for launch in launches:
+        assert compile_launch(launch, target).spill_bytes == 0, launch.kernel.__name__

@@ -1,0 +1,113 @@
+"""Launches by limits: what every GPU is given, without compiling, and what was measured stays."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from bench.offline import TARGETS, looks_like
+from torch_streamkl import devices, launch, tiles
+from torch_streamkl.ops import problem_of
+from torch_streamkl.problem import AttentionProblem
+from torch_streamkl.tiles import LEAST, Operands, TritonLaunch
+
+CUDA = torch.device("cuda")
+HEAD_DIMS = (32, 64, 128, 256)
+DTYPES = {"half": (2, False), "tf32": (4, False), "fp32": (4, True)}
+KERNELS = ("forward", "dq", "dk")
+
+
+def operands(head_dim: int, dtype: str) -> Operands:
+    return Operands((head_dim, head_dim), *DTYPES[dtype])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_choice_fits(target: str) -> None:
+    with looks_like(target):
+        gpu = devices.gpu_of(CUDA)
+    assert gpu.shared_bytes == TARGETS[target].shared_bytes
+    for head_dim, dtype, kernel in itertools.product(HEAD_DIMS, DTYPES, KERNELS):
+        if target == "sm_75" and (dtype == "tf32" or (dtype == "half" and head_dim > 128)):
+            continue  # refused by launch.triton_limit
+        given = operands(head_dim, dtype)
+        chosen = tiles.default_launch(kernel, given, gpu)
+        assert tiles.shared_bytes(chosen, kernel, given, gpu) <= gpu.shared_bytes
+
+
+# What was measured on an H200 (bench/notes/portable_kernels.md), or follows it.
+OF_HOPPER = {
+    ("half", 32): [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)],
+    ("half", 64): [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)],
+    ("half", 128): [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)],
+    ("half", 256): [(64, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1)],
+    **{(d, n): [(64, 32, 4, 2)] * 3 for d in ("fp32", "tf32") for n in (32, 64)},
+    **{(d, n): [(32, 32, 8, 1)] * 3 for d in ("fp32", "tf32") for n in (128, 256)},
+}
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), OF_HOPPER)
+def test_measured_choices_stay(dtype: str, head_dim: int) -> None:
+    with looks_like("sm_90"):
+        gpu = devices.gpu_of(CUDA)
+    given = operands(head_dim, dtype)
+    chosen = [tiles.default_launch(kernel, given, gpu) for kernel in KERNELS]
+    assert chosen == [TritonLaunch(*x) for x in OF_HOPPER[dtype, head_dim]]
+
+
+def test_a_small_gpu_gets_small_tiles_where_the_large_ones_do_not_fit() -> None:
+    with looks_like("sm_120"):
+        gpu = devices.gpu_of(CUDA)
+    assert tiles.default_launch("dq", operands(256, "fp32"), gpu) == LEAST
+    assert tiles.default_launch("dq", operands(128, "fp32"), gpu) == TritonLaunch(32, 32, 8, 1)
+
+
+def problem(dtype: torch.dtype, head_dim: int = 64) -> AttentionProblem:
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(1, 1, 64, head_dim, dtype=dtype, device="cuda")
+    return problem_of(x, x, x, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "head_dim", "reason"),
+    [
+        ("sm_75", torch.bfloat16, 64, "takes bfloat16 from compute capability 8.0 on, got sm_75"),
+        ("sm_75", torch.float16, 192, "takes float16 of head_dim up to 128 on sm_75, got 192"),
+        ("sm_75", torch.float16, 128, None),
+        ("gfx90a", torch.bfloat16, 256, None),
+    ],
+)
+def test_what_a_gpu_cannot_run_goes_to_the_blocks(
+    target: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    reason: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    launch._warn_once.cache_clear()
+    p = problem(dtype, head_dim)
+    with looks_like(target), caplog.at_level("WARNING", logger="torch_streamkl"):
+        chosen = launch.select_implementation(p, "auto")
+        assert chosen == ("triton" if reason is None else "streaming")
+        if reason is not None:
+            assert reason in caplog.text
+            with pytest.raises(NotImplementedError, match=reason):
+                launch.select_implementation(p, "triton")
+
+
+def test_a_gpu_below_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
+    with looks_like("sm_75"):
+        limit = launch.triton_limit(problem(torch.float16))
+    assert limit is not None
+    assert limit.startswith("needs compute capability 7.5 or above, got sm_75 of (7, 0)")
+
+
+def test_a_capability_of_amd_is_not_hoppers() -> None:
+    with looks_like("gfx90a"):
+        gpu = devices.gpu_of(CUDA)
+        assert (gpu.is_hip, gpu.capability) == (True, (9, 0))
+        assert not gpu.is_hopper
+        limit = launch.hopper_limit(problem(torch.bfloat16))
+    assert limit is not None and limit.startswith("needs an NVIDIA GPU")

@@ -1,0 +1,188 @@
+"""trace_fully_shard on two processes: what FSDP2 computes, as one graph in which losses fuse."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint, device_mesh
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.support.distilled_step import WIDTH, Step
+from tests.support.ranks import (
+    Rank,
+    assert_passed,
+    checks_of,
+    keeping_graphs,
+    on_ranks,
+    outcomes,
+    same_error,
+)
+from torch_streamkl.distributed import trace_fully_shard
+from torch_streamkl.fx_passes import backend
+
+SEQLEN = 12
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return outcomes([__name__])
+
+
+class Tied(nn.Module):
+    """A step whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.step = Step()
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        return self.step(x) + self.head(x).square().mean()
+
+
+def sharded(
+    me: Rank,
+    make: Any = Step,
+    dtype: torch.dtype = torch.float64,
+    mesh: Any = None,
+    **options: Any,
+) -> nn.Module:
+    """A model with fully_shard on every layer, the same on every rank."""
+    torch.manual_seed(0)
+    model = make().to(me.device, dtype)
+    mesh = mesh or me.mesh
+    step = model.step if hasattr(model, "step") else model
+    for layer in (*step.student.layers, *step.teacher.layers):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def trained(
+    me: Rank, model: nn.Module, step: Any, dtype: torch.dtype = torch.float64, backwards: int = 1
+) -> tuple[list[Tensor], list[float]]:
+    """Whole parameters and losses of two optimizer steps on this rank's batches."""
+    torch.manual_seed(1 + me.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(2):
+        for _ in range(backwards):
+            x = torch.randn(3, SEQLEN, WIDTH).to(me.device, dtype)
+            loss = step(x)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    for parameter, state in optimizer.state.items():
+        assert isinstance(parameter, DTensor)
+        assert state["exp_avg"].placements == parameter.placements
+    return [p.detach().full_tensor() for p in model.parameters()], losses
+
+
+def compiled(model: nn.Module) -> Any:
+    options = {"streamkl.inner": "aot_eager", "streamkl.strict": True}
+    return torch.compile(model, backend="streamkl", options=options, fullgraph=True)
+
+
+def compare(
+    me: Rank, limit: float = 1e-9, make: Any = Step, backwards: int = 1, **options: Any
+) -> None:
+    dtype = torch.float32 if "mp_policy" in options else torch.float64
+    model = sharded(me, make, dtype, **options)
+    expected, losses = trained(me, model, model, dtype, backwards)
+    model = trace_fully_shard(sharded(me, make, dtype, **options))
+    with backend.collected() as report:
+        got, traced_losses = trained(me, model, compiled(model), dtype, backwards)
+    assert report.num_fused == len(report.sites) == 2
+    torch.testing.assert_close(traced_losses, losses, rtol=limit, atol=limit)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+
+
+@on_ranks
+def the_same_steps_as_fsdp2(me: Rank) -> None:
+    compare(me)
+    compare(me, reshard_after_forward=False)
+
+
+@on_ranks
+def tied_weights_and_accumulated_gradients(me: Rank) -> None:
+    compare(me, make=Tied, backwards=2)
+
+
+@on_ranks
+def mixed_precision(me: Rank) -> None:
+    for reduce_dtype in (torch.float32, None):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        # AdamW's first steps have the gradients' sign: roundings of small ones count in full
+        compare(me, limit=0.05, mp_policy=policy)
+
+
+@on_ranks
+def hybrid_sharding(me: Rank) -> None:
+    for shape in ((me.size, 1), (1, me.size)):
+        mesh = device_mesh.init_device_mesh(
+            me.device.type, shape, mesh_dim_names=("replicate", "shard")
+        )
+        compare(me, mesh=mesh)
+
+
+@on_ranks
+def parameters_are_gathered_again(me: Rank) -> None:
+    """With reshard_after_forward no whole parameter is kept for the backward."""
+    gathers = {}
+    for reshards in (False, True):
+        torch._dynamo.reset()
+        model = trace_fully_shard(sharded(me, reshard_after_forward=reshards))
+        graphs: list[torch.fx.GraphModule] = []
+        step = torch.compile(model, backend=keeping_graphs(graphs), fullgraph=True)
+        step(torch.randn(3, SEQLEN, WIDTH, dtype=torch.float64, device=me.device)).backward()
+        gathers[reshards] = [
+            sum("all_gather_into_tensor" in str(node.target) for node in graph.graph.nodes)
+            for graph in graphs
+        ]
+    # six matrices a side; the backward reads those of the student's second layer
+    assert gathers == {False: [12, 0], True: [12, 3]}
+
+
+@on_ranks
+def checkpoints(me: Rank) -> None:
+    folder: list[Any] = [tempfile.mkdtemp() if me.rank == 0 else None]
+    torch.distributed.broadcast_object_list(folder)
+    path = Path(folder[0]) / "checkpoint"
+    model = trace_fully_shard(sharded(me))
+    expected, _ = trained(me, model, compiled(model))
+    saved = get_model_state_dict(model)
+    checkpoint.save({"model": saved}, checkpoint_id=path)
+    fresh = trace_fully_shard(sharded(me))
+    loaded = get_model_state_dict(fresh)
+    checkpoint.load({"model": loaded}, checkpoint_id=path)
+    set_model_state_dict(fresh, loaded)
+    for p, whole in zip(fresh.parameters(), expected, strict=True):
+        assert torch.equal(p.detach().full_tensor(), whole)
+
+
+@on_ranks
+def modules_that_are_refused(me: Rank) -> None:
+    same_error(me, lambda: trace_fully_shard(nn.Linear(2, 2)), "fully_shard", "Linear")
+    model = trace_fully_shard(sharded(me))
+    same_error(me, lambda: model.set_requires_gradient_sync(False), "set_requires_gradient_sync")
+    same_error(me, lambda: model.unshard(), "unshard")
+
+
+@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
+def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
+    assert_passed(found, name)

@@ -1,0 +1,75 @@
+"""Which arguments an operation writes to, where neither its name nor its schema says it all."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from tests.support.comparing import compare
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+
+A, B, C, D = "abcd"
+WRITES = [
+    (F.embedding, (A, B, None, 0.1), {}, {B}),
+    (F.embedding, (A, B), {"max_norm": 0.1}, {B}),
+    (F.embedding, (A, B), {}, set()),
+    (F.embedding_bag, (A, B), {"max_norm": 1.0}, {B}),
+    (F.embedding_bag, (A, B), {}, set()),
+    (F.batch_norm, (A, B, C), {"training": True}, {B, C}),
+    (torch.batch_norm, (A, None, None, B, C, True, 0.1, 1e-5, False), {}, {B, C}),
+    (F.instance_norm, (A, B, C), {}, {B, C}),
+    (torch.ops.aten.native_batch_norm.default, (A, D, D, B, C, True, 0.1, 1e-5), {}, {B, C}),
+    (torch.ops.aten.embedding_renorm_.default, (A, B, 0.1, 2.0), {}, {A}),
+    (torch.add, (A, B), {"out": C}, {C}),
+    (torch.add, (A, B), {}, set()),
+    (operator.iadd, (A, B), {}, {A}),
+    (operator.and_, (A, B), {}, set()),
+    ("set_", (A, B), {}, {A}),
+    ("resize_", (A, 3), {}, {A}),
+    ("__iadd__", (A, B), {}, {A}),
+    ("__add__", (A, B), {}, set()),
+    ("view", (A, 3), {}, set()),
+    (setattr, (A, "data", B), {}, {A}),
+    (F.relu, (A, True), {}, {A}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", WRITES, ids=lambda c: f"{getattr(c[0], '__name__', c[0])}{c[1:3]}"
+)
+def test_written_by(case: tuple[object, tuple[object, ...], dict[str, object], set[str]]) -> None:
+    target, args, kwargs, written = case
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in (A, B, C, D)}
+    args, kwargs = fx.node.map_aggregate(
+        (args, kwargs), lambda x: nodes.get(x, x) if isinstance(x, str) else x
+    )
+    make = graph.call_method if isinstance(target, str) else graph.call_function
+    assert {n.name for n in written_by(make(target, args, kwargs))} == written
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("way", ["embedding", "set data", "batch_norm"])
+def test_weights_written_before_the_loss(way: str, dynamic: bool) -> None:
+    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        wt = wt * 1.0
+        t = ht @ wt.mT
+        if way == "embedding":
+            used = F.embedding(ids, wt, max_norm=0.1)
+        elif way == "set data":
+            wt.data = wt.data * 0.5
+            used = wt
+        else:
+            used = F.batch_norm(h.detach(), wt[0], wt[1].abs_(), training=True)
+        t2 = ht @ wt.mT
+        row = F.kl_div((h @ w.mT).log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+        other = F.kl_div((h @ w.mT).log_softmax(-1), t2.softmax(-1), reduction="none").sum(-1)
+        return row + other, used
+
+    shapes = ((24, 16), (64, 16), (24, 16), (64, 16))
+    given = [torch.randn(s, requires_grad=i < 2) for i, s in enumerate(shapes)]
+    compare(loss, [*given, torch.arange(24)], dynamic=dynamic).check()

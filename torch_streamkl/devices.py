@@ -1,0 +1,65 @@
+"""What a GPU offers to a kernel, as torch tells it: limits, not chip names."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Limits of one device."""
+
+    name: str
+    is_hip: bool
+    capability: tuple[int, int]  # of an AMD GPU its gfx number: (9, 0) is MI200, too
+    shared_bytes: int  # of one block of threads
+    multiprocessors: int
+    warp_size: int
+
+    @property
+    def is_hopper(self) -> bool:
+        return not self.is_hip and self.capability == (9, 0)
+
+    @property
+    def multiplies_half(self) -> bool:
+        """Whether Triton has matrix units for 16-bit types there: it has none for sm_75."""
+        return self.is_hip or self.capability >= (8, 0)
+
+    @property
+    def operands_in_registers(self) -> bool:
+        """Whether matrix units read operands from registers, not from shared memory."""
+        return self.is_hip or self.capability[0] not in (9, 10)
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The limits of a CUDA or HIP device."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    is_hip = torch.version.hip is not None
+    # An NVIDIA GPU gives more than its default to a launch that asks, which HIP has no field for.
+    shared = "shared_memory_per_block" if is_hip else "shared_memory_per_block_optin"
+    return Gpu(
+        properties.name,
+        is_hip,
+        (properties.major, properties.minor),
+        getattr(properties, shared),
+        properties.multi_processor_count,
+        properties.warp_size,
+    )
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """What launch tables call a device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "interpreter"
+    return gpu_of(device).name
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; 4 stand for those of the interpreter."""
+    return gpu_of(device).multiprocessors if device.type == "cuda" else 4

@@ -1,0 +1,15 @@
+"""Distillation losses on several devices, on PyTorch's own process groups and DTensors."""
+
+from torch_streamkl.distributed.agreement import DisagreementError
+from torch_streamkl.distributed.context_parallel import attention_kl_context_parallel
+from torch_streamkl.distributed.reshard import reshard_words
+from torch_streamkl.distributed.sequence import shard_sequence
+from torch_streamkl.distributed.traced_fsdp import trace_fully_shard
+
+__all__ = [
+    "DisagreementError",
+    "attention_kl_context_parallel",
+    "reshard_words",
+    "shard_sequence",
+    "trace_fully_shard",
+]

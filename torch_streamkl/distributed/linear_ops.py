@@ -1,0 +1,281 @@
+"""The operators behind `linear_kl` on a vocabulary that ranks share.
+
+- ``linear_kl_sharded``: value and cross-entropy per token, whole, on every rank; the backward is
+  that of ``linear_kl`` on this rank's words with the statistics of whole rows.
+- ``linear_kl_sharded_sum``: weighted sums, and their gradients computed in the forward.
+
+The collectives of the forward are inside, because a chunk's gather overlaps matmuls of the chunk
+before. Gradients of hidden states are this rank's share; whoever calls adds them up (a
+collective that a compiler sees and schedules).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl import linear_rows
+from torch_streamkl.distributed import collectives, shard_loops, shard_rows
+from torch_streamkl.distributed.agreement import agree
+from torch_streamkl.distributed.shard_loops import Shard
+from torch_streamkl.distributed.word_ranges import Shards
+from torch_streamkl.linear_ops import (
+    GRADIENTS,
+    INPUTS,
+    NUM_TENSORS,
+    OPTIONS,
+    TAGS,
+    TENSORS,
+    forward_flops,
+    gradient_fakes,
+    linear_kl_backward,
+    problem_of,
+    row_functions,
+    setup_sum_context,
+    sum_arguments,
+    sum_autograd,
+    sum_flops,
+    weighted_sum,
+)
+from torch_streamkl.linear_problem import (
+    LinearProblem,
+    RowValues,
+    RowWeights,
+    Wanted,
+    workspace_bytes,
+)
+from torch_streamkl.registration import NAMESPACE, register
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+IGNORED = -(2**62)  # of labels that count from this rank's first word
+
+# NOTE [Places]
+# Which process group, and the words at which this rank's shards begin (-1: ranks hold consecutive
+# words, in their order). Keyword-only: everything before them is as `linear_kl` has it.
+_PLACES = "*, str group_name, int student_first_word=-1, int teacher_first_word=-1"
+
+_lib.define(
+    f"linear_kl_sharded({TENSORS}, {OPTIONS}, {_PLACES}) -> "
+    "(Tensor value, Tensor hard, Tensor statistics, Tensor local_labels)",
+    tags=TAGS,
+)
+_lib.define(
+    f"linear_kl_sharded_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
+    f"bool[] wanted=[], {OPTIONS}, {_PLACES}) -> "
+    f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS})",
+    tags=TAGS,
+)
+linear_kl_sharded = torch.ops.torch_streamkl.linear_kl_sharded.default
+linear_kl_sharded_sum = torch.ops.torch_streamkl.linear_kl_sharded_sum.default
+
+
+def _shard(
+    problem: LinearProblem,
+    max_workspace_mib: int,
+    impl: str,
+    wanted: list[bool],
+    group_name: str,
+    student_first_word: int,
+    teacher_first_word: int,
+) -> Shard:
+    """This rank's part of a call that all ranks make; raises on all of them where it is not."""
+    student, teacher = problem.heads
+    rows = row_functions(problem, impl)
+    workspace = workspace_bytes(problem, max_workspace_mib)
+    facts = agree(
+        group_name,
+        student.hidden.device,
+        {
+            "number of tokens": problem.num_tokens,
+            "width of student_hidden": student.hidden.shape[1],
+            "width of teacher_hidden": teacher.hidden.shape[1],
+            "element size of student_hidden": student.hidden.element_size(),
+            "element size of teacher_hidden": teacher.hidden.element_size(),
+            "presence of labels (0 or 1)": int(problem.labels is not None),
+        },
+        {
+            "student_words": student.num_words,
+            "teacher_words": teacher.num_words,
+            "student_first_word": student_first_word,
+            "teacher_first_word": teacher_first_word,
+            "workspace": workspace,
+        },
+        _options_of(problem, max_workspace_mib, rows.__name__, wanted),
+    )
+    shards = Shards.of(facts)
+    largest = (
+        max(fact["student_words"] for fact in facts),
+        max(fact["teacher_words"] for fact in facts),
+    )
+    first_word = shards.first_word(collectives.resolve(group_name).rank())
+    return Shard(
+        problem=replace(problem, first_word=first_word),
+        group_name=group_name,
+        num_ranks=len(facts),
+        num_student_words=shards.num_student_words,
+        row_bytes=shard_loops.row_bytes(problem, largest),
+        max_workspace_mib=max_workspace_mib,
+        workspace=min(fact["workspace"] for fact in facts),
+        rows=_shard_functions(rows),
+    )
+
+
+def _shard_functions(rows: ModuleType) -> ModuleType:
+    """The module for states of rows that goes with a module for rows."""
+    if rows is linear_rows:
+        return shard_rows
+    from torch_streamkl.kernels import linear_shards
+
+    module: ModuleType = linear_shards
+    return module
+
+
+def _options_of(
+    problem: LinearProblem, max_workspace_mib: int, rows: str, wanted: list[bool]
+) -> dict[str, str]:
+    """What ranks have to give alike and no number says."""
+    options: dict[str, Any] = {
+        "divergence": problem.functional.text,
+        "temperature": problem.temperature,
+        "ignore_index": problem.ignore_index,
+        "max_workspace_mib": max_workspace_mib or None,
+        "implementation": "streaming" if rows == linear_rows.__name__ else "triton",
+        "wanted gradients": wanted,
+    }
+    for name, head in zip(("student", "teacher"), problem.heads, strict=True):
+        options[f"dtype of {name}_hidden"] = head.hidden.dtype
+        options[f"{name}_logit_scale"] = head.scale
+        options[f"{name}_softcap"] = head.softcap or None
+        options[f"presence of {name}_bias"] = head.bias is not None
+    return {name: str(value) for name, value in options.items()}
+
+
+def _forward(
+    *args: Any,
+    group_name: str,
+    student_first_word: int = -1,
+    teacher_first_word: int = -1,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem, workspace, impl = problem_of(*args, **kwargs)
+    shard = _shard(
+        problem, workspace, impl, [], group_name, student_first_word, teacher_first_word
+    )
+    out = shard_loops.forward(shard)
+    return out.value, out.hard, out.statistics, _local_labels(shard.problem)
+
+
+def _local_labels(problem: LinearProblem) -> Tensor:
+    """Labels from this rank's first word on, for the backward of `linear_kl`."""
+    if problem.labels is None:
+        return problem.student.hidden.new_empty(0, dtype=torch.int64)
+    counted = problem.labels != problem.ignore_index
+    return torch.where(counted, problem.labels.long() - problem.first_word, IGNORED)
+
+
+def _forward_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
+    for name in ("student_first_word", "teacher_first_word"):
+        kwargs.pop(name, None)
+    out = RowValues.allocate(problem_of(*args, **kwargs)[0])
+    return (
+        out.value,
+        out.hard,
+        out.statistics,
+        out.hard.new_empty(out.hard.shape, dtype=torch.int64),
+    )
+
+
+def _sum(
+    *args: Any,
+    group_name: str,
+    student_first_word: int = -1,
+    teacher_first_word: int = -1,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    (problem, workspace, impl), row_weight, hard_row_weight, wanted = sum_arguments(
+        *args, **kwargs
+    )
+    dtype, like = problem.compute_dtype, problem.student.hidden
+    ones = like.new_ones(problem.num_tokens, dtype=dtype)
+    weight = ones if row_weight is None else row_weight.to(dtype)
+    hard_weight = None
+    if problem.labels is not None:
+        hard_weight = ones if hard_row_weight is None else hard_row_weight.to(dtype)
+    shard = _shard(
+        problem, workspace, impl, wanted, group_name, student_first_word, teacher_first_word
+    )
+    rows, grads = shard_loops.forward_with_gradients(
+        shard, RowWeights(weight, hard_weight), Wanted(*wanted)
+    )
+    total = weighted_sum(rows.value, weight)
+    if hard_weight is not None:
+        total = total + weighted_sum(rows.hard, hard_weight)
+    return total, rows.value, rows.hard, *(like.new_empty(0) if g is None else g for g in grads)
+
+
+def _sum_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
+    for name in ("student_first_word", "teacher_first_word"):
+        kwargs.pop(name, None)
+    (problem, _, _), _, _, wanted = sum_arguments(*args, **kwargs)
+    rows = RowValues.allocate(problem)
+    return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, wanted)
+
+
+register(_lib, "linear_kl_sharded", _forward, _forward_fake, forward_flops)
+register(_lib, "linear_kl_sharded_sum", _sum, _sum_fake, sum_flops)
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, ...]
+) -> None:
+    statistics, local_labels = output[2:]
+    ctx.mark_non_differentiable(statistics, local_labels)
+    ctx.has_labels = len(inputs) > 6 and inputs[6] is not None
+    ctx.save_for_backward(statistics, local_labels, *inputs[:6])
+    ctx.options = inputs[NUM_TENSORS:]
+    ctx.num_inputs = len(inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    # the dispatcher drops trailing arguments that have their default value
+    wanted = list((*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)])
+    statistics, local_labels, *tensors = ctx.saved_tensors
+    tensors += [None] * (6 - len(tensors))
+    if not ctx.has_labels:
+        hard_grad = None
+    if not any(wanted) or (grad is None and hard_grad is None):
+        return (None,) * ctx.num_inputs
+    options = dict(zip(_OPTION_NAMES, ctx.options, strict=False))
+    grads = linear_kl_backward(
+        grad,
+        hard_grad,
+        statistics,
+        wanted,
+        *tensors,
+        local_labels if ctx.has_labels else None,
+        **{**options, "ignore_index": IGNORED},
+    )
+    given = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+    return tuple((given + [None] * ctx.num_inputs)[: ctx.num_inputs])
+
+
+def _setup_sum_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, ...]
+) -> None:
+    setup_sum_context(ctx, inputs, output)
+
+
+_OPTION_NAMES = [a.name for a in linear_kl_sharded._schema.arguments[NUM_TENSORS:-3]]
+for _name, _backward, _setup in (
+    ("linear_kl_sharded", _autograd, _setup_context),
+    ("linear_kl_sharded_sum", sum_autograd, _setup_sum_context),
+):
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{_name}", _backward, setup_context=_setup, lib=_lib
+    )

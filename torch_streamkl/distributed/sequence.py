@@ -1,0 +1,139 @@
+"""How ranks share a sequence: who has which rows, and what brings them together.
+
+With ``"head_tail"`` a sequence of 2 n chunks is shared so that rank r has the chunks r and
+2 n - 1 - r: under a causal mask every rank then has the same number of pairs to compute. Without
+it rank r has the r-th of n equal parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_streamkl import checks
+from torch_streamkl.distributed import collectives
+from torch_streamkl.distributed.collectives import group_of
+
+HEAD_TAIL = "head_tail"
+LOAD_BALANCES = (HEAD_TAIL, None)
+
+
+def shard_sequence(
+    x: Tensor,
+    mesh: DeviceMesh | ProcessGroup,
+    *,
+    dim: int = 2,
+    load_balance: str | None = HEAD_TAIL,
+) -> Tensor:
+    """This rank's rows of a tensor that every rank has whole.
+
+    Args:
+        x: any tensor with the sequence at ``dim``.
+        mesh: the ranks, as a device mesh of one dimension or a process group.
+        dim: of the sequence.
+        load_balance: ``"head_tail"`` or None, as `attention_kl_context_parallel` has it.
+
+    Raises:
+        ValueError: where the sequence does not divide.
+    """
+    group = group_of(mesh, "mesh")
+    checks.one_of("load_balance", load_balance, LOAD_BALANCES)
+    num_chunks = group.size() * (2 if load_balance else 1)
+    if x.shape[dim] % num_chunks:
+        raise ValueError(
+            f"the sequence must divide into {num_chunks} chunks over {group.size()} ranks with "
+            f"load_balance={load_balance!r}, got length {x.shape[dim]}"
+        )
+    chunks = x.chunk(num_chunks, dim)
+    mine = chunks_of(group.rank(), group.size(), load_balance)
+    return torch.cat([chunks[index] for index in mine], dim)
+
+
+def chunks_of(rank: int, num_ranks: int, load_balance: str | None) -> list[int]:
+    """The chunks that a rank has, in its order."""
+    return [rank, 2 * num_ranks - 1 - rank] if load_balance else [rank]
+
+
+def in_order(parts: Tensor, load_balance: str | None) -> Tensor:
+    """[ranks, batch, heads, rows, ...] of all ranks as [batch, heads, sequence, ...]."""
+    num_ranks, batch, heads, num_rows = parts.shape[:4]
+    parts = parts.movedim(0, 2)  # [batch, heads, ranks, rows, ...]
+    if load_balance:
+        halves = parts.unflatten(3, (2, num_rows // 2))
+        parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1].flip(2)], 2)
+    return parts.reshape(batch, heads, num_ranks * num_rows, *parts.shape[4:])
+
+
+def by_rank(x: Tensor, num_ranks: int, load_balance: str | None) -> Tensor:
+    """The inverse of `in_order`, contiguous."""
+    if load_balance:
+        chunks = x.unflatten(2, (2 * num_ranks, -1))
+        head, tail = chunks[:, :, :num_ranks], chunks[:, :, num_ranks:].flip(2)
+        parts = torch.cat([head, tail], 3)
+    else:
+        parts = x.unflatten(2, (num_ranks, -1))
+    return parts.movedim(2, 0).contiguous()
+
+
+class _WholeSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int, balance: str | None) -> Tensor:
+        ctx.how = (group_name, size, balance)
+        gathered = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
+        return in_order(gathered.unflatten(0, (size, -1)), balance)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        group_name, size, balance = ctx.how
+        parts = by_rank(grad, size, balance).flatten(0, 1)
+        reduced = collectives.reduce_scatter(parts, size, group_name)
+        return collectives.wait(reduced), None, None, None
+
+
+def whole_sequence(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
+    """All ranks' rows in the order of the sequence; its gradient is reduce-scattered."""
+    return _WholeSequence.apply(x, group_name, size, load_balance)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all between rows of all heads and all rows of some heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group_name: str, size: int, balance: str | None, to_heads: bool
+    ) -> Tensor:
+        ctx.how = (group_name, size, balance, to_heads)
+        return _exchanged(x, *ctx.how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        group_name, size, balance, to_heads = ctx.how
+        return _exchanged(grad, group_name, size, balance, not to_heads), None, None, None, None
+
+
+def _exchanged(
+    x: Tensor, group_name: str, size: int, balance: str | None, to_heads: bool
+) -> Tensor:
+    if to_heads:
+        parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+    else:
+        parts = by_rank(x, size, balance)
+    shape = parts.shape
+    counts = [shape[1]] * size
+    moved = collectives.all_to_all(parts.flatten(0, 1), counts, counts, group_name)
+    moved = collectives.wait(moved).view(shape)
+    return in_order(moved, balance) if to_heads else moved.movedim(0, 1).flatten(1, 2)
+
+
+def some_heads(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
+    """Rows of all heads [batch, heads, rows, ...] as all rows of this rank's heads."""
+    return _Exchange.apply(x, group_name, size, load_balance, True)
+
+
+def some_rows(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
+    """The inverse of `some_heads`."""
+    return _Exchange.apply(x, group_name, size, load_balance, False)

@@ -1,0 +1,202 @@
+"""The chunk loops of `linear_chunks.py` over this rank's words: what ranks exchange is row states.
+
+- `forward` of a functional that is linear in log-probabilities: states of all rows, one
+  all-gather. Any other needs the merged log-sum-exps while the logits are there: an all-gather for
+  each chunk, and one all-reduce of three numbers a row at the end.
+- `forward_with_gradients`: an all-gather for each chunk (and an all-reduce of three numbers a
+  row). While it travels the GPU computes what the chunk before adds to the weight's gradient,
+  which takes a second buffer of the student's logits.
+
+Every rank cuts the same chunks, from the largest shard. Gradients of hidden states are this rank's
+share: the sum over ranks is the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from torch_streamkl import linear_chunks
+from torch_streamkl.distributed import collectives
+from torch_streamkl.distributed.shard_rows import num_fields
+from torch_streamkl.linear_chunks import Gradients, GradientSums, logits_buffer, logits_of
+from torch_streamkl.linear_problem import (
+    MIB,
+    LinearProblem,
+    RowValues,
+    RowWeights,
+    Wanted,
+    even_ranges,
+    even_step,
+    max_sums,
+    padded,
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's words as a problem, and what it knows of the others."""
+
+    problem: LinearProblem
+    group_name: str
+    num_ranks: int
+    num_student_words: int  # of the whole vocabulary
+    row_bytes: tuple[int, int]  # of a token's logits of student and teacher, of the largest shard
+    max_workspace_mib: int
+    workspace: int  # bytes, of the rank that has the least
+    rows: ModuleType  # distributed.shard_rows or kernels.linear_shards
+
+    @property
+    def is_empty(self) -> bool:
+        return all(head.num_words == 0 for head in self.problem.heads)
+
+    @property
+    def needs_second_pass(self) -> bool:
+        return self.problem.functional.bilinear is None
+
+    def new_parts(self, num_tokens: int) -> Tensor:
+        hidden, dtype = self.problem.student.hidden, self.problem.compute_dtype
+        return hidden.new_empty((num_fields(self.problem), num_tokens), dtype=dtype)
+
+    def chunks(self, bytes_per_token: int) -> list[slice]:
+        """Chunks of tokens whose logits fit, the same on every rank."""
+        limit = self.workspace // max(bytes_per_token, 1)
+        if limit < 1:
+            raise ValueError(
+                "max_workspace_mib must hold the logits of a token, "
+                f"{bytes_per_token / MIB:.2f} MiB for the largest shard of the vocabulary, got "
+                f"{self.workspace // MIB}"
+            )
+        multiple, num_tokens = linear_chunks.token_multiple(self.problem), self.problem.num_tokens
+        step = even_step(num_tokens, limit, multiple)
+        return list(even_ranges(num_tokens, step, multiple))
+
+    def write_state(self, part: LinearProblem, s: Tensor, t: Tensor, out: Tensor) -> None:
+        if self.is_empty:
+            self.rows.empty_state(out)
+        else:
+            self.rows.state(part, s, t, out)
+
+    def gathered(self, parts: Tensor) -> Tensor:
+        """States of all ranks [ranks, fields, tokens], on their way."""
+        return collectives.all_gather(parts, self.num_ranks, self.group_name)
+
+    def merge(self, part: LinearProblem, gathered: Tensor, out: RowValues) -> None:
+        parts = collectives.wait(gathered).unflatten(0, (-1, num_fields(part)))
+        self.rows.merged(part, parts, self.num_student_words, out)
+
+    def write_sums(
+        self, part: LinearProblem, s: Tensor, t: Tensor, out: RowValues, totals: Tensor
+    ) -> None:
+        if self.is_empty:
+            totals.zero_()
+        else:
+            self.rows.sums(part, s, t, out, totals)
+
+    def add_sums(self, totals: Tensor, out: RowValues) -> None:
+        """Value, H and G of whole rows, from those of all ranks."""
+        value, student_sum, teacher_sum = collectives.wait(
+            collectives.all_reduce(totals, self.group_name)
+        )
+        out.value.copy_(value)
+        out.student_sum.copy_(student_sum)
+        out.teacher_sum.copy_(teacher_sum)
+
+
+def forward(shard: Shard) -> RowValues:
+    """Values and statistics of all rows, the same on every rank."""
+    problem, out = shard.problem, RowValues.allocate(shard.problem)
+    chunks = shard.chunks(sum(shard.row_bytes))
+    most = max(chunk.stop - chunk.start for chunk in chunks)
+    student, teacher = (logits_buffer(head, most) for head in problem.heads)
+    parts = shard.new_parts(0 if shard.needs_second_pass else problem.num_tokens)
+    totals = parts.new_empty((3, problem.num_tokens if shard.needs_second_pass else 0))
+    for chunk in chunks:
+        part, rows = problem.of_tokens(chunk), out.of_tokens(chunk)
+        s, t = logits_of(part.student, student), logits_of(part.teacher, teacher)
+        if shard.needs_second_pass:
+            state = shard.new_parts(chunk.stop - chunk.start)
+            shard.write_state(part, s, t, state)
+            shard.merge(part, shard.gathered(state), rows)
+            shard.write_sums(part, s, t, rows, totals[:, chunk])
+        else:
+            shard.write_state(part, s, t, parts[:, chunk])
+    if shard.needs_second_pass:
+        shard.add_sums(totals, out)
+    else:
+        shard.merge(problem, shard.gathered(parts), out)
+    return out
+
+
+def forward_with_gradients(
+    shard: Shard, weights: RowWeights, wanted: Wanted
+) -> tuple[RowValues, Gradients]:
+    """Values, statistics and this rank's gradients of the weighted sum."""
+    problem = shard.problem
+    if not (wanted.student or wanted.teacher):
+        return forward(shard), (None,) * 6
+    # of the student two buffers, and of the teacher two if they become a gradient
+    student_bytes, teacher_bytes = shard.row_bytes
+    num_teacher_buffers = 2 if wanted.teacher else 1
+    chunks = shard.chunks(2 * student_bytes + num_teacher_buffers * teacher_bytes)
+    if len(chunks) == 1:
+        chunks = shard.chunks(student_bytes + teacher_bytes)
+    if len(chunks) > max_sums(problem):  # NOTE [Sums over chunks] in linear_problem.py
+        values = forward(shard)
+        return values, backward(shard, values, weights, wanted)
+    out = RowValues.allocate(problem)
+    sides = [GradientSums(problem, side, wanted) for side in (0, 1)]
+    num_buffers = (min(2, len(chunks)), min(num_teacher_buffers, len(chunks)))
+    most = max(chunk.stop - chunk.start for chunk in chunks)
+    student, teacher = (
+        [logits_buffer(head, most) for _ in range(number)]
+        for head, number in zip(problem.heads, num_buffers, strict=True)
+    )
+    all_words = slice(0, max(head.num_words for head in problem.heads))
+    waiting: tuple[slice, tuple[Tensor, Tensor]] | None = None
+
+    def add_to_weights() -> None:
+        if waiting is not None:
+            tokens, logits = waiting
+            for side, d_logits in zip(sides, logits, strict=True):
+                side.add_to_weight(d_logits, tokens, all_words)
+
+    for index, chunk in enumerate(chunks):
+        part, rows = problem.of_tokens(chunk), out.of_tokens(chunk)
+        s = logits_of(part.student, student[index % num_buffers[0]])
+        t = logits_of(part.teacher, teacher[index % num_buffers[1]])
+        state = shard.new_parts(chunk.stop - chunk.start)
+        shard.write_state(part, s, t, state)
+        gathered = shard.gathered(state)
+        add_to_weights()  # of the chunk before, while states travel
+        shard.merge(part, gathered, rows)
+        if shard.needs_second_pass:
+            totals = state.new_empty((3, chunk.stop - chunk.start))
+            shard.write_sums(part, s, t, rows, totals)
+            shard.add_sums(totals, rows)
+        if not shard.is_empty:
+            shard.rows.gradient(part, s, t, rows, weights.of_tokens(chunk), wanted)
+        for side, d_logits in zip(sides, (s, t), strict=True):
+            side.add_to_hidden(d_logits, chunk, all_words)
+            side.add_to_bias(d_logits, all_words)
+        waiting = (chunk, (s, t))
+    add_to_weights()
+    return out, linear_chunks.gradients_of(sides)
+
+
+def backward(shard: Shard, values: RowValues, weights: RowWeights, wanted: Wanted) -> Gradients:
+    """This rank's gradients, from the statistics of whole rows."""
+    return linear_chunks.backward(
+        shard.problem, values, weights, wanted, shard.max_workspace_mib, shard.rows
+    )
+
+
+def row_bytes(problem: LinearProblem, num_words: tuple[int, int]) -> tuple[int, int]:
+    """Bytes of a token's logits for shards of these sizes."""
+    student, teacher = (
+        padded(number) * head.hidden.element_size()
+        for head, number in zip(problem.heads, num_words, strict=True)
+    )
+    return student, teacher

@@ -1,0 +1,88 @@
+"""Rows of a shard of the vocabulary in plain torch: state, merged state, and second pass.
+
+The state of a row on one rank is a column of ``parts`` [fields, num_tokens]: the six fields of
+`rowstate.RowState`, and with labels the log-sum-exp of the student's y over the rank's words and
+the label's y (-inf where another rank has the word). States of all ranks [ranks, fields,
+num_tokens] merge into the statistics of whole rows, which `gradient` reads as ever.
+`kernels/linear_shards.py` is the same for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torch_streamkl import linear_rows
+from torch_streamkl.functional import Bilinear
+from torch_streamkl.linear_problem import LinearProblem, RowValues
+from torch_streamkl.linear_rows import gradient
+from torch_streamkl.rowstate import RowState, finish, merge
+
+__all__ = ["empty_state", "gradient", "merged", "state", "sums"]
+
+STATE_FIELDS = 6
+LABEL_FIELDS = 2
+
+
+def num_fields(problem: LinearProblem) -> int:
+    return STATE_FIELDS + (0 if problem.labels is None else LABEL_FIELDS)
+
+
+def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
+    """Write the state of rows from both sides' logits of the rank's words."""
+    form = problem.functional.bilinear or Bilinear()
+    row_state, hard_lse = linear_rows.partial_state(problem, student, teacher, form)
+    for row, field in zip(parts, row_state.tensors(), strict=False):
+        row.copy_(field)
+    if problem.labels is None:
+        return
+    parts[STATE_FIELDS].copy_(hard_lse)
+    if problem.student.num_words == 0:
+        parts[STATE_FIELDS + 1].fill_(-math.inf)
+        return
+    y, is_word = linear_rows.label_scores(problem, student, parts.dtype)
+    parts[STATE_FIELDS + 1].copy_(torch.where(is_word, y, -math.inf))
+
+
+def empty_state(parts: Tensor) -> None:
+    """Write the state of rows of a rank without words."""
+    low = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf, -math.inf])
+    parts.copy_(low[: parts.shape[0], None])
+
+
+def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues) -> None:
+    """Statistics of whole rows, their cross-entropies, and the values that the state gives.
+
+    ``num_words`` is the size of the student's whole vocabulary.
+    """
+    form = problem.functional.bilinear or Bilinear()
+    states = [RowState(*part[:STATE_FIELDS].unbind(0)) for part in parts]
+    total = states[0]
+    for other in states[1:]:
+        total = merge(total, other, form)
+    row_sums = finish(total, form)
+    out.student_lse.copy_(row_sums.student_lse)
+    out.teacher_lse.copy_(row_sums.teacher_lse)
+    out.value.copy_(row_sums.value)
+    out.student_sum.copy_(row_sums.student_sum)
+    out.teacher_sum.copy_(row_sums.teacher_sum)
+    if problem.labels is None:
+        out.hard_lse.zero_()
+        return
+    out.hard_lse.copy_(torch.logsumexp(parts[:, STATE_FIELDS], 0))
+    is_word = (problem.labels >= 0) & (problem.labels < num_words)
+    hard = torch.where(is_word, out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)
+    out.hard.copy_(torch.where(problem.labels != problem.ignore_index, hard, 0.0))
+
+
+def sums(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
+) -> None:
+    """Write value, H and G over the rank's words [3, num_tokens], from merged log-sum-exps."""
+    value, student_sum, teacher_sum = totals
+    local = RowValues(value, out.hard, out.statistics.clone())
+    linear_rows.second_pass(problem, student, teacher, local)
+    student_sum.copy_(local.student_sum)
+    teacher_sum.copy_(local.teacher_sum)
