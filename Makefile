@@ -34,7 +34,7 @@ dist: $(VENV)/.base
 
 # With the libraries that people train with; `make test` skips those that are not installed, by name.
 test-integrations: $(VENV)/.test $(VENV)/.integrations
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/integrations tests/test_examples.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/integrations $(PYTEST_ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python -m bench $(BENCH_ARGS)
