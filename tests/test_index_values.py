@@ -80,7 +80,7 @@ def inputs(n: int = N, m: int = M) -> list[Tensor]:
 @pytest.mark.parametrize("name", SLICES)
 def test_slices(name: str, dynamic: bool) -> None:
     outcome = compare(program(SLICES[name]), inputs(), dynamic=dynamic).check()
-    assert outcome.num_fused == 1, str(outcome.report)
+    assert outcome.num_fused == (name != "every other row"), str(outcome.report)  # is no band
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

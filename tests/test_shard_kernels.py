@@ -102,7 +102,7 @@ def test_interpreted(divergence: str, labels: bool) -> None:
 @outside
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles_offline(target: str) -> None:
-    from tests.support.offline import compile_launch, record_launches
+    from bench.offline import compile_launch, record_launches
     from torch_streamkl.kernels import linear_shards
 
     with record_launches(target) as launches:

@@ -169,7 +169,7 @@ LEFT_ALONE = [
     (every_other_word, "modified in place"),
     (words_of_some_tokens, "modified in place"),
     (on_one_side_only, "masked differently"),
-    (before_a_softcap, "tanh of scores that were capped, biased or masked"),
+    (before_a_softcap, "overwritten with -inf"),
 ]
 KEEP_THEIR_VALUE = [
     *(program for program, _ in LEFT_ALONE),

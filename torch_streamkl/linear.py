@@ -394,8 +394,7 @@ def _check_head(
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if 0 in (x.shape[1:] if is_shard and x is weight else x.shape):
             raise ValueError(f"{name} must have no empty dimension, got shape {tuple(x.shape)}")
-    kind = hidden.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type):
         checks.same("dtype", {f"{side}_hidden": hidden.dtype, f"{side}_weight": weight.dtype})
     checks.same("width", {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]})
     if weight.stride(0) != 1 and weight.stride(1) != 1:

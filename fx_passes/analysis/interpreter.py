@@ -138,7 +138,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         if same_node is not node and same_node in self.values:
             return self.values[same_node]
         rule = RULES.get(node.target)
-        if rule is None:
+        if rule is None or self._is_along_nothing(node):
             return self._no_rule(node, name)
         value = after_rounding(self, node, rule(self, node, named_arguments(node)))
         if isinstance(value, Scores) and value.key.dtype is None:
@@ -147,6 +147,12 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         if isinstance(tensor, Tensor):
             value = fitted(value, tensor.shape)
         return self._with_gradient_of(node, value)
+
+    def _is_along_nothing(self, node: fx.Node) -> bool:
+        """A reduction of a scalar over a dimension, which it does not have."""
+        arguments = named_arguments(node)
+        source = arguments.get("self")
+        return "dim" in arguments and isinstance(source, fx.Node) and self.rank.get(source) == 0
 
     def _with_gradient_of(self, node: fx.Node, value: T) -> T:
         """The value as the node's own record has it: see NOTE [Gradient flow]."""

@@ -42,7 +42,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return []
     name = name_of(node)
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return nodes_in([*_written_arguments(node, node.target), *_hidden_writes(node, name)])
+        found = [*_written_arguments(node, node.target), *_hidden_writes(node, name)]
+        return list(dict.fromkeys(nodes_in(found)))
     if "mutation" in name:  # a Triton kernel of the user's
         return node.all_input_nodes
     written: list[object] = [node.kwargs.get("out"), *_hidden_writes(node, name)]
@@ -58,7 +59,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if first_is_written:
         # torch._foreach_addcdiv_ and the fused optimizers write to lists
         written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
-    return nodes_in(written)
+    return list(dict.fromkeys(nodes_in(written)))
 
 
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:

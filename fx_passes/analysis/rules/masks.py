@@ -28,11 +28,7 @@ from torch_streamkl.fx_passes.domain.masks import (
 )
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Scores
-from torch_streamkl.fx_passes.domain.values import (
-    Elements,
-    Infinite,
-    Number,
-)
+from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, shape_of
 

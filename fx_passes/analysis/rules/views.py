@@ -80,6 +80,13 @@ class ViewRules(MaskRules):
     def permute(self, node: fx.Node, a: Arguments) -> object:
         return self._permuted(node, a["self"], [d % self.rank[node] for d in a["dims"]])
 
+    @rule(aten.mT.default, aten.adjoint.default)
+    def matrix_transpose(self, node: fx.Node, a: Arguments) -> object:
+        rank = self.rank[node]
+        if rank < 2:
+            return self._no_rule(node, "mT")
+        return self._permuted(node, a["self"], [*range(rank - 2), rank - 1, rank - 2])
+
     @rule(aten.t.default, aten.numpy_T.default)
     def t(self, node: fx.Node, a: Arguments) -> object:
         return self._permuted(node, a["self"], list(reversed(range(self.rank[node]))))

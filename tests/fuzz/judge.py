@@ -1,0 +1,207 @@
+"""Whether a compiled program computes what eager does, and which rules it met."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.tree import Program
+from tests.support.misleading_programs import Results, run
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.analysis.registry import RULES
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+
+# between what rounding does and what a mistake does, relative to the largest entry
+EXACT = {torch.float64: 2.0**-34, torch.float32: 2.0**-10}
+NUDGE = {torch.float64: 2.0**-44, torch.float32: 2.0**-20}  # how far inputs move, relative
+NUM_NUDGES = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program."""
+
+    difference: str  # empty when it computes what eager does
+    num_fused: int = 0
+    num_sites: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+class Invalid(Exception):
+    """Eager does not run the program, or has no number to compare."""
+
+
+def judge(program: Program, inner: str = "eager", verify: str = "never") -> Verdict:
+    """Run a program in eager and compiled.
+
+    The rules are judged alone unless ``verify`` says that rewrites are checked when compiled.
+    """
+    torch._dynamo.reset()
+    fn, inputs = program.function(), program.inputs()
+    eager = _run_eager(program)
+    with backend.collected() as report:
+        compiled_fn = torch.compile(
+            fn,
+            backend="streamkl",
+            dynamic=program.dynamic,
+            options={"streamkl.inner": inner, "streamkl.verify": verify},
+        )
+        try:
+            compiled = run(compiled_fn, inputs)
+        except Exception as error:
+            if not report.num_fused and _fails_without_us(fn, inputs, program.dynamic, inner):
+                raise Invalid(f"torch.compile: {error}") from error
+            found = f"runs -> {type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+        else:
+            found = _difference(program, eager, compiled)
+    if report.failures:
+        found = found or f"the analysis fails: {report.failures[0]}"
+    reasons = tuple(site.reason for site in report.sites if not site.fused)
+    return Verdict(found, report.num_fused, len(report.sites), reasons)
+
+
+def is_valid(program: Program) -> bool:
+    """Whether eager runs it and there is a number to compare."""
+    try:
+        _run_eager(program)
+    except Invalid:
+        return False
+    return True
+
+
+def _run_eager(program: Program) -> Results:
+    try:
+        results = run(program.function(), program.inputs())
+    except Exception as error:
+        raise Invalid(str(error)) from error
+    if not any(x.numel() == 0 or bool(x.isfinite().any()) for x in results.outputs):
+        raise Invalid("no finite output")
+    return results
+
+
+def _fails_without_us(fn: Any, inputs: list[Tensor], dynamic: bool, inner: str) -> bool:
+    torch._dynamo.reset()
+    try:
+        run(torch.compile(fn, backend=inner, dynamic=dynamic), inputs)
+    except Exception:
+        return True
+    return False
+
+
+def _difference(program: Program, eager: Results, compiled: Results) -> str:
+    if eager.needs_grad != compiled.needs_grad:
+        return f"outputs need gradients: {eager.needs_grad} -> {compiled.needs_grad}"
+    moves: list[float] | None = None
+    pairs = [*zip(_all(eager), _all(compiled), strict=True)]
+    if any(bool(x.isnan().any()) for x in eager.outputs):
+        pairs = pairs[: len(eager.outputs)]  # what flows back from NaN is of no use to anybody
+    for i, ((name, x), (_, y)) in enumerate(pairs):
+        if x is None or y is None:
+            if x is not y:
+                return f"{name}: {_size(x)} -> {_size(y)}"
+            continue
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            return f"{name}: {x.dtype} {tuple(x.shape)} -> {y.dtype} {tuple(y.shape)}"
+        off = _distance(x, y)
+        exact = EXACT.get(x.dtype, 2.0**-4)
+        if off <= exact * max(1.0, _largest(x)):
+            continue
+        if moves is None:
+            moves = _moves(program, eager)
+        if off > exact * max(1.0, _largest(x)) + 8 * moves[i]:
+            return f"{name}: {_size(x)} -> {_size(y)}, off by {off:.3g}"
+    return ""
+
+
+def _moves(program: Program, eager: Results) -> list[float]:
+    """How far eager's own results move when inputs do, by a few units in the last place."""
+    moves = [0.0] * len(_all(eager))
+    for seed in range(NUM_NUDGES):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [_nudged(x, NUDGE[program.dtype], generator) for x in program.inputs()]
+        near = run(program.function(), inputs)
+        for i, ((_, x), (_, y)) in enumerate(zip(_all(eager), _all(near), strict=True)):
+            if x is not None and y is not None and x.shape == y.shape:
+                moves[i] = max(moves[i], _distance(x, y))
+    return moves
+
+
+def _nudged(x: Tensor, by: float, generator: torch.Generator) -> Tensor:
+    if not x.dtype.is_floating_point:
+        return x
+    signs = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
+    return (x.detach() * (1 + by * signs)).requires_grad_(x.requires_grad)
+
+
+def _all(results: Results) -> list[tuple[str, Tensor | None]]:
+    return [
+        (f"{kind[:-1]} {i}", x)
+        for kind in ("outputs", "gradients", "inputs")
+        for i, x in enumerate(getattr(results, kind))
+    ]
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    """Largest difference where ``x`` is a number; an infinity that differs is far."""
+    if not x.dtype.is_floating_point:
+        return 0.0 if torch.equal(x, y) else float("inf")
+    where = ~x.isnan() & (x != y)
+    off = (x.double() - y.double()).abs().nan_to_num(nan=float("inf"))
+    return float(off[where].max()) if bool(where.any()) else 0.0
+
+
+def _largest(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.double().abs().max()) if finite.numel() else 0.0
+
+
+def _size(x: Tensor | None) -> str:
+    return "None" if x is None else f"{_largest(x):.4g}"
+
+
+class Coverage:
+    """How often each rule says something, and how often it is reached and says nothing."""
+
+    def __init__(self) -> None:
+        self.fired: Counter[str] = Counter()
+        self.blocked: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        with mock.patch.dict(RULES, {k: self._counting(k, v) for k, v in RULES.items()}):
+            yield
+
+    def _counting(self, overload: object, method: Any) -> Any:
+        name = str(overload)
+
+        def counting(*args: Any) -> object:
+            try:
+                value = method(*args)
+            except Blocked:
+                self.blocked[name] += 1
+                raise
+            (self.blocked if value is None else self.fired)[name] += 1
+            return value
+
+        return counting
+
+    def add(self, other: Coverage) -> None:
+        self.fired += other.fired
+        self.blocked += other.blocked
+
+    def missing(self) -> tuple[list[str], list[str], list[str]]:
+        """Rules that never say anything, that always do, and overloads that no program has."""
+        of_rule: dict[str, list[str]] = {}
+        for overload, method in RULES.items():
+            of_rule.setdefault(method.__qualname__, []).append(str(overload))
+        silent = sorted(r for r, names in of_rule.items() if not any(map(self.fired.get, names)))
+        open_ = sorted(r for r, names in of_rule.items() if not any(map(self.blocked.get, names)))
+        met = self.fired.keys() | self.blocked.keys()
+        return silent, open_, sorted(str(x) for x in RULES if str(x) not in met)

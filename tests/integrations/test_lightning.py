@@ -1,0 +1,59 @@
+"""Lightning: a compiled module, and a compiled training step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.flows import (
+    BATCH,
+    Distilled,
+    Recorder,
+    Run,
+    Texts,
+    assert_all_fused,
+    compare_runs,
+    student,
+    teacher,
+)
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Distilled(student(), teacher())
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.pair(**batch)["loss"]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.pair.student.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("compiled_part", ["module", "training_step"])
+def test_training_step(tmp_path: Path, compiled_part: str) -> None:
+    def flow(compiles: bool) -> Run:
+        module: Any = Module()
+        recorder = Recorder.of(module)
+        if compiles and compiled_part == "module":
+            module.pair = torch.compile(module.pair)
+        elif compiles:
+            module.training_step = torch.compile(module.training_step)
+        trainer = lightning.Trainer(
+            max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(Texts(), batch_size=BATCH))
+        return recorder.run(module.losses)
+
+    assert_all_fused(compare_runs(flow))

@@ -1,0 +1,146 @@
+"""Training loops without a trainer: AdamW, autocast, EMA teachers, frozen heads, CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.integrations.flows import (
+    EPS,
+    Recorder,
+    Run,
+    assert_all_fused,
+    compare_runs,
+    train,
+)
+
+WORDS, TOKENS = 96, 24
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(WORDS, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(ids % WORDS))))
+
+
+def step_of(model: nn.Module, teacher: nn.Module) -> Any:
+    def step(input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids)
+        with torch.no_grad():
+            wanted = teacher(input_ids)
+        kl = F.kl_div(logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+        hard = F.cross_entropy(logits.flatten(0, 1), (labels % WORDS).flatten())
+        return kl + hard
+
+    return step
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_fifty_steps_of_adamw(mode: str) -> None:
+    """The curve of the loss is eager's at every step."""
+
+    def flow(compiles: bool) -> Run:
+        model, teacher = Model(16, 0), Model(32, 1).requires_grad_(False)
+        step = step_of(model, teacher)
+        compiled = torch.compile(step, mode=mode) if compiles else step
+        return train(compiled, model, 50, lambda p: torch.optim.AdamW(p, lr=1e-3))
+
+    # each of 50 steps may add what the first has
+    assert_all_fused(compare_runs(flow, rtol=50 * 64 * EPS, changes_rtol=1e-2), 1)
+
+
+def test_autocast() -> None:
+    def flow(compiles: bool) -> Run:
+        model, teacher = Model(16, 0), Model(32, 1).requires_grad_(False)
+        inner = step_of(model, teacher)
+
+        def step(**inputs: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return inner(**inputs)
+
+        return train(torch.compile(step) if compiles else step, model)
+
+    bf16 = torch.finfo(torch.bfloat16).eps
+    assert_all_fused(compare_runs(flow, rtol=bf16, changes_rtol=8 * bf16), 1)
+
+
+def test_teacher_that_follows_the_student() -> None:
+    """An EMA of the student, updated in the compiled step, behind the loss."""
+
+    def flow(compiles: bool) -> Run:
+        model = Model(16, 0)
+        teacher = copy.deepcopy(model).requires_grad_(False)
+        with torch.no_grad():
+            for p in teacher.parameters():
+                p.mul_(1.5)
+        inner = step_of(model, teacher)
+
+        def step(**inputs: Tensor) -> Tensor:
+            loss = inner(**inputs)
+            with torch.no_grad():
+                for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
+            return loss
+
+        def both(**inputs: Tensor) -> Tensor:
+            return compiled(**inputs)
+
+        compiled = torch.compile(step) if compiles else step
+        run = train(both, model, 4)
+        run.changes += [p.detach().clone() for p in teacher.parameters()]
+        return run
+
+    compare_runs(flow)
+
+
+def test_frozen_head() -> None:
+    def flow(compiles: bool) -> Run:
+        model, teacher = Model(16, 0), Model(32, 1).requires_grad_(False)
+        model.head.requires_grad_(False)
+        step = step_of(model, teacher)
+        return train(torch.compile(step) if compiles else step, model)
+
+    assert_all_fused(compare_runs(flow), 1)
+
+
+def test_accumulation() -> None:
+    def flow(compiles: bool) -> Run:
+        model, teacher = Model(16, 0), Model(32, 1).requires_grad_(False)
+        step = step_of(model, teacher)
+        compiled = torch.compile(step) if compiles else step
+        recorder = Recorder.of(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(3)
+        losses = []
+        for _ in range(3):
+            for _ in range(2):
+                ids = torch.randint(0, WORDS, (2, TOKENS), generator=generator)
+                loss = compiled(ids, torch.ones_like(ids), ids) / 2
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return recorder.run(losses)
+
+    assert_all_fused(compare_runs(flow), 1)
+
+
+@pytest.mark.generates_code
+def test_with_generated_code() -> None:
+    def flow(compiles: bool) -> Run:
+        model, teacher = Model(16, 0), Model(32, 1).requires_grad_(False)
+        step = step_of(model, teacher)
+        return train(torch.compile(step) if compiles else step, model)
+
+    assert_all_fused(compare_runs(flow), 1)

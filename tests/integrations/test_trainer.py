@@ -1,0 +1,161 @@
+"""transformers' Trainer as people use it: the loss in the module, and in compute_loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.flows import (
+    BATCH,
+    Distilled,
+    Recorder,
+    Run,
+    Texts,
+    assert_all_fused,
+    compare_runs,
+    distillation_loss,
+    library,
+    student,
+    teacher,
+)
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("datasets", reason="datasets is not installed")
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    given = {
+        "output_dir": str(folder), "per_device_train_batch_size": BATCH, "max_steps": 2,
+        "report_to": [], "use_cpu": True, "logging_steps": 1, "save_strategy": "no",
+        "disable_tqdm": True, "optim": "sgd", "learning_rate": 0.1, "seed": 0,
+    }  # fmt: skip
+    return transformers.TrainingArguments(**{**given, **options})
+
+
+def trained(trainer: Any, module: nn.Module, **options: Any) -> Run:
+    recorder = Recorder.of(module)
+    trainer.train(**options)
+    return recorder.run([x["loss"] for x in trainer.state.log_history if "loss" in x])
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"gradient_accumulation_steps": 2},
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"torch_compile_mode": "reduce-overhead"},
+], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
+def test_loss_in_the_module(tmp_path: Path, options: dict[str, Any]) -> None:
+    def flow(compiles: bool) -> Run:
+        pair = Distilled(student(), teacher())
+        given = {k: v for k, v in options.items() if compiles or not k.startswith("torch_")}
+        if given.pop("gradient_checkpointing", False):
+            pair.student.gradient_checkpointing_enable(
+                given.pop("gradient_checkpointing_kwargs", None)
+            )
+        chosen = arguments(tmp_path, torch_compile=compiles, **given)
+        trainer = transformers.Trainer(pair, chosen, train_dataset=Texts())
+        return trained(trainer, pair)
+
+    assert_all_fused(compare_runs(flow))
+
+
+class DistillationTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
+    """The trainer of many repositories: the student first, with labels, then the teacher."""
+
+    teacher: nn.Module
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> Any:
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.teacher(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+            )
+        loss = distillation_loss(outputs, wanted)
+        return (loss, outputs) if return_outputs else loss
+
+
+def _with_compute_loss(folder: Path, **options: Any) -> tuple[Any, nn.Module]:
+    model = student()
+    trainer = DistillationTrainer(model, arguments(folder, **options), train_dataset=Texts())
+    trainer.teacher = teacher()
+    return trainer, model
+
+
+@pytest.mark.parametrize("chosen", ["inductor", "streamkl"])
+def test_loss_in_compute_loss(tmp_path: Path, chosen: str) -> None:
+    def flow(compiles: bool) -> Run:
+        trainer, model = _with_compute_loss(tmp_path)
+        if compiles:
+            trainer.compute_loss = torch.compile(trainer.compute_loss, backend=chosen)
+        return trained(trainer, model)
+
+    assert_all_fused(compare_runs(flow))
+
+
+def test_save_and_resume(tmp_path: Path) -> None:
+    """Two steps, a checkpoint, and two more of a trainer that begins from it."""
+
+    def flow(compiles: bool) -> Run:
+        folder = tmp_path / str(compiles)
+        for resumes in (False, True):
+            torch._dynamo.reset()
+            trainer, model = _with_compute_loss(
+                folder,
+                max_steps=4 if resumes else 2,
+                lr_scheduler_type="constant",
+                learning_rate=1e-4,
+                save_strategy="steps",
+                save_steps=2,
+                optim="adamw_torch",
+            )
+            if compiles:
+                trainer.compute_loss = torch.compile(trainer.compute_loss)
+            run = trained(trainer, model, resume_from_checkpoint=resumes or None)
+        return run
+
+    # AdamW divides by the size of a gradient: where that is rounding, so is the step's direction
+    assert_all_fused(compare_runs(flow, changes_rtol=1e-2))
+
+
+def test_autocast(tmp_path: Path) -> None:
+    """Under bf16 eager's logits are rounded, and ours never: losses agree to that rounding."""
+
+    def flow(compiles: bool) -> Run:
+        trainer, model = _with_compute_loss(tmp_path, bf16=True)
+        if compiles:
+            trainer.compute_loss = torch.compile(trainer.compute_loss)
+        return trained(trainer, model)
+
+    bf16 = torch.finfo(torch.bfloat16).eps
+    assert_all_fused(compare_runs(flow, rtol=bf16, changes_rtol=8 * bf16))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("chosen", ["inductor", "streamkl"])
+def test_generalized_knowledge_distillation(tmp_path: Path, beta: float, chosen: str) -> None:
+    """TRL's GKDTrainer: only rows with a label count, `jsd[mask]`."""
+    gkd = library("trl.experimental.gkd.gkd_trainer")
+
+    def flow(compiles: bool) -> Run:
+        model = student()
+        trainer = DistillationTrainer(
+            model, arguments(tmp_path, remove_unused_columns=False), train_dataset=Texts()
+        )
+        # the methods of TRL's trainer, without its tokenizer and its generation of texts
+        trainer.teacher_model, trainer.beta = teacher(), beta
+        trainer.generalized_jsd_loss = gkd.GKDTrainer.generalized_jsd_loss
+        compute_loss = gkd.GKDTrainer.compute_loss.__get__(trainer)
+        trainer.compute_loss = (
+            torch.compile(compute_loss, backend=chosen) if compiles else compute_loss
+        )
+        return trained(trainer, model)
+
+    assert_all_fused(compare_runs(flow))
