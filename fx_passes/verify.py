@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.explain import in_a_new_frame
 from torch_streamkl.fx_passes.leaves import closed_over, modules_of, uncompiled
 from torch_streamkl.fx_passes.reporting.report import Report
-from torch_streamkl.fx_passes.validation.compare import distance, largest
+from torch_streamkl.fx_passes.validation.compare import MULTIPLE, distance, largest
 from torch_streamkl.fx_passes.validation.running import NARROW, default_dtype, weights
 
 NUM_ROUNDINGS = 5  # of the inputs, before a difference is believed
@@ -78,7 +78,7 @@ def verify(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Verification:
     Compared are all outputs, the gradients of their weighted sum (of tensor arguments, parameters
     of modules, and tensors that the function closes over or names as globals), and arguments,
     parameters and buffers that the function modifies in place. The compiled program may be off
-    from float64 by twice what eager is off, plus one rounding::
+    from float64 by four times what eager is off, plus one rounding::
 
         result = torch_streamkl.verify(step, batch)
         assert result.ok, result
@@ -377,7 +377,9 @@ def _records(
         elif eager.needs_grad.get(name) != compiled.needs_grad.get(name):
             difference = "one of them requires a gradient"
         elif isinstance(x, Tensor) and isinstance(y, Tensor):
-            difference = _of_tensors(x, y, z, off, 2 * errors.get(name, 0.0) + rounding[name])
+            difference = _of_tensors(
+                x, y, z, off, MULTIPLE * errors.get(name, 0.0) + rounding.get(name, 0.0)
+            )
         elif x != y:
             difference = "not the same"
         sizes = (_size(x), _size(y), _size(z))

@@ -64,6 +64,8 @@ def find_region(change: Change, graphs: Comparison) -> Region:
         if not torn:
             break
         computed |= torn
+    if any(draws_random(n) and n.name not in graphs.kept for n in found):
+        raise NotChecked("it draws random numbers")
     in_order = (
         _with_modes(graphs.before.values(), before),
         _with_modes(graphs.after.values(), after),
@@ -94,8 +96,12 @@ def _is_opaque(node: fx.Node) -> bool:
 
 def draws_random(node: fx.Node) -> bool:
     name = name_of(node)
-    if name == "dropout" and (node.kwargs.get("training") is False or False in node.args):
-        return False
+    if name == "dropout":
+        p, training = (
+            node.kwargs.get(key, node.args[i] if len(node.args) > i else None)
+            for i, key in ((1, "p"), (2, "training"))
+        )
+        return not (p == 0.0 or training is False)
     return any(word in name for word in RANDOM)
 
 

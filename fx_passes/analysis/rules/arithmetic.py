@@ -107,6 +107,9 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             raise Blocked("scores are broadcast against a tensor with more dimensions")
         y = self.value(other)
         if isinstance(y, Choice):
+            if not y.mask.literals:  # one number everywhere
+                value = y.outside if y.mask.negative else y.inside
+                return x.then(Shift(value * sign))
             mask = to_axes(y.mask, x.layout, self.rank)
             inside, outside = y.inside * sign, y.outside * sign
             if inside != 0.0 and outside == 0.0:
