@@ -76,3 +76,20 @@ def test_inputs_that_require_gradients() -> None:
     report = compare_runs(flow)
     assert report.num_fused == 0
     assert any("disable_input_require_grads" in site.remedy for site in report.sites), report
+
+
+def test_lora_on_the_lm_head() -> None:
+    """Not fused: the result is eager's, and no advice would stop the adapter's training."""
+
+    def flow(compiles: bool) -> Run:
+        model = adapted("lm_head")
+        step = step_of(model, teacher())
+        return train(torch.compile(step) if compiles else step, model)
+
+    report = compare_runs(flow)
+    assert report.num_fused == 0
+    assert report.remaining
+    assert all(site.reason for site in report.sites), report
+    assert not any(
+        site.remedy.startswith("detach") and "adapter" not in site.remedy for site in report.sites
+    ), report
