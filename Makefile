@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all test-matrix dist bench lint clean
+.PHONY: demo test test-all test-integrations test-matrix dist bench lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
@@ -31,6 +31,10 @@ test-matrix:
 
 dist: $(VENV)/.base
 	rm -rf dist && $(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+
+# With the libraries that people train with; `make test` skips those that are not installed, by name.
+test-integrations: $(VENV)/.test $(VENV)/.integrations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/integrations $(PYTEST_ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python -m bench $(BENCH_ARGS)

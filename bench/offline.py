@@ -231,8 +231,8 @@ def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
-def stack_in_main_loops(cubin: bytes) -> list[str]:
-    """Instructions that use the stack in the loops of a Hopper kernel over tiles without masks."""
+def loops_of(cubin: bytes) -> list[list[str]]:
+    """Instructions of every loop, those of inner loops included."""
     text = _dumped(cubin, "nvdisasm", "-c")
     code: list[str] = []
     labels: dict[str, int] = {}
@@ -245,9 +245,18 @@ def stack_in_main_loops(cubin: bytes) -> list[str]:
     for stop, instruction in enumerate(code):
         branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
         start = labels.get(branch[1], stop + 1) if branch else stop + 1
-        body = code[start:stop]
-        if any("HGMMA" in x for x in body) and not any("FSEL" in x for x in body):
-            loops.append(body)
+        if start <= stop:
+            loops.append(code[start:stop])
+    return loops
+
+
+def stack_in_main_loops(cubin: bytes) -> list[str]:
+    """Instructions that use the stack in the loops of a Hopper kernel over tiles without masks."""
+    loops = [
+        body
+        for body in loops_of(cubin)
+        if any("HGMMA" in x for x in body) and not any("FSEL" in x for x in body)
+    ]
     assert loops, "no loop with matmuls and without masks"
     return [x for body in loops for x in body if re.search(r"\b(STL|LDL)\b", x)]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from bench.offline import TARGETS, Launch, compile_launch, record_launches
+from bench.table import markdown_lines
 from torch_streamkl.functional import DIVERGENCES, named
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import AttentionProblem, RowStatistics
@@ -168,39 +169,30 @@ def name_of(launch: Launch) -> str:
     return name if student is None else f"{name} {'student' if student else 'teacher'}"
 
 
-def row(cell: Cell, launch: Launch) -> Row:
-    config = launch.args["CONFIG"]
-    tiles = (
-        getattr(config, "BLOCK_M", 0),
-        getattr(config, "BLOCK_N", 0),
-        launch.options["num_warps"],
-        launch.options.get("num_stages", 0),
-    )
-    built = compile_launch(launch, cell.target)
-    return Row(
-        *astuple(cell), name_of(launch), *tiles,
-        built.shared_bytes, built.spill_bytes, built.registers,
-    )  # fmt: skip
+def tiles_of(launch: Launch) -> tuple[int, int, int, int]:
+    """Rows and keys of a tile, warps and stages; 0 where a kernel has none."""
+    config, options = launch.args.get("CONFIG"), launch.options
+    blocks = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
+    return (*blocks, options["num_warps"], options.get("num_stages", 0))
 
 
 def compiled(cell: Cell, known: frozenset[tuple[Any, ...]] = frozenset()) -> list[Row]:
     """The rows of a cell, each kernel once; none for the launches that are known."""
     rows: dict[str, Row] = {}
     for launch in launches_of(cell):
-        name = name_of(launch)
-        config = launch.args["CONFIG"]
-        key = (*astuple(cell), name, getattr(config, "BLOCK_M", 0), getattr(config, "BLOCK_N", 0),
-               launch.options["num_warps"], launch.options.get("num_stages", 0))  # fmt: skip
-        if name not in rows and key not in known:
-            rows[name] = row(cell, launch)
+        what = (*astuple(cell), name_of(launch), *tiles_of(launch))
+        if name_of(launch) not in rows and what not in known:
+            built = compile_launch(launch, cell.target)
+            taken = (built.shared_bytes, built.spill_bytes, built.registers)
+            rows[name_of(launch)] = Row(*what, *taken)
     return list(rows.values())
 
 
-def cells(
-    targets: Iterable[str], work: Iterable[str], dtypes: Iterable[str], dims: Iterable[int]
-) -> Iterator[Cell]:
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
     """The ones that say most first: every target before the next variant."""
-    for w, variant, dim, dtype, target in itertools.product(work, VARIANTS, dims, dtypes, targets):
+    for w, variant, dim, dtype, target in itertools.product(
+        options.work, options.variants, options.head_dims, options.dtypes, options.targets
+    ):
         cell = Cell(target, w, dtype, dim, variant)
         if can_run(cell):
             yield cell
@@ -228,6 +220,51 @@ def append(rows: list[Row]) -> None:
         csv.writer(file, lineterminator="\n").writerows(astuple(r) for r in rows)
 
 
+# ----------------------------------------------------------------------------------------- table
+COLUMNS = (
+    "GPU", "type", "D", "kernels compiled", "shared KiB, most", "of", "spill bytes, most", "in",
+    "registers, most",
+)  # fmt: skip
+
+
+def table(rows: list[Row]) -> list[tuple[str, ...]]:
+    """A line for every target, dtype and head_dim: the most that any kernel takes."""
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for r in rows:
+        groups.setdefault((r.target, r.dtype, r.head_dim), []).append(r)
+    lines = []
+    order = {name: i for i, name in enumerate((*TARGETS, *DTYPES))}
+    for key in sorted(groups, key=lambda k: (order[k[0]], order[k[1]], k[2])):
+        target, dtype, head_dim = key
+        group = groups[key]
+        worst = max(group, key=lambda r: r.spill_bytes)
+        shared = max(r.shared_bytes for r in group) / 1024
+        where = f"{worst.kernel}, {worst.variant}" if worst.spill_bytes else ""
+        room = TARGETS[target].shared_bytes // 1024
+        most = max(r.registers for r in group)
+        lines.append(
+            (target, dtype, f"{head_dim}", f"{len(group)}", f"{shared:.0f}", f"{room}",
+             f"{worst.spill_bytes}", where, f"{most}")
+        )  # fmt: skip
+    return lines
+
+
+def render() -> None:
+    """Write the table of what was compiled into docs/gpus.md."""
+    rows = load()
+    targets = len({r.target for r in rows})
+    note = f"{len(rows)} kernels of {len({r.cell for r in rows})} cells, {targets} GPUs."
+    lines = [note, "", *markdown_lines(COLUMNS, table(rows))]
+    between(DOCUMENT, "matrix", "\n".join(lines))
+
+
+def between(path: Path, name: str, text: str) -> None:
+    """Replace what lies between two marks of a document."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = path.read_text().split(begin)
+    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+
+
 def _work(item: tuple[Cell, frozenset[tuple[Any, ...]]]) -> tuple[Cell, list[Row] | str]:
     try:
         return item[0], compiled(*item)
@@ -241,12 +278,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="forget what was compiled")
+    parser.add_argument("--render", action="store_true", help="only write the table")
     options = parser.parse_args(arguments)
+    if options.render:
+        render()
+        return 0
     known = [] if options.fresh else load()
     save(known)
-    wanted = list(cells(options.targets, options.work, options.dtypes, options.head_dims))
+    wanted = list(cells(options))
     launches: dict[Cell, set[tuple[Any, ...]]] = {}
     for r in known:
         launches.setdefault(r.cell, set()).add(r.launch)
@@ -260,6 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 append(found)
     save(load())
+    render()
     return int(failed > 0)
 
 

@@ -131,6 +131,27 @@ def _several_gpus(record: Record) -> str:
     return f"{record['processes']} processes, a GPU each.\n\n{_table(header, rows)}"
 
 
+def _sharded(record: Record) -> str:
+    rows = [
+        (
+            row["case"],
+            ", ".join(f"{value} {name}" for name, value in row["shape"].items()),
+            row["provider"],
+            f"{row['step_ms']:.1f}",
+            f"{row['peak_mib'] / 1024:.2f}",
+            f"{row['received_mib']:.1f}" if row["received_mib"] else "",
+            f"{row['loss_difference']:.1e}",
+            f"{row['gradient_difference']:.1e}",
+        )
+        for row in record["rows"]
+    ]
+    header = (
+        "case", "shape", "provider", "step ms", "peak GiB a rank", "received MiB a rank",
+        "loss off the first's", "gradients off the first's",
+    )  # fmt: skip
+    return f"{record['processes']} processes, a GPU each.\n\n{_table(header, rows)}"
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "linear_h200": ("linear_kl beside its peers", _linear_gpu),
     "linear_cpu": ("linear_kl on a CPU", _linear_cpu),
@@ -147,6 +168,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
         "A training step of the Llama pair on several GPUs, DistributedDataParallel",
         _several_gpus,
     ),
+    "h200-sharded": ("Problems that several GPUs share: forward and backward", _sharded),
     "compile_time_cpu": (
         "What the rewrite adds to compilation (pairs of 12 layers)",
         _compile_time,

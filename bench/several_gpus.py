@@ -1,33 +1,43 @@
-"""A training step on several GPUs: DistributedDataParallel around a Llama pair's distillation.
+"""A training step on several GPUs, by DistributedDataParallel or with a problem that ranks share.
 
     python -m bench.several_gpus --processes 2 --json bench/results/h200-several-gpus.json
+    python -m bench.several_gpus --cases vocabulary sequence layers --json bench/results/...
 
-Every process has a batch of its own; loss and gradients of the first step are compared with those
-of the first provider on the same ranks. A row is the slowest rank's median step and the largest
-peak.
+``ddp`` is a Llama pair's distillation where every process has a batch of its own; the other cases
+are those of `sharded_cases.py`. Loss and gradients of the first step are compared with those of
+the first provider on the same ranks. A row is the slowest rank's median step and the largest peak,
+and is written as soon as it is there. Nothing waits for a lost rank: collectives give up after a
+minute, and processes end when the time limit is over.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import faulthandler
 import json
+import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import machine
+from bench import machine, sharded_cases
 from bench.end_to_end import OBJECTIVES, PAIRS, PROVIDERS, build, forget_program, make_loss
-from bench.measure import host_seconds, peak_mib
+from bench.measure import host_seconds, peak_mib, release
 from bench.records import command_line
 
 UNTIMED_STEPS, STEPS = 2, 10  # the same number on every rank, or they would wait for each other
 COMPARED = ["eager", "inductor", "streamkl"]
+CASES = ("ddp", "vocabulary", "sequence", "layers")
+COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
 
 
 class Step(nn.Module):
@@ -74,18 +84,45 @@ def measure(
 
 def _rank(rank: int, options: argparse.Namespace, record: dict[str, Any], store: str) -> None:
     """One process: all rows, of which the first rank writes what all of them measured."""
+    faulthandler.dump_traceback_later(options.limit_s, exit=True)
     on_gpu = options.device == "cuda"
     device = torch.device(options.device, rank if on_gpu else None)
     if on_gpu:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=torch.distributed.FileStore(store, options.processes),
         rank=rank,
         world_size=options.processes,
+        timeout=COLLECTIVE_LIMIT,
     )
+
+    def write(row: dict[str, Any]) -> None:
+        ranks: list[Any] = [None] * options.processes
+        torch.distributed.all_gather_object(ranks, row)
+        if rank == 0:
+            worst = worst_of(ranks)
+            same = ("case", "objective", "context", "provider", "shape")
+            record["rows"] = [
+                other
+                for other in record["rows"]
+                if any(other.get(name) != worst.get(name) for name in same)
+            ]
+            record["rows"].append(worst)
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+            print(worst, flush=True)
+
+    for name in options.cases:
+        if name == "ddp":
+            _data_parallel(options, device, write)
+        else:
+            _shared(name, options, device, write)
+    torch.distributed.destroy_process_group()
+
+
+def _data_parallel(options: argparse.Namespace, device: torch.device, write: Any) -> None:
     pair = PAIRS[options.device]
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     teacher = build(pair, pair.teacher_layers, 0, device, dtype).eval().requires_grad_(False)
     student = build(pair, pair.student_layers, 1, device, dtype)
     for objective in options.objectives:
@@ -104,13 +141,61 @@ def _rank(rank: int, options: argparse.Namespace, record: dict[str, Any], store:
                     "loss_difference": abs(row["loss"] / expected[0] - 1.0),
                     "gradient_difference": difference(gradients, expected[1]),
                 }
-                ranks: list[Any] = [None] * options.processes
-                torch.distributed.all_gather_object(ranks, row)
-                if rank == 0:
-                    record["rows"].append(worst_of(ranks))
-                    options.json.write_text(json.dumps(record, indent=1) + "\n")
-                    print(record["rows"][-1], flush=True)
-    torch.distributed.destroy_process_group()
+                write(row)
+
+
+def _shared(name: str, options: argparse.Namespace, device: torch.device, write: Any) -> None:
+    """Rows of a case in which ranks share one problem."""
+    mesh = init_device_mesh(device.type, (options.processes,))
+    if name == "layers":
+        cases = [sharded_cases.layers(mesh, device, Step)]
+    elif name == "sequence":
+        cases = [sharded_cases.sequence(mesh, device, rows) for rows in options.rows]
+    else:
+        cases = [sharded_cases.vocabulary(mesh, device)]
+    for case in cases:
+        steps: dict[str, sharded_cases.Step] = {}
+        rows: dict[str, dict[str, Any]] = {}
+        expected: tuple[float, list[Tensor]] | None = None
+        for provider, make in case.make.items():
+            step = make()
+            loss, given = step()
+            gradients = [g.detach().cpu() for g in given]
+            del given
+            expected = expected or (float(loss), gradients)
+            step()
+            rows[provider] = {
+                "case": case.name,
+                "shape": case.shape,
+                "provider": provider,
+                "loss": float(loss),
+                "peak_mib": peak_mib(step, device),
+                "received_mib": case.received_mib.get(provider, 0.0),
+                "loss_difference": abs(float(loss) / expected[0] - 1.0),
+                "gradient_difference": difference(gradients, expected[1]),
+                "step_ms": statistics.median(_times({provider: step}, device, 3)[provider]),
+            }
+            write(rows[provider])
+            steps[provider] = step
+            if not case.interleaves:
+                more = _times({provider: step}, device, STEPS)[provider]
+                write(rows[provider] | {"step_ms": statistics.median(more)})
+                steps.clear()
+                del step
+                torch._dynamo.reset()
+                release(device)
+        for provider, times in _times(steps, device, STEPS).items():
+            write(rows[provider] | {"step_ms": statistics.median(times)})
+
+
+def _times(steps: Any, device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every provider's steps, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            torch.distributed.barrier()
+            times[name].append(host_seconds(step, device) * 1e3)
+    return times
 
 
 def difference(given: list[Tensor], expected: list[Tensor]) -> float:
@@ -135,6 +220,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--providers", nargs="*", default=COMPARED, choices=PROVIDERS)
     parser.add_argument("--json", type=Path, default=machine.ROOT / "out" / "several-gpus.json")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--cases", nargs="*", default=["ddp"], choices=CASES)
+    parser.add_argument("--rows", nargs="*", type=int, default=[65536], help="of the sequence")
+    parser.add_argument("--limit-s", type=float, default=340.0, help="after which all is over")
     options = parser.parse_args(argv)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     record = {
@@ -143,10 +231,19 @@ def main(argv: list[str] | None = None) -> int:
         "processes": options.processes,
         "rows": [],
     }
+    # multicast is not available in every container, and these messages gain nothing by it
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _rank, (options, record, f"{folder}/store"), nprocs=options.processes
+        processes = torch.multiprocessing.spawn(
+            _rank, (options, record, f"{folder}/store"), nprocs=options.processes, join=False
         )
+        end = time.monotonic() + options.limit_s
+        while not processes.join(timeout=max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                for process in processes.processes:
+                    process.kill()
+                print(f"not done after {options.limit_s:.0f} s", file=sys.stderr)
+                return 1
     return 0
 
 

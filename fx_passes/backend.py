@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.inductor_passes import (
     without_ours,
 )
 from torch_streamkl.fx_passes.pipeline import rewrite
+from torch_streamkl.fx_passes.reporting.leaving_tensors import leaving_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
 
@@ -194,9 +195,11 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
 
 def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours))
+    if not report.remaining:  # else it says what the outputs are kept for
+        report.outside += leaving_tensors(gm.graph)
     for observer in REPORTS:
         observer(report)
-    if report.sites or report.failures:
+    if report.sites or report.failures or report.outside:
         log.log(logging.WARNING if ours["streamkl.explain"] else logging.INFO, "%s", report)
     if ours["streamkl.strict"] and (report.num_fused < len(report.sites) or report.failures):
         raise UnfusedError(f"streamkl.strict: a KL site stays unfused\n{report}")

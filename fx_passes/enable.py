@@ -88,9 +88,8 @@ def enable(
         "streamkl.strict": strict,
         "streamkl.explain": explain,
         "streamkl.deterministic": deterministic,
+        "streamkl.verify": verify,
     }
-    if verify != "auto":  # the default of the backend
-        given["streamkl.verify"] = verify
     ours, _ = split_options(given)
     active = _active()
     _set(ours)

@@ -103,7 +103,7 @@ def without_ours(configured: Any) -> Any:
         return configured.users
     if isinstance(configured, (list, tuple)):  # put around ours by the user
         left = [x for each in configured for x in _as_list(without_ours(each))]
-        return left if left != list(configured) else configured
+        return left if left != list(configured) else configured  # torch 2.13 takes lists
     return None if isinstance(configured, (JointPass, PreGradPass)) else configured
 
 

@@ -102,7 +102,9 @@ def _rewrite_graph(
     unfused = without_candidate(found, candidates)
     path = [*(c.inner for c in candidates), *unfused]
     sizes = {
-        n: inner for n, inner in quadratic_nodes(trace, recognised, path).items() if not is_view(n)
+        n: inner
+        for n, inner in quadratic_nodes(trace, recognised, path).items()
+        if not is_view(n) and not _is_scalar(n)
     }
     unused = {n for n in region.nodes if not n.users}
     fused: list[tuple[Candidate, Site]] = []
@@ -123,7 +125,7 @@ def _rewrite_graph(
     removed = remove_dead(graph, region.nodes, unused)
     if fused:
         replace_attention(trace, recognised.values, aliases, builder, refused)
-        share_labels(graph, trace, recognised, builder)
+        report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
         removed += remove_dead(graph, region.nodes, unused)
     saved = sum(num_bytes(n) for n in removed if n in sizes)
@@ -160,3 +162,9 @@ def _fuse(
         return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
     node.replace_all_uses_with(replacement)
     return Site(True, kind, form, "", location, code, node=node.name)
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """A loss that is derived from scores is as little quadratic as any other number."""
+    value = example(node)
+    return isinstance(value, Tensor) and value.dim() == 0

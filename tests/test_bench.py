@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -653,3 +654,17 @@ def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
     assert "| attention | 64 | eager | 2.0 | 2.00 | 2.0e-01 | 1.0e-01 |" in text
     given, expected = [torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 1.0])]
     assert several_gpus.difference(given, expected) == pytest.approx(0.5**0.5)
+
+
+def test_rows_of_cases_that_ranks_share(tmp_path: Path) -> None:
+    path = tmp_path / "sharded.json"
+    arguments = ["--device", "cpu", "--cases", "vocabulary", "--json", str(path)]
+    assert several_gpus.main([*arguments, "--limit-s", "120"]) == 0
+    record = json.loads(path.read_text())
+    assert [row["provider"] for row in record["rows"]] == [
+        "one GPU", "streamkl", "five all-reduces", "DTensor",
+    ]  # fmt: skip
+    for row in record["rows"]:
+        assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5
+    text = other_records.render({"h200-sharded": record})
+    assert "| vocabulary | 64 tokens, 32 student width" in text

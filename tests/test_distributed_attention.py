@@ -126,7 +126,7 @@ def queries(me: Rank) -> None:
 
 
 @on_ranks
-def dtensors_compiled(me: Rank) -> None:
+def attention_of_dtensors_compiled(me: Rank) -> None:
     for q, k in ((Shard(1), Shard(1)), (Shard(2), Shard(2))):
         torch._dynamo.reset()
         problem = Problem(me)
@@ -263,7 +263,7 @@ def context_parallel_reductions_and_sinks(me: Rank) -> None:
                 impl="reference",
             )  # fmt: skip
             truth.backward()
-            limit = 100 * torch.finfo(me.dtype).eps
+            limit = 1e-4 if me.dtype == torch.float32 else 0.05
             for got, expected in ((value, truth), (ours.grad, whole.grad)):
                 torch.testing.assert_close(got.double(), expected, rtol=limit, atol=limit)
 

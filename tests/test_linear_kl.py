@@ -92,6 +92,16 @@ def test_values_and_gradients(divergence, strategy, workspace):
 
 
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradients_of_the_student_alone(divergence, strategy, workspace):
+    """A frozen teacher takes a shorter way through the backward."""
+    inputs = heads()
+    for x in inputs[2:]:
+        x.requires_grad_(False)
+    assert_is_definition(inputs, divergence=divergence, reduction="mean", strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["forward", "recompute"])
 def test_every_option_at_once(strategy, workspace):
     labels = torch.randint(0, 37, (11,), generator=torch.Generator().manual_seed(3))
     labels[[2, 7]] = -1

@@ -74,9 +74,12 @@ def sharded(
 def trained(
     me: Rank, model: nn.Module, step: Any, dtype: torch.dtype = torch.float64, backwards: int = 1
 ) -> tuple[list[Tensor], list[float]]:
-    """Whole parameters and losses of two optimizer steps on this rank's batches."""
+    """How two optimizer steps on this rank's batches changed whole parameters, and the losses."""
     torch.manual_seed(1 + me.rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = [p.detach().full_tensor().clone() for p in model.parameters()]
+    # where gradients are rounded: AdamW's first steps have a gradient's sign, however small it is
+    make = torch.optim.AdamW if dtype == torch.float64 else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(2):
         for _ in range(backwards):
@@ -88,8 +91,10 @@ def trained(
         optimizer.zero_grad(set_to_none=True)
     for parameter, state in optimizer.state.items():
         assert isinstance(parameter, DTensor)
-        assert state["exp_avg"].placements == parameter.placements
-    return [p.detach().full_tensor() for p in model.parameters()], losses
+        if "exp_avg" in state:
+            assert state["exp_avg"].placements == parameter.placements
+    after = [p.detach().full_tensor() for p in model.parameters()]
+    return [a - b for a, b in zip(after, before, strict=True)], losses
 
 
 def compiled(model: nn.Module) -> Any:
@@ -109,7 +114,7 @@ def compare(
     assert report.num_fused == len(report.sites) == 2
     torch.testing.assert_close(traced_losses, losses, rtol=limit, atol=limit)
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+        assert (a - b).norm() <= limit * b.norm(), (a - b).norm() / b.norm()
 
 
 @on_ranks
@@ -127,8 +132,7 @@ def tied_weights_and_accumulated_gradients(me: Rank) -> None:
 def mixed_precision(me: Rank) -> None:
     for reduce_dtype in (torch.float32, None):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        # AdamW's first steps have the gradients' sign: roundings of small ones count in full
-        compare(me, limit=0.05, mp_policy=policy)
+        compare(me, limit=0.02, mp_policy=policy)
 
 
 @on_ranks
@@ -164,7 +168,8 @@ def checkpoints(me: Rank) -> None:
     torch.distributed.broadcast_object_list(folder)
     path = Path(folder[0]) / "checkpoint"
     model = trace_fully_shard(sharded(me))
-    expected, _ = trained(me, model, compiled(model))
+    trained(me, model, compiled(model))
+    expected = [p.detach().full_tensor() for p in model.parameters()]
     saved = get_model_state_dict(model)
     checkpoint.save({"model": saved}, checkpoint_id=path)
     fresh = trace_fully_shard(sharded(me))

@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import Mask
 from torch_streamkl.fx_passes.domain.scores import (
     ABSORBING,
+    LARGEST_SHIFT,
     Bias,
     Factor,
     Masking,
@@ -87,8 +88,8 @@ def _after(form: ScoreForm, step: ScoreStep) -> ScoreForm:
         case Factor():
             return _multiplied(form, step)
         case Shift():
-            if not math.isfinite(step.number):
-                raise Blocked(f"{step.number} is added to all scores")
+            if not abs(step.number) <= LARGEST_SHIFT:
+                raise Blocked(f"{step.number:g} is added to all scores, which are lost beside it")
             return replace(form, shift=form.shift + step.number)
         case Tanh():
             return _with_tanh(form)

@@ -27,6 +27,8 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size
 ABSORBING = -1e30
 # Beside any score that a model makes, one this low has no probability in float32.
 IMPROBABLE = -1e4
+# In float32, scores beside a larger number have less than three decimals left.
+LARGEST_SHIFT = 1e4
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Bias:
     tensor: TensorRef
     weight: float = 1.0
     factors: tuple[Factor, ...] = ()  # scalars that the scores were multiplied with afterwards
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.weight != 1.0 or bool(self.factors)
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class ScoreKey:
     def split_shift(self) -> tuple[ScoreKey, float]:
         """The scores that a softmax sees, and the number that it ignores."""
         last = self.steps[-1] if self.steps else None
-        if isinstance(last, Shift) and math.isfinite(last.number):
+        if isinstance(last, Shift) and abs(last.number) <= LARGEST_SHIFT:
             return replace(self, steps=self.steps[:-1]), last.number
         return self, 0.0
 

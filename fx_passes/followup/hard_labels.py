@@ -7,7 +7,6 @@ well.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -31,23 +30,32 @@ from torch_streamkl.fx_passes.domain.scores import (
 from torch_streamkl.fx_passes.domain.tensor_ref import flows
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, named_arguments, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    location_of,
+    name_of,
+    named_arguments,
+    storage_of,
+)
 from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
 from torch_streamkl.fx_passes.reporting.execution import SITE
 
-log = logging.getLogger("torch_streamkl.rewrite")
 MEAN, SUM = 1, 2
 
 
 def share_labels(
     graph: fx.Graph, trace: Trace, recognised: Recogniser, builder: Callable[[fx.Node], Builder]
-) -> None:
-    """Replace cross-entropies of the logits of a `linear_kl` call by the call's second output."""
+) -> list[str]:
+    """Replace cross-entropies of the logits of a `linear_kl` call by the call's second output.
+
+    Returns what the report says of those that keep the logits.
+    """
+    notes: list[str] = []
     for inner in trace.graph.nodes:
         if inner.op != "call_function" or name_of(inner) != "cross_entropy_loss":
             continue
         node = trace.outer.get(inner)
-        if node is None or node._erased or not _is_plain(inner, node):
+        if node is None or node._erased:
             continue
         logits = recognised.values.get(inner.args[0])
         if not isinstance(logits, Scores) or len(logits.layout) != 2:
@@ -58,11 +66,24 @@ def share_labels(
             temperature = _temperature(call, logits)
             if temperature is None:
                 continue
+            if not _is_plain(inner, node):
+                notes.append(
+                    _note(
+                        node,
+                        "it has class weights, label smoothing or soft labels",
+                    )
+                )
+                break
             place = _place(graph, call, node)
             if place is not None:
                 _share(call, node, inner, temperature, builder(place))
                 break
-            log.info("the cross-entropy %s is needed before the divergence", node.name)
+            notes.append(_note(node, "it or what reads it cannot be moved to the divergence"))
+    return notes
+
+
+def _note(node: fx.Node, reason: str) -> str:
+    return f"the cross-entropy at {location_of(node)[0]} keeps the student's logits: {reason}"
 
 
 def _is_plain(inner: fx.Node, node: fx.Node) -> bool:

@@ -241,7 +241,7 @@ class Leftovers:
             assert isinstance(query, Tensor)
             zero = build.call(torch.zeros, (), dtype=dtype, device=query.device)
             total = build.call(torch.where, keep, zero, low)
-        bias = add_up_biases(build, form.biases, STUDENT, place, nodes, self.outer)
+        bias = add_up_biases(build, form.biases, STUDENT, place, nodes, self.outer, dtype)
         if bias is not None:
             bias = build.method("to", bias, dtype)
             total = bias if total is None else build.call(torch.add, total, bias)

@@ -128,7 +128,7 @@ def _emit_call(
         options[f"{name}_scale"] = form.scale * form.softcap if form.softcap else form.scale
         if form.softcap:
             options[f"{name}_softcap"] = form.softcap
-        bias = add_up_biases(build, form.biases, side, shape, tensors, outer)
+        bias = add_up_biases(build, form.biases, side, shape, tensors, outer, dtype)
         if bias is not None:
             biases[name] = bias
         removed = _removed_on(build, side, call, tensors, outer)
@@ -206,14 +206,22 @@ def add_up_biases(
     shape: Geometry,
     tensors: Sequence[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
+    dtype: torch.dtype,
 ) -> fx.Node | None:
-    """The additive tensors of a side's scores as one that broadcasts to the operator's scores."""
+    """The additive tensors of a side's scores as one that broadcasts to the operator's scores.
+
+    ``dtype`` is that of the scores: a narrower tensor is scaled after it was added to them.
+    """
     total: fx.Node | None = None
     for bias in biases:
         if bias.tensor.grad or any(factor.tensor.grad for factor in bias.factors):
             raise Blocked("a bias that is added to the scores needs a gradient")
         node = materialise(build, bias.tensor, outer)
         x = placed(build, node, bias.tensor.layout, side, shape, tensors)
+        value = example(x)
+        assert isinstance(value, Tensor)
+        if value.dtype != torch.promote_types(value.dtype, dtype) and bias.is_scaled:
+            x = build.method("to", x, dtype)
         if bias.weight != 1.0:
             x = build.call(torch.mul, x, bias.weight)
         for factor in bias.factors:

@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.scores import ABSORBING, IMPROBABLE, ScoreKey
 from torch_streamkl.fx_passes.domain.values import conditions_in, mentions, where_within
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, same
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 # NOTE [Masks after the softmax]
@@ -248,14 +248,16 @@ def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size
     coefficients = dict(literal.coefficients)
     cj = coefficients.pop(key_axis, 0)
     ci = coefficients.pop(query.axis, 0) if query is not None else 0
-    whole = query is not None and same(query.size, own.distribution.scores.size(query.axis))
+    whole = query is None or same(query.size, own.distribution.scores.size(query.axis))
+    is_single = query is None or is_one(query.size)  # its index is 0
+    if is_single and cj in (-1, 1):
+        ci = -cj
     if coefficients or (ci, cj) not in ((-1, 1), (1, -1)) or not whole:
         raise Blocked(
             "a mask that is a condition on indices other than a band around the diagonal"
         )
     num_keys = own.distribution.scores.size(key_axis)
-    assert query is not None
-    offset = num_keys - query.size
+    offset = num_keys - (query.size if query is not None else 1)
     return ("left", literal.constant + offset) if cj == 1 else ("right", literal.constant - offset)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
+from torch._dynamo.utils import counters
 
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (
@@ -15,10 +16,7 @@ _SEVERAL_PROCESSES = (
 _REMEDIES = (
     (
         _ELSEWHERE,
-        "compute the scores and softmaxes of both sides in the compiled function of the KL; "
-        "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called "
-        "function torch._dynamo.config.nested_graph_breaks = True keeps its caller's part "
-        "together",
+        "compute the scores and softmaxes of both sides in the compiled function of the KL",
     ),
     (
         "leaves the graph before it is summed",
@@ -41,7 +39,11 @@ _REMEDIES = (
         "write to a copy, or take the KL after the write: a fused operator reads its inputs again "
         "in the backward",
     ),
-    ("needs a gradient", "detach the bias if it is not trained"),
+    (
+        "needs a gradient",
+        "detach the bias if it is a constant; where it is trained, such as by an adapter of the "
+        "LM head, put the adapter on other modules",
+    ),
     (
         "detached in one place",
         "detach the distribution once and use that tensor wherever no gradient is wanted",
@@ -74,8 +76,43 @@ _REMEDIES = (
 )
 
 
+# What broke graphs, in Dynamo's words, and what keeps them whole.
+_BREAKS = (
+    (
+        "requires_grad_",
+        "requires_grad_() of an intermediate tensor breaks the graph: where "
+        "enable_input_require_grads() calls it, checkpointing with use_reentrant=False does not "
+        "need it: model.disable_input_require_grads()",
+    ),
+    (
+        "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
+        "rows that a mask selects break the graph: torch_streamkl.enable(), or "
+        "torch._dynamo.config.capture_dynamic_output_shape_ops = True, keeps them in it",
+    ),
+    (
+        "use_cache=True",
+        "a warning of transformers breaks the graph: model.config.use_cache = False",
+    ),
+)
+_ANY_BREAK = (
+    "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called function "
+    "torch_streamkl.enable(), or torch._dynamo.config.nested_graph_breaks = True, keeps its "
+    "caller's part together"
+)
+
+
 def remedy_for(reason: str) -> str:
     """Advice in the user's terms, empty where there is none."""
     advice = next((text for pattern, text in _REMEDIES if re.search(pattern, reason)), "")
+    if re.search(f"{_ELSEWHERE}|leaves the graph", reason):
+        advice = "; ".join([advice, *_about_breaks()])
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return advice + _SEVERAL_PROCESSES * (distributed and bool(re.search(_ELSEWHERE, reason)))
+
+
+def _about_breaks() -> list[str]:
+    """What to do about the graph breaks that there were, if there were any."""
+    breaks = "\n".join(counters["graph_break"])
+    if not breaks:
+        return []
+    return [text for pattern, text in _BREAKS if re.search(pattern, breaks)] + [_ANY_BREAK]

@@ -39,6 +39,16 @@ class Remaining:
     reason: str
 
 
+@dataclass(frozen=True)
+class Outside:
+    """Logits or an attention map that a compiled graph returns to code that is not compiled."""
+
+    what: str  # "logits" or "attention map"
+    shape: tuple[object, ...]
+    num_bytes: int
+    location: str
+
+
 @dataclass
 class Report:
     """Every site of a program, and what quadratic tensors are left."""
@@ -48,6 +58,8 @@ class Report:
     failures: list[str] = field(
         default_factory=list
     )  # exceptions in the analysis; the graph was left alone
+    outside: list[Outside] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what else keeps large tensors, and where
     not_analysed: int = 0  # graphs with sites that are left alone as a whole
 
     @property
@@ -66,6 +78,8 @@ class Report:
         self.sites += other.sites
         self.remaining += other.remaining
         self.failures += other.failures
+        self.outside += other.outside
+        self.notes += other.notes
         self.not_analysed += other.not_analysed
 
     def __str__(self) -> str:
@@ -83,6 +97,8 @@ class Report:
                 lines.append(f"     {times}[{shape}] {_shown(x.location)}: {x.reason}")
         elif self.num_fused and not (self.not_analysed or self.failures):
             lines.append("No quadratic tensor remains on the distillation path.")
+        lines += _leaving(self.outside)
+        lines += [f"note: {note}" for note, _ in _alike(self.notes)]
         if self.not_analysed:
             lines.append(f"{_graphs(self.not_analysed)} not analysed: what remains is not known.")
         lines += [f"analysis failed, graph left alone: {failure}" for failure in self.failures]
@@ -103,6 +119,19 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     rows.append(("remedy", site.remedy))
     yield 0, f"{verdict:<14}{_shown(site.location)}"
     yield from enumerate((f"     {name:<9} {text}" for name, text in rows if text), 1)
+
+
+def _leaving(outside: Sequence[Outside]) -> Iterator[str]:
+    """A loss on these is not fused, and nobody else would say so."""
+    if outside:
+        yield (
+            "Returned to code that is not compiled, where a distillation loss of them is not "
+            "fused: compile what computes the loss, such as compute_loss"
+        )
+    for x, count in _alike(outside):
+        shape = " x ".join(str(s) for s in x.shape)
+        times = f"{count} of " if count > 1 else ""
+        yield f"     {times}{x.what} [{shape}], {_bytes(x.num_bytes)} {_shown(x.location)}"
 
 
 def _alike(items: Sequence[Item]) -> list[tuple[Item, int]]:

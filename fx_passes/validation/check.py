@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
 from torch_streamkl.fx_passes.validation.compare import (
@@ -26,7 +26,13 @@ from torch_streamkl.fx_passes.validation.compare import (
     is_informative,
 )
 from torch_streamkl.fx_passes.validation.costs import bytes_allowed, bytes_needed, seconds_needed
-from torch_streamkl.fx_passes.validation.inputs import FINITE, PLAIN, Draw, values_of
+from torch_streamkl.fx_passes.validation.inputs import (
+    ASKS_FOR_INFINITY,
+    FINITE,
+    PLAIN,
+    Draw,
+    values_of,
+)
 from torch_streamkl.fx_passes.validation.isolation import isolated
 from torch_streamkl.fx_passes.validation.kinds import draws_random, is_leaf
 from torch_streamkl.fx_passes.validation.options import CheckOptions, NotChecked
@@ -181,6 +187,8 @@ class _Comparison:
                 return self._difference_on(draw)
             except _NotTelling as error:
                 reason = str(error)
+        if any(name_of(n) in ASKS_FOR_INFINITY for n in self.region.before):
+            raise NotChecked(f"{reason}, and it asks for infinite numbers")
         found = ""
         for draw in FINITE:
             try:

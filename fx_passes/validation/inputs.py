@@ -34,8 +34,9 @@ class Draw:
 # value to compare with. Mathematics has one, the limit, and that is what an operator gives. So
 # the user's code is run with a large finite number in place of -inf. Rows without any key then
 # differ, and which rows these are depends on how masks are combined: of three draws with
-# different first entries one must agree.
+# different first entries one must agree. Code that looks for infinite numbers finds none then.
 PLAIN = (Draw(), Draw(special=False), Draw(special=False, positive=True))
+ASKS_FOR_INFINITY = {"isfinite", "isinf", "isneginf", "isposinf", "nan_to_num", "nan_to_num_"}
 FINITE = tuple(Draw(special=False, finite=True, first=first) for first in (None, True, False))
 
 

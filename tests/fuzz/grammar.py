@@ -17,12 +17,17 @@ from tests.fuzz.steps import (
     DISTRIBUTION_STEPS,
     ELEMENT_STEPS,
     FILLS,
+    GUARDS,
     LOSSES,
+    MAP_ROW_STEPS,
     MEAN_SCORE_STEPS,
     OPERAND_STEPS,
+    PLAIN_ELEMENT_STEPS,
+    PLAIN_ROW_STEPS,
     ROW_STEPS,
     ROW_SUMS,
     SCORE_STEPS,
+    WRITES,
 )
 from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program
 
@@ -183,6 +188,8 @@ class Grammar:
                 "({1} @ {0}.mT).transpose(-1, -2)",
                 "torch.einsum('...qd,...kd->...qk', {0}, {1})",
                 "torch.bmm({0}.flatten(0, 1), {1}.flatten(0, 1).mT).unflatten(0, {0}.shape[:2])",
+                "torch.baddbmm(torch.zeros(1, 1, 1, dtype={0}.dtype), {0}.flatten(0, 1), "
+                "{1}.flatten(0, 1).mT, beta=0, alpha=0.5).unflatten(0, {0}.shape[:2])",
             ]
         else:
             ways = [
@@ -203,6 +210,7 @@ class Grammar:
     def _scores(self, side: str) -> Node:
         if not hasattr(self, "common"):
             self.common = [self.draw.choice(SCORE_STEPS) for _ in range(self.draw.randint(0, 3))]
+            self.write = self.draw.choice(WRITES) if self.draw.random() < 0.06 else ""
         steps = list(self.common)
         if self.draw.random() < 0.02 + self.mean:
             steps.insert(self.draw.randint(0, len(steps)), self.draw.choice(SCORE_STEPS))
@@ -216,6 +224,10 @@ class Grammar:
             node = Node("scores", self.draw.choice(ways), (node,))
         for code in steps:
             node = self.edge(self.step(node, code), MEAN_SCORE_STEPS)
+        if self.write or self.draw.random() < 0.2 * self.mean:
+            node = Node(
+                "scores", "({0} * 1)", (node,), then=self.write or self.draw.choice(WRITES)
+            )
         return node
 
     # ------------------------------------------------------------------------ distributions
@@ -229,7 +241,9 @@ class Grammar:
         return self.edge(node)
 
     def exponentials(self, scores: Node) -> Node:
-        largest = self.edge(Node("total", "{0}.amax(-1, keepdim=True)", (scores,)))
+        ways = ("{0}.amax(-1, keepdim=True)", "{0}.max(-1, keepdim=True).values")
+        way = self.draw.choice((*ways, "{0}.max(dim=-1, keepdim=True)[0]", ways[0]))
+        largest = self.edge(Node("total", way, (scores,)))
         shifted = self.edge(Node("scores", "({0} - {1})", (scores, largest)))
         e = self.edge(Node("exponentials", "{0}.exp()", (shifted,)))
         total = self.edge(Node("total", "{0}.sum(-1, keepdim=True)", (e,)))
@@ -270,6 +284,12 @@ class Grammar:
             node = Node(
                 "probabilities", "torch.ops.misleading.softmax({0}, -1)", (self.scores(side),)
             )
+        guards = self.known.setdefault("guards", [])
+        if not guards:
+            guard = self.draw.choice(GUARDS) if self.draw.random() < 0.15 else "{0}"
+            guards.append(Node("probabilities", guard))
+        if guards[0].code != "{0}" and self.draw.random() > self.mean:
+            node = Node("probabilities", guards[0].code, (node,))
         return self.edge(node, DISTRIBUTION_STEPS)
 
     # ------------------------------------------------------------------- elements and rows
@@ -303,6 +323,8 @@ class Grammar:
             node = Node("elements", "(torch.xlogy({0}, {0}) - {0} * {1})", (p(t), logs(s)))
         else:
             node = Node("elements", "({0} * ({0} / {1}).log())", (p(t), p(s)))
+        if self.draw.random() < 0.1:
+            node = self.step(node, self.draw.choice(PLAIN_ELEMENT_STEPS))
         return self.edge(node, ELEMENT_STEPS)
 
     def _mixture(self, p: Node, r: Node, ls: Node, lt: Node) -> Node:
@@ -339,7 +361,16 @@ class Grammar:
                     )
                 sums.append(one)
             return self.edge(Node("rows", "({0} - {1})", tuple(sums)), ROW_STEPS)
-        return self.edge(Node("rows", self.draw.choice(ROW_SUMS), (self.elements(),)), ROW_STEPS)
+        if self.draw.random() < 0.02:
+            gap = Node(
+                "elements", "({0} - {1})", (self.probabilities("t"), self.probabilities("s"))
+            )
+            return self.edge(Node("rows", "{0}.norm(p=1, dim=-1)", (gap,)), ROW_STEPS)
+        node = Node("rows", self.draw.choice(ROW_SUMS), (self.elements(),))
+        if self.draw.random() < 0.15:
+            steps = (*PLAIN_ROW_STEPS, *(MAP_ROW_STEPS if self.is_map else ()))
+            node = self.step(node, self.draw.choice(steps))
+        return self.edge(node, ROW_STEPS)
 
     def loss(self) -> Node:
         kind = self.draw.random()

@@ -71,6 +71,10 @@ SCORE_STEPS = (
     "({0} + torch.where({mask}, 0.0, -1e4))",
     "({0} + torch.where({mask}, 0.0, -inf))",
     "torch.masked_fill({0}, ~{mask}, -1e4)",
+    "torch.where({mask}, {0}, torch.scalar_tensor(-inf, dtype={0}.dtype))",
+    "{0}.masked_fill(~{mask}, torch.tensor(-1e4))",
+    "({0} + (~{mask}).to({0}.dtype) * -1e4)",
+    "torch.add({0}, 0)",
     "({0} + torch.zeros_like({0}).masked_fill(~{mask}, {fill}))",
     "({0} + (1 - {mask}.double()) * -1e4)",
 )
@@ -339,4 +343,62 @@ LOSSES = (
     "{0}.mean(0)",
     "({0}.mean() * tau ** 2)",
     "{0}.sum(-1).mean()",
+)
+
+WRITES = (  # to a part of scores, behind them
+    "{self}[..., 0] = -inf",
+    "{self}[..., 1:3] = -inf",
+    "{self}[..., -2:] = -inf",
+    "{self}[..., 2].fill_(-inf)",
+    "{self}.select(-1, 1).fill_(-inf)",
+    "{self}[..., :2].fill_(torch.tensor(-inf))",
+    "{self}[..., 0] = 0.0",
+    "{self}[:, 0] = -1.0",
+    "{self}[..., -64:] = -1e4",
+    "{self}.mul_(0.5)",
+)
+GUARDS = (  # of probabilities, usually of both sides
+    "{0}.clamp_min(1e-3)",
+    "{0}.clamp(min=1e-3)",
+    "{0}.clamp(1e-3, 0.9)",
+    "({0} + 1e-3)",
+    "torch.maximum({0}, torch.tensor(1e-3, dtype={0}.dtype))",
+    "(0.9 * {0} + 0.1 * {0}.detach())",
+    "{0}.nan_to_num(0.0)",
+    "({0} / 2)",
+    "{0}.clone()",
+)
+PLAIN_ELEMENT_STEPS = (
+    "({0} * rw[:, None])",
+    "({0} * 2)",
+    "(-{0})",
+    "{0}[:, 1:]",
+    "{0}.narrow(0, 0, 1)",
+    "{0}.narrow(-2, -2, 2)",
+    "{0}[..., 1:, :]",
+    "({0} * {mask})",
+    "{0}.masked_fill(~{mask}, 0.0)",
+    "torch.where({mask}, {0}, torch.scalar_tensor(0.0, dtype={0}.dtype))",
+    "{0}.log1p()",
+)
+PLAIN_ROW_STEPS = (
+    "({0} * rw)",
+    "({0} / 3)",
+    "{0}.narrow(0, 0, 1)",
+    "{0}.narrow(-1, -2, 2)",
+    "{0}[..., 1:]",
+    "({0} * rw.exp())",
+    "torch.where({0} > 0.1, {0}, torch.scalar_tensor(0.0, dtype={0}.dtype))",
+    "{0}.nan_to_num()",
+    "{0}.float()",
+)
+MAP_ROW_STEPS = (
+    "({0} * rows[:, None])",
+    "{0}.transpose(1, 2)[rows]",
+    "{0}[rows[:, None].expand_as({0})]",
+    "{0}.masked_fill(~rows[:, None], 0.0)",
+    "torch.where(rows[:, None], {0}, 0.0)",
+    "{0}.split([1, {0}.shape[1] - 1], 1)[1]",
+    "{0}.tensor_split(2, 1)[0]",
+    "{0}.mean(1)",
 )

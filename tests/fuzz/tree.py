@@ -32,7 +32,7 @@ class Node:
     code: str
     args: tuple[Node, ...] = ()
     no_grad: str = ""
-    then: str = ""  # a statement behind it
+    then: str = ""  # a statement behind it, with {self} for what the node is named
 
     def walk(self) -> Iterator[Node]:
         """The nodes below, each once, arguments first."""
@@ -162,4 +162,4 @@ class _Writer:
         self.names[id(node)] = name
         self.lines.append(f"{self.indent}{name} = {text}")
         if node.then:
-            self.lines.append(f"{self.indent}{node.then}")
+            self.lines.append(f"{self.indent}{node.then.format(self=name)}")

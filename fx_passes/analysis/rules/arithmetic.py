@@ -105,8 +105,12 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
     def _scores_plus_tensor(self, node: fx.Node, x: Scores, other: fx.Node, sign: float) -> Scores:
         if self.rank[other] > len(x.layout):
             raise Blocked("scores are broadcast against a tensor with more dimensions")
+        self._stays_as_wide(node, x)
         y = self.value(other)
         if isinstance(y, Choice):
+            if not y.mask.literals:  # one number everywhere
+                value = y.outside if y.mask.negative else y.inside
+                return x.then(Shift(value * sign))
             mask = to_axes(y.mask, x.layout, self.rank)
             inside, outside = y.inside * sign, y.outside * sign
             if inside != 0.0 and outside == 0.0:
@@ -118,6 +122,11 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             if mask is not None and inside == 0.0 and outside <= ABSORBING:
                 return x.then(Masking(mask, outside, added=True))
         return x.then(Bias(self._dense(other, x.layout), sign))
+
+    def _stays_as_wide(self, node: fx.Node, x: Scores) -> None:
+        """Operators compute in the type of q and k; a float64 tensor makes eager scores wider."""
+        if node.meta["val"].dtype == torch.float64 and x.key.dtype not in (None, torch.float64):
+            raise Blocked("scores become float64 by a tensor that is added or multiplied")
 
     def _dense(self, node: fx.Node, layout: Layout) -> TensorRef:
         """A tensor beside the scores, at the size it had before it was expanded."""
@@ -189,8 +198,10 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case _, Elements() if not divides:
                 return elements.with_row_factor(y, self._row_factor(y, left))
             case Scores(), _ if isinstance(right, fx.Node):
+                self._stays_as_wide(node, x)
                 return x.then(self._factor(x, right, divides))
             case _, Scores() if isinstance(left, fx.Node) and not divides:
+                self._stays_as_wide(node, y)
                 return y.then(self._factor(y, left, False))
         return self.mask_product(node, left, right, divides)
 

@@ -182,7 +182,7 @@ def nothing_to_make_finite(q, k, qt, kt):
     return F.kl_div(s.log_softmax(-1).nan_to_num(), t.softmax(-1), reduction="batchmean")
 
 
-@plain(fuses=1)
+@plain()
 def empty_rows_made_zero(q, k, qt, kt):
     s, t = student(q, k), student(qt, kt)
     keep = causal(s).tril(-4)
@@ -343,7 +343,7 @@ def causal_rows(q, k, qt, kt):
     return kd(s.masked_fill(~causal(s), -1e9), t.masked_fill(~causal(t), -1e9))
 
 
-@plain(fuses=1)
+@plain()
 def one_row_under_its_own_mask(q1, k, q1t, kt):
     keep = torch.arange(k.shape[2]) >= 7
     s, t = (torch.where(keep, y, -1e9) for y in (student(q1, k), student(q1t, kt)))

@@ -1,0 +1,301 @@
+"""A whole distillation, eager and compiled with the plugin: do the curves stay together?
+
+    python -m bench.long_run --out docs/long_run.png --json docs/long_run.json      # one GPU
+
+A Llama-like teacher learns Python's language reference byte by byte; then a student of half its
+depth is distilled on attention maps and logits, as naive code: bfloat16, AdamW, a cosine schedule,
+no dropout. Eager runs with two seeds; what lies between them is the band that the plugin has to
+stay in. The plugin runs with the first seed, is stopped in the middle, and goes on from its
+checkpoint in a model that was built anew: the second half of the run that was not stopped says
+what that should give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from bench import machine
+from bench.demo import COLORS, attention_kl
+from bench.records import command_line
+
+Step = Callable[[nn.Module, nn.Module, Tensor], Tensor]
+HELD_OUT = 0.1  # of the text, its end
+SMOOTHED = 25  # steps of a mean that is compared
+BAND_FACTOR = 1.0  # of the distance between two seeds that the plugin's may have from eager's
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, and how."""
+
+    device: str
+    steps: int = 1000
+    teacher_steps: int = 300
+    batch: int = 8
+    seqlen: int = 512
+    hidden_size: int = 256
+    student_layers: int = 2  # the teacher has twice as many
+    learning_rate: float = 1e-3
+    inner: str = "inductor"  # what compiles the rewritten graph
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+
+@dataclass
+class Curve:
+    """The losses of one way."""
+
+    name: str
+    seed: int
+    losses: list[float] = field(default_factory=list)
+    held_out: float = math.nan  # after the last step
+    seconds: float = 0.0
+
+
+# ----------------------------------------------------------------------------------------- data
+@functools.cache
+def text() -> bytes:
+    """Python's language reference, which every Python ships."""
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def batch_of(settings: Settings, seed: int, step: int) -> Tensor:
+    """The step's sequences: a function of seed and step, so that a resumed run has the same."""
+    part = text()[: int(len(text()) * (1 - HELD_OUT))]
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(part) - settings.seqlen, (settings.batch,), generator=generator)
+    rows = [list(part[i : i + settings.seqlen]) for i in starts.tolist()]
+    return torch.tensor(rows, device=settings.device)
+
+
+def held_out_batch(settings: Settings) -> Tensor:
+    """The beginning of the text that no step sees."""
+    start = int(len(text()) * (1 - HELD_OUT))
+    need = settings.batch * settings.seqlen
+    part = list(text()[start : start + need])
+    return torch.tensor(part, device=settings.device).view(settings.batch, settings.seqlen)
+
+
+# --------------------------------------------------------------------------------------- models
+def model(settings: Settings, layers: int, seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=settings.hidden_size,
+        intermediate_size=2 * settings.hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=settings.hidden_size // 32,
+        num_key_value_heads=settings.hidden_size // 128 or 1,
+        max_position_embeddings=settings.seqlen,
+        attention_dropout=0.0,
+    )
+    built = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    built.to(device=settings.device, dtype=settings.dtype)
+    # transformers installs its recording hooks at the first such call, which no graph may hold
+    with torch.no_grad():
+        built(torch.zeros(1, 8, dtype=torch.long, device=settings.device), output_attentions=True)
+    return built
+
+
+def trained_teacher(settings: Settings) -> nn.Module:
+    """Next bytes for some steps: a teacher whose maps mean something."""
+    teacher = model(settings, 2 * settings.student_layers, seed=0)
+    optimizer = torch.optim.AdamW(teacher.parameters(), lr=settings.learning_rate)
+    for step in tqdm(range(settings.teacher_steps), desc="teacher", ncols=90):
+        ids = batch_of(settings, 7, step)
+        teacher(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return teacher.eval().requires_grad_(False)
+
+
+def distillation_loss(teacher: Any, student: Any, ids: Tensor) -> Tensor:
+    """The naive loss on attention maps and logits."""
+    with torch.no_grad():
+        t = teacher(input_ids=ids, output_attentions=True, use_cache=False)
+    s = student(input_ids=ids, output_attentions=True, use_cache=False)
+    log_s, target = F.log_softmax(s.logits.float(), -1), F.softmax(t.logits.float(), -1)
+    logits = F.kl_div(log_s, target, reduction="none").sum(-1).mean()
+    return logits + attention_kl(t.attentions[1::2], s.attentions)
+
+
+# -------------------------------------------------------------------------------------- training
+class Training:
+    """A student, its optimizer and its schedule, which a checkpoint holds whole."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        self.settings, self.seed, self.done = settings, seed, 0
+        self.student = model(settings, settings.student_layers, seed=100 + seed)
+        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=settings.learning_rate)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.steps)
+
+    def run(self, step: Step, teacher: nn.Module, until: int, curve: Curve) -> None:
+        """Train until a step; the losses are read at the end, so that nothing waits for them."""
+        start = time.perf_counter()
+        losses = []
+        for _ in tqdm(range(self.done, until), desc=f"{curve.name}, seed {self.seed}", ncols=90):
+            loss = step(teacher, self.student, batch_of(self.settings, self.seed, self.done))
+            loss.backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.detach())
+            self.done += 1
+        curve.losses += torch.stack(losses).float().tolist()
+        curve.seconds += time.perf_counter() - start
+
+    def checkpoint(self) -> dict[str, Any]:
+        parts = (self.student, self.optimizer, self.schedule)
+        return copy.deepcopy({"done": self.done, "parts": [x.state_dict() for x in parts]})
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+        for x, saved in zip(
+            (self.student, self.optimizer, self.schedule), state["parts"], strict=True
+        ):
+            x.load_state_dict(saved)
+
+    def held_out(self, teacher: nn.Module) -> float:
+        with torch.no_grad():
+            ids = held_out_batch(self.settings)
+            return float(distillation_loss(teacher, self.student, ids))
+
+
+def compiled(settings: Settings) -> Step:
+    torch._dynamo.reset()
+    options = {"streamkl.strict": True, "streamkl.inner": settings.inner}
+    return torch.compile(distillation_loss, backend="streamkl", options=options)
+
+
+def curves(settings: Settings) -> list[Curve]:
+    """Eager with two seeds, the plugin, and the plugin from its checkpoint in the middle."""
+    teacher = trained_teacher(settings)
+    found = []
+    for name, seed in (("eager", 0), ("eager", 1), ("streamkl", 0)):
+        curve, training = Curve(name, seed), Training(settings, seed)
+        step = distillation_loss if name == "eager" else compiled(settings)
+        training.run(step, teacher, settings.steps // 2, curve)
+        middle = training.checkpoint()
+        training.run(step, teacher, settings.steps, curve)
+        curve.held_out = training.held_out(teacher)
+        found.append(curve)
+    resumed, training = Curve("resumed", 0), Training(settings, seed=50)  # other weights, replaced
+    training.seed = 0
+    training.restore(middle)
+    training.run(compiled(settings), teacher, settings.steps, resumed)
+    resumed.held_out = training.held_out(teacher)
+    return [*found, resumed]
+
+
+# --------------------------------------------------------------------------------------- results
+def smoothed(losses: list[float]) -> Tensor:
+    """Means of windows of steps."""
+    window = min(SMOOTHED, len(losses))
+    return torch.tensor(losses, dtype=torch.float64).unfold(0, window, 1).mean(-1)
+
+
+def verdict(found: list[Curve]) -> dict[str, float | bool]:
+    """How far the plugin is from eager, beside how far two seeds are from each other."""
+    eager, other, plugin, resumed = found
+    base = smoothed(eager.losses)
+    band = float((smoothed(other.losses) - base).abs().max())
+    distance = float((smoothed(plugin.losses) - base).abs().max())
+    half = plugin.losses[-len(resumed.losses) :]
+    off = max(abs(a - b) / abs(b) for a, b in zip(resumed.losses, half, strict=True))
+    return {
+        "band_of_two_seeds": band,
+        "distance_of_plugin": distance,
+        "is_within_band": distance <= BAND_FACTOR * band,
+        "largest_relative_difference_of_a_step": max(
+            abs(a - b) / abs(a) for a, b in zip(eager.losses, plugin.losses, strict=True)
+        ),
+        "resumed_off_by": off,
+        "held_out_eager": eager.held_out,
+        "held_out_other_seed": other.held_out,
+        "held_out_plugin": plugin.held_out,
+        "held_out_resumed": resumed.held_out,
+        "learned": bool(base[-1] < base[0] / 2),
+    } | {f"seconds_{c.name}_{c.seed}": c.seconds for c in found}
+
+
+def draw(found: list[Curve], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    eager, other, plugin, resumed = (smoothed(c.losses) for c in found)
+    figure, (whole, apart) = plt.subplots(1, 2, figsize=(11, 3.8))
+    steps = range(len(eager))
+    whole.plot(steps, eager, color=COLORS["eager"], lw=5, alpha=0.5, label="eager")
+    whole.plot(steps, other, color=COLORS["eager"], lw=1, ls=":", label="eager, another seed")
+    whole.plot(steps, plugin, color=COLORS["streamkl"], lw=1.5, label="streamkl")
+    late = range(len(eager) - len(resumed), len(eager))
+    whole.plot(late, resumed, color="#2e4057", lw=1.5, ls="--", label="streamkl, resumed")
+    whole.set(title="distillation loss", xlabel="step", ylabel="loss", yscale="log")
+    apart.plot(steps, (other - eager).abs(), color=COLORS["eager"], label="of two seeds")
+    apart.plot(
+        steps, (plugin - eager).abs(), color=COLORS["streamkl"], label="streamkl from eager"
+    )
+    apart.set(title="distance of the curves", xlabel="step", yscale="log")
+    for axis in (whole, apart):
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    for name in ("steps", "teacher_steps", "batch", "seqlen", "hidden_size"):
+        default = getattr(Settings, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graph")
+    parser.add_argument("--out", type=Path, default=Path("build/long_run.png"), help="the picture")
+    parser.add_argument("--json", type=Path, help="the record")
+    parser.add_argument("--commit", default="")
+    options = vars(parser.parse_args(given))
+    out, path, commit = (options.pop(k) for k in ("out", "json", "commit"))
+    settings = Settings(**options)
+    transformers.logging.set_verbosity_error()
+    found = curves(settings)
+    draw(found, out)
+    record = {
+        "command": command_line("bench.long_run", given),
+        "machine": machine.describe(torch.device(settings.device), commit),
+        "settings": asdict(settings),
+        "verdict": verdict(found),
+        "curves": [asdict(c) for c in found],
+    }
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record["verdict"], indent=1))
+    return 0 if record["verdict"]["is_within_band"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

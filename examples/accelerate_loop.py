@@ -1,0 +1,28 @@
+"""Accelerate with its dynamo plugin: `python -m examples.accelerate_loop`."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
+
+from examples.common import DEVICE, Clock, compare
+from examples.models import Distilled, Texts, student
+
+
+def train(compiles: bool, clock: Clock) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # two runs in one process
+    plugin = TorchDynamoPlugin(backend="inductor") if compiles else None
+    accelerator = Accelerator(cpu=DEVICE == "cpu", dynamo_plugin=plugin)
+    pair = Distilled(student())
+    optimizer = torch.optim.AdamW(pair.student.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+    module, optimizer, loader = accelerator.prepare(pair, optimizer, loader)
+    for _, inputs in zip(range(clock.num_steps), loader, strict=False):
+        accelerator.backward(module(**inputs)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.tick()
+
+
+if __name__ == "__main__":
+    compare(train)

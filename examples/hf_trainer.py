@@ -1,0 +1,50 @@
+"""transformers' Trainer with the loss in compute_loss: `python -m examples.hf_trainer`."""
+
+import tempfile
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from examples.common import DEVICE, Clock, compare
+from examples.models import Texts, distillation_loss, student, teacher
+
+
+class DistillationTrainer(Trainer):
+    teacher: Any
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.teacher(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+            )
+        loss = distillation_loss(outputs, wanted)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Ticks(TrainerCallback):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.clock.tick()
+
+
+def train(compiles: bool, clock: Clock) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=clock.num_steps, per_device_train_batch_size=4, report_to=[],
+            save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
+        )  # fmt: skip
+        trainer = DistillationTrainer(
+            student(), arguments, train_dataset=Texts(), callbacks=[Ticks(clock)]
+        )
+        trainer.teacher = teacher().to(DEVICE)
+        if compiles:  # torch_compile=True compiles the model alone, and the KL is outside of it
+            trainer.compute_loss = torch.compile(trainer.compute_loss)
+        trainer.train()
+
+
+if __name__ == "__main__":
+    compare(train)

@@ -1,0 +1,24 @@
+"""LoRA on the attention of a student, its LM head frozen: `python -m examples.peft_lora`."""
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from examples.common import DEVICE, Clock, compare
+from examples.models import Distilled, Texts, student
+
+
+def train(compiles: bool, clock: Clock) -> None:
+    adapted = get_peft_model(student(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    pair = Distilled(adapted).to(DEVICE)
+    step = torch.compile(pair) if compiles else pair
+    optimizer = torch.optim.AdamW([p for p in pair.parameters() if p.requires_grad], lr=1e-3)
+    loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+    for _, inputs in zip(range(clock.num_steps), loader, strict=False):
+        step(**{name: x.to(DEVICE) for name, x in inputs.items()})["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.tick()
+
+
+if __name__ == "__main__":
+    compare(train)

@@ -1,0 +1,40 @@
+"""Every example runs and prints that everything fused."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.flows import library
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+LIBRARIES = {  # beside transformers, in all but the first
+    "attention_maps": (),
+    "hf_trainer": ("transformers", "accelerate"),
+    "accelerate_loop": ("transformers", "accelerate"),
+    "peft_lora": ("transformers", "peft"),
+    "lightning_module": ("transformers", "lightning"),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_example(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in ("tqdm", *LIBRARIES[name]):
+        library(each)
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "4"])
+    runpy.run_module(f"examples.{name}", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "1 of 1 KL sites fused" in printed, printed
+    assert "No quadratic tensor remains" in printed, printed
+    assert "ms a step" in printed
+
+
+def test_none_is_long_or_untested() -> None:
+    scripts = [p for p in FOLDER.glob("*.py") if "__main__" in p.read_text()]
+    assert {p.stem for p in scripts} == set(LIBRARIES)
+    assert all(len(p.read_text().splitlines()) < 80 for p in FOLDER.glob("*.py"))

@@ -1,0 +1,398 @@
+"""Faults of one line, each with the tests that should catch it: tests/planted_faults.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line that is wrong, and the tests that should say so."""
+
+    path: str
+    old: str  # occurs once in the file
+    new: str
+    tests: str  # arguments of pytest, files below tests/
+    interpreted: bool = False
+
+
+def _streaming(*names: str) -> str:
+    return " ".join(f"test_attention_streaming.py::test_feature[{name}]" for name in names)
+
+
+def _triton(*names: str) -> str:
+    file = "test_attention_triton_interpreted.py"
+    return " ".join(f"{file}::test_feature[{name}]" for name in names)
+
+
+FUNCTIONAL = "torch_streamkl/functional.py"
+ROWSTATE = "torch_streamkl/rowstate.py"
+STREAMING = "torch_streamkl/streaming.py"
+ATTENTION = "torch_streamkl/attention.py"
+LINEAR = "torch_streamkl/linear_rows.py"
+ROWS = "torch_streamkl/kernels/rows.py"
+SCORES = "torch_streamkl/kernels/scores.py"
+FORWARD = "torch_streamkl/kernels/attention_forward.py"
+BACKWARD = "torch_streamkl/kernels/attention_backward.py"
+REWRITE = "test_rewrite_forms.py::"
+
+FAULTS = (
+    # ------------------------------------------------------------------------------ functional
+    Fault(
+        FUNCTIONAL,
+        'case "sub" if a == ZERO:\n            return apply("neg", b)',
+        'case "sub" if a == ZERO:\n            return b',
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        "return d[0] * a[1] + a[0] * d[1]",
+        "return d[0] * a[1]",
+        _streaming("js", "eps"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        "return d[0] / a[1] - a[0] * d[1] / (a[1] * a[1])",
+        "return d[0] / a[1]",
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        'apply("where", apply("gt", ZERO, a[0]), -d[0], ZERO)',
+        'apply("where", apply("gt", ZERO, a[0]), d[0], ZERO)',
+        _streaming("tv"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        'return apply("where", apply("ge", a[0], a[1]), d[0], d[1])',
+        'return apply("where", apply("ge", a[1], a[0]), d[0], d[1])',
+        _streaming("clamp_reached"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        'return apply("exp", a[0] - e) * d[0] + apply("exp", a[1] - e) * d[1]',
+        'return apply("exp", a[0] - e) * d[0]',
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        "result[i, j, m, n] = result.get((i, j, m, n), 0.0) + v1 * v2",
+        "result[i, j, m, n] = v1 * v2",
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        '"forward_kl": "P*(logP-logS)"',
+        '"forward_kl": "P*(logP+logS)"',
+        _streaming("forward_kl"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        'DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"]',
+        'DIVERGENCES["reverse_kl" if beta == 0.0 else "forward_kl"]',
+        "test_functional.py",
+    ),
+    # ------------------------------------------------------------------------------ statistics
+    Fault(
+        ROWSTATE,
+        "l_s = l_s + z.l_s * w_s",
+        "l_s = l_s + z.l_s",
+        "test_metamorphic.py::test_states_split_and_merge",
+    ),
+    Fault(
+        ROWSTATE,
+        "(moment + mass * shift) * weight)",
+        "moment * weight)",
+        "test_metamorphic.py::test_states_split_and_merge",
+    ),
+    Fault(
+        ROWSTATE,
+        "        x.masked_fill_(weight == 0, 0.0)",
+        "        pass",
+        "test_metamorphic.py::test_states_split_and_merge " + _streaming("mask_additive"),
+    ),
+    Fault(
+        ROWSTATE,
+        "student_sum=e_s + form.ts * mass_t",
+        "student_sum=e_s + form.tt * mass_t",
+        _streaming("forward_kl"),
+    ),
+    Fault(
+        ROWSTATE,
+        "teacher_sum=e_t + (form.tt + form.t) * mass_t",
+        "teacher_sum=e_t + form.t * mass_t",
+        _streaming("forward_kl"),
+    ),
+    Fault(ROWSTATE, "mass + torch.exp(sink - base)", "mass", _streaming("sink")),
+    Fault(
+        ROWSTATE,
+        "near = (ratio > 0.5) & (ratio < 2.0)",
+        "near = ratio > 2.0",
+        "test_attention_numerics.py -k denominators",
+    ),
+    Fault(
+        ROWSTATE,
+        "m_t, m_s = torch.maximum(x.m_t, y.m_t), torch.maximum(x.m_s, y.m_s)",
+        "m_t, m_s = x.m_t, y.m_s",
+        "test_metamorphic.py::test_states_split_and_merge",
+    ),
+    # -------------------------------------------------------------------------------- streaming
+    Fault(
+        STREAMING,
+        "d_dot = d_score.mul_(row_grad * (side.scale / problem.temperature))",
+        "d_dot = d_score.mul_(row_grad * side.scale)",
+        _streaming("temperature"),
+    ),
+    Fault(STREAMING, "slope = 1.0 - x * x", "slope = 1.0 - x", _streaming("softcap")),
+    Fault(
+        STREAMING,
+        "ratio = problem.teacher.num_heads // problem.num_heads",
+        "ratio = 1",
+        _streaming("head_mean", "head_mean_groups"),
+    ),
+    Fault(
+        STREAMING,
+        "ds.masked_fill_(log_s < floor, 0.0)",
+        "pass",
+        "test_attention_streaming.py::test_gradients_of_the_student_alone[clamp_reached]",
+    ),
+    Fault(
+        STREAMING,
+        "lse = torch.logaddexp(lse, torch.logsumexp(block, dim=-1))",
+        "lse = torch.logsumexp(block, dim=-1)",
+        _streaming("head_mean"),
+    ),
+    Fault(
+        STREAMING,
+        "share = (log_t.unflatten(1, (g.shape[1], -1)) - mean).exp()",
+        "share = log_t.unflatten(1, (g.shape[1], -1)).exp()",
+        _streaming("head_mean"),
+    ),
+    Fault(
+        STREAMING,
+        "above = low_t - sums.teacher_lse >= guard.teacher_floor",
+        "above = low_t - sums.teacher_lse <= guard.teacher_floor",
+        "test_attention_streaming.py -k second_pass",
+    ),
+    # ------------------------------------------------------------------------------------ masks
+    Fault(STREAMING, "allowed = j >= i - left", "allowed = j > i - left", _streaming("window")),
+    Fault(STREAMING, "below = j <= i + right", "below = j < i + right", _streaming("causal")),
+    Fault(
+        STREAMING,
+        "within = j < problem.key_lengths",
+        "within = j <= problem.key_lengths",
+        _streaming("key_lengths"),
+    ),
+    Fault(
+        STREAMING,
+        "crosses_right = right is not None and keys.stop - 1 > first + right",
+        "crosses_right = right is not None and keys.stop - 1 > last + right",
+        _streaming("causal"),
+    ),
+    Fault(
+        STREAMING,
+        "stop = min(stop, rows.queries.stop - 1 + offset + problem.window_right + 1)",
+        "stop = min(stop, rows.queries.stop - 1 + offset + problem.window_right)",
+        _streaming("causal"),
+    ),
+    Fault(
+        STREAMING,
+        "allowed = admitted if allowed is None else allowed & admitted",
+        "allowed = admitted",
+        "test_attention_streaming.py::test_any_call",
+    ),
+    Fault(
+        ATTENTION,
+        "right = 0 if right is None else min(right, 0)",
+        "right = 0 if right is None else right",
+        "test_metamorphic.py test_attention_streaming.py::test_any_call -k any_call",
+    ),
+    Fault(
+        ATTENTION,
+        "return float(q.shape[-1] ** -0.5 if scale is None else scale)",
+        "return float(q.shape[-2] ** -0.5 if scale is None else scale)",
+        _streaming("forward_kl"),
+    ),
+    # ----------------------------------------------------------------------------- linear rows
+    Fault(
+        LINEAR,
+        "level = (form.ss + form.s - rows.student_sum)[:, None]",
+        "level = (form.s - rows.student_sum)[:, None]",
+        "test_linear_kl.py::test_gradients_of_the_student_alone",
+    ),
+    Fault(
+        LINEAR,
+        "grad.mul_((weight / temperature)[:, None])",
+        "grad.mul_(weight[:, None])",
+        "test_gradcheck.py::test_linear test_linear_kl.py::test_every_option_at_once",
+    ),
+    Fault(
+        LINEAR,
+        "p = p - (problem.labels[:, None] == word).to(p.dtype)",
+        "p = p - 0.0",
+        "test_gradcheck.py::test_linear",
+    ),
+    Fault(
+        LINEAR,
+        "for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):",
+        "for start, stop in ((0, min(sizes)),):",
+        "test_linear_kl.py -k vocabular",
+    ),
+    # ------------------------------------------------------------------------- kernels' plug-ins
+    Fault(
+        ROWS,
+        "l_s = state.l_s * alpha_s + tl.sum(es, 1)",
+        "l_s = state.l_s + tl.sum(es, 1)",
+        _triton("forward_kl"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "return (mom + mass * moment(shift_t, shift_s, CT, CS)) * alpha",
+        "return mom * alpha",
+        _triton("forward_kl", "split_keys"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "h = e_s + FORM.TS * mass_t",
+        "h = e_s - FORM.TS * mass_t",
+        _triton("forward_kl"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "            d += FORM.ST * S",
+        "            d += FORM.ST * P",
+        _triton("reverse_kl"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "product = tl.where(weight > 0.0, product, 0.0)",
+        "product = product",
+        _triton("causal", "mask_bool"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "allowed &= cols >= rows + seq.offset - masks.window_left",
+        "allowed &= cols > rows + seq.offset - masks.window_left",
+        _triton("window"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "allowed &= cols <= rows + seq.offset + masks.window_right",
+        "allowed &= cols < rows + seq.offset + masks.window_right",
+        _triton("causal"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "allowed = inside & (cols < seq.num_valid)",
+        "allowed = inside",
+        _triton("key_lengths"),
+        True,
+    ),
+    Fault(SCORES, "+ (head // side.group) * side.k_h", "+ head * side.k_h", _triton("gqa"), True),
+    Fault(
+        SCORES,
+        "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right + 1)",
+        "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right)",
+        _triton("causal"),
+        True,
+    ),
+    Fault(
+        FORWARD,
+        "above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR",
+        "above &= True",
+        _triton("clamp_reached", "split_keys_clamp"),
+        True,
+    ),
+    Fault(
+        FORWARD,
+        "h_sum += tl.sum(tl.where(allowed, h, 0.0), 1)",
+        "h_sum += tl.sum(h, 1)",
+        _triton("js", "split_keys_two_pass"),
+        True,
+    ),
+    Fault(
+        BACKWARD, "            d *= s_slope", "            d *= t_slope", _triton("softcap"), True
+    ),
+    Fault(
+        BACKWARD,
+        "tl.trans((d * grad[:, None]).to(q.dtype))",
+        "tl.trans(d.to(q.dtype))",
+        _triton("forward_kl"),
+        True,
+    ),
+    # -------------------------------------------------------------------------------- launches
+    Fault(
+        "torch_streamkl/tiles.py",
+        "return total + operands.of_rows(stays)",
+        "return total",
+        "test_tiles.py",
+    ),
+    Fault(
+        "torch_streamkl/devices.py",
+        "return not self.is_hip and self.capability == (9, 0)",
+        "return self.capability == (9, 0)",
+        "test_tiles.py",
+    ),
+    # ------------------------------------------------------------------------ planner, lowering
+    Fault(
+        "fx_passes/planning/masks.py",
+        '("right", literal.constant - offset)',
+        '("right", literal.constant)',
+        "test_rewrite_forms.py -k sizes_of_queries",
+    ),
+    Fault(
+        "fx_passes/planning/masks.py",
+        "        return min(a, b)",
+        "        return max(a, b)",
+        "test_rewrite_forms.py -k test_masks",
+    ),
+    Fault(
+        "fx_passes/planning/masks.py",
+        "    if teacher.keys() != student.keys():",
+        "    if False:",
+        "test_near_misses.py",
+    ),
+    Fault(
+        "fx_passes/planning/divergence_forms.py",
+        "factor = next(x / y for x, y in pairs if y)",
+        "factor = 1.0",
+        f"{REWRITE}test_reductions {REWRITE}test_spellings",
+    ),
+    Fault(
+        "fx_passes/planning/divergence_forms.py",
+        "-c[(a, b)])\n            if (",
+        "c[(a, b)])\n            if (",
+        "test_corpus.py -k three",
+    ),
+    Fault(
+        "fx_passes/lowering/calls.py",
+        'options[f"{name}_softcap"] = key.capped',
+        'options[f"{name}_softcap"] = 2.0 * key.capped',
+        f"{REWRITE}test_places_of_the_scale",
+    ),
+    Fault(
+        "fx_passes/lowering/calls.py",
+        "key.scale * key.capped if key.capped else key.scale",
+        "key.scale",
+        f"{REWRITE}test_places_of_the_scale",
+    ),
+    Fault(
+        "fx_passes/lowering/lm_head.py",
+        "x = build.call(torch.mul, x, bias.weight / scale)",
+        "pass",
+        "test_rewrite_forms.py -k heads_of_language_models",
+    ),
+    Fault(
+        "fx_passes/domain/score_algebra.py",
+        "return scores.with_key(mask=key.mask | mask)",
+        "return scores",
+        f"{REWRITE}test_masks",
+    ),
+)

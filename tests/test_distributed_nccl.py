@@ -1,0 +1,33 @@
+"""What two processes agree on with gloo, on two GPUs with NCCL and in bfloat16."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from tests.support.ranks import assert_passed, checks_of, outcomes
+
+MODULES = [
+    "tests.test_distributed_linear",
+    "tests.test_distributed_attention",
+    "tests.test_traced_fsdp",
+]
+NAMES = [name for module in MODULES for name in checks_of(importlib.import_module(module))]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return outcomes(MODULES, "cuda")
+
+
+def test_names_are_unique() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", NAMES)
+def test_on_two_gpus(found: dict[str, list[str]], name: str) -> None:
+    assert_passed(found, name)

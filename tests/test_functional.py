@@ -1,0 +1,103 @@
+"""Divergence expressions: derivatives against autograd, coefficients, texts, limits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_streamkl.functional import (
+    DIVERGENCES,
+    LOG_P,
+    LOG_S,
+    Bilinear,
+    Functional,
+    bilinear,
+    derivative,
+    evaluate,
+    named,
+    parse,
+)
+
+EXPRESSIONS = (
+    *DIVERGENCES.values(),
+    named("js", 0.3).text,
+    named("forward_kl", student_eps=1e-3, teacher_clamp=1e-2).text,
+    "P*P/(S+0.5)",
+    "P/(S*S+0.1)-S/(P+0.2)",
+    "sqrt(P*S)",
+    "exp(0.5*logP+0.25*logS)",
+    "max(P,0.2)*min(logS,-0.7)",
+    "where(ge(logP,-1.0),P*logS,S)",
+    "abs(P-2.0*S)*logP",
+    "logaddexp(logP,logS)*S",
+    "log(P+S)*P",
+)
+
+
+def variables(log_p: Tensor, log_s: Tensor) -> dict[str, Tensor]:
+    return {"P": log_p.exp(), "S": log_s.exp(), "logP": log_p, "logS": log_s}
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_derivatives(text: str) -> None:
+    logs = [(torch.rand(200, dtype=torch.float64) * -4).requires_grad_() for _ in range(2)]
+    expr = parse(text)
+    value = evaluate(expr, variables(*logs)).expand(200)
+    expected = torch.autograd.grad(value.sum(), logs, allow_unused=True)
+    plain = [x.detach() for x in logs]
+    for variable, wanted in zip((LOG_P, LOG_S), expected, strict=True):
+        found = evaluate(derivative(expr, variable), variables(*plain)).expand(200)
+        wanted = torch.zeros_like(found) if wanted is None else wanted
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_text_is_read_back(text: str) -> None:
+    expr = parse(text)
+    assert parse(str(expr)) == expr
+    assert Functional.of(str(expr)).text == str(expr)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("P*(logP-logS)", Bilinear(tt=1.0, ts=-1.0)),
+        ("2.0*P*(logP-logS)+P*logP-0.5*S", Bilinear(tt=3.0, ts=-2.0, s=-0.5)),
+        ("(P+S)*(logP-logS)/4.0", Bilinear(tt=0.25, ts=-0.25, st=0.25, ss=-0.25)),
+        ("(P+P)*logS", Bilinear(ts=2.0)),
+        ("(logP-logS)*(P-S)+(P-S)*(logP-logS)", Bilinear(tt=2.0, ts=-2.0, st=-2.0, ss=2.0)),
+        ("0.0-P*logS", Bilinear(ts=-1.0)),
+        # a product whose terms meet
+        ("(logP+1.0)*(P-P*logP)+P*logP*logP", Bilinear(t=1.0)),
+        ("P*P*logS", None),
+        ("P/S", None),
+    ],
+)
+def test_coefficients(text: str, expected: Bilinear | None) -> None:
+    assert bilinear(parse(text)) == expected
+
+
+def test_limits_of_js_are_the_two_kls() -> None:
+    for beta, name in ((0.0, "forward_kl"), (1.0, "reverse_kl")):
+        assert named("js", beta).text == named(name).text
+
+
+def test_known_values() -> None:
+    p, s = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.5], [0.25, 0.75]))
+    at = variables(p.log(), s.log())
+    kl = float((p * (p / s).log()).sum())
+    back = float((s * (s / p).log()).sum())
+    mean = (p + s) / 2
+    js = float(0.5 * ((p * (p / mean).log()).sum() + (s * (s / mean).log()).sum()))
+    expected = {"forward_kl": kl, "reverse_kl": back, "jeffreys": kl + back, "js": js, "tv": 0.25,
+                "cross_entropy": float(-(p * s.log()).sum())}  # fmt: skip
+    for name, value in expected.items():
+        assert float(evaluate(named(name).expr, at).sum()) == pytest.approx(value)
+
+
+def test_simplified_constants() -> None:
+    for (a, b), op in itertools.product(((3.0, 2.0), (-1.5, 0.25)), "+-*/"):
+        assert parse(f"{a}{op}{b}").value == eval(f"{a}{op}{b}")
