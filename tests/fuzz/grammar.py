@@ -257,7 +257,7 @@ class Grammar:
         if kind < 0.6:
             dim = "-1" if self.draw.random() > 0.3 * self.mean else "-2"
             node = Node("logs", f"{{0}}.log_softmax({dim})", (scores,))
-        elif kind < 0.75:
+        elif kind < 0.75 and not _may_lose_rows(scores):
             node = Node("logs", "({0} - {1})", (scores, self.normaliser(scores)))
         elif kind < 0.9:
             node = Node("logs", "{0}.log()", (self.probabilities(side),))
@@ -279,6 +279,8 @@ class Grammar:
         elif kind < 0.98 or not self.mean:
             scores = self.scores(side)
             shifted = Node("scores", "({0} - {1})", (scores, self.normaliser(scores)))
+            if _may_lose_rows(scores):
+                shifted = Node("logs", "{0}.log_softmax(-1)", (scores,))
             node = Node("probabilities", "{0}.exp()", (shifted,))
         else:
             node = Node(
@@ -342,7 +344,7 @@ class Grammar:
         return self.draw.choice((Node("elements", "({0} + {1})", (one, two)), one, two))
 
     def rows(self) -> Node:
-        if self.draw.random() < 0.1:
+        if self.draw.random() < 0.1 and not _may_lose_rows(self.scores("s")):
             s, p = self.scores("s"), self.probabilities("t")
             total = self.edge(Node("rows", "{0}.logsumexp(-1)", (s,)))
             inside = self.edge(Node("elements", "({0} * {1})", (p, s)), ELEMENT_STEPS)
@@ -446,6 +448,15 @@ class Grammar:
             loop=loop,
             cloned=frozenset(cloned if draw.random() < 0.8 else ()),
         )
+
+
+def _may_lose_rows(scores: Node) -> bool:
+    """Whether the lowest number may be all that a row has.
+
+    A log-sum-exp written by hand loses log(N) beside it in rounding: eager's probabilities sum to
+    N then. log_softmax does not, and neither does what replaces both.
+    """
+    return any("finfo" in node.code for node in scores.walk())
 
 
 def _again(node: Node) -> Node:
