@@ -42,8 +42,8 @@ bench: $(VENV)/.demo
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/types && mkdir -p build/types  # mypy sees the layout of the installed package
-	cp -r torch_streamkl build/types/ && cp -r fx_passes build/types/torch_streamkl/
+	rm -rf build/types && mkdir -p build/types/torch_streamkl  # links in the layout of the installed package
+	ln -s $(CURDIR)/torch_streamkl/* build/types/torch_streamkl/ && ln -sfn $(CURDIR)/fx_passes build/types/torch_streamkl/fx_passes
 	cd build/types && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml
 
 clean:
