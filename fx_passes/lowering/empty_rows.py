@@ -65,10 +65,9 @@ def window_tensor(
     """The window as a boolean [queries, keys]."""
     if left is None and right is None:
         return None
-    assert place.query is not None
     first = example(nodes[0])
     assert isinstance(first, Tensor)
-    num_queries = place.digits[place.query].size
+    num_queries = 1 if place.query is None else place.digits[place.query].size
     num_keys = place.student.distribution.scores.size(place.student.distribution.axis)
     i = build.call(torch.arange, build.size(num_queries, nodes), device=first.device)
     j = build.call(torch.arange, build.size(num_keys, nodes), device=first.device)
