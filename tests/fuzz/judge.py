@@ -19,7 +19,7 @@ from torch_streamkl.fx_passes.analysis.registry import RULES
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
 # between what rounding does and what a mistake does, relative to the largest entry
-EXACT = {torch.float64: 2.0**-34, torch.float32: 2.0**-10}
+EXACT = {torch.float64: 2.0**-28, torch.float32: 2.0**-10}
 NUDGE = {torch.float64: 2.0**-44, torch.float32: 2.0**-20}  # how far inputs move, relative
 IN_FLOAT32 = 2.0**-18  # of programs in float64 that go through float32 somewhere
 NUM_NUDGES = 3
