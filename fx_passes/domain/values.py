@@ -197,10 +197,15 @@ class RowMax:
 
 @dataclass(frozen=True)
 class Shifted:
-    """scores - maximum of the row, or (``exponential``) exp of it."""
+    """scores - maximum of the row, or (``exponential``) exp of it.
+
+    The gradient of the maximum cancels in a softmax whose sum subtracts the same one: ``maximum``
+    is the scores that it was taken of, with their gradient, as the sum has to have them.
+    """
 
     scores: Scores
     axis: int
+    maximum: ScoreKey
     exponential: bool = False
 
 
@@ -211,6 +216,7 @@ class ExpSum:
     scores: ScoreKey
     axis: int
     layout: Layout  # the axis has size 1
+    maximum: ScoreKey
     logarithm: bool = False
 
 

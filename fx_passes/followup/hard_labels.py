@@ -211,7 +211,9 @@ def _share(
         hard = build.method("sum", hard)
     if reduction == MEAN:
         counted = build.method("sum", build.call(torch.ne, labels, ignored))
-        hard = build.call(torch.div, hard, counted)
+        mean = build.call(torch.div, hard, build.method("clamp_min", counted, 1))
+        # a mean of no token is NaN and has a gradient of 0
+        hard = build.call(torch.where, build.call(torch.gt, counted, 0), mean, math.nan)
     like = example(node)
     made = example(hard)
     assert isinstance(like, Tensor)

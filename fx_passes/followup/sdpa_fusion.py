@@ -81,7 +81,7 @@ def replace_attention(
 
 def _is_only_reader(node: fx.Node) -> bool:
     """Whether the probabilities that a matmul reads have no other use, back to their scores."""
-    current = node.args[0]
+    current = node.args[0] if node.args else None
     while isinstance(current, fx.Node) and name_of(current) not in MATMULS:
         if len(current.users) != 1:
             return False
@@ -303,4 +303,4 @@ def _repeated(build: Builder, x: fx.Node, heads: Size, q: fx.Node) -> fx.Node:
 def shape_scale(q: fx.Node) -> float:
     """The scale that scaled_dot_product_attention uses by default, 0 when it is not known."""
     head_dim = shape(q)[-1]
-    return head_dim**-0.5 if isinstance(head_dim, int) else 0.0
+    return head_dim**-0.5 if isinstance(head_dim, int) and head_dim else 0.0

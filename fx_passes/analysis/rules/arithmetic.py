@@ -11,8 +11,8 @@ from torch_streamkl.functional import ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.softmax import (
     SoftmaxRules,
-    is_reduction_of,
     is_shift_of,
+    is_sum_of,
 )
 from torch_streamkl.fx_passes.analysis.rules.value_masks import ValueMaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
@@ -84,14 +84,14 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Scores(), LogSumExp() if sign < 0:
                 return self._log_probabilities(node, x, y)
             case Shifted(), ExpSum(logarithm=True) if sign < 0 and not x.exponential:
-                if x.axis == y.axis and is_reduction_of(x.scores, y):
+                if is_sum_of(x, y):
                     return self._softmax(x.scores, x.axis, log=True)
             case Rows(), LogSumExp():
                 return rows.rows_and_lse(x, y, sign)
             case LogSumExp(), Rows():
                 return rows.rows_and_lse(y.scaled(sign), x, 1.0)
             case Scores(), RowMax() if sign < 0 and is_shift_of(x, y):
-                return Shifted(x, y.axis)  # the gradient of the maximum cancels in a softmax
+                return Shifted(x, y.axis, y.scores)
             case Scores(), Number():
                 return x.then(Shift(y.value * sign))
             case Number(), Scores():
@@ -187,7 +187,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             case Rows(), None if divides and (size := symbolic_size(right)) is not None:
                 return replace(x, divisors=(*x.divisors, size))
             case Shifted(exponential=True), ExpSum(logarithm=False) if divides:
-                if x.axis == y.axis and is_reduction_of(x.scores, y):
+                if is_sum_of(x, y):
                     return self._softmax(x.scores, x.axis, log=False)
             case Elements(), (Choice() | BoolTensor()) if not divides:
                 return self._times_mask(x, y, right)

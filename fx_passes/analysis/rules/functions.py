@@ -35,7 +35,7 @@ class FunctionRules(MaskRules):
     def exp(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if isinstance(x, Shifted) and not x.exponential:
-            return Shifted(x.scores, x.axis, exponential=True)
+            return replace(x, exponential=True)
         return self._unary(node, a, "exp", math.exp)
 
     @rule(aten.log.default)

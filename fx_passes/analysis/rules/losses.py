@@ -97,7 +97,8 @@ class LossRules(Analysis):
         keepdim = bool(a.get("keepdim", False))
         if isinstance(x, Shifted) and x.exponential and not mean and keepdim:
             if dims == [lay.axis_dim(x.scores.layout, x.axis)]:
-                return ExpSum(x.scores.key, x.axis, lay.without(x.scores.layout, dims[0]))
+                rows = lay.without(x.scores.layout, dims[0])
+                return ExpSum(x.scores.key, x.axis, rows, x.maximum)
         if isinstance(x, Elements):
             return elements.reduced(x, dims, keepdim, mean)
         if isinstance(x, Scores) and len(dims) == 1:

@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.domain.values import (
     ExpSum,
     LogSumExp,
     RowMax,
+    Shifted,
     Stacked,
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -29,8 +30,13 @@ def is_reduction_of(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
 
 
 def is_shift_of(x: Scores, y: RowMax) -> bool:
-    """The same for a maximum, whose gradient does not matter."""
+    """The same for a maximum, wherever its gradient flows."""
     return same_numbers(x.key, y.scores) and _meets_rows(x, y)
+
+
+def is_sum_of(x: Shifted, y: ExpSum) -> bool:
+    """Whether a sum is that of these exponentials, beside the same maximum."""
+    return x.axis == y.axis and x.maximum == y.maximum and is_reduction_of(x.scores, y)
 
 
 def _meets_rows(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:

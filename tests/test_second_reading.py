@@ -1,0 +1,134 @@
+"""Programs that a reader found who did not write the rules: each stands for its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import compare
+
+WITHOUT_CHECK = {"streamkl.verify": "never"}
+
+
+def maps(head_dim: int = 4) -> list[Tensor]:
+    make = torch.Generator().manual_seed(0)
+    sizes = (5, 7, 5, 7)
+    return [
+        torch.randn(2, 2, n, head_dim, generator=make).requires_grad_(i < 2)
+        for i, n in enumerate(sizes)
+    ]
+
+
+# ------------------------------------------------- a maximum with gradient here, and without there
+def in_the_difference_only(q, k, qt, kt):
+    s = q @ k.mT
+    total = (s - s.amax(-1, keepdim=True).detach()).exp().sum(-1, keepdim=True)
+    logs = s - s.amax(-1, keepdim=True) - total.log()
+    return F.kl_div(logs, (qt @ kt.mT).softmax(-1), reduction="sum")
+
+
+def in_the_sum_only(q, k, qt, kt):
+    s = q @ k.mT
+    with torch.no_grad():
+        largest = s.amax(-1, keepdim=True)
+    total = (s - s.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+    return F.kl_div(s - largest - total.log(), (qt @ kt.mT).softmax(-1), reduction="sum")
+
+
+def in_the_quotient(q, k, qt, kt):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True).detach()).exp()
+    total = (s - s.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+    return F.kl_div((e / total).log(), (qt @ kt.mT).softmax(-1), reduction="sum")
+
+
+def in_both(q, k, qt, kt):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    logs = (e / e.sum(-1, keepdim=True)).log()
+    return F.kl_div(logs, (qt @ kt.mT).softmax(-1), reduction="sum")
+
+
+def in_neither(q, k, qt, kt):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True).detach()).exp()
+    logs = (e / e.sum(-1, keepdim=True)).log()
+    return F.kl_div(logs, (qt @ kt.mT).softmax(-1), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("program", "sites"),
+    [
+        (in_the_difference_only, 0),
+        (in_the_sum_only, 0),
+        (in_the_quotient, 0),
+        (in_both, 1),
+        (in_neither, 1),
+    ],
+)
+def test_gradient_of_a_maximum(program: Callable[..., Tensor], sites: int) -> None:
+    outcome = compare(program, maps(), options=WITHOUT_CHECK).check()
+    assert outcome.num_fused == sites, str(outcome.report)
+
+
+# --------------------------------------------------------------------- a batch without any label
+def plain(ce: Tensor) -> Tensor:
+    return ce
+
+
+def guarded(ce: Tensor) -> Tensor:
+    return torch.where(ce.isnan(), 0.0, ce)
+
+
+@pytest.mark.parametrize("guard", [plain, guarded])
+@pytest.mark.parametrize("num_labels", [0, 1, 6])
+def test_gradients_beside_labels_that_are_ignored(
+    guard: Callable[[Tensor], Tensor], num_labels: int
+) -> None:
+    def step(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        z = h @ w.T
+        rows = F.kl_div(z.log_softmax(-1), (ht @ wt.T).softmax(-1), reduction="none").sum(-1)
+        return rows.sum() + guard(F.cross_entropy(z, labels))
+
+    make = torch.Generator().manual_seed(0)
+    sizes = ((6, 4), (11, 4), (6, 5), (11, 5))
+    inputs = [torch.randn(*s, generator=make) for s in sizes]
+    labels = torch.full((6,), -100)
+    labels[:num_labels] = torch.arange(num_labels)
+    given = [x.requires_grad_(i < 2) for i, x in enumerate(inputs)]
+    compiled = torch.compile(
+        step, backend="streamkl", options={"streamkl.inner": "aot_eager", "streamkl.strict": True}
+    )
+    results = []
+    for run in (step, compiled):
+        value = run(*given, labels)
+        results.append([value, *torch.autograd.grad(value, given[:2])])
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+    assert all(g.isfinite().all() for g in results[1][1:])
+
+
+# -------------------------------------------------------------------- attention beside the loss
+def test_matmul_by_keyword() -> None:
+    def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        p = (q @ k.mT).softmax(-1)
+        out = torch.matmul(input=p, other=k)
+        loss = F.kl_div(p.log(), (qt @ kt.mT).softmax(-1), reduction="sum")
+        return loss + out.square().sum()
+
+    outcome = compare(step, maps(), options=WITHOUT_CHECK).check()
+    assert not outcome.report.failures
+
+
+def test_heads_of_nothing() -> None:
+    def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        p = (q @ k.mT).softmax(-1)
+        loss = F.kl_div(p.log(), (qt @ kt.mT).softmax(-1), reduction="sum")
+        return loss + (p @ k).sum()
+
+    outcome = compare(step, maps(head_dim=0), options=WITHOUT_CHECK)
+    assert not outcome.report.failures
