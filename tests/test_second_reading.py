@@ -132,3 +132,36 @@ def test_heads_of_nothing() -> None:
 
     outcome = compare(step, maps(head_dim=0), options=WITHOUT_CHECK)
     assert not outcome.report.failures
+
+
+# -------------------------------------------------- functions of a probability that underflows
+FUNCTIONS = {
+    "a half": lambda p: p / 2,
+    "nine tenths": lambda p: p * 0.9,
+    "the square": lambda p: p**2,
+    "the square root": lambda p: p.sqrt(),
+    "a half of the square": lambda p: 0.5 * p * p,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("by", ["kl_div", "xlogy"])
+def test_a_function_of_a_probability_that_underflows(name: str, by: str) -> None:
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        wanted, got = FUNCTIONS[name]((qt @ kt.mT).softmax(-1)), (q @ k.mT).log_softmax(-1)
+        if by == "kl_div":
+            return F.kl_div(got, wanted, reduction="sum")
+        return (torch.xlogy(wanted, wanted) - wanted * got).sum()
+
+    q, k, qt, kt = maps()
+    scores = ((qt * 60) @ kt.mT).detach()
+    assert scores.softmax(-1).min() == 0.0
+    outcome = compare(
+        loss,
+        [q, k, (qt * 60).detach(), kt.detach()],
+        options=WITHOUT_CHECK,
+        largest_score=float(scores.abs().max()),
+    )
+    assert outcome.compiled.outputs[0].isfinite()
+    assert outcome.num_fused == 1, str(outcome.report)
+    outcome.check()

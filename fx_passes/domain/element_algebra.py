@@ -140,9 +140,37 @@ def unary(op: str, a: Elements) -> Elements:
     e = a.single()
     if e is None:
         raise Blocked(f"{op} of values that carry row weights")
+    if op == "log":
+        return replace(a, terms=(Term(_log(e)),))
     if op == "exp":
         e = _without_lse(e)
     return replace(a, terms=(Term(apply(op, e)),))
+
+
+def _log(e: Expr) -> Expr:
+    """The logarithm, of a product as a sum: where a probability underflows its score has one."""
+    coefficient, factors = _factors(e)
+    powers = [_power(f) for f in factors]
+    known = [prob for prob, _ in powers if prob is not None]
+    if coefficient <= 0.0 or not factors or len(known) < len(factors):
+        return apply("log", e)
+    if coefficient == 1.0 and len(factors) == 1 and powers[0][1] == 1.0:
+        return apply("log", e)
+    total = const(math.log(coefficient)) if coefficient != 1.0 else ZERO
+    for base, (_, exponent) in zip(known, powers, strict=True):
+        log = apply("log", base)
+        total = total + (log if exponent == 1.0 else const(exponent) * log)
+    return total
+
+
+def _power(e: Expr) -> tuple[Expr | None, float]:
+    """A probability and its exponent: 1, or 1/2 below a square root."""
+    if e.op == "P":
+        return e, 1.0
+    if e.op == "sqrt":
+        base, exponent = _power(e.args[0])
+        return base, exponent / 2
+    return None, 1.0
 
 
 def takes_part(a: Elements) -> Elements:
