@@ -7,6 +7,8 @@ import re
 import torch
 from torch._dynamo.utils import counters
 
+from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
+
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (
     "; fully_shard breaks graphs at every module that it is applied to: apply it to the outermost "
@@ -96,8 +98,8 @@ _BREAKS = (
 )
 _ANY_BREAK = (
     "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called function "
-    "torch_streamkl.enable(), or torch._dynamo.config.nested_graph_breaks = True, keeps its "
-    "caller's part together"
+    + "torch_streamkl.enable(), or " * MENDS_NESTED_BREAKS
+    + "torch._dynamo.config.nested_graph_breaks = True, keeps its caller's part together"
 )
 
 
