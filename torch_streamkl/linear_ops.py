@@ -56,7 +56,8 @@ INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the ord
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _lib.define(
-    f"linear_kl({TENSORS}, {OPTIONS}, {ADAPTERS}) -> (Tensor value, Tensor hard, Tensor statistics)",
+    f"linear_kl({TENSORS}, {OPTIONS}, {ADAPTERS}) -> "
+    "(Tensor value, Tensor hard, Tensor statistics)",
     tags=TAGS,
 )
 _lib.define(

@@ -7,7 +7,8 @@ import math
 from torch_streamkl.fx_passes.domain.layout import axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.domain.scores import Bias
+from torch_streamkl.fx_passes.domain.scores import Bias, Product
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
 
 
@@ -29,7 +30,17 @@ def _is_head(side: SideGeometry) -> bool:
         and not side.distribution.averaged
         and all(axes_of(x.tensor.layout) == {axis} and not x.factors for x in added)
         and not (form.softcap and form.biases)
+        and len(form.products) <= 1
     )
+
+
+def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
+    """The second product of a side's logits, and its operands with the rows and with the words."""
+    for product in read(side.distribution.scores).products:
+        is_rhs = side.distribution.axis in axes_of(product.rhs.layout)
+        pair = (product.lhs, product.rhs) if is_rhs else (product.rhs, product.lhs)
+        return product, *pair
+    return None
 
 
 def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:

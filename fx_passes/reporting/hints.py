@@ -43,8 +43,14 @@ _REMEDIES = (
     ),
     (
         "needs a gradient",
-        "detach the bias if it is a constant; where it is trained, such as by an adapter of the "
-        "LM head, put the adapter on other modules",
+        "detach the bias if it is a constant; where an adapter of the LM head trains it, make it "
+        "plain LoRA of the type of the head (autocast, or autocast_adapter_dtype=False), or put "
+        "the adapter on other modules",
+    ),
+    (
+        "sum of products|multiplies the scores varies along the keys",
+        "one LoRA adapter of an LM head fuses; several at a time, or a magnitude per word as of "
+        "DoRA, do not: put them on other modules",
     ),
     (
         "detached in one place",
@@ -85,6 +91,11 @@ _BREAKS = (
         "requires_grad_() of an intermediate tensor breaks the graph: where "
         "enable_input_require_grads() calls it, checkpointing with use_reentrant=False does not "
         "need it: model.disable_input_require_grads()",
+    ),
+    (
+        "torchao",
+        "DoRA's layers of PEFT break the graph, and a magnitude per word of an LM head is no part "
+        "of the operators: LoraConfig(use_dora=False) for the LM head",
     ),
     (
         "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
