@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -129,16 +129,20 @@ def main(arguments: list[str] | None = None) -> int:
     ]  # fmt: skip
     jobs = [(kind, name) for kind in options.tools for name in names]
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = dict(zip(jobs, pool.map(lambda job: _run(tool, *job), jobs), strict=True))
-    failed = 0
-    for (kind, name), output in runs.items():
-        blind = kind == "racecheck" and "hopper" in name and bool(runs[kind, CONTROL])
-        verdict = "clean" if not output else "not judged" if blind or name == CONTROL else "FAILED"
-        failed += verdict == "FAILED"
-        print(f"| {kind} | {name} | {verdict} |", flush=True)
-        if verdict == "FAILED":
-            print(output[-3000:], flush=True)
-    return int(failed > 0)
+        runs = {job: pool.submit(_run, tool, *job) for job in jobs}
+        verdicts = [_report(kind, name, runs) for kind, name in jobs]
+    return int("FAILED" in verdicts)
+
+
+def _report(kind: str, name: str, runs: dict[tuple[str, str], Future[str]]) -> str:
+    """Print what became of a case."""
+    output = runs[kind, name].result()
+    blind = kind == "racecheck" and "hopper" in name and bool(runs[kind, CONTROL].result())
+    verdict = "clean" if not output else "not judged" if blind or name == CONTROL else "FAILED"
+    print(f"| {kind} | {name} | {verdict} |", flush=True)
+    if verdict == "FAILED":
+        print(output[-3000:], flush=True)
+    return verdict
 
 
 def _run(tool: str, kind: str, name: str) -> str:
