@@ -74,6 +74,15 @@ def test_weights_that_change_before_the_sum() -> None:
     judge(step, heads((6,)))
 
 
+def test_weights_that_change_before_the_backward() -> None:
+    def step(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, m: Tensor) -> Tensor:
+        total = (rows(h @ w.T, ht @ wt.T).unsqueeze(0) * m).sum()
+        m.data.zero_()
+        return total
+
+    judge(step, heads((6,)))
+
+
 # ---------------------------------------------------------------------- biases of parts of words
 @pytest.mark.parametrize(("shape", "sites"), [((3, 1), 0), ((4,), 0), ((3, 4), 1)])
 def test_bias_of_groups_of_words(shape: tuple[int, ...], sites: int) -> None:

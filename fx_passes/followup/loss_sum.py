@@ -67,15 +67,15 @@ def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
 
 
 def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
-    """Whether weights or masks change between the steps and the sum, where they are read again."""
+    """Whether weights or masks change behind the steps: the sum and the backward read them."""
     if not chain.steps:
         return False
     order = list(call.graph.nodes)
-    between = order[order.index(chain.steps[0]) : order.index(chain.total)]
+    behind = order[order.index(chain.steps[0]) :]
     carried = {*call.users, *chain.steps}
     read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
     reads = {storage_of(a) for a in read} - {None}
-    return any(storage_of(x) in reads for n in between for x in written_by(n))
+    return any(storage_of(x) in reads for n in behind for x in written_by(n))
 
 
 def _is_eligible(call: fx.Node) -> bool:
