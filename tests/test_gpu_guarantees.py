@@ -261,7 +261,7 @@ def test_no_allocation_of_all_pairs(name: str, impl: str) -> None:
     assert largest_allocation(run) < length * length  # a byte a pair would be that much
 
 
-# -------------------------------------------------------------------- a check leaves nothing behind
+# ------------------------------------------------------------------ a check leaves nothing behind
 def test_gradients_after_a_check_of_attention() -> None:
     """NOTE [cuDNN's attention is not run in checks] in validation/isolation.py."""
     x = torch.randn(4, 128, 4 * 64, device="cuda", dtype=BF16)

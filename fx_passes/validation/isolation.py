@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 # NOTE [cuDNN's attention is not run in checks]
-# PyTorch keeps a compiled cuDNN graph for each shape and layout of q, k and v. The backward's holds
-# the strides of the gradient that it is given first, and these are not part of the key: with
-# another layout of the gradient the next call reads it wrongly. A check draws its own gradients,
-# so it must leave nothing there for the model to find. (aten/src/ATen/native/cudnn/MHA.cpp)
+# PyTorch keeps a compiled cuDNN graph for each shape and layout of q, k and v. The one of a
+# backward holds the strides of the first gradient that it is given, which are not part of the key:
+# with another layout of the gradient the next call reads it wrongly. A check draws gradients of
+# its own, so it must leave nothing there for the model. (aten/src/ATen/native/cudnn/MHA.cpp)
 
 
 @contextlib.contextmanager
