@@ -85,6 +85,8 @@ def _is_eligible(call: fx.Node) -> bool:
 
 def _wanted(call: fx.Node) -> list[bool]:
     tensors = [*call.args[:4], *(call.kwargs.get(name) for name in BIASES)]
+    adapters = [call.kwargs.get(name) for name in linear_ops.ADAPTER_NAMES]
+    tensors += adapters if any(adapters) else []
     return [isinstance(x, fx.Node) and _value(x).requires_grad for x in tensors]
 
 

@@ -7,7 +7,8 @@ import math
 from torch_streamkl.fx_passes.domain.layout import Piece, axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.domain.scores import Bias
+from torch_streamkl.fx_passes.domain.scores import Bias, Product
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.fx_utils.sizes import product
 from torch_streamkl.fx_passes.planning.dimensions import (
     ROW_ONLY,
@@ -35,6 +36,7 @@ def _is_head(side: SideGeometry) -> bool:
         and not side.distribution.averaged
         and all(_is_per_word(x, side) and not x.factors for x in added)
         and not (form.softcap and form.biases)
+        and len(form.products) <= 1
     )
 
 
@@ -46,6 +48,15 @@ def _is_per_word(bias: Bias, side: SideGeometry) -> bool:
     return axes_of(bias.tensor.layout) == {axis} and is_split_of(
         pieces, Piece(axis, product(words))
     )
+
+
+def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
+    """The second product of a side's logits, and its operands with the rows and with the words."""
+    for added in read(side.distribution.scores).products:
+        is_rhs = side.distribution.axis in axes_of(added.rhs.layout)
+        pair = (added.lhs, added.rhs) if is_rhs else (added.rhs, added.lhs)
+        return added, *pair
+    return None
 
 
 def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:
