@@ -1,10 +1,10 @@
-"""The feature table in the README is up to date, and every test that it names exists."""
+"""The feature table in the docs is up to date, and every test that it names exists."""
 
 import os
 import subprocess
 import sys
 
-from tests.support.feature_table import FEATURES, FILES, README, ROOT, ids_of, update
+from tests.support.feature_table import FEATURES, FILES, PAGE, ROOT, ids_of, update
 from tests.support.problems import CASES
 
 
@@ -12,8 +12,8 @@ def test_every_case_belongs_to_a_feature() -> None:
     assert set(CASES) == {case for cases in FEATURES.values() for case in cases}
 
 
-def test_readme_is_up_to_date() -> None:
-    text = README.read_text()
+def test_page_is_up_to_date() -> None:
+    text = PAGE.read_text()
     assert text == update(text), "run: python -m tests.support.feature_table"
 
 

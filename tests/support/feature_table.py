@@ -1,6 +1,6 @@
-"""The feature table of the README: every feature by implementation, each cell backed by a test.
+"""The feature table of the docs: every feature by implementation, each cell backed by a test.
 
-python -m tests.support.feature_table          # rewrite the section of README.md
+python -m tests.support.feature_table          # rewrite the section of docs/features.md
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.problems import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "features.md"
 BEGIN, END = "<!-- features:begin -->", "<!-- features:end -->"
 
 ON_GPU = "Triton, GPU tests"
@@ -82,7 +82,7 @@ def section() -> str:
     """The Markdown between the markers."""
     lines = [
         BEGIN,
-        "## Features of `attention_kl`",
+        "# Features of `attention_kl`",
         "",
         "Values and gradients to both sides, against the textbook code in float64. Behind a cell",
         "stand as many tests as it says: `test_feature[case]` of the file at the head of its",
@@ -91,7 +91,7 @@ def section() -> str:
         "with a GPU runs, in bfloat16, float16 and float32.",
         "",
         "| feature | cases | "
-        + " | ".join(f"[{name}]({file})" for name, file in FILES.items())
+        + " | ".join(f"[{name}](../{file})" for name, file in FILES.items())
         + " |",
         "| --- | --- |" + " --- |" * len(FILES),
     ]
@@ -104,7 +104,7 @@ def section() -> str:
 
 
 def update(text: str) -> str:
-    """README text with the section up to date, at the end if it was not there."""
+    """The page's text with the section up to date, at the end if it was not there."""
     if BEGIN not in text:
         return text.rstrip("\n") + "\n\n" + section() + "\n"
     head, rest = text.split(BEGIN, 1)
@@ -113,4 +113,4 @@ def update(text: str) -> str:
 
 if __name__ == "__main__":
     assert set(CASES) == {case for cases in FEATURES.values() for case in cases}
-    README.write_text(update(README.read_text()))
+    PAGE.write_text(update(PAGE.read_text()))
