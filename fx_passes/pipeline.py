@@ -108,6 +108,7 @@ def _rewrite_graph(
         if not is_view(n) and not _is_scalar(n)
     }
     unused = {n for n in region.nodes if not n.users}
+    kept: list[str] = []
     fused: list[tuple[Candidate, Site]] = []
     mode, selections = fake_mode_of(region), Selections()
 
@@ -125,7 +126,8 @@ def _rewrite_graph(
         shapes_as_sizes(region, sizes, builder)
     removed = remove_dead(graph, region.nodes, unused)
     if fused:
-        replace_attention(trace, recognised.values, aliases, builder, refused)
+        values = recognised.values
+        kept = replace_attention(trace, values, aliases, builder, refused)
         report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
         removed += remove_dead(graph, region.nodes, unused)
@@ -139,6 +141,8 @@ def _rewrite_graph(
         report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
     report.sites += unfused_sites(unfused, trace, recognised, plans)
     report.remaining = large_tensors_left(graph, sizes, recognised)
+    if report.remaining:  # else it is attention whose maps nobody distils
+        report.notes += kept
     return report
 
 

@@ -7,7 +7,6 @@ fused KL are touched.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from torch_streamkl.fx_passes.domain.scores import ABSORBING
 from torch_streamkl.fx_passes.domain.values import Attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, quotient, same
 from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
 from torch_streamkl.fx_passes.lowering.calls import add_up_biases
@@ -45,7 +44,6 @@ from torch_streamkl.fx_passes.lowering.operands import (
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
 
-log = logging.getLogger("torch_streamkl.rewrite")
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
 COMPILES_IN_FLOAT64 = TorchVersion(torch.__version__) >= "2.13"
@@ -57,8 +55,12 @@ def replace_attention(
     aliases: Aliases,
     builder: Callable[[fx.Node], Builder],
     refused: Container[str],
-) -> None:
-    """Attention written by hand, where its map has no other reader, by the fused one."""
+) -> list[str]:
+    """Attention written by hand, where its map has no other reader, by the fused one.
+
+    Returns what the report says of that which stays.
+    """
+    notes: dict[str, None] = {}
     leftovers = Leftovers(trace.outer)
     for inner in trace.graph.nodes:
         value, node = values.get(inner), trace.outer.get(inner)
@@ -78,10 +80,11 @@ def replace_attention(
                     replacement = with_strides_of(build, replacement, value_of_user)
                 aliases.check(build.added)
         except Blocked as reason:
-            log.info("attention stays as it is: %s", reason)
+            notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
             continue
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it
+    return list(notes)
 
 
 def _is_only_reader(node: fx.Node) -> bool:

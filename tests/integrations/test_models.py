@@ -148,6 +148,7 @@ def test_model(name: str) -> None:
     sites = LAYERS if "logits" not in name else 1
     assert report.num_fused == len(report.sites) == sites, report
     assert (report.remaining_quadratic > 0) == (name in LEFT), report
+    assert any("has no softcap" in note for note in report.notes) == (name in LEFT), report
     if transformers.__version__.startswith("5.23."):
         assert row(name, report) in PAGE.read_text(), "python -m tests.integrations.test_models"
 
