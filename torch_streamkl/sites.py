@@ -74,10 +74,8 @@ class Site:
         if call is None:
 
             def gradients(*arguments: Tensor | None) -> Tensors:
-                grad, student_stats, teacher_stats, *tensors = arguments
-                return ops.wanted_gradients(
-                    grad, student_stats, teacher_stats, list(wanted), *tensors, *self.options
-                )
+                given: tuple[Any, ...] = (*arguments[:3], list(wanted), *arguments[3:])
+                return ops.wanted_gradients(*given, *self.options)
 
             call = self._backward[wanted] = self._repeated(gradients, tensors)
         return call(grad, student_stats, teacher_stats, *tensors)
