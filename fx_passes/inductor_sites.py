@@ -1,13 +1,13 @@
 """What Inductor writes into a compiled graph in the place of a call of our operators.
 
 The wrapper of a compiled graph calls a custom operator through the dispatcher, which passes some
-thirty arguments to Python and back; beside short kernels that is most of the time. Where all sizes
-are fixed it calls an object of `torch_streamkl.sites` instead, which knows everything but the
-tensors. The generated code makes that object from literals, so that it means the same in another
-process, where Inductor finds it in its caches.
+thirty arguments to Python and back; beside short kernels that is most of the time. Here it calls
+an object of `torch_streamkl.sites` instead, which knows everything but the tensors, and where they
+vary their sizes. The generated code makes that object from literals, so that it means the same in
+another process, where Inductor finds it in its caches.
 
 Inductor has a table for such code, CUSTOM_EXTERN_KERNEL_CODEGEN, which is private. Where it is
-missing, with the C++ wrapper and with sizes that vary, the operator is called.
+missing, with the C++ wrapper, and with options that vary, the operator is called.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ def install() -> bool:
 
 
 def _write_forward(node: Any, writeline: Callable[[str], None]) -> None:
-    arguments = _static_arguments(node)
+    arguments = _fixed_arguments(node)
     if arguments is None:
         _write_operator(node)
         return
     tensors, options = _given(arguments)
-    _write(node, writeline, "CompiledForward", tensors, (options, len(tensors)))
+    made_of = (options, len(tensors), _varies(node))
+    _write(node, writeline, "CompiledForward", tensors, made_of)
 
 
 def _write_backward(node: Any, writeline: Callable[[str], None]) -> None:
-    arguments = _static_arguments(node)
+    arguments = _fixed_arguments(node)
     if arguments is None:
         _write_operator(node)
         return
@@ -65,23 +66,25 @@ def _write_backward(node: Any, writeline: Callable[[str], None]) -> None:
     )
     tensors, options = _given(rest)
     flags = tuple(ast.literal_eval(wanted))
-    made_of = (options, len(tensors), flags)
+    made_of = (options, len(tensors), _varies(node), flags)
     _write(node, writeline, "CompiledBackward", [*gradients, *tensors], made_of)
 
 
-def _static_arguments(node: Any) -> list[str] | None:
-    """The source of the operator's positional arguments; None where something may vary."""
+def _fixed_arguments(node: Any) -> list[str] | None:
+    """The source of the operator's positional arguments; None where an option varies."""
     from torch._inductor.virtualized import V
 
     arguments: list[str] = list(node.codegen_args())
     if node.codegen_kwargs() or V.graph.cpp_wrapper:
         return None
-    for x in node.inputs:
-        if not all(_is_number(n) for n in (*x.get_size(), *x.get_stride())):
-            return None
     first = 0 if len(node.outputs) == ops.NUM_RESULTS else NUM_GRADIENT_TENSORS + 1
     options = arguments[first + ops.NUM_TENSORS :]
     return arguments if all(_is_literal(x) for x in options) else None
+
+
+def _varies(node: Any) -> bool:
+    """Whether a tensor's size or stride does."""
+    return not all(_is_number(n) for x in node.inputs for n in (*x.get_size(), *x.get_stride()))
 
 
 def _is_number(size: Any) -> bool:

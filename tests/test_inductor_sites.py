@@ -1,4 +1,4 @@
-"""A compiled graph calls a site in the place of an operator where sizes are fixed."""
+"""A compiled graph calls a site in the place of an operator."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def compiled(dynamic: bool = False) -> Any:
     return torch.compile(rows, backend="streamkl", dynamic=dynamic, options=options)
 
 
-def check_code(function: Any, present: tuple[str, ...], absent: tuple[str, ...]) -> None:
+def check_code(
+    function: Any, present: tuple[str, ...], absent: tuple[str, ...], eager: Any = rows
+) -> None:
     inputs = tensors()
     with torch._functorch.config.patch(enable_autograd_cache=False):
         found, codes = run_and_get_code(step, function, inputs)
@@ -53,16 +55,31 @@ def check_code(function: Any, present: tuple[str, ...], absent: tuple[str, ...])
     calls = "\n".join(line for line in code.splitlines() if " = " in line)
     assert all(x in calls for x in present)
     assert not any(x in calls for x in absent)
-    for x, y in zip(found, step(rows, inputs), strict=True):
+    for x, y in zip(found, step(eager, inputs), strict=True):
         assert torch.equal(x, y)
 
 
 def test_fixed_sizes_are_sites() -> None:
-    check_code(compiled(), SITES, OPERATORS)
+    check_code(compiled(), (*SITES, "4, False)", "4, False, ("), OPERATORS)
 
 
-def test_sizes_that_vary_are_operator_calls() -> None:
-    check_code(compiled(dynamic=True), OPERATORS, SITES)
+def test_sizes_that_vary() -> None:
+    function = compiled(dynamic=True)
+    check_code(function, (*SITES, "4, True)", "4, True, ("), OPERATORS)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seqlen in (12, 16, 12, 9, 12):
+            inputs = tensors(seqlen)
+            for x, y in zip(step(function, inputs), step(rows, inputs), strict=True):
+                assert torch.equal(x, y)
+
+
+def test_options_that_vary_are_operator_calls() -> None:
+    def windowed(*inputs: Tensor) -> Tensor:
+        return rows(*inputs, window=(inputs[0].shape[2] // 2, None))
+
+    options = {"fx_graph_cache": False}
+    function = torch.compile(windowed, backend="streamkl", dynamic=True, options=options)
+    check_code(function, OPERATORS, SITES, windowed)
 
 
 def test_operator_calls_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 Tensors = Sequence[Tensor | None]
 CALLS_BEFORE = 1  # a recording: of what is called once it would only cost time
+MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
 
 
 class Repeated:
@@ -93,14 +94,29 @@ class Site:
 
 
 class _CompiledCall:
-    """An operator call of a compiled graph whose shapes are fixed: what its wrapper calls.
+    """An operator call of a compiled graph: what its wrapper calls instead.
 
-    Who watches operators (a profiler, a dispatch mode) sees the operator.
+    Sizes are the same in every call unless one ``varies``. Who watches operators (a profiler, a
+    dispatch mode) sees the operator.
     """
 
-    def __init__(self, options: tuple[Any, ...], num_tensors: int) -> None:
-        self.site = Site(options)
+    def __init__(self, options: tuple[Any, ...], num_tensors: int, varies: bool) -> None:
+        self.options = options
         self.absent = (None,) * (ops.NUM_TENSORS - num_tensors)
+        self._site = None if varies else Site(options)
+        self._sites: dict[Any, Site] = {}
+
+    def site(self, tensors: tuple[Tensor | None, ...]) -> Site:
+        """The site of tensors of these sizes."""
+        if self._site is not None:
+            return self._site
+        key = tuple([None if x is None else (x.shape, x.stride()) for x in tensors])
+        found = self._sites.get(key)
+        if found is None:
+            if len(self._sites) >= MAX_SIZES:
+                self._sites.clear()
+            found = self._sites[key] = Site(self.options)
+        return found
 
     @staticmethod
     def is_seen() -> bool:
@@ -113,28 +129,30 @@ class CompiledForward(_CompiledCall):
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         if self.is_seen():
             call = WITHOUT_AUTOGRAD[ops.attention_kl]
-            seen: Tensors = call(*tensors, *self.absent, *self.site.options)
+            seen: Tensors = call(*tensors, *self.absent, *self.options)
             return seen
-        return self.site.forward(*tensors, *self.absent)
+        return self.site(tensors).forward(*tensors, *self.absent)
 
 
 class CompiledBackward(_CompiledCall):
     """`attention_kl_backward`; called with grad, both statistics, then as `CompiledForward`."""
 
     def __init__(
-        self, options: tuple[Any, ...], num_tensors: int, wanted: tuple[bool, ...]
+        self, options: tuple[Any, ...], num_tensors: int, varies: bool, wanted: tuple[bool, ...]
     ) -> None:
-        super().__init__(options, num_tensors)
+        super().__init__(options, num_tensors, varies)
         self.wanted = wanted
 
     def __call__(
         self, grad: Tensor, student_stats: Tensor, teacher_stats: Tensor, *tensors: Tensor | None
     ) -> Tensors:
-        given = (grad, student_stats, teacher_stats)
         if self.is_seen():
             call = WITHOUT_AUTOGRAD[ops.attention_kl_backward]
             seen: Tensors = call(
-                *given, list(self.wanted), *tensors, *self.absent, *self.site.options
-            )
+                grad, student_stats, teacher_stats, list(self.wanted),
+                *tensors, *self.absent, *self.options,
+            )  # fmt: skip
             return seen
-        return self.site.backward(self.wanted, *given, *tensors, *self.absent)
+        site = self.site((grad, student_stats, teacher_stats, *tensors))
+        first = (grad, student_stats, teacher_stats)
+        return site.backward(self.wanted, *first, *tensors, *self.absent)
