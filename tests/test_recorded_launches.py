@@ -132,6 +132,33 @@ def test_what_cannot_be_written_down_is_not_recorded() -> None:
 
 
 @inside
+def test_a_program_that_does_not_run_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: Tensor | None) -> list[Tensor]:
+        raise TypeError("function takes exactly 80 arguments")
+
+    site, tensors = _recorded_site("cpu")
+    call = site._forward
+    assert isinstance(call, sites.Repeated)
+    call.settle(sites._First(call, fails))
+    for _ in range(2):
+        for x, y in zip(call(*tensors), site._run_forward(*tensors), strict=True):
+            assert torch.equal(x, y)
+    assert call._program is None
+    assert [r.getMessage() for r in caplog.records] == [
+        "recorded launches do not run here, and calls take longer: "
+        "function takes exactly 80 arguments"
+    ]
+
+
+@inside
+def test_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "RECORDS", False)
+    site, _ = _recorded_site("cpu")
+    assert isinstance(site._forward, sites.Repeated)
+    assert site._forward._program is None
+
+
+@inside
 def test_a_program_keeps_no_tensor_alive() -> None:
     import gc
     import weakref

@@ -67,6 +67,8 @@ def record(
         return outputs, recorder.program(outputs)
     except Unrecordable:
         return outputs, None
+    finally:
+        recorder.forget()
 
 
 @contextmanager
@@ -102,6 +104,11 @@ class Recorder(TorchDispatchMode):
         self.device = self._inputs[0][1].device
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             self.obstacle = "another device is the current one"
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        for held in (self._views, self._alive, self._inputs):
+            held.clear()  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------------- what happens
     def __torch_dispatch__(
