@@ -76,6 +76,81 @@ def _recorded_site(device: str) -> tuple[sites.Site, list[Tensor | None]]:
     return site, tensors
 
 
+class FakeKernel:
+    """Stands for a Triton kernel: keeps what the launches of its compiled kernel are given."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> FakeKernel:
+            last = len(arguments) if not options else None
+            self.launches.append((*grid, *arguments[:last]))
+            return self
+
+        return launch
+
+    def run(self, *arguments: Any) -> None:
+        grid, how, rest = arguments[:3], arguments[3:9], arguments[9:]
+        assert how == (0, "function", "metadata", None, None, None)
+        self.launches.append((*grid, *rest))
+
+
+def _by_address(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return tuple(map(_by_address, x)) if isinstance(x, tuple) else x
+
+
+@inside
+@pytest.mark.parametrize("mask", [False, True])
+def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program passes is what a launch by the usual way is given, addresses for tensors."""
+    from torch_streamkl.kernels import attention_backward, attention_forward, plans, recorded
+
+    kernels = {
+        "forward_kernel": (attention_forward, FakeKernel()),
+        "dq_kernel": (attention_backward, FakeKernel()),
+        "dk_kernel": (attention_backward, FakeKernel()),
+    }
+    for name, (module, kernel) in kernels.items():
+        monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(recorded, "runs_directly", lambda: True)
+    plans.clear_plans()
+    site = sites.Site(OPTIONS)
+    keys = torch.ones(2, 1, 24, 24, dtype=torch.bool) if mask else None
+    tensors = [*_tensors("cpu", 2, 2, 24, 16), keys, *[None] * 10]
+    grad = torch.ones(2, 2, 24)
+    for _ in range(5):
+        # results are kept: those of every call have other addresses
+        value, *stats = (x for x in site.forward(*tensors) if x is not None)
+        grads = site.backward((True, True, False, False), grad, *stats, *tensors)
+        assert grads[2:] == (None, None)
+        outputs = {
+            "forward_kernel": (value, *stats),
+            "dq_kernel": (grads[0],),
+            "dk_kernel": (grads[1],),
+        }
+        for name, results in outputs.items():
+            last = _by_address(kernels[name][1].launches[-1])
+            assert all(_by_address(x) in last for x in results)
+    plans.clear_plans()
+    for _, kernel in kernels.values():
+        usual, *others = kernel.launches
+        assert len(others) == 4
+        for other in others:
+            assert _shape_of(_by_address(other)) == _shape_of(_by_address(usual))
+
+
+def _shape_of(x: Any) -> Any:
+    """A launch's arguments without what differs from call to call: addresses."""
+    if isinstance(x, tuple):
+        return tuple(map(_shape_of, x))
+    return "address" if isinstance(x, int) and x > 2**32 else x
+
+
 @inside
 def test_an_address_that_is_not_aligned_takes_the_usual_path() -> None:
     site, tensors = _recorded_site("cpu")
