@@ -13,7 +13,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_streamkl
-from torch_streamkl.fx_passes import ddp
+from torch_streamkl.fx_passes import ddp, inductor_sites
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
 
@@ -52,6 +52,7 @@ class JointPass(CustomGraphPass):
         self.ours = ours
 
     def __call__(self, graph: fx.Graph) -> None:
+        inductor_sites.install()
         for node in graph.nodes:
             if node.op == "call_function":
                 node.target = WITHOUT_AUTOGRAD.get(node.target, node.target)

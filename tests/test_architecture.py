@@ -27,6 +27,7 @@ STAGES = (
     "validation",
     "pipeline",
     "ddp",
+    "inductor_sites",
     "inductor_passes",
     "backend",
     "leaves",
