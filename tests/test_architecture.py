@@ -27,6 +27,7 @@ STAGES = (
     "validation",
     "pipeline",
     "ddp",
+    "gradients_in_forward",
     "inductor_passes",
     "backend",
     "leaves",

@@ -51,7 +51,7 @@ def find(body: Body, form: RowForm, inputs: dict[str, tuple[Tensor, str]]) -> Ru
     """The compiled body for such inputs, compiled now if it was not yet; None if that failed.
 
     ``inputs`` are the tensors of one block by name, each with what its dimensions are: "r" rows,
-    "k" keys, anything else a fixed size.
+    "k" keys, anything else a fixed size. It takes them in this order, contiguous.
     """
     layouts = tuple((x.dtype, _example_shape(x, spec)) for x, spec in inputs.values())
     key = Key(body, form, tuple(inputs), layouts, torch.get_num_threads())
@@ -86,6 +86,7 @@ def compile_body(key: Key) -> Run:
     """Trace with symbolic sizes, and compile."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -96,12 +97,12 @@ def compile_body(key: Key) -> Run:
         "cpp_wrapper": False,
         "post_grad_custom_pre_pass": None,
         "post_grad_custom_post_pass": None,
-        "size_asserts": False,
+        "size_asserts": True,
         "nan_asserts": False,
     }
     with torch.inference_mode(False), torch.no_grad(), config.patch(patches):
         examples = [torch.zeros(shape, dtype=dtype) for dtype, shape in key.layouts]
-        graph = make_fx(traced, tracing_mode="symbolic")(*examples)
+        graph = make_fx(traced, select_decomp_table(), tracing_mode="symbolic")(*examples)
         fakes = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
         run: Any = compile_fx_inner(graph, fakes)
     return run  # type: ignore[no-any-return]  # of Inductor's

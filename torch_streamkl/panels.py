@@ -311,7 +311,7 @@ class _Work:
         run = compiled.find(body, form, inputs)
         if run is None:
             raise NotCompiledError
-        return tuple(run([x for x, _ in inputs.values()]))
+        return tuple(run([x.contiguous() for x, _ in inputs.values()]))
 
     def add_gradients(self, panel: Panel) -> None:
         """Products of the gradients that the body has left in place of the dot products."""
@@ -326,8 +326,11 @@ class _Work:
                 else:
                     out.copy_(torch.bmm(d_dots, keys).view(out.shape))
             if dk is not None:
-                whole = dk[panel.batch, _kv_heads(side, panel.heads), panel.keys]
-                whole.baddbmm_(d_dots.transpose(1, 2), self.folded[i])
+                out, d_keys = dk[panel.batch, _kv_heads(side, panel.heads)], d_dots.transpose(1, 2)
+                if panel.queries.start == 0 and panel.num_keys == out.shape[1]:
+                    torch.bmm(d_keys, self.folded[i], out=out)
+                else:
+                    out[:, panel.keys].baddbmm_(d_keys, self.folded[i])
 
 
 def _kv_heads(side: Side, heads: slice) -> slice:
