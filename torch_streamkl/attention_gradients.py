@@ -8,17 +8,22 @@ scores twice. The rewrite puts it into a graph whose backward it knows
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl import ops, panels
+from torch_streamkl import ops, panels, streaming
 from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.registration import NAMESPACE, register
-from torch_streamkl.streaming import Wanted
+from torch_streamkl.streaming import Gradients, Wanted
 
+Compute = Callable[
+    [AttentionProblem, Tensor | None, Wanted], tuple[Tensor, RowStatistics, Gradients]
+]
 _lib = Library(NAMESPACE, "FRAGMENT")
 _lib.define(
     f"attention_kl_with_gradients(Tensor? row_weight, bool[] wanted, {ops.ARGUMENTS})"
@@ -30,12 +35,12 @@ attention_kl_with_gradients = torch.ops.torch_streamkl.attention_kl_with_gradien
 
 
 def _run(
-    row_weight: Tensor | None, wanted: list[bool], *args: Any, **kwargs: Any
+    compute: Compute, row_weight: Tensor | None, wanted: list[bool], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     problem, _ = ops.problem_of(*args, **kwargs)
     if row_weight is not None:
         row_weight = row_weight.expand(problem.student.q.shape[:3])
-    value, stats, grads = panels.forward_with_gradients(problem, row_weight, Wanted(*wanted))
+    value, stats, grads = compute(problem, row_weight, Wanted(*wanted))
     nothing = value.new_empty
     return value, stats.student, stats.teacher, *(nothing(0) if g is None else g for g in grads)
 
@@ -63,4 +68,7 @@ def _flops(
     return ops.backward_flops(None, None, None, wanted, sq, sk, tq, tk)
 
 
-register(_lib, "attention_kl_with_gradients", _run, _fake, _flops)
+_PLAIN, _COMPILED = (
+    functools.partial(_run, module.forward_with_gradients) for module in (streaming, panels)
+)
+register(_lib, "attention_kl_with_gradients", _PLAIN, _fake, _flops, _COMPILED)

@@ -9,22 +9,22 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_streamkl.row_body import Inputs, RowForm
+from torch_streamkl.row_body import Inputs
 
 _log = logging.getLogger("torch_streamkl")
 
-Body = Callable[[RowForm, Inputs], tuple[Tensor, ...]]
+Body = Callable[[Any, Inputs], tuple[Tensor, ...]]
 Run = Callable[[list[Tensor]], Any]
 # Sizes that a body is traced and tuned with: no two alike, or they would be taken for one. What is
 # 1 stays 1, and means that it broadcasts.
-ROWS, KEYS = 520, 392
+ROWS, KEYS, STRIDE = 520, 392, 448
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Key:
     """What a compiled body is found under."""
 
     body: Body
-    form: RowForm
+    form: Hashable
     names: tuple[str, ...]
-    layouts: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    layouts: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
     num_threads: int
 
 
@@ -43,17 +43,20 @@ _lock = threading.RLock()
 
 
 def _example_shape(x: Tensor, spec: str) -> tuple[int, ...]:
-    known = {"r": ROWS, "k": KEYS}
+    known = {"r": ROWS, "k": KEYS, "p": KEYS}
     return tuple(known.get(letter, x.shape[dim]) for dim, letter in enumerate(spec))
 
 
-def find(body: Body, form: RowForm, inputs: dict[str, tuple[Tensor, str]]) -> Run | None:
+def find(body: Body, form: Hashable, inputs: dict[str, tuple[Tensor, str]]) -> Run | None:
     """The compiled body for such inputs, compiled now if it was not yet; None if that failed.
 
     ``inputs`` are the tensors of one block by name, each with what its dimensions are: "r" rows,
-    "k" keys, anything else a fixed size. It takes them in this order, contiguous.
+    "k" keys, "p" keys in rows that are padded, anything else a fixed size. It takes them in this
+    order, without gaps but those.
     """
-    layouts = tuple((x.dtype, _example_shape(x, spec)) for x, spec in inputs.values())
+    layouts = tuple(
+        (x.dtype, _example_shape(x, spec), spec[-1] == "p") for x, spec in inputs.values()
+    )
     key = Key(body, form, tuple(inputs), layouts, torch.get_num_threads())
     try:
         return _runs[key]
@@ -101,7 +104,12 @@ def compile_body(key: Key) -> Run:
         "nan_asserts": False,
     }
     with torch.inference_mode(False), torch.no_grad(), config.patch(patches):
-        examples = [torch.zeros(shape, dtype=dtype) for dtype, shape in key.layouts]
+        examples = [
+            torch.zeros(ROWS, STRIDE, dtype=dtype)[:, :KEYS]
+            if padded
+            else torch.zeros(shape, dtype=dtype)
+            for dtype, shape, padded in key.layouts
+        ]
         graph = make_fx(traced, select_decomp_table(), tracing_mode="symbolic")(*examples)
         fakes = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
         run: Any = compile_fx_inner(graph, fakes)

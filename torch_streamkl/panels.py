@@ -21,14 +21,13 @@ from torch import Tensor
 from torch_streamkl import compiled, streaming
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side, bottom_right_offset
 from torch_streamkl.row_body import RowForm, rows_backward, rows_forward
-from torch_streamkl.streaming import Wanted
+from torch_streamkl.streaming import Gradients, Wanted
 
 PANEL_ELEMENTS = 2**18  # scores of one side: with exponentials four tiles, in the cores' caches
 LEAST_QUERIES = 16  # of a panel, whatever the number of keys: matmuls of fewer rows are slow
 MOST_ELEMENTS = 2**22  # of a panel of so few queries
 NOTHING = Wanted(False, False, False, False)
 Inputs = dict[str, tuple[Tensor, str]]  # and what their dimensions are, see compiled.find
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class NotCompiledError(Exception):
@@ -86,15 +85,13 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 def forward_with_gradients(
     problem: AttentionProblem, row_weight: Tensor | None, wanted: Wanted
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """`forward`, and the gradients of the sum of its values, weighted, in the compute dtype."""
+    """What `streaming.forward_with_gradients` computes, each product once."""
     if limit(problem) is None:
         try:
             return _forward(problem, row_weight, wanted)
         except NotCompiledError:
             pass
-    value, stats = streaming.forward(problem)
-    grad = torch.ones_like(value) if row_weight is None else row_weight
-    return value, stats, streaming.backward(problem, stats, grad, wanted)
+    return streaming.forward_with_gradients(problem, row_weight, wanted)
 
 
 def backward(
@@ -107,16 +104,8 @@ def backward(
         except NotCompiledError:
             pass
         else:
-            inputs = _inputs(problem)
-            a, b, c, d = (
-                g if g is None else g.to(x.dtype) for g, x in zip(sums, inputs, strict=True)
-            )
-            return a, b, c, d
+            return streaming.in_dtypes_of_inputs(problem, sums)
     return streaming.backward(problem, stats, grad, wanted)
-
-
-def _inputs(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k
 
 
 def _sequences(
@@ -129,14 +118,6 @@ def _sequences(
         yield slice(None), slice(None), problem
 
 
-def _zeros(problem: AttentionProblem, wanted: Wanted) -> list[Tensor | None]:
-    flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
-    return [
-        x.new_zeros(x.shape, dtype=problem.compute_dtype) if flag else None
-        for x, flag in zip(_inputs(problem), flags, strict=True)
-    ]
-
-
 def _views(sums: list[Tensor | None], rows: slice, keys: slice) -> list[Tensor | None]:
     ranges = (rows, keys, rows, keys)
     return [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
@@ -147,7 +128,7 @@ def _forward(
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     q = problem.student.q
     results = q.new_empty((*q.shape[:3], 5), dtype=problem.compute_dtype)
-    sums = _zeros(problem, wanted)
+    sums = streaming.zero_sums(problem, wanted)
     form = _form(problem, wanted)
     for rows, keys, sequence in _sequences(problem):
         if sequence.seqlen_k == 0:
@@ -167,14 +148,13 @@ def _forward(
             work.add_gradients(panel)
     value, *rest = results.unbind(-1)
     stats = RowStatistics(torch.stack(rest[:2]), torch.stack(rest[2:]))
-    a, b, c, d = sums
-    return value.contiguous(), stats, (a, b, c, d)
+    return value.contiguous(), stats, (sums[0], sums[1], sums[2], sums[3])
 
 
 def _backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
 ) -> list[Tensor | None]:
-    sums = _zeros(problem, wanted)
+    sums = streaming.zero_sums(problem, wanted)
     form = _form(problem, wanted)
     statistics = torch.cat((stats.student, stats.teacher)).permute(1, 2, 3, 0)
     for rows, keys, sequence in _sequences(problem):

@@ -60,10 +60,13 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     """
     allowed = _allowed(inputs)
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
-    student, teacher = (_softmax(form, inputs, x, side) for side, x in ((0, s), (1, t)))
-    variables = _variables(student, teacher)
+    outside = _number(inputs, "outside") if form.fills else None
+    student, teacher = (
+        softmax(x.x, inputs.get(f"{name}_sink"), x.level, outside)
+        for name, x in (("student", s), ("teacher", t))
+    )
     functional = Functional.of(form.functional)
-    f, h, g = functional.terms("fhg", variables)
+    f, h, g = functional.terms("fhg", variables_of(student, teacher))
     if allowed is not None and not form.fills:
         f, h, g = (torch.where(allowed, x, 0.0) for x in (f, h, g))
     sums = [x.sum(-1, keepdim=True) for x in (f, h, g)]
@@ -84,10 +87,10 @@ def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     allowed = _allowed(inputs)
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
     lse_s, h_sum, lse_t, g_sum = inputs["statistics"].split(1, dim=1)
-    logs = [x.x - _without_infinity(lse) for x, lse in ((s, lse_s), (t, lse_t))]
+    logs = [x.x - without_infinity(lse) for x, lse in ((s, lse_s), (t, lse_t))]
     student, teacher = (Softmax(x, x.exp(), x) for x in logs)
     names = "h" * form.student + "g" * form.teacher
-    terms = Functional.of(form.functional).terms(names, _variables(student, teacher))
+    terms = Functional.of(form.functional).terms(names, variables_of(student, teacher))
     weight = inputs["row_weight"]
     if form.student:
         _store_gradient(inputs, 0, terms[0], student.p * h_sum, s.slope, weight, form, allowed)
@@ -96,7 +99,7 @@ def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     return ()
 
 
-def _variables(student: Softmax, teacher: Softmax) -> dict[str, Tensor]:
+def variables_of(student: Softmax, teacher: Softmax) -> dict[str, Tensor]:
     return {"P": teacher.p, "S": student.p, "logP": teacher.log_p, "logS": student.log_p}
 
 
@@ -149,30 +152,32 @@ def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
     return (allowed.to(x.dtype).amax(-1, keepdim=True) > 0).expand(x.shape[0], 1)
 
 
-def _softmax(form: RowForm, inputs: Inputs, scores: Scores, side: int) -> Softmax:
-    x, sink = scores.x, inputs.get(f"{('student', 'teacher')[side]}_sink")
+def softmax(
+    x: Tensor,
+    sink: Tensor | None = None,
+    level: Tensor | None = None,
+    outside: Tensor | None = None,
+) -> Softmax:
+    """Of scores; a sink is one more logit of the denominator, keys outside have one level."""
     peak = x.amax(-1, keepdim=True)
-    outside = _number(inputs, "outside")
-    if form.fills:
-        assert scores.level is not None
-        peak = torch.maximum(peak, torch.where(outside > 0, scores.level, -math.inf))
+    if level is not None and outside is not None:
+        peak = torch.maximum(peak, torch.where(outside > 0, level, -math.inf))
     if sink is not None:
         peak = torch.maximum(peak, sink)
-    base = _without_infinity(peak)
+    base = without_infinity(peak)
     shifted = x - base
     e = shifted.exp()
-    total = e.sum(-1, keepdim=True)
-    if form.fills:
-        assert scores.level is not None
-        total = total + outside * (scores.level - base).exp()
-    mass = total if sink is None else total + (sink - base).exp()
+    mass = e.sum(-1, keepdim=True)
+    if level is not None and outside is not None:
+        mass = mass + outside * (level - base).exp()
+    if sink is not None:
+        mass = mass + (sink - base).exp()
     is_empty = mass == 0
     depth = torch.where(is_empty, 0.0, mass.log())
     # a probability as a quotient: the exponential of a difference would be another pass of them
     p = e * torch.where(is_empty, 0.0, 1.0 / mass)
     lse = torch.where(is_empty, -math.inf, base + depth)
-    log_outside = None if scores.level is None else scores.level - base - depth
-    return Softmax(shifted - depth, p, lse, log_outside)
+    return Softmax(shifted - depth, p, lse, None if level is None else level - base - depth)
 
 
 def _with_keys_outside(
@@ -211,5 +216,5 @@ def _store_gradient(
     inputs["st"[side]].copy_(d)
 
 
-def _without_infinity(m: Tensor) -> Tensor:
+def without_infinity(m: Tensor) -> Tensor:
     return torch.where(m == -math.inf, 0.0, m)
