@@ -190,9 +190,7 @@ class _Factors:
             inverse = self._call(aten.mul.Tensor, found.weight, inverse)
         return Weighted(found.number, inverse)
 
-    def _selected(
-        self, node: fx.Node, condition: Any, x: Any, other: Any
-    ) -> Weighted | None:
+    def _selected(self, node: fx.Node, condition: Any, x: Any, other: Any) -> Weighted | None:
         """x where a condition holds and 0 elsewhere, or the other way round."""
         if condition in self.late | self.behind:
             return None
@@ -217,7 +215,7 @@ def _is_zero(node: Any) -> bool:
         return False
     if node.target in (aten.full.default, aten.full_like.default):
         return bool(node.args[1] == 0)
-    return node.target is aten.scalar_tensor.default and node.args[0] == 0
+    return node.target is aten.scalar_tensor.default and bool(node.args[0] == 0)
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

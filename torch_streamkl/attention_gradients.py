@@ -61,9 +61,7 @@ def _inputs(problem: AttentionProblem) -> tuple[Tensor, ...]:
     return problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k
 
 
-def _flops(
-    _w: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
-) -> int:
+def _flops(_w: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any) -> int:
     """The two score matmuls and one for each gradient."""
     return ops.backward_flops(None, None, None, wanted, sq, sk, tq, tk)
 

@@ -112,5 +112,5 @@ def compile_body(key: Key) -> Run:
         ]
         graph = make_fx(traced, select_decomp_table(), tracing_mode="symbolic")(*examples)
         fakes = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-        run: Any = compile_fx_inner(graph, fakes)
-    return run  # type: ignore[no-any-return]  # of Inductor's
+        run: Run = compile_fx_inner(graph, fakes)
+    return run

@@ -259,9 +259,7 @@ def backward_flops(
     return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
 
 
-register(
-    _lib, "attention_kl", run_forward, _forward_fake, _forward_flops, run_compiled_forward
-)
+register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops, run_compiled_forward)
 register(
     _lib,
     "attention_kl_backward",

@@ -285,9 +285,7 @@ class _Work:
         column = x[panel.heads].to(self.dtype).repeat_interleave(count)
         return column[:, None], "r1"
 
-    def run(
-        self, body: compiled.Body, form: RowForm, inputs: Inputs
-    ) -> tuple[Tensor, ...]:
+    def run(self, body: compiled.Body, form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
         run = compiled.find(body, form, inputs)
         if run is None:
             raise NotCompiledError
@@ -349,16 +347,13 @@ def _visible_keys(problem: AttentionProblem, queries: slice) -> slice:
 
 def _tile_of(x: Tensor, panel: Panel) -> tuple[Tensor, str]:
     """The panel's part of what broadcasts to [batch, heads, queries, keys], in two dimensions."""
-    index = (panel.batch, panel.heads, panel.queries, panel.keys)
-    b, h, r, k = (
-        part if size > 1 else (0 if part is panel.batch else slice(None))
-        for part, size in zip(index, x.shape, strict=True)
+    parts = (panel.heads, panel.queries, panel.keys)
+    h, r, k = (
+        part if size > 1 else slice(None) for part, size in zip(parts, x.shape[1:], strict=True)
     )
-    block = x[b, h, r, k]
+    block = x[panel.batch if x.shape[0] > 1 else 0, h, r, k]
     keys = "k" if x.shape[3] > 1 else "1"
     if block.shape[:2] == (1, 1) and panel.num_rows > 1:
         return block.reshape(1, -1), f"1{keys}"
     count = panel.queries.stop - panel.queries.start
     return block.expand(panel.num_heads, count, -1).reshape(panel.num_rows, -1), f"r{keys}"
-
-

@@ -136,7 +136,7 @@ def _scores(form: RowForm, inputs: Inputs, side: int, allowed: Tensor | None) ->
         x = x / _number(inputs, "temperature")
     if allowed is None and not form.fills:
         return Scores(x, slope)
-    if not form.fills:
+    if allowed is not None and not form.fills:
         return Scores(torch.where(allowed, x, -math.inf), slope)
     level = _number(inputs, "mask_value").expand(x.shape[0], 1)
     if f"{name}_sink" not in inputs:
