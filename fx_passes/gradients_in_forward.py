@@ -143,7 +143,13 @@ class _Factors:
         if node.target in DIV and len(node.args) == 2:
             return self._quotient(node, *node.args)
         if node.target is aten.where.self:
-            return self._selected(node, *node.args)
+            condition, x, other = node.args
+            if _is_zero(x):
+                return self._selected(node, condition, other, False)
+            return self._selected(node, condition, x, True) if _is_zero(other) else None
+        if node.target is aten.masked_fill.Scalar:
+            x, condition, value = node.args
+            return self._selected(node, condition, x, False) if value == 0 else None
         found = self.of(node.args[0]) if node.args else None
         if found is None:
             return None
@@ -159,10 +165,16 @@ class _Factors:
         weight = self._call(node.target, weight, *node.args[1:], **node.kwargs)
         return Weighted(found.number, weight)
 
-    def _with_dimensions_of(self, weight: fx.Node, node: fx.Node) -> fx.Node:
-        for _ in range(_value(node).dim() - _value(weight).dim()):
-            weight = self._call(aten.unsqueeze.default, weight, 0)
-        return weight
+    def _as_weight(self, x: fx.Node, node: fx.Node) -> fx.Node:
+        """A factor of a gradient, which may be a mask, with as many dimensions as that."""
+        if not _value(x).dtype.is_floating_point:
+            x = self._call(prims.convert_element_type.default, x, _value(node).dtype)
+        return self._with_dimensions_of(x, node)
+
+    def _with_dimensions_of(self, x: fx.Node, node: fx.Node) -> fx.Node:
+        for _ in range(_value(node).dim() - _value(x).dim()):
+            x = self._call(aten.unsqueeze.default, x, 0)
+        return x
 
     def _product(self, node: fx.Node, x: Any, other: Any) -> Weighted | None:
         found = self.of(x)
@@ -170,9 +182,9 @@ class _Factors:
             return None
         if not isinstance(other, fx.Node) or _value(other).dim() == 0:
             return Weighted(self._call(aten.mul.Tensor, found.number, other), found.weight)
-        if other in self.behind or not _value(other).dtype.is_floating_point:
+        if other in self.behind:
             return None
-        other = self._with_dimensions_of(other, node)
+        other = self._as_weight(other, node)
         if found.weight is None:
             return Weighted(found.number, other)
         return Weighted(found.number, self._call(aten.mul.Tensor, found.weight, other))
@@ -183,27 +195,27 @@ class _Factors:
             return None
         if not isinstance(other, fx.Node) or _value(other).dim() == 0:
             return Weighted(self._call(aten.div.Tensor, found.number, other), found.weight)
-        if other in self.behind or not _value(other).dtype.is_floating_point:
+        if other in self.behind:
             return None
-        inverse = self._call(aten.reciprocal.default, self._with_dimensions_of(other, node))
+        inverse = self._call(aten.reciprocal.default, self._as_weight(other, node))
         if found.weight is not None:
             inverse = self._call(aten.mul.Tensor, found.weight, inverse)
         return Weighted(found.number, inverse)
 
-    def _selected(self, node: fx.Node, condition: Any, x: Any, other: Any) -> Weighted | None:
-        """x where a condition holds and 0 elsewhere, or the other way round."""
+    def _selected(self, node: fx.Node, condition: Any, x: Any, is_where: bool) -> Weighted | None:
+        """x where a condition is as it should be, and 0 elsewhere."""
         if condition in self.late | self.behind:
             return None
-        if _is_zero(x):
-            x, other, condition = other, x, self._call(aten.logical_not.default, condition)
         found = self.of(x)
-        if found is None or not _is_zero(other):
+        if found is None:
             return None
-        dtype = _value(x).dtype
-        condition = self._with_dimensions_of(condition, node)
-        holds = self._call(prims.convert_element_type.default, condition, dtype)
+        if not is_where:
+            condition = self._call(aten.logical_not.default, condition)
+        holds = self._as_weight(condition, node)
         if found.weight is not None:  # it may be infinite where the condition does not hold
-            holds = self._call(aten.where.self, condition, found.weight, other)
+            zero = self._call(aten.mul.Tensor, holds, 0.0)
+            condition = self._with_dimensions_of(condition, node)
+            holds = self._call(aten.where.self, condition, found.weight, zero)
         return Weighted(found.number, holds)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

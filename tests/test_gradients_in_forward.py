@@ -58,14 +58,17 @@ LOSSES: dict[str, tuple[Loss, Tensor]] = {
     "mean": (lambda rows, _: rows.mean(), torch.ones((), **WIDE)),
     "sum over a number": (lambda rows, x: rows.sum() / x, torch.tensor(3.0, **WIDE)),
     "weighted rows": (lambda rows, x: (rows * x).sum(), torch.randn(ROWS, **WIDE)),
-    "weights that broadcast": (lambda rows, x: (rows * x[:, None]).mean(), torch.randn(2, 9, **WIDE)),
+    "weights that broadcast": (
+        lambda rows, x: (rows * x[:, None]).mean(), torch.randn(2, 9, **WIDE),
+    ),
     "weights of fewer dimensions": (lambda rows, x: -(x * rows).mean(), torch.randn(9, **WIDE)),
     "rows divided": (lambda rows, x: (rows / x).sum() / x.sum(), 1 + torch.rand(ROWS, **WIDE)),
     "mean of masked rows": (
         lambda rows, x: rows.masked_fill(~x, 0.0).sum() / x.sum(), MASK.contiguous(),
     ),
     "where": (
-        lambda rows, x: torch.where(x, rows * 3.0, 0.0).flatten(1).mean(1).mean(), MASK.contiguous(),
+        lambda rows, x: torch.where(x, rows * 3.0, 0.0).flatten(1).mean(1).mean(),
+        MASK.contiguous(),
     ),
     "sequences, then batch": (
         lambda rows, x: ((rows * x).sum((1, 2)) / x.sum((1, 2))).mean(), torch.rand(ROWS, **WIDE),
