@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes import ddp
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
+    as_one_pass,
     chained,
     rewriting_pass,
     source_digest,
@@ -90,7 +91,7 @@ def streamkl(
     patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
     # enable() may have set a pass for all graphs: this one is rewritten already
     before = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
-    patches["pre_grad_custom_pass"] = without_ours(before)
+    patches["pre_grad_custom_pass"] = as_one_pass(without_ours(before))
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 

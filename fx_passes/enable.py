@@ -9,6 +9,7 @@ import torch._dynamo.config
 import torch._inductor.config
 
 from torch_streamkl.fx_passes.backend import rewrite_and_report, split_options
+from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
@@ -16,12 +17,6 @@ from torch_streamkl.fx_passes.inductor_passes import (
     rewriting_pass,
     without_ours,
 )
-
-# What Dynamo needs to keep a distillation step in one graph:
-CAPTURE = {
-    "capture_dynamic_output_shape_ops": True,  # rows that are selected by a boolean mask
-    "nested_graph_breaks": True,  # a break in a called function leaves its callers' graphs whole
-}
 
 
 class EnabledPass(PreGradPass):
@@ -61,10 +56,10 @@ def enable(
         trainer = transformers.Trainer(model, TrainingArguments(torch_compile=True, ...), ...)
 
     It adds our passes behind those that are configured in ``torch._inductor.config``, and sets in
-    ``torch._dynamo.config``, where they exist, ``capture_dynamic_output_shape_ops`` (rows that are
-    selected by a boolean mask stay in the graph) and ``nested_graph_breaks`` (a graph break in a
-    called function leaves the graph of its caller whole). What was compiled before stays as it
-    is: call `enable` before the first step. Settings of torch.compile belong to the thread that
+    ``torch._dynamo.config`` ``capture_dynamic_output_shape_ops`` (rows that are selected by a
+    boolean mask stay in the graph) and, from torch 2.13 on, ``nested_graph_breaks`` (a graph break
+    in a called function leaves the graph of its caller whole). What was compiled before stays as
+    it is: call `enable` before the first step. Settings of torch.compile belong to the thread that
     makes them: call it in the thread that trains. A graph that Inductor finds in its cache is not
     analysed again, and reported only when it was compiled.
 
@@ -114,9 +109,8 @@ def _set(ours: dict[str, Any] | None) -> None:
     inductor, dynamo = torch._inductor.config, torch._dynamo.config
     active = _active()
     if ours is not None:
-        known = [name for name in CAPTURE if hasattr(dynamo, name)]
-        settings = active.settings if active else {name: getattr(dynamo, name) for name in known}
-        for name in known:
+        settings = active.settings if active else {name: getattr(dynamo, name) for name in CAPTURE}
+        for name in CAPTURE:
             setattr(dynamo, name, CAPTURE[name])
         inductor.pre_grad_custom_pass = chained(
             EnabledPass(ours, settings), inductor.pre_grad_custom_pass

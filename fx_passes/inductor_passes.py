@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch._inductor.custom_graph_pass
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -83,9 +84,9 @@ class PreGradPass(CustomGraphPass):
 class Chained(CustomGraphPass):
     """What the user configured, then ours; not cached when one of the passes has no uuid."""
 
-    def __init__(self, users: Any, ours: CustomGraphPass) -> None:
+    def __init__(self, users: Any, *ours: CustomGraphPass) -> None:
         self.users = users
-        self.passes = (*_as_list(users), ours)
+        self.passes = (*_as_list(users), *ours)
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.passes:
@@ -110,6 +111,13 @@ def without_ours(configured: Any) -> Any:
         left = [x for each in configured for x in _as_list(without_ours(each))]
         return left if left != list(configured) else configured  # torch 2.13 takes lists
     return None if isinstance(configured, (JointPass, PreGradPass)) else configured
+
+
+def as_one_pass(configured: Any) -> Any:
+    """What Inductor calls as it is: one that takes no lists of passes gets a list as one pass."""
+    takes_lists = hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes")
+    is_list = isinstance(configured, (list, tuple))
+    return Chained(configured) if is_list and not takes_lists else configured
 
 
 def rewriting_pass(configured: Any) -> PreGradPass | None:

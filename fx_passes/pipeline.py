@@ -35,6 +35,7 @@ from torch_streamkl.fx_passes.planning.candidates import (
     find_candidates,
     without_candidate,
 )
+from torch_streamkl.fx_passes.planning.nan_readers import check_nan_readers
 from torch_streamkl.fx_passes.reporting.describe import describe
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
@@ -114,7 +115,7 @@ def _rewrite_graph(
         return Builder(before, mode, selections)
 
     for candidate in candidates:
-        site = _fuse(candidate, builder(candidate.node), trace, aliases, refused)
+        site = _fuse(candidate, builder(candidate.node), trace, recognised, aliases, refused)
         if site.fused:
             fused.append((candidate, site))
         else:
@@ -142,7 +143,12 @@ def _rewrite_graph(
 
 
 def _fuse(
-    candidate: Candidate, build: Builder, trace: Trace, aliases: Aliases, refused: Refused
+    candidate: Candidate,
+    build: Builder,
+    trace: Trace,
+    recognised: Recogniser,
+    aliases: Aliases,
+    refused: Refused,
 ) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was."""
     node = candidate.node
@@ -154,6 +160,8 @@ def _fuse(
         with build.undone_if_blocked():
             if node.name in refused:
                 raise Blocked(refused[node.name])
+            elements = candidate.plan.rows.elements
+            check_nan_readers(node, candidate.inner, elements, recognised.values)
             replacement = emit(build, candidate.plan, value, trace.outer)
             aliases.check(build.added)
             mark_site(build.added, node.name)

@@ -259,3 +259,32 @@ def test_no_allocation_of_all_pairs(name: str, impl: str) -> None:
         torch.autograd.grad(value.sum(), leaves)
 
     assert largest_allocation(run) < length * length  # a byte a pair would be that much
+
+
+# ------------------------------------------------------------------ a check leaves nothing behind
+def test_gradients_after_a_check_of_attention() -> None:
+    """NOTE [cuDNN's attention is not run in checks] in validation/isolation.py."""
+    x = torch.randn(4, 128, 4 * 64, device="cuda", dtype=BF16)
+    weights = [torch.randn(4 * 64, 4 * 64, device="cuda", dtype=BF16) / 16 for _ in range(6)]
+    lengths = torch.tensor([128, 100, 90, 70], device="cuda")
+    keep = (torch.arange(128, device="cuda") < lengths[:, None])[:, None, None]
+
+    def heads(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).view(4, 128, 4, 64).transpose(1, 2)
+
+    def step(*given: Tensor) -> Tensor:
+        q, k, v, qt, kt, o = given
+        scores = (heads(x, q) @ heads(x, k).mT * 0.125).masked_fill(~keep, -1e9)
+        teacher = (heads(x, qt) @ heads(x, kt).mT * 0.125).masked_fill(~keep, -1e9)
+        p = scores.softmax(-1)
+        out = (p @ heads(x, v)).transpose(1, 2).reshape(4, 128, 4 * 64) @ o
+        kl = torch.nn.functional.kl_div(p.float().log(), teacher.float().softmax(-1))
+        return out.float().square().mean() + kl
+
+    def gradients(call: Callable[..., Tensor]) -> list[Tensor]:
+        given = [w.detach().requires_grad_() for w in weights]
+        return list(torch.autograd.grad(call(*given), given))
+
+    compiled = torch.compile(step, backend="streamkl", options={"streamkl.inner": "aot_eager"})
+    for got, expected in zip(gradients(compiled), gradients(step), strict=True):
+        assert (got - expected).norm() <= 0.05 * expected.norm()

@@ -47,8 +47,18 @@ def linear_arguments(seed: int = 0, labels: bool = True, bias: bool = True) -> A
     return (*heads, *biases, torch.tensor([0, 6, -100, 2]) if labels else None)
 
 
-def linear_backward(args: Arguments, wanted: list[bool]) -> Arguments:
-    value, hard, statistics = linear_ops.linear_kl(*args)
+def adapters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A second head of rank 2 for the student, and one of rank 1 for the teacher."""
+    shapes = ((4, 2), (7, 2), (4, 1), (7, 1))
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return dict(zip(linear_ops.ADAPTER_NAMES, tensors, strict=True))
+
+
+def linear_backward(
+    args: Arguments, wanted: list[bool], adapted: dict[str, Tensor] | None = None
+) -> Arguments:
+    value, hard, statistics = linear_ops.linear_kl(*args, **(adapted or {}))
     hard_grad = torch.ones_like(hard) if args[6] is not None else None
     return (torch.ones_like(value), hard_grad, statistics, wanted, *args)
 
@@ -85,6 +95,15 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     "linear_kl_backward of the student": (
         linear_ops.linear_kl_backward, linear_backward(LINEAR, [True, True, *[False] * 4]), {},
     ),
+    "linear_kl adapted": (linear_ops.linear_kl, LINEAR, adapters()),
+    "linear_kl_backward adapted": (
+        linear_ops.linear_kl_backward,
+        linear_backward(LINEAR, [True] * 10, adapters()),
+        adapters(),
+    ),
+    "linear_kl_sum adapted": (
+        linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 10), adapters(),
+    ),
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
@@ -120,12 +139,13 @@ def test_no_operator_is_left_out() -> None:
     assert registered == sampled
 
 
-def check_fake(operator: Any, args: Arguments) -> None:
+def check_fake(operator: Any, args: Arguments, adapted: dict[str, Tensor] | None = None) -> None:
     """What the fake says of the outputs is what they are."""
-    real = operator(*args)
+    named = adapted or {}
+    real = operator(*args, **named)
     with FakeTensorMode() as mode:
         fakes = tuple(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args)
-        told = operator(*fakes)
+        told = operator(*fakes, **{name: mode.from_tensor(x) for name, x in named.items()})
     for x, y in zip(told, real, strict=True):
         assert (x.shape, x.dtype, x.device, x.stride()) == (y.shape, y.dtype, y.device, y.stride())
 
@@ -146,19 +166,23 @@ def test_fakes_of_attention() -> None:
 
 
 def test_fakes_of_linear() -> None:
-    flags = st.tuples(*[st.booleans()] * 6)
+    flags = st.tuples(*[st.booleans()] * 10)
 
-    @given(st.booleans(), st.booleans(), flags, st.sampled_from(DTYPES))
+    @given(st.booleans(), st.booleans(), st.booleans(), flags, st.sampled_from(DTYPES))
     @settings(max_examples=50)
-    def any_call(labels: bool, bias: bool, wanted: tuple[bool, ...], dtype: torch.dtype) -> None:
+    def any_call(
+        labels: bool, bias: bool, adapts: bool, wanted: tuple[bool, ...], dtype: torch.dtype
+    ) -> None:
         args = tuple(
             x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
             for x in linear_arguments(0, labels, bias)
         )
-        # a gradient to a bias that is not there is never asked for
-        wanted = (*wanted[:4], *(need and bias for need in wanted[4:]))
-        check_fake(linear_ops.linear_kl, args)
-        check_fake(linear_ops.linear_kl_backward, linear_backward(args, list(wanted)))
-        check_fake(linear_ops.linear_kl_sum, (*args, None, None, list(wanted)))
+        # a gradient to what is not there is never asked for
+        there = (*(True,) * 4, *(bias,) * 2, *(adapts,) * 4)
+        needed = [need and x for need, x in zip(wanted, there, strict=True)]
+        named = adapters(dtype) if adapts else {}
+        check_fake(linear_ops.linear_kl, args, named)
+        check_fake(linear_ops.linear_kl_backward, linear_backward(args, needed, named), named)
+        check_fake(linear_ops.linear_kl_sum, (*args, None, None, needed), named)
 
     any_call()

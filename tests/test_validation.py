@@ -31,6 +31,7 @@ from torch_streamkl.fx_passes import backend, pipeline
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation import check, records
+from torch_streamkl.fx_passes.validation.isolation import isolated
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 
 FAILED = "the check failed: "
@@ -299,6 +300,19 @@ def test_the_process_is_left_as_it_was() -> None:
         assert x.shape == y.shape
     assert all(torch.isfinite(x).all() for x in state)
     assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cudnn_keeps_nothing_of_a_check(enabled: bool) -> None:
+    """NOTE [cuDNN's attention is not run in checks] in validation/isolation.py."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        with isolated(set()):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_random_state_is_left_as_it_was() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -42,9 +43,7 @@ from torch_streamkl.linear_problem import (
 )
 from torch_streamkl.rowstate import RowState
 
-Gradients = tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]
+Gradients = tuple[Tensor | None, ...]  # in the order of `Wanted`
 
 TOKEN_MULTIPLE = {"cpu": 16, "cuda": 128}  # rows of a matmul tile
 WORD_MULTIPLE = 256
@@ -118,7 +117,7 @@ def forward_with_gradients(
 ) -> tuple[RowValues, Gradients]:
     """Values, statistics and the gradients of the weighted sum."""
     if not (wanted.student or wanted.teacher):
-        return forward(problem, max_workspace_mib, rows), (None,) * 6
+        return forward(problem, max_workspace_mib, rows), (None,) * len(fields(Wanted))
     chunks = gradient_chunks(problem, wanted, max_workspace_mib)
     if -(-problem.num_tokens // chunks.tokens) > max_sums(problem):  # NOTE [Sums over chunks]
         values = forward(problem, max_workspace_mib, rows)
@@ -234,9 +233,12 @@ def logits_buffer(head: Head, tokens: int) -> Tensor:
 
 
 def logits_of(head: Head, buffer: Tensor) -> Tensor:
-    """``hidden @ weight.T`` in the buffer's first rows."""
+    """``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
     out = buffer[: head.hidden.shape[0], : head.num_words]
-    return torch.mm(head.hidden, head.weight.t(), out=out)
+    torch.mm(head.hidden, head.weight.t(), out=out)
+    if head.adapter_hidden is not None and head.adapter_weight is not None:
+        out.addmm_(head.adapter_hidden, head.adapter_weight.t())
+    return out
 
 
 class SideStream:
@@ -285,11 +287,18 @@ class GradientSums:
         to_hidden = (wanted.student_hidden, wanted.teacher_hidden)[side]
         to_weight = (wanted.student_weight, wanted.teacher_weight)[side]
         to_bias = (wanted.student_bias, wanted.teacher_bias)[side]
-        self.hidden: Tensor | None = None
-        if to_hidden:  # a shard without words adds nothing
-            like = torch.empty_like if self.head.num_words else torch.zeros_like
-            self.hidden = like(self.head.hidden)
+        to_adapter_hidden = (wanted.student_adapter_hidden, wanted.teacher_adapter_hidden)[side]
+        to_adapter_weight = (wanted.student_adapter_weight, wanted.teacher_adapter_weight)[side]
+        # a shard without words adds nothing
+        like = torch.empty_like if self.head.num_words else torch.zeros_like
+        self.hidden = like(self.head.hidden) if to_hidden else None
         self.weight = torch.empty_like(self.head.weight) if to_weight else None
+        self.adapter_hidden: Tensor | None = None
+        self.adapter_weight: Tensor | None = None
+        if to_adapter_hidden and self.head.adapter_hidden is not None:
+            self.adapter_hidden = like(self.head.adapter_hidden)
+        if to_adapter_weight and self.head.adapter_weight is not None:
+            self.adapter_weight = torch.empty_like(self.head.adapter_weight)
         self.bias: Tensor | None = None
         self.bias_sum: Tensor | None = None
         if to_bias:
@@ -309,14 +318,23 @@ class GradientSums:
         self.add_to_bias(d_logits, words)
 
     def add_to_hidden(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
-        if self.hidden is not None and d_logits.shape[1]:
-            weight = self.head.weight[words]
-            _matmul_into(self.hidden[tokens], d_logits, weight, first=words.start == 0)
+        pairs = (
+            (self.hidden, self.head.weight),
+            (self.adapter_hidden, self.head.adapter_weight),
+        )
+        for total, weight in pairs:
+            if total is not None and weight is not None and d_logits.shape[1]:
+                _matmul_into(total[tokens], d_logits, weight[words], first=words.start == 0)
 
     def add_to_weight(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
-        if self.weight is not None and d_logits.shape[1]:
-            hidden = self.head.hidden[tokens]
-            _matmul_into(self.weight[words], d_logits.t(), hidden, first=tokens.start == 0)
+        pairs = (
+            (self.weight, self.head.hidden),
+            (self.adapter_weight, self.head.adapter_hidden),
+        )
+        for total, hidden in pairs:
+            if total is not None and hidden is not None and d_logits.shape[1]:
+                first = tokens.start == 0
+                _matmul_into(total[words], d_logits.t(), hidden[tokens], first=first)
 
     def add_to_bias(self, d_logits: Tensor, words: slice) -> None:
         if self.bias_sum is not None:
@@ -336,4 +354,6 @@ def gradients_of(sides: list[GradientSums]) -> Gradients:
         None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype)
         for side in sides
     ]
-    return student.hidden, student.weight, teacher.hidden, teacher.weight, d_bias[0], d_bias[1]
+    heads = (student.hidden, student.weight, teacher.hidden, teacher.weight)
+    adapters = [x for side in sides for x in (side.adapter_hidden, side.adapter_weight)]
+    return (*heads, *d_bias, *adapters)

@@ -38,26 +38,38 @@ OPTIONS = (
     "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
     "int ignore_index=-100, SymInt max_workspace_mib=0, str impl='auto'"
 )
+# Behind everything else: a second, narrow head that is added to a side's logits (`Head`).
+ADAPTERS = (
+    "Tensor? student_adapter_hidden=None, Tensor? student_adapter_weight=None, "
+    "Tensor? teacher_adapter_hidden=None, Tensor? teacher_adapter_weight=None"
+)
+ADAPTER_NAMES = tuple(text.split()[1].split("=")[0] for text in ADAPTERS.split(", "))
 GRADIENTS = (
     "Tensor student_hidden_grad, Tensor student_weight_grad, Tensor teacher_hidden_grad, "
     "Tensor teacher_weight_grad, Tensor student_bias_grad, Tensor teacher_bias_grad"
 )
-NUM_TENSORS = 7
+ADAPTER_GRADIENTS = (
+    "Tensor student_adapter_hidden_grad, Tensor student_adapter_weight_grad, "
+    "Tensor teacher_adapter_hidden_grad, Tensor teacher_adapter_weight_grad"
+)
+NUM_TENSORS, NUM_OPTIONS, NUM_ADAPTERS = 7, 9, 4
 INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _lib.define(
-    f"linear_kl({TENSORS}, {OPTIONS}) -> (Tensor value, Tensor hard, Tensor statistics)",
+    f"linear_kl({TENSORS}, {OPTIONS}, {ADAPTERS}) -> "
+    "(Tensor value, Tensor hard, Tensor statistics)",
     tags=TAGS,
 )
 _lib.define(
     f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, "
-    f"{TENSORS}, {OPTIONS}) -> ({GRADIENTS})",
+    f"{TENSORS}, {OPTIONS}, {ADAPTERS}) -> ({GRADIENTS}, {ADAPTER_GRADIENTS})",
     tags=TAGS,
 )
 _lib.define(
     f"linear_kl_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
-    f"bool[] wanted=[], {OPTIONS}) -> (Tensor total, Tensor value, Tensor hard, {GRADIENTS})",
+    f"bool[] wanted=[], {OPTIONS}, {ADAPTERS}) -> "
+    f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS}, {ADAPTER_GRADIENTS})",
     tags=TAGS,
 )
 linear_kl = torch.ops.torch_streamkl.linear_kl.default
@@ -84,11 +96,31 @@ def problem_of(
     ignore_index: int = -100,
     max_workspace_mib: int = 0,
     impl: str = "auto",
+    student_adapter_hidden: Tensor | None = None,
+    student_adapter_weight: Tensor | None = None,
+    teacher_adapter_hidden: Tensor | None = None,
+    teacher_adapter_weight: Tensor | None = None,
 ) -> tuple[LinearProblem, int, str]:
     """The problem, its workspace limit (0 is the default) and the wanted implementation."""
     problem = LinearProblem(
-        student=Head(student_hidden, student_weight, student_bias, student_scale, student_softcap),
-        teacher=Head(teacher_hidden, teacher_weight, teacher_bias, teacher_scale, teacher_softcap),
+        student=Head(
+            student_hidden,
+            student_weight,
+            student_bias,
+            student_scale,
+            student_softcap,
+            student_adapter_hidden,
+            student_adapter_weight,
+        ),
+        teacher=Head(
+            teacher_hidden,
+            teacher_weight,
+            teacher_bias,
+            teacher_scale,
+            teacher_softcap,
+            teacher_adapter_hidden,
+            teacher_adapter_weight,
+        ),
         functional=Functional.of(functional),
         temperature=temperature,
         labels=labels,
@@ -172,6 +204,10 @@ def gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, 
         teacher.weight,
         student.bias,
         teacher.bias,
+        student.adapter_hidden,
+        student.adapter_weight,
+        teacher.adapter_hidden,
+        teacher.adapter_weight,
     )
     flags = (*wanted, *(False,) * len(inputs))
     return tuple(
@@ -253,32 +289,39 @@ def _matmul_flops(hidden: Any, weight: Any) -> int:
     return flops
 
 
-def forward_flops(xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any) -> int:
-    """The two logits matmuls."""
-    return _matmul_flops(xs, ws) + _matmul_flops(xt, wt)
+def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], Any]:
+    """FLOPs of each matmul whose sum the logits are, and ``wanted``, of a call with shapes."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    flops = []
+    for side in ("student", "teacher"):
+        for kind in ("", "adapter_"):
+            pair = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
+            flops.append(0 if None in pair else _matmul_flops(*pair))
+    return flops, given.get("wanted", ())
 
 
-def _backward_flops(
-    _g: Any, _h: Any, _s: Any, wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any, *_: Any, **__: Any
-) -> int:
+def forward_flops(*args: Any, **kwargs: Any) -> int:
+    """The logits matmuls."""
+    return sum(_matmuls(linear_kl, args, kwargs)[0])
+
+
+def _backward_flops(*args: Any, **kwargs: Any) -> int:
     """The recomputed logits and one matmul for each gradient."""
-    return forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+    return _with_gradients(*_matmuls(linear_kl_backward, args, kwargs))
 
 
-def sum_flops(xs: Any, ws: Any, xt: Any, wt: Any, *args: Any, wanted: Any = (), **_: Any) -> int:
+def sum_flops(*args: Any, **kwargs: Any) -> int:
     """The logits and one matmul for each gradient."""
-    wanted = args[5] if len(args) > 5 else wanted
-    return forward_flops(xs, ws, xt, wt) + _gradient_flops(wanted, xs, ws, xt, wt)
+    return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
 
 
-def _gradient_flops(wanted: Any, xs: Any, ws: Any, xt: Any, wt: Any) -> int:
-    sides = (
-        _matmul_flops(xs, ws),
-        _matmul_flops(xs, ws),
-        _matmul_flops(xt, wt),
-        _matmul_flops(xt, wt),
-    )
-    return sum(f for f, need in zip(sides, wanted, strict=False) if need)
+def _with_gradients(logits: list[int], wanted: Any) -> int:
+    student, student_adapter, teacher, teacher_adapter = logits
+    heads = (student, student, teacher, teacher, 0, 0)
+    adapters = (student_adapter, student_adapter, teacher_adapter, teacher_adapter)
+    each = zip((*heads, *adapters), wanted, strict=False)
+    return sum(logits) + sum(flops for flops, need in each if need)
 
 
 for _name, _implementation, _fake, _flops in (
@@ -294,25 +337,45 @@ def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(output[2], *inputs[:NUM_TENSORS])
-    ctx.options = inputs[NUM_TENSORS:]
+    adapters = inputs[NUM_TENSORS + NUM_OPTIONS :]
+    adapters += (None,) * (NUM_ADAPTERS - len(adapters))
+    tensors = (*inputs[:NUM_TENSORS], *(None,) * (NUM_TENSORS - len(inputs)))
+    ctx.save_for_backward(output[2], *tensors, *adapters)
+    ctx.options = inputs[NUM_TENSORS : NUM_TENSORS + NUM_OPTIONS]
+    ctx.num_inputs = len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    positions = (*INPUTS, *adapter_positions(NUM_TENSORS + NUM_OPTIONS, ctx.num_inputs))
     # the dispatcher drops trailing arguments that have their default value
-    wanted = list((*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)])
-    num_inputs = NUM_TENSORS + len(ctx.options)
+    needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
+    wanted = [needs[i] for i in positions]
     statistics, *tensors = ctx.saved_tensors
     if tensors[6] is None:
         hard_grad = None
+    given: list[Tensor | None] = [None] * ctx.num_inputs
     if not any(wanted) or (grad is None and hard_grad is None):
-        return (None,) * num_inputs
-    grads = linear_kl_backward(grad, hard_grad, statistics, wanted, *tensors, *ctx.options)
-    return (
-        *(g if need else None for g, need in zip(grads, wanted, strict=True)),
-        *(None,) * (num_inputs - len(INPUTS)),
+        return tuple(given)
+    adapters = dict(zip(ADAPTER_NAMES, tensors[NUM_TENSORS:], strict=True))
+    grads = linear_kl_backward(
+        grad,
+        hard_grad,
+        statistics,
+        wanted,
+        *tensors[:NUM_TENSORS],
+        *ctx.options,
+        **adapters,
     )
+    for index, gradient, need in zip(positions, grads, wanted, strict=False):
+        if need:
+            given[index] = gradient
+    return tuple(given)
+
+
+def adapter_positions(first: int, num_inputs: int) -> range:
+    """Where the adapters are among a call's inputs, as many as there are."""
+    return range(first, max(first, min(first + NUM_ADAPTERS, num_inputs)))
 
 
 def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -328,23 +391,25 @@ def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    needs = (*ctx.needs_input_grad, *(False,) * (NUM_TENSORS + 2))[: NUM_TENSORS + 2]
-    wanted = (*ctx.wanted, *(False,) * len(INPUTS))[: len(INPUTS)]
-    for index in INPUTS:
-        if needs[index] and not wanted[index]:
+    # the dispatcher drops trailing arguments that have their default value
+    needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
+    positions = (*INPUTS, *adapter_positions(NUM_TENSORS + 3 + NUM_OPTIONS, ctx.num_inputs))
+    wanted = (*ctx.wanted, *(False,) * len(positions))
+    for index, is_wanted in zip(positions, wanted, strict=False):
+        if needs[index] and not is_wanted:
             raise RuntimeError(
                 f"linear_kl_sum was called with wanted={ctx.wanted}, but input {index} requires a "
                 "gradient; wanted says which of student_hidden, student_weight, teacher_hidden, "
-                "teacher_weight, student_bias and teacher_bias get one"
+                "teacher_weight, student_bias, teacher_bias and those of the adapters get one"
             )
     if grad is None:
         return (None,) * ctx.num_inputs
     value, hard, *stored = ctx.saved_tensors
     grads: list[Tensor | None] = [None] * ctx.num_inputs
     in_place = _may_overwrite(stored)
-    for index in INPUTS:
+    for index, gradient in zip(positions, stored, strict=False):
         if needs[index]:
-            grads[index] = _scaled(stored[index], grad, in_place)
+            grads[index] = _scaled(gradient, grad, in_place)
     for index, rows, dtype in zip(
         (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
@@ -386,18 +451,20 @@ def _vmap(
     info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the tokens."""
-    tensors = list(args)
+    tensors, first = list(args), NUM_TENSORS + NUM_OPTIONS
     for index, name in (
         (1, "student_weight"),
         (3, "teacher_weight"),
         (4, "student_bias"),
         (5, "teacher_bias"),
+        (first + 1, "student_adapter_weight"),
+        (first + 3, "teacher_adapter_weight"),
     ):
         if index < len(args) and in_dims[index] is not None:
             raise NotImplementedError(
                 f"vmap over {name} is not supported; map over hidden states and labels"
             )
-    for index in (0, 2, 6):
+    for index in (0, 2, 6, first, first + 2):
         if index >= len(args) or args[index] is None:
             continue
         x, dim = args[index], in_dims[index]

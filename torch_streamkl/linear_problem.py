@@ -22,8 +22,10 @@ MIB = 2**20
 class Head:
     """Hidden states and LM head of one model and how their dot products become scores.
 
-    With ``z = hidden @ weight.T + bias``: ``y = softcap * tanh(scale * z / softcap)`` and
-    ``score = y / temperature``. Hard labels see y.
+    With ``z = hidden @ weight.T + adapter_hidden @ adapter_weight.T + bias``:
+    ``y = softcap * tanh(scale * z / softcap)`` and ``score = y / temperature``. Hard labels see y.
+    An adapter is a second, narrow head: with a low-rank adapter of the head, ``adapter_hidden`` is
+    ``s * hidden @ A.T``, and ``weight`` stays as it is.
     """
 
     hidden: Tensor  # [num_tokens, width]
@@ -31,14 +33,20 @@ class Head:
     bias: Tensor | None = None  # [num_words]
     scale: float = 1.0
     softcap: float = 0.0  # 0 is none
+    adapter_hidden: Tensor | None = None  # [num_tokens, rank]
+    adapter_weight: Tensor | None = None  # [num_words, rank]
 
     @property
     def num_words(self) -> int:
         return self.weight.shape[0]
 
     def of_words(self, words: slice) -> Head:
-        bias = None if self.bias is None else self.bias[words]
-        return replace(self, weight=self.weight[words], bias=bias)
+        bias, adapter = (None if x is None else x[words] for x in (self.bias, self.adapter_weight))
+        return replace(self, weight=self.weight[words], bias=bias, adapter_weight=adapter)
+
+    def of_tokens(self, tokens: slice) -> Head:
+        adapter = None if self.adapter_hidden is None else self.adapter_hidden[tokens]
+        return replace(self, hidden=self.hidden[tokens], adapter_hidden=adapter)
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,8 @@ class LinearProblem:
         """The problem of a range of rows (views)."""
         return replace(
             self,
-            student=replace(self.student, hidden=self.student.hidden[tokens]),
-            teacher=replace(self.teacher, hidden=self.teacher.hidden[tokens]),
+            student=self.student.of_tokens(tokens),
+            teacher=self.teacher.of_tokens(tokens),
             labels=None if self.labels is None else self.labels[tokens],
         )
 
@@ -163,14 +171,20 @@ class Wanted:
     teacher_weight: bool = False
     student_bias: bool = False
     teacher_bias: bool = False
+    student_adapter_hidden: bool = False
+    student_adapter_weight: bool = False
+    teacher_adapter_hidden: bool = False
+    teacher_adapter_weight: bool = False
 
     @property
     def student(self) -> bool:
-        return self.student_hidden or self.student_weight or self.student_bias
+        adapter = self.student_adapter_hidden or self.student_adapter_weight
+        return self.student_hidden or self.student_weight or self.student_bias or adapter
 
     @property
     def teacher(self) -> bool:
-        return self.teacher_hidden or self.teacher_weight or self.teacher_bias
+        adapter = self.teacher_adapter_hidden or self.teacher_adapter_weight
+        return self.teacher_hidden or self.teacher_weight or self.teacher_bias or adapter
 
 
 # NOTE [Sums over chunks]

@@ -29,6 +29,8 @@ def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
 
 def _scores(head: Head, dtype: torch.dtype) -> Tensor:
     z = head.hidden.to(dtype) @ head.weight.to(dtype).t()
+    if head.adapter_hidden is not None and head.adapter_weight is not None:
+        z = z + head.adapter_hidden.to(dtype) @ head.adapter_weight.to(dtype).t()
     if head.bias is not None:
         z = z + head.bias.to(dtype)
     y = z * head.scale

@@ -73,7 +73,8 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
                 if isinstance(result, Tensor):
                     slot = get_proxy_slot(result, tracer, None)
                     if slot is not None:
-                        same_value[slot.proxy.node.name] = source
+                        # what returns its input, such as x.contiguous(), has that one's value
+                        same_value.setdefault(slot.proxy.node.name, source)
             return result
 
     fakes = [example(leaf) for leaf in tensor_leaves]
@@ -93,6 +94,10 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             )(*fakes)
         except GuardOnDataDependentSymNode as error:
             raise Blocked(SIZES_OF_DATA) from error
+        except RuntimeError as error:
+            if "don't support automatic differentiation" not in str(error):
+                raise
+            raise Blocked("a result is written with out=, which records no gradient") from error
     nodes = {n.name: n for n in traced.graph.nodes}
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     outer = {nodes[name]: source for name, source in same_value.items() if name in nodes}

@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.domain.scores import (
     Factor,
     Masking,
     Pad,
+    Product,
     Scale,
     ScoreKey,
     Scores,
@@ -109,6 +110,9 @@ def part(
 
 def _part_of_step(step: ScoreStep, axis: int, start: Size, length: Size | None) -> ScoreStep:
     match step:
+        case Product():
+            lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (step.lhs, step.rhs))
+            return replace(step, lhs=lhs, rhs=rhs)
         case Factor() | Bias() if axis in axes_of_step(step):
             raise Blocked("scores are sliced after a tensor was added or multiplied")
         case Pad(axis=padded) if padded == axis:
@@ -168,23 +172,37 @@ def selected_rows(
     exact = whole and has_shape(indexed, shape_of(mask))
     if not pieces or not exact or len(set(axes)) != len(axes):
         raise Blocked("a boolean index on part of the rows, or on dimensions of size one")
-    holders = [o for o in (key.lhs, key.rhs) if axes_of(o.layout) & set(axes)]
+    if any(set(axes) & axes_of_step(x) for x in key.steps if not isinstance(x, Product)):
+        raise Blocked("a boolean index on scores after a mask or a tensor was applied")
+    axis = max(a for a, _ in key.sizes) + 1
+    new: Dim = (Piece(axis, count),)
+    lhs, rhs = _selected(key.lhs, key.rhs, pieces, new, mask)
+    steps = []
+    for step in key.steps:
+        if isinstance(step, Product):
+            one, other = _selected(step.lhs, step.rhs, pieces, new, mask)
+            step = replace(step, lhs=one, rhs=other)
+        steps.append(step)
+    sizes = (*((a, s) for a, s in key.sizes if a not in axes), (axis, count))
+    key = replace(key, sizes=sizes, steps=tuple(steps), lhs=lhs, rhs=rhs)
+    return key, (*layout[:dim], new, *layout[dim + mask_rank :])
+
+
+def _selected(
+    lhs: TensorRef, rhs: TensorRef, pieces: list[Piece], new: Dim, mask: fx.Node
+) -> tuple[TensorRef, TensorRef]:
+    """The operands with the rows that a boolean index over the axes of ``pieces`` selects."""
+    axes = {p.axis for p in pieces}
+    holders = [x for x in (lhs, rhs) if axes_of(x.layout) & axes]
     if len(holders) != 1:
         raise Blocked("a boolean index on a dimension that both operands of the scores have")
     operand = holders[0]
-    held = [d for d, dim_pieces in enumerate(operand.layout) if axes_of((dim_pieces,)) & set(axes)]
+    held = [d for d, dim_pieces in enumerate(operand.layout) if axes_of((dim_pieces,)) & axes]
     first, num_held = held[0], len(held)
     in_operand = [p for d in operand.layout[first : first + num_held] for p in d]
     if in_operand != pieces or held != list(range(first, first + num_held)):
         raise Blocked("a boolean index on dimensions that the operand has in another order")
-    if any(set(axes) & axes_of_step(step) for step in key.steps):
-        raise Blocked("a boolean index on scores after a mask or a tensor was applied")
-    axis = max(a for a, _ in key.sizes) + 1
-    new: Dim = (Piece(axis, count),)
-    step = Step("rows", first, length=count, mask=mask, mask_rank=num_held)
-    operand_layout = (*operand.layout[:first], new, *operand.layout[first + num_held :])
-    changed = replace(operand, layout=operand_layout, steps=(*operand.steps, step))
-    sizes = (*((a, s) for a, s in key.sizes if a not in axes), (axis, count))
-    lhs, rhs = (changed if x is operand else x for x in (key.lhs, key.rhs))
-    key = replace(key, sizes=sizes, lhs=lhs, rhs=rhs)
-    return key, (*layout[:dim], new, *layout[dim + mask_rank :])
+    step = Step("rows", first, length=new[0].size, mask=mask, mask_rank=num_held)
+    layout = (*operand.layout[:first], new, *operand.layout[first + num_held :])
+    changed = replace(operand, layout=layout, steps=(*operand.steps, step))
+    return (changed, rhs) if operand is lhs else (lhs, changed)

@@ -2,6 +2,7 @@
 
 They compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases, fill)``, with
 biases either before or behind the tanh, and a number added to all of it, which a softmax ignores.
+For LM heads ``x.y`` may be a sum of products, in front of the tanh.
 `read` follows a chain step by step and keeps it in that form, or says which step leaves it.
 """
 
@@ -19,6 +20,7 @@ from torch_streamkl.fx_passes.domain.scores import (
     Factor,
     Masking,
     Pad,
+    Product,
     Scale,
     ScoreKey,
     ScoreStep,
@@ -50,6 +52,7 @@ class ScoreForm:
     softcap: float = 0.0  # 0: no tanh
     inner_biases: tuple[Bias, ...] = ()  # added before the tanh
     biases: tuple[Bias, ...] = ()
+    products: tuple[Product, ...] = ()  # added before the tanh
     mask: Mask = frozenset()
     fill: float = 0.0  # before the shift
     exact_fill: bool = True
@@ -75,6 +78,7 @@ def read(key: ScoreKey) -> ScoreForm:
             softcap=-form.softcap,
             scale=-form.scale,
             inner_biases=tuple(replace(b, weight=-b.weight) for b in form.inner_biases),
+            products=tuple(replace(p, weight=-p.weight) for p in form.products),
         )
     if -math.inf < form.fill <= ABSORBING:
         return replace(form, fill=ABSORBING)
@@ -95,6 +99,8 @@ def _after(form: ScoreForm, step: ScoreStep) -> ScoreForm:
             return _with_tanh(form)
         case Bias():
             return _with_bias(form, step)
+        case Product():
+            return _with_product(form, step)
         case Masking():
             return _added(form, step) if step.added else _filled(form, step.mask, step.fill)
         case Pad():
@@ -113,6 +119,9 @@ def _scaled(form: ScoreForm, number: float) -> ScoreForm:
         form,
         scale=form.scale if inner else form.scale * number,
         softcap=form.softcap * number,
+        products=form.products
+        if inner
+        else tuple(replace(p, weight=p.weight * number) for p in form.products),
         biases=tuple(replace(b, weight=b.weight * number) for b in form.biases),
         fill=form.fill * number,
         shift=form.shift * number,
@@ -133,6 +142,7 @@ def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
         form,
         factors=(*form.factors, factor),
         biases=tuple(replace(b, factors=(*b.factors, factor)) for b in form.biases),
+        products=tuple(replace(p, factors=(*p.factors, factor)) for p in form.products),
         shift=0.0,
         row_shift=form.is_shifted,
     )
@@ -164,6 +174,12 @@ def _with_bias(form: ScoreForm, bias: Bias) -> ScoreForm:
     # the tensor may be a mask: keys of a row without any allowed key may go to -inf
     exact = form.exact_fill and (not form.mask or form.fill == -math.inf)
     return replace(form, biases=(*form.biases, bias), exact_fill=exact, added=True)
+
+
+def _with_product(form: ScoreForm, step: Product) -> ScoreForm:
+    if form.softcap or form.mask or form.padded is not None:
+        raise Blocked("a product is added to scores after a tanh, a mask or padding")
+    return replace(form, products=(*form.products, step))
 
 
 def _filled(form: ScoreForm, mask: Mask, fill: float) -> ScoreForm:

@@ -53,6 +53,16 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class Product:
+    """weight * lhs . rhs, another product over the same rows and keys, added to the scores."""
+
+    lhs: TensorRef
+    rhs: TensorRef
+    weight: float = 1.0
+    factors: tuple[Factor, ...] = ()  # what the scores were multiplied with afterwards
+
+
+@dataclass(frozen=True)
 class Scale:
     """scores * number."""
 
@@ -94,7 +104,7 @@ class Pad:
     size: Size
 
 
-ScoreStep = Scale | Factor | Shift | Tanh | Bias | Masking | Pad
+ScoreStep = Scale | Factor | Shift | Tanh | Bias | Product | Masking | Pad
 Steps = tuple[ScoreStep, ...]
 
 
@@ -152,7 +162,7 @@ def appended(steps: Steps, step: ScoreStep) -> Steps:
     match last, step:
         case Shift(), Shift():
             return appended(tuple(before), Shift(last.number + step.number))
-        case Shift(), Bias():
+        case Shift(), (Bias() | Product()):
             return (*appended(tuple(before), step), last)
         case Masking(), Masking() if _joins(last, step):
             return (*before, replace(last, mask=last.mask | step.mask))
@@ -180,7 +190,7 @@ def _scaled(steps: Steps, number: float) -> Steps:
             return _scaled(rest, last.number * number)
         case Factor():
             return (*_scaled(rest, number), last)
-        case Bias():
+        case Bias() | Product():
             return (*_scaled(rest, number), replace(last, weight=last.weight * number))
         case Shift():
             return appended(_scaled(rest, number), Shift(last.number * number))
@@ -196,6 +206,8 @@ def axes_of_step(step: ScoreStep) -> set[int]:
     match step:
         case Factor() | Bias():
             return axes_of(step.tensor.layout)
+        case Product():
+            return {axis for axis in axes_of(step.lhs.layout + step.rhs.layout) if axis >= 0}
         case Masking():
             return {axis for literal in step.mask for axis in axes_in(literal)}
         case Pad():
@@ -221,6 +233,10 @@ def _nearly_the_same(a: ScoreStep, b: ScoreStep) -> bool:
             return math.isclose(x, y, rel_tol=1e-12)
         case Shift(number=x), Shift(number=y):
             return math.isclose(x, y, rel_tol=1e-12)
+        case Product(), Product():
+            return math.isclose(a.weight, b.weight, rel_tol=1e-12) and (
+                replace(a, weight=b.weight) == b
+            )
         case Bias(), Bias():
             return math.isclose(a.weight, b.weight, rel_tol=1e-12) and (
                 replace(a, weight=b.weight) == b

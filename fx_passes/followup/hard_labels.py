@@ -41,6 +41,11 @@ from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
 from torch_streamkl.fx_passes.reporting.execution import SITE
 
 MEAN, SUM = 1, 2
+# their results have the types of their operands, under autocast as without
+NEVER_CAST = {
+    "add", "sub", "mul", "div", "truediv", "neg", "to", "float", "double", "detach", "view",
+    "reshape", "squeeze", "unsqueeze",
+}  # fmt: skip
 
 
 def share_labels(
@@ -148,7 +153,7 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
         return call  # the readers of both are behind it
     moved.discard(earlier)
     movable = all(_is_pure(n) for n in moved) and not moved & set(later.all_input_nodes)
-    if not movable or _modes(order[: position[earlier]]) != _modes(order[: position[later]]):
+    if not movable or not _computes_alike(order, [earlier, *moved], later):
         return None
     place = later
     for n in (n for n in between if n in moved):
@@ -168,11 +173,31 @@ def _is_pure(node: fx.Node) -> bool:
     )
 
 
-def _modes(nodes: Sequence[fx.Node]) -> tuple[bool, dict[object, tuple[object, ...]]]:
-    """Autograd and autocast as the code before a place leaves them, however deep it is nested."""
+def _computes_alike(order: Sequence[fx.Node], nodes: Sequence[fx.Node], place: fx.Node) -> bool:
+    """Whether autograd and autocast treat the nodes at ``place`` as where they are.
+
+    The first one is the divergence or the cross-entropy: autocast does not reach into the operator
+    that computes both.
+    """
+    modes = _modes(order)
+    first, *others = nodes
+    records, autocast = modes[place]
+    return modes[first][0] == records and all(
+        modes[n][0] == records and (modes[n][1] == autocast or name_of(n) in NEVER_CAST)
+        for n in others
+    )
+
+
+Modes = tuple[bool, dict[object, tuple[object, ...]]]
+
+
+def _modes(order: Sequence[fx.Node]) -> dict[fx.Node, Modes]:
+    """Autograd and autocast (of each device type, what was entered last) at each node."""
     records_gradients = True
     entered: list[fx.Node] = []
-    for node in nodes:
+    modes: dict[fx.Node, Modes] = {}
+    for node in order:
+        modes[node] = records_gradients, {x.args[0]: tuple(x.args[1:]) for x in entered}
         name = name_of(node)
         if name == "_set_grad_enabled":
             records_gradients = node.args[0] is not False
@@ -180,8 +205,7 @@ def _modes(nodes: Sequence[fx.Node]) -> tuple[bool, dict[object, tuple[object, .
             entered.append(node)
         elif name == "_exit_autocast":
             entered.pop()
-    # of each device type, what was entered last
-    return records_gradients, {node.args[0]: tuple(node.args[1:]) for node in entered}
+    return modes
 
 
 def _share(

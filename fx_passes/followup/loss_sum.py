@@ -18,7 +18,8 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, nodes_in, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import same
 from torch_streamkl.fx_passes.reporting.execution import SITE
 
@@ -60,9 +61,21 @@ def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
         if weights.count(weight) > 1 or not _is_eligible(call):
             continue
         chain = _chain(call)
-        if chain is not None:
+        if chain is not None and not _is_written_meanwhile(call, chain):
             replaced.append(_replace(call, chain, builder(chain.total)))
     return replaced
+
+
+def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
+    """Whether weights or masks change behind the steps: the sum and the backward read them."""
+    if not chain.steps:
+        return False
+    order = list(call.graph.nodes)
+    behind = order[order.index(chain.steps[0]) :]
+    carried = {*call.users, *chain.steps}
+    read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
+    reads = {storage_of(a) for a in read} - {None}
+    return any(storage_of(x) in reads for n in behind for x in written_by(n))
 
 
 def _is_eligible(call: fx.Node) -> bool:
@@ -72,6 +85,8 @@ def _is_eligible(call: fx.Node) -> bool:
 
 def _wanted(call: fx.Node) -> list[bool]:
     tensors = [*call.args[:4], *(call.kwargs.get(name) for name in BIASES)]
+    adapters = [call.kwargs.get(name) for name in linear_ops.ADAPTER_NAMES]
+    tensors += adapters if any(adapters) else []
     return [isinstance(x, fx.Node) and _value(x).requires_grad for x in tensors]
 
 
@@ -98,17 +113,21 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
     value = example(node)
     if not isinstance(value, Tensor) or node.op not in ("call_function", "call_method"):
         return False
+    if nodes_in(node.args).count(x) != 1 or nodes_in(node.kwargs):
+        return False  # x * x, whichever of them is given by name; and ``out=``
     if not value.dtype.is_floating_point or any(_needs_gradient(a) for a in others):
         return False
     if _needs_gradient(node) != _needs_gradient(x):
         return False  # under no_grad
+    if name in PERMUTATIONS and node.kwargs:
+        return False  # `_undone` reads the dimensions by position
     if name in VIEWS | PERMUTATIONS:
         return node.args[0] is x and same(value.numel(), _value(x).numel())
     if name not in (*PRODUCTS, "masked_fill", "masked_fill_", "where") or not _same_shape(node, x):
         return False
     if name in PRODUCTS:
         in_numerator = node.args[0] is x or name in ("mul", "multiply")
-        return in_numerator and "rounding_mode" not in node.kwargs and node.args.count(x) == 1
+        return in_numerator and "rounding_mode" not in node.kwargs
     if name in ("masked_fill", "masked_fill_"):
         return node.args[0] is x and node.args[2:] == (0,)
     if name == "where":
@@ -129,7 +148,7 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
     """A sum or mean over every dimension."""
-    whole = node.args[0] is x and _value(node).dim() == 0 and "dtype" not in node.kwargs
+    whole = node.args[:1] == (x,) and _value(node).dim() == 0 and "dtype" not in node.kwargs
     return whole and _needs_gradient(node) == _needs_gradient(x)
 
 

@@ -28,6 +28,7 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, quotient, same
+from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
 from torch_streamkl.fx_passes.lowering.calls import add_up_biases
 from torch_streamkl.fx_passes.lowering.empty_rows import (
     rows_with_keys,
@@ -71,6 +72,10 @@ def replace_attention(
                 replacement = leftovers.replace(node, value, build)
                 if not _same_metadata(replacement, node):
                     raise Blocked("the fused attention has another shape or type")
+                if strides_are_seen(node, replacement, build):
+                    value_of_user = example(node)
+                    assert isinstance(value_of_user, Tensor)
+                    replacement = with_strides_of(build, replacement, value_of_user)
                 aliases.check(build.added)
         except Blocked as reason:
             log.info("attention stays as it is: %s", reason)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.functions import FloorDiv
 
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import example
@@ -135,6 +136,9 @@ class Builder:
             for x in rest:
                 first = self.call(operator.add if wanted.is_Add else operator.mul, first, x)
             return first
+        if isinstance(wanted, FloorDiv):
+            whole, part = (self._symbolic(x, tensors) for x in wanted.args)
+            return self.call(operator.floordiv, whole, part)
         raise Blocked(f"the size {wanted} is not the size of any input of the scores")
 
     def product(self, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> int | fx.Node:

@@ -14,4 +14,5 @@ def copied(graph: fx.Graph) -> fx.Graph:
         for name, value in vars(old).items():
             if name not in vars(new):
                 setattr(new, name, value)
+    result.owning_module = graph.owning_module  # of the bodies of higher-order operators
     return result

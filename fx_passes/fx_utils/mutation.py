@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in, storage_of
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -41,6 +41,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     name = name_of(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and _has_body_that_writes(node):
+        return node.all_input_nodes
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         found = [*_written_arguments(node, node.target), *_hidden_writes(node, name)]
         return list(dict.fromkeys(nodes_in(found)))
@@ -60,6 +62,19 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         # torch._foreach_addcdiv_ and the fused optimizers write to lists
         written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
     return list(dict.fromkeys(nodes_in(written)))
+
+
+def _has_body_that_writes(node: fx.Node) -> bool:
+    """Whether a graph that an operator runs, such as a checkpoint, writes to its inputs."""
+    owner = node.graph.owning_module
+    for source in node.all_input_nodes:
+        body = getattr(owner, str(source.target), None) if source.op == "get_attr" else None
+        if not isinstance(body, fx.GraphModule):
+            continue
+        inputs = {storage_of(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")}
+        if any(storage_of(x) in inputs for n in body.graph.nodes for x in written_by(n)):
+            return True
+    return False
 
 
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:

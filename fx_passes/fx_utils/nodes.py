@@ -46,6 +46,17 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
     return found
 
 
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """The node and all that it is computed from."""
+    seen, stack = {node}, [node]
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            if a not in seen:
+                seen.add(a)
+                stack.append(a)
+    return seen
+
+
 def example(node: fx.Node) -> object:
     """The fake value that Dynamo, or a trace, recorded for a node."""
     return node.meta.get("example_value", node.meta.get("val"))

@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, same
+from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
 from torch_streamkl.fx_passes.lowering import lm_head
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_tensor
 from torch_streamkl.fx_passes.lowering.operands import (
@@ -34,7 +35,7 @@ from torch_streamkl.fx_passes.planning.plan import Call, Plan
 
 
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Insert the calls; the returned node has the value, shape and dtype of ``like``."""
+    """Insert the calls; the returned node has the value and metadata of ``like``."""
     rows = planned.rows
     total: fx.Node | None = None
     for call in planned.calls:
@@ -67,7 +68,7 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
         raise Blocked(
             f"the fused value has shape {tuple(result.shape)}, the user's {tuple(like.shape)}"
         )
-    return total
+    return with_strides_of(build, total, like)
 
 
 def _broadcast(build: Builder, total: fx.Node, rows: Rows, tensors: list[fx.Node]) -> fx.Node:

@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, outer_node, weight
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
-from torch_streamkl.fx_passes.planning.lm_heads import added_to_logits
+from torch_streamkl.fx_passes.planning.lm_heads import adapter, added_to_logits
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
@@ -59,6 +59,7 @@ def emit(
         options[f"{name}_scale"] = form.scale * form.softcap if form.softcap else form.scale
         if form.softcap:
             options[f"{name}_softcap"] = form.softcap
+        options |= _adapter(build, name, index, geometry, operands, outer)
         bias = _bias(build, added_to_logits(form), side, form.scale, outer)
         if form.mask:
             removed = _removed_words(build, form.mask, inputs[f"{name}_weight"])
@@ -76,6 +77,40 @@ def emit(
     pieces = [geometry.digits[i].pieces[1] for i in tokens]
     result.meta[STUDENT] = (student.scores, pieces)
     return build.call(operator.getitem, result, 0)
+
+
+def _adapter(
+    build: Builder,
+    name: str,
+    index: int,
+    geometry: Geometry,
+    operands: list[fx.Node],
+    outer: Mapping[fx.Node, fx.Node],
+) -> dict[str, fx.Node]:
+    """A second product of the logits, with its weight in its narrow hidden states."""
+    side = geometry.side(index)
+    found, key = adapter(side), side.distribution.scores
+    if found is None:
+        return {}
+    product, rows, words = found
+    assert key.dtype is not None
+    hidden = canonical(
+        build,
+        rows,
+        index,
+        geometry,
+        operands,
+        outer,
+        is_keys=False,
+        dtype=key.dtype,
+        factors=product.factors,
+    )
+    hidden = build.method("flatten", hidden, 0, 2)
+    scale = read(key).scale
+    if product.weight != scale:
+        hidden = build.call(torch.mul, hidden, product.weight / scale)
+    narrow = weight(build, words, index, geometry, outer, key.dtype)
+    return {f"{name}_adapter_hidden": hidden, f"{name}_adapter_weight": narrow}
 
 
 def _removed_words(build: Builder, mask: Mask, head: fx.Node) -> fx.Node:

@@ -10,6 +10,7 @@ from torch import fx
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.values import Rows
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors
 from torch_streamkl.fx_passes.planning.plan import Plan, plan
 
 Plans = Mapping[fx.Node, Plan | str]  # what computes a sum over keys, or why nothing does
@@ -78,16 +79,5 @@ def without_candidate(found: Sequence[fx.Node], candidates: Sequence[Candidate])
     """Sites that no operator is planned for."""
     handled: set[fx.Node] = set()
     for candidate in candidates:
-        handled |= {candidate.inner} | _ancestors(candidate.inner)
+        handled |= {candidate.inner} | ancestors(candidate.inner)
     return [node for node in found if node not in handled]
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for a in stack.pop().all_input_nodes:
-            if a not in found:
-                found.add(a)
-                stack.append(a)
-    return found

@@ -30,7 +30,7 @@ from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, quotient, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_zero, quotient, same
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 
@@ -106,6 +106,10 @@ def geometry(
     num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
     if not same(*num_keys):
         raise Blocked("teacher and student have different keys")
+    if any(
+        is_zero(p.size) for layout in (teacher_layout, student_layout) for d in layout for p in d
+    ):
+        raise Blocked("the scores have a dimension without entries")
     digits: list[Digit] = []
     for dim, (t, s) in enumerate(zip(teacher_layout, student_layout, strict=True)):
         if dim != key_dim:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 
-from torch_streamkl.fx_passes.domain.layout import axes_of
+from torch_streamkl.fx_passes.domain.layout import Piece, axes_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.domain.scores import Bias
-from torch_streamkl.fx_passes.planning.dimensions import ROW_ONLY, Geometry, SideGeometry
+from torch_streamkl.fx_passes.domain.scores import Bias, Product
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
+from torch_streamkl.fx_passes.fx_utils.sizes import product
+from torch_streamkl.fx_passes.planning.dimensions import (
+    ROW_ONLY,
+    Geometry,
+    SideGeometry,
+    is_split_of,
+)
 
 
 def is_lm_head(geometry: Geometry) -> bool:
@@ -27,9 +34,29 @@ def _is_head(side: SideGeometry) -> bool:
         and len(contracted) == 1
         and _leaves_out_words(form, axis)
         and not side.distribution.averaged
-        and all(axes_of(x.tensor.layout) == {axis} and not x.factors for x in added)
+        and all(_is_per_word(x, side) and not x.factors for x in added)
         and not (form.softcap and form.biases)
+        and len(form.products) <= 1
     )
+
+
+def _is_per_word(bias: Bias, side: SideGeometry) -> bool:
+    """Whether a bias has a value for each word of the matrix, in the order of the words."""
+    axis = side.distribution.axis
+    pieces = [p for dim in bias.tensor.layout for p in dim]
+    words = [p.size for dim in side.keys.layout for p in dim if p.axis == axis]
+    return axes_of(bias.tensor.layout) == {axis} and is_split_of(
+        pieces, Piece(axis, product(words))
+    )
+
+
+def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
+    """The second product of a side's logits, and its operands with the rows and with the words."""
+    for added in read(side.distribution.scores).products:
+        is_rhs = side.distribution.axis in axes_of(added.rhs.layout)
+        pair = (added.lhs, added.rhs) if is_rhs else (added.rhs, added.lhs)
+        return added, *pair
+    return None
 
 
 def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:

@@ -138,6 +138,8 @@ def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_row
     forms = _forms(shape)
     if not is_head and any(form.inner_biases for form in forms):
         raise Blocked("a tensor is added to attention scores before a tanh")
+    if not is_head and any(form.products for form in forms):
+        raise Blocked("scores are a sum of products, but of no LM head with a single adapter")
     if any(form.padded is not None for form in forms):
         if not is_head:
             raise Blocked("scores are padded to another number of keys")
@@ -152,8 +154,9 @@ def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFact
     key = within_of(expr)
     if key is None or key not in (pair.teacher, pair.student):
         raise Blocked("a mask on keys is applied after the softmax")
-    if any(form.padded is not None or form.inner_biases for form in _forms(shape)):
-        raise Blocked("scores are padded, or a tensor is added to them before a tanh")
+    forms = _forms(shape)
+    if any(form.padded is not None or form.inner_biases or form.products for form in forms):
+        raise Blocked("scores are padded, or a tensor or product is added to them before a tanh")
     functional = Functional.of(render(_named(expr, pair.teacher, pair.student)))
     mask = plan_masks_within(shape, 0 if key == pair.teacher else 1)
     return Call(functional, shape, is_lm_head(shape), 1.0, factors, mask)

@@ -23,6 +23,8 @@ def describe(planned: Plan) -> tuple[str, str]:
             form += ", causal" if is_zero(call.mask.window_right) else ", keys up to a diagonal"
         if any(isinstance(x, AxisExcept) for x in student.mask):
             form += ", words left out"
+        if student.products or read(call.geometry.teacher.distribution.scores).products:
+            form += ", with an adapter"
         if call.mask.tensors:
             form += ", masked"
         if call.geometry.teacher.distribution.averaged:

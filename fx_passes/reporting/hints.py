@@ -7,6 +7,8 @@ import re
 import torch
 from torch._dynamo.utils import counters
 
+from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
+
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (
     "; fully_shard breaks graphs at every module that it is applied to: apply it to the outermost "
@@ -41,8 +43,14 @@ _REMEDIES = (
     ),
     (
         "needs a gradient",
-        "detach the bias if it is a constant; where it is trained, such as by an adapter of the "
-        "LM head, put the adapter on other modules",
+        "detach the bias if it is a constant; where an adapter of the LM head trains it, make it "
+        "plain LoRA of the type of the head (autocast, or autocast_adapter_dtype=False), or put "
+        "the adapter on other modules",
+    ),
+    (
+        "sum of products|multiplies the scores varies along the keys",
+        "one LoRA adapter of an LM head fuses; several at a time, or a magnitude per word as of "
+        "DoRA, do not: put them on other modules",
     ),
     (
         "detached in one place",
@@ -85,6 +93,11 @@ _BREAKS = (
         "need it: model.disable_input_require_grads()",
     ),
     (
+        "torchao",
+        "DoRA's layers of PEFT break the graph, and a magnitude per word of an LM head is no part "
+        "of the operators: LoraConfig(use_dora=False) for the LM head",
+    ),
+    (
         "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
         "rows that a mask selects break the graph: torch_streamkl.enable(), or "
         "torch._dynamo.config.capture_dynamic_output_shape_ops = True, keeps them in it",
@@ -96,8 +109,8 @@ _BREAKS = (
 )
 _ANY_BREAK = (
     "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called function "
-    "torch_streamkl.enable(), or torch._dynamo.config.nested_graph_breaks = True, keeps its "
-    "caller's part together"
+    + "torch_streamkl.enable(), or " * MENDS_NESTED_BREAKS
+    + "torch._dynamo.config.nested_graph_breaks = True, keeps its caller's part together"
 )
 
 

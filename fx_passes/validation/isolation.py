@@ -10,6 +10,22 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+# NOTE [cuDNN's attention is not run in checks]
+# PyTorch keeps a compiled cuDNN graph for each shape and layout of q, k and v. The one of a
+# backward holds the strides of the first gradient that it is given, which are not part of the key:
+# with another layout of the gradient the next call reads it wrongly. A check draws gradients of
+# its own, so it must leave nothing there for the model. (aten/src/ATen/native/cudnn/MHA.cpp)
+
+
+@contextlib.contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
 
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
@@ -27,6 +43,7 @@ def isolated(devices: set[torch.device]) -> Iterator[None]:
         torch._dynamo.compiled_autograd._disable(),
         torch.random.fork_rng(devices=cuda),
         warnings.catch_warnings(),
+        _without_cudnn_attention(),
     ):
         warnings.simplefilter("ignore")  # the program itself will say them
         try:

@@ -128,6 +128,7 @@ def train(
     module: nn.Module,
     num_steps: int = 2,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    accumulates: int = 1,
 ) -> Run:
     """A plain loop over batches; ``step`` gives the loss of one."""
     recorder = Recorder.of(module)
@@ -137,8 +138,9 @@ def train(
     for i in range(num_steps):
         loss = step(**batch(BATCH * (i % 3)))
         loss.backward()
-        chosen.step()
-        chosen.zero_grad()
+        if (i + 1) % accumulates == 0:
+            chosen.step()
+            chosen.zero_grad()
         losses.append(loss.item())
     return recorder.run(losses)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torch_streamkl
 from tests.integrations.flows import (
     Run,
     assert_all_fused,
@@ -17,6 +18,7 @@ from tests.integrations.flows import (
     teacher,
     train,
 )
+from torch_streamkl.fx_passes import backend
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -78,18 +80,54 @@ def test_inputs_that_require_gradients() -> None:
     assert any("disable_input_require_grads" in site.remedy for site in report.sites), report
 
 
-def test_lora_on_the_lm_head() -> None:
-    """Not fused: the result is eager's, and no advice would stop the adapter's training."""
+@pytest.mark.parametrize("modules", [("lm_head",), ("q_proj", "v_proj", "lm_head")])
+@pytest.mark.parametrize("mode", ["plain", "autocast", "accumulated", "checkpointed"])
+def test_lora_on_the_lm_head(modules: tuple[str, ...], mode: str) -> None:
+    """One head over concatenated features: A and B are trained, and W is not copied."""
 
     def flow(compiles: bool) -> Run:
+        model = adapted(*modules)
+        if mode == "checkpointed":
+            checkpoint(model)
+            model.disable_input_require_grads()
+        step: Any = step_of(model, teacher())
+        if mode == "autocast":
+            step = torch.autocast("cpu", torch.bfloat16)(step)
+        chosen = torch.compile(step) if compiles else step
+        return train(chosen, model, accumulates=2 if mode == "accumulated" else 1)
+
+    eps = torch.finfo(torch.bfloat16 if mode == "autocast" else torch.float32).eps
+    report = compare_runs(flow, rtol=64 * eps, changes_rtol=max(1e-4, 8 * eps))
+    assert_all_fused(report)
+    assert all("with an adapter" in site.form for site in report.sites), report
+
+
+def test_an_adapter_of_another_type() -> None:
+    """PEFT keeps adapters in float32 beside a model in bfloat16: the operator would round them."""
+
+    def flow() -> Run:
+        torch._dynamo.reset()
         model = adapted("lm_head")
+        for name, parameter in model.named_parameters():
+            if "lora" not in name:
+                parameter.data = parameter.data.bfloat16()
+        return train(torch.compile(step_of(model, teacher().bfloat16())), model)
+
+    without = flow()
+    with backend.collected() as report, torch_streamkl.enable():
+        assert flow().losses == without.losses
+    assert report.num_fused == 0
+    assert all("autocast_adapter_dtype=False" in site.remedy for site in report.sites), report
+
+
+def test_a_magnitude_per_word() -> None:
+    """DoRA of the LM head is no form of the operators, and PEFT's layers break the graph."""
+
+    def flow(compiles: bool) -> Run:
+        model = adapted("lm_head", use_dora=True)
         step = step_of(model, teacher())
         return train(torch.compile(step) if compiles else step, model)
 
     report = compare_runs(flow)
     assert report.num_fused == 0
-    assert report.remaining
-    assert all(site.reason for site in report.sites), report
-    assert not any(
-        site.remedy.startswith("detach") and "adapter" not in site.remedy for site in report.sites
-    ), report
+    assert report.sites and all("use_dora=False" in site.remedy for site in report.sites), report

@@ -215,6 +215,7 @@ def _sum(
     total = weighted_sum(rows.value, weight)
     if hard_weight is not None:
         total = total + weighted_sum(rows.hard, hard_weight)
+    grads = grads[: len(INPUTS)]  # of no adapters
     return total, rows.value, rows.hard, *(like.new_empty(0) if g is None else g for g in grads)
 
 
@@ -223,7 +224,8 @@ def _sum_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
         kwargs.pop(name, None)
     (problem, _, _), _, _, wanted = sum_arguments(*args, **kwargs)
     rows = RowValues.allocate(problem)
-    return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, wanted)
+    grads = gradient_fakes(problem, wanted)[: len(INPUTS)]
+    return rows.value.new_empty(()), rows.value, rows.hard, *grads
 
 
 register(_lib, "linear_kl_sharded", _forward, _forward_fake, forward_flops)
@@ -261,7 +263,7 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, *_: Any) 
         local_labels if ctx.has_labels else None,
         **{**options, "ignore_index": IGNORED},
     )
-    given = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+    given = [g if need else None for g, need in zip(grads, wanted, strict=False)]
     return tuple((given + [None] * ctx.num_inputs)[: ctx.num_inputs])
 
 

@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain import row_algebra as rows
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, to_axes
+from torch_streamkl.fx_passes.domain.score_sums import sum_of_heads
 from torch_streamkl.fx_passes.domain.scores import (
     ABSORBING,
     Bias,
@@ -96,6 +97,8 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
                 return x.then(Shift(y.value * sign))
             case Number(), Scores():
                 return y.then(Scale(sign), Shift(x.value))
+            case Scores(), Scores() if (total := sum_of_heads(x, y, sign)) is not None:
+                return total
             case Scores(), _ if isinstance(right, fx.Node):
                 return self._scores_plus_tensor(node, x, right, sign)
             case _, Scores() if isinstance(left, fx.Node):

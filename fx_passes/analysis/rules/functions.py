@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from torch_streamkl.functional import ZERO, Expr, apply, const, evaluate
+from torch_streamkl.functional import ZERO, apply, const
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
-from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.domain.scores import Scale, ScoreKey, Scores, Tanh
+from torch_streamkl.fx_passes.domain.absent_keys import drops_absent_keys, may_be_infinite
+from torch_streamkl.fx_passes.domain.scores import Scale, Scores, Tanh
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     ExpSum,
@@ -161,7 +160,7 @@ class FunctionRules(MaskRules):
             return self._no_rule(node, "nan_to_num")
         if a.get("nan") not in (None, 0.0):
             raise Blocked("values after the softmax that are NaN are replaced")
-        if any(_may_be_infinite(part.scores) for part in x.parts) and not _drops_absent_keys(x):
+        if any(may_be_infinite(part.scores) for part in x.parts) and not drops_absent_keys(x):
             raise Blocked("values after the softmax that are infinite are replaced")
         return x
 
@@ -172,37 +171,3 @@ class FunctionRules(MaskRules):
         if isinstance(self.value(a["input"]), Elements):
             raise Blocked("dropout changes the probabilities after the softmax")
         return None
-
-
-def _may_be_infinite(key: ScoreKey) -> bool:
-    """Whether some scores may be -inf; a tensor that is added to them may hold anything."""
-    form = read(key)
-    is_removed = bool(form.mask) and form.fill == -math.inf
-    return is_removed or form.padded is not None or bool(form.biases or form.inner_biases)
-
-
-def _drops_absent_keys(x: Elements) -> bool:
-    """Whether keys that all distributions lack contribute 0, as 0 * -inf does to what is fused."""
-    first, *others = (read(part.scores) for part in x.parts)
-    absent_by = (first.mask, first.biases, first.inner_biases)
-    alike = all((k.mask, k.biases, k.inner_biases) == absent_by for k in others)
-    e = x.single()
-    if e is None or first.padded is not None or not alike or not _is_of_probabilities(e):
-        return False
-    absent = {"P": 0.0, "logP": -math.inf}
-    tensors = {name: torch.tensor(v, dtype=torch.float64) for name, v in absent.items()}
-    with unset_fake_temporarily():
-        return float(evaluate(_of_one(e), tensors)) == 0.0
-
-
-def _is_of_probabilities(e: Expr) -> bool:
-    return e.op not in ("lse", "within", "partly_within") and all(
-        map(_is_of_probabilities, e.args)
-    )
-
-
-def _of_one(e: Expr) -> Expr:
-    """The expression with one distribution in place of all."""
-    if e.op in ("P", "logP"):
-        return Expr(e.op)
-    return apply(e.op, *map(_of_one, e.args)) if e.args else e

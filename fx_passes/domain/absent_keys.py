@@ -1,0 +1,51 @@
+"""What masked keys are in an expression over probabilities: -inf as scores, 0 as probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from torch_streamkl.functional import Expr, apply, evaluate
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import ScoreKey
+from torch_streamkl.fx_passes.domain.values import Elements
+
+
+def may_be_infinite(key: ScoreKey) -> bool:
+    """Whether some scores may be -inf; a tensor that is added to them may hold anything."""
+    form = read(key)
+    is_removed = bool(form.mask) and form.fill == -math.inf
+    return is_removed or form.padded is not None or bool(form.biases or form.inner_biases)
+
+
+def drops_absent_keys(x: Elements) -> bool:
+    """Whether keys that all distributions lack contribute 0, as 0 * -inf does to what is fused."""
+    first, *others = (read(part.scores) for part in x.parts)
+    absent_by = (first.mask, first.biases, first.inner_biases)
+    alike = all((k.mask, k.biases, k.inner_biases) == absent_by for k in others)
+    e = x.single()
+    if e is None or first.padded is not None or not alike or not is_of_probabilities(e):
+        return False
+    return at_absent_key(e) == 0.0
+
+
+def at_absent_key(e: Expr) -> float:
+    """The value where every probability is 0 and its logarithm -inf; 0 * -inf counts as 0."""
+    absent = {"P": 0.0, "logP": -math.inf}
+    tensors = {name: torch.tensor(v, dtype=torch.float64) for name, v in absent.items()}
+    with unset_fake_temporarily():
+        return float(evaluate(_of_one(e), tensors))
+
+
+def is_of_probabilities(e: Expr) -> bool:
+    """Whether an expression is of probabilities and their logarithms alone."""
+    return e.op not in ("lse", "within", "partly_within") and all(map(is_of_probabilities, e.args))
+
+
+def _of_one(e: Expr) -> Expr:
+    """The expression with one distribution in place of all."""
+    if e.op in ("P", "logP"):
+        return Expr(e.op)
+    return apply(e.op, *map(_of_one, e.args)) if e.args else e

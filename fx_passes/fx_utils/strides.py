@@ -1,0 +1,103 @@
+"""How values lie in memory: code behind a replaced value may view it, or read its strides."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_unknown, is_zero, same
+
+
+def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
+    """``x`` in the memory layout of another tensor of its shape, or Blocked."""
+    if _lie_alike(_value(x), like):
+        return x
+    strides = [_hint(s) for s in like.stride()]
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    if order != list(range(like.dim())):
+        x = build.method("permute", x, tuple(order))
+    x = build.method("contiguous", x)
+    if order != list(range(like.dim())):
+        x = build.method("permute", x, tuple(order.index(d) for d in range(like.dim())))
+    if not _lie_alike(_value(x), like):
+        raise Blocked(f"its value has strides {tuple(like.stride())}, which are not of one block")
+    return x
+
+
+def strides_are_seen(node: fx.Node, other: fx.Node, build: Builder) -> bool:
+    """Whether code behind ``node`` could tell that it gets ``other`` in another memory layout.
+
+    What reads it runs on fake tensors until its results lie in memory as they did, such as after a
+    ``contiguous()`` or a matmul.
+    """
+    if _lie_alike(_value(other), _value(node)):
+        return False
+    changed: dict[fx.Node, Tensor] = {node: _value(other)}
+    written = {storage_of(x) for n in node.graph.nodes for x in written_by(n)} - {None}
+    following = node.next
+    while following.op != "root":
+        reader, following = following, following.next
+        if not any(a in changed for a in reader.all_input_nodes):
+            continue
+        was = example(reader)
+        if (
+            reader.op not in ("call_function", "call_method")
+            or isinstance(reader.target, torch._ops.HigherOrderOperator)
+            or storage_of(reader) in written
+            or not isinstance(was, (Tensor, int, torch.SymInt))
+        ):
+            return True
+        if isinstance(was, Tensor):
+            try:
+                now = _run(reader, changed, build)
+            except Exception:  # such as a view that is none in this layout
+                return True
+            if not _lie_alike(now, was):
+                changed[reader] = now
+    return False
+
+
+def _run(node: fx.Node, changed: dict[fx.Node, Tensor], build: Builder) -> Tensor:
+    def value_of(x: fx.Node) -> Any:
+        return changed.get(x, example(x))
+
+    given: Any = fx.map_arg((node.args, node.kwargs), value_of)
+    args, kwargs = given
+    shapes = build.mode.shape_env
+    guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+    with build.mode, guards, torch.enable_grad():
+        if callable(node.target):
+            result = node.target(*args, **kwargs)
+        else:
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _lie_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether strides are equal, of dimensions that have more than one entry."""
+    sizes = list(b.shape)
+    return any(is_zero(n) for n in sizes) or all(
+        is_one(n) or same(x, y) or (is_unknown(x) and is_unknown(y))
+        for n, x, y in zip(sizes, a.stride(), b.stride(), strict=True)
+    )
+
+
+def _hint(size: Size) -> int:
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 0
+
+
+def _value(node: fx.Node) -> Tensor:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value
