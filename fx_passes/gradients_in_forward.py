@@ -10,6 +10,7 @@ them by the number.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from torch import Tensor, fx
 
 from torch_streamkl import ops
 from torch_streamkl.attention_gradients import attention_kl_with_gradients
+from torch_streamkl.fx_passes.fx_utils.sizes import same
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
+log = logging.getLogger("torch_streamkl.rewrite")
 aten, prims = torch.ops.aten, torch.ops.prims
 FORWARD = {ops.attention_kl, WITHOUT_AUTOGRAD[ops.attention_kl]}
 BACKWARD = {ops.attention_kl_backward, WITHOUT_AUTOGRAD[ops.attention_kl_backward]}
@@ -56,7 +59,7 @@ def compute_in_forward(graph: fx.Graph) -> int:
         for node in graph.nodes
         if node.target in BACKWARD and (forward := _forward_of(node)) is not None
     ]
-    replaced = sum(_replace(forward, backward, late) for forward, backward in pairs)
+    replaced = sum(_try_to_replace(forward, backward, late) for forward, backward in pairs)
     if replaced:
         from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -94,6 +97,14 @@ def _forward_of(backward: fx.Node) -> fx.Node | None:
     return forward if on_cpu and len(calls) == 1 else None
 
 
+def _try_to_replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
+    try:
+        return _replace(forward, backward, late)
+    except Exception:  # what was added has no users: the graph computes what it did
+        log.warning("gradients of an attention KL stay in the backward", exc_info=True)
+        return False
+
+
 def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     grad, wanted, given = backward.args[0], backward.args[3], backward.args[4:]
     assert isinstance(grad, fx.Node)
@@ -108,7 +119,8 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
         if factors is None or _value(factors.number).dim() != 0:
             return False
         call = _call(graph, attention_kl_with_gradients, factors.weight, wanted, *given)
-        for part in list(backward.users):
+        results: dict[fx.Node, fx.Node] = {}
+        for part in backward.users:
             index = part.args[1]
             assert isinstance(index, int)
             result = _call(graph, operator.getitem, call, 3 + index)
@@ -117,8 +129,10 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
                 dtype = _value(part).dtype
                 if _value(result).dtype != dtype:
                     result = _call(graph, prims.convert_element_type.default, result, dtype)
-            part.replace_all_uses_with(result)
-            graph.erase_node(part)
+            results[part] = result
+    for part, result in results.items():
+        part.replace_all_uses_with(result)
+        graph.erase_node(part)
     graph.erase_node(backward)
     forward.replace_all_uses_with(call)
     graph.erase_node(forward)
@@ -160,8 +174,8 @@ class _Factors:
         weight = found.weight
         if weight is None:
             return found
-        if node.target in RESHAPES and _value(weight).shape != _value(node.args[0]).shape:
-            return None
+        if node.target in RESHAPES and not _same_shape(weight, node.args[0]):
+            return None  # it broadcasts
         weight = self._call(node.target, weight, *node.args[1:], **node.kwargs)
         return Weighted(found.number, weight)
 
@@ -180,7 +194,7 @@ class _Factors:
         found = self.of(x)
         if found is None or other in self.late:
             return None
-        if not isinstance(other, fx.Node) or _value(other).dim() == 0:
+        if _is_number(other):
             return Weighted(self._call(aten.mul.Tensor, found.number, other), found.weight)
         if other in self.behind:
             return None
@@ -193,7 +207,7 @@ class _Factors:
         found = self.of(x)
         if found is None or other in self.late:
             return None
-        if not isinstance(other, fx.Node) or _value(other).dim() == 0:
+        if _is_number(other):
             return Weighted(self._call(aten.div.Tensor, found.number, other), found.weight)
         if other in self.behind:
             return None
@@ -220,6 +234,19 @@ class _Factors:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(self.graph, target, *args, **kwargs)
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    x, y = _value(a).shape, _value(b).shape
+    return len(x) == len(y) and all(same(p, q) for p, q in zip(x, y, strict=True))
+
+
+def _is_number(x: Any) -> bool:
+    """A constant, a size, or a tensor without dimensions."""
+    if not isinstance(x, fx.Node):
+        return True
+    value = x.meta["val"]
+    return not isinstance(value, Tensor) or value.dim() == 0
 
 
 def _is_zero(node: Any) -> bool:

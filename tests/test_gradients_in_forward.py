@@ -1,4 +1,4 @@
-"""Which backward passes of joint graphs are computed in the forward, and that they are the same."""
+"""Which backward passes of joint graphs move into the forward, and that results are the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 
 from torch_streamkl import attention_kl, ops
 from torch_streamkl.attention_gradients import attention_kl_with_gradients
-from torch_streamkl.fx_passes import inductor_passes
+from torch_streamkl.fx_passes import gradients_in_forward, inductor_passes
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of row values [2, 3, 9] and something else
@@ -73,7 +73,9 @@ LOSSES: dict[str, tuple[Loss, Tensor]] = {
     "sequences, then batch": (
         lambda rows, x: ((rows * x).sum((1, 2)) / x.sum((1, 2))).mean(), torch.rand(ROWS, **WIDE),
     ),
-    "transposed": (lambda rows, x: (rows.permute(2, 0, 1) * x).mean(), torch.rand(9, 2, 3, **WIDE)),
+    "transposed": (
+        lambda rows, x: (rows.permute(2, 0, 1) * x).mean(), torch.rand(9, 2, 3, **WIDE),
+    ),
 }  # fmt: skip
 LEFT: dict[str, tuple[Loss, Tensor]] = {
     # the weight of a row follows from its value, or the loss is not linear in it
@@ -101,6 +103,17 @@ def test_rows_that_do_not_count_may_be_infinite() -> None:
     weight = torch.rand(ROWS, dtype=torch.float64)
     weight[0, 1, 2] = 0.0
     assert rewritten(lambda rows, x: (rows * x).sum(), weight) == 1
+
+
+def test_a_fault_of_ours_leaves_the_backward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(gradients_in_forward._Factors, "_product", fail)
+    assert rewritten(*LOSSES["weighted rows"]) == 0
+    assert "planted" in caplog.text and "stay in the backward" in caplog.text
 
 
 def test_two_sites_of_one_graph() -> None:
