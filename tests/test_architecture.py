@@ -27,6 +27,8 @@ STAGES = (
     "validation",
     "pipeline",
     "ddp",
+    "inductor_sites",
+    "gradients_in_forward",
     "inductor_passes",
     "backend",
     "leaves",

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl import streaming
+from torch_streamkl import panels, streaming
 from torch_streamkl.checks import is_plain
 from torch_streamkl.functional import Functional
 from torch_streamkl.launch import LSE_UNIT, select_implementation
@@ -30,7 +31,7 @@ _lib = Library(NAMESPACE, "DEF")
 # NOTE [Flat arguments]
 # A schema is flat and positional; the implementations take an AttentionProblem. The order below is
 # known to three places only: this schema, `problem_of` and the tensor count used by autograd.
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
     "Tensor? mask=None, Tensor? student_bias=None, Tensor? teacher_bias=None, "
     "Tensor? student_alibi_slopes=None, Tensor? teacher_alibi_slopes=None, "
@@ -42,7 +43,8 @@ _ARGUMENTS = (
     "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto', "
     "bool deterministic=True"
 )
-_NUM_TENSORS = 15
+NUM_TENSORS = 15
+NUM_RESULTS = 3  # of attention_kl: values, and statistics of both sides
 _DIFFERENTIABLE = (0, 1, 2, 3, 9, 10)  # q and k of both sides, and the sinks
 differentiable = operator.itemgetter(*_DIFFERENTIABLE)
 _NOT_DIFFERENTIABLE = {
@@ -53,12 +55,12 @@ _NOT_DIFFERENTIABLE = {
 }
 
 _lib.define(
-    f"attention_kl({_ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
+    f"attention_kl({ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 _lib.define(
     "attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
-    f"bool[] wanted, {_ARGUMENTS})"
+    f"bool[] wanted, {ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
@@ -154,6 +156,19 @@ def _module(implementation: str) -> Any:
     return streaming
 
 
+def run_compiled_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`run_forward` in a graph that Inductor compiles."""
+    problem, impl = problem_of(*args, **kwargs)
+    value, stats = compiled_module(problem, impl).forward(problem)
+    return value, stats.student, stats.teacher
+
+
+def compiled_module(problem: AttentionProblem, impl: str) -> Any:
+    """What computes a problem in such a graph: Inductor can compile the CPU's blocks, too."""
+    implementation = select_implementation(problem, impl)
+    return panels if implementation == "streaming" else _module(implementation)
+
+
 def run_backward(
     grad: Tensor,
     student_stats: Tensor,
@@ -164,6 +179,22 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = wanted_gradients(grad, student_stats, teacher_stats, wanted, *args, **kwargs)
     # the operator returns a tensor for each of q and k, its first four arguments
+    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
+    return a, b, c, d
+
+
+def run_compiled_backward(
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`run_backward` in a graph that Inductor compiles."""
+    problem, impl = problem_of(*args, **kwargs)
+    stats = RowStatistics(student_stats, teacher_stats)
+    grads = compiled_module(problem, impl).backward(problem, stats, grad, Wanted(*wanted))
     a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
     return a, b, c, d
 
@@ -217,7 +248,7 @@ def _forward_flops(
     return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
 
 
-def _backward_flops(
+def backward_flops(
     _g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
 ) -> int:
     """The recomputed scores and one matmul for each gradient."""
@@ -230,8 +261,15 @@ def _backward_flops(
     return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
 
 
-register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops)
-register(_lib, "attention_kl_backward", run_backward, _backward_fake, _backward_flops)
+register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops, run_compiled_forward)
+register(
+    _lib,
+    "attention_kl_backward",
+    run_backward,
+    _backward_fake,
+    backward_flops,
+    run_compiled_backward,
+)
 
 
 def _setup_context(
@@ -239,45 +277,50 @@ def _setup_context(
 ) -> None:
     _, student_stats, teacher_stats = output
     ctx.mark_non_differentiable(student_stats, teacher_stats)
-    ctx.save_for_backward(student_stats, teacher_stats, *inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(student_stats, teacher_stats, *inputs[:NUM_TENSORS])
+    ctx.options = inputs[NUM_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
-    needs = (*ctx.needs_input_grad, *(False,) * _NUM_TENSORS)
+    needs = (*ctx.needs_input_grad, *(False,) * NUM_TENSORS)
     for index, name in _NOT_DIFFERENTIABLE.items():
         if needs[index]:
             raise NotImplementedError(
                 f"{name} gets no gradient: detach it, or keep the scores in plain torch code"
             )
     given = gradients(grad, differentiable(needs), ctx.saved_tensors, ctx.options)
-    grads: list[Tensor | None] = [None] * (_NUM_TENSORS + len(ctx.options))
+    grads: list[Tensor | None] = [None] * (NUM_TENSORS + len(ctx.options))
     for index, value in zip(_DIFFERENTIABLE, given, strict=True):
         grads[index] = value
     return tuple(grads)
 
 
 def gradients(
-    grad: Tensor | None, needs: tuple[bool, ...], saved: tuple[Any, ...], options: tuple[Any, ...]
+    grad: Tensor | None,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    options: tuple[Any, ...],
+    implementation: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> list[Tensor | None]:
     """Gradients to the `differentiable` of the tensor arguments.
 
-    ``saved`` is the two statistics and all tensor arguments.
+    ``saved`` is the two statistics and all tensor arguments. Where nobody watches operators,
+    ``implementation(wanted, grad, *saved)`` gives those of q and k, with these options.
     """
     grads: list[Tensor | None] = [None] * len(_DIFFERENTIABLE)
     if grad is None:
         return grads
     student_stats, teacher_stats, *tensors = saved
-    wanted = list(needs[:4])
+    wanted = needs[:4]
     if any(wanted):
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
-        direct = not torch.is_grad_enabled() and is_plain((grad, *tensors))
-        given = (grad, student_stats, teacher_stats, wanted, *tensors, *options)
-        if direct:
-            grads[:4] = without_autocast(wanted_gradients, *given)
+        if not torch.is_grad_enabled() and is_plain((grad, *tensors)):
+            call = implementation or functools.partial(_wanted_gradients, options)
+            grads[:4] = without_autocast(call, wanted, grad, *saved)
         else:
+            given = (grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
             out = attention_kl_backward(*given)
             grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
     for index, stats in ((4, student_stats), (5, teacher_stats)):
@@ -286,6 +329,13 @@ def gradients(
             sink = differentiable(tensors)[index]
             grads[index] = _sink_gradient(grad, stats, unit, sink)
     return grads
+
+
+def _wanted_gradients(
+    options: tuple[Any, ...], wanted: tuple[bool, ...], grad: Tensor, *saved: Any
+) -> tuple[Tensor | None, ...]:
+    student_stats, teacher_stats, *tensors = saved
+    return wanted_gradients(grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
 
 
 def without_autocast(implementation: Any, *args: Any) -> Any:
