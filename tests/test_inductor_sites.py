@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_streamkl import attention_kl
-from torch_streamkl.fx_passes import inductor_sites
+from torch_streamkl.fx_passes import backend, inductor_sites
 
 OPERATORS = ("torch.ops.torch_streamkl._attention_kl.default(", "_attention_kl_backward.default(")
 SITES = ("CompiledForward(", "CompiledBackward(")
@@ -93,6 +93,25 @@ def test_operator_calls_without_the_table(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_inductor_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(table, "CUSTOM_EXTERN_KERNEL_CODEGEN")
     assert not inductor_sites.install.__wrapped__()
+
+
+def test_the_report_says_that_the_table_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
+        got, wanted = (q @ k.mT).log_softmax(-1), (teacher_q @ teacher_k.mT).softmax(-1)
+        return torch.nn.functional.kl_div(got, wanted, reduction="sum")
+
+    for has_table in (True, False):
+        torch._dynamo.reset()
+        monkeypatch.setattr(inductor_sites, "install", lambda found=has_table: found)
+        reports = []
+
+        def rewritten(gm: torch.fx.GraphModule, _: Any, found: Any = reports) -> Any:
+            found.append(backend.rewrite_and_report(gm, backend.split_options({})[0]))
+            return gm.forward
+
+        torch.compile(loss, backend=rewritten)(*tensors())
+        assert [report.num_fused for report in reports] == [1]
+        assert (inductor_sites.WITHOUT_TABLE in reports[0].notes) != has_table
 
 
 def test_autocast_does_not_reach_into_a_site() -> None:
