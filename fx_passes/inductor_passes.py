@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_streamkl
 from torch_streamkl.fx_passes import ddp, inductor_sites
+from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
 
@@ -46,13 +47,17 @@ def cache_key(ours: dict[str, Any]) -> str:
 
 
 class JointPass(CustomGraphPass):
-    """Calls our operators without autograd; its uuid is in the FX and AOTAutograd cache keys."""
+    """Calls our operators as compiled graphs do; its uuid is in the FX and AOTAutograd cache keys.
+
+    That is without autograd, and on a CPU with gradients in the forward.
+    """
 
     def __init__(self, ours: dict[str, Any]) -> None:
         self.ours = ours
 
     def __call__(self, graph: fx.Graph) -> None:
         inductor_sites.install()
+        compute_in_forward(graph)
         for node in graph.nodes:
             if node.op == "call_function":
                 node.target = WITHOUT_AUTOGRAD.get(node.target, node.target)

@@ -28,6 +28,7 @@ STAGES = (
     "pipeline",
     "ddp",
     "inductor_sites",
+    "gradients_in_forward",
     "inductor_passes",
     "backend",
     "leaves",

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
+from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.problems import CASES
 from tests.support.strategies import specs
 from tests.test_attention_operator import arguments_of, operator_arguments
 from torch_streamkl import linear_ops, ops
+from torch_streamkl.attention_gradients import attention_kl_with_gradients
 from torch_streamkl.functional import DIVERGENCES, named
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 
@@ -75,6 +77,13 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         for name in CASES
     },
     "attention_kl": (ops.attention_kl, operator_arguments("gqa")[0], {}),
+    "attention_kl_with_gradients": (
+        attention_kl_with_gradients, (None, ALL, *detached(operator_arguments("gqa")[0])), {},
+    ),
+    "attention_kl_with_gradients weighted": (
+        attention_kl_with_gradients,
+        (torch.rand(1, 4, 1), [True, False] * 2, *detached(operator_arguments("gqa")[0])), {},
+    ),
     **{
         f"linear_kl {name}": (linear_ops.linear_kl, LINEAR, {"functional": text})
         for name, text in FUNCTIONALS.items()
@@ -110,9 +119,11 @@ def test_opcheck(name: str) -> None:
 
 
 OF_COMPILED_GRAPHS = ("attention_kl", "attention_kl_backward gqa", "linear_kl plain",
-                      "linear_kl_backward", "linear_kl_sum")  # fmt: skip
+                      "linear_kl_backward", "linear_kl_sum", "attention_kl_with_gradients",
+                      "attention_kl_with_gradients weighted")  # fmt: skip
 
 
+@pytest.mark.usefixtures("bodies_as_written")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OF_COMPILED_GRAPHS)
 def test_opcheck_without_autograd(name: str) -> None:

@@ -12,6 +12,7 @@ traced (then out of place too: the compiler reuses the buffer that it sees die).
 
 from __future__ import annotations
 
+import functools
 import os
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl import linear_chunks, linear_rows
+from torch_streamkl import linear_chunks, linear_panels, linear_rows
 from torch_streamkl.functional import Functional
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
@@ -141,6 +142,13 @@ def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
     return module
 
 
+def _rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
+    """`row_functions`; in a graph that Inductor compiles, it can compile the CPU's, too."""
+    rows = row_functions(problem, impl)
+    on_cpu = problem.student.hidden.device.type == "cpu"
+    return linear_panels if is_compiled and on_cpu and rows is linear_rows else rows
+
+
 def _triton_limit(problem: LinearProblem) -> str | None:
     """Why the Triton kernels cannot run a problem, or None."""
     device = problem.student.hidden.device.type
@@ -151,9 +159,9 @@ def _triton_limit(problem: LinearProblem) -> str | None:
     return None
 
 
-def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, workspace, impl = problem_of(*args, **kwargs)
-    out = linear_chunks.forward(problem, workspace, row_functions(problem, impl))
+    out = linear_chunks.forward(problem, workspace, _rows_of(is_compiled, problem, impl))
     return out.value, out.hard, out.statistics
 
 
@@ -163,6 +171,7 @@ def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(
+    is_compiled: bool,
     grad: Tensor | None,
     hard_grad: Tensor | None,
     statistics: Tensor,
@@ -181,7 +190,7 @@ def _backward(
         weights,
         Wanted(*wanted),
         workspace,
-        row_functions(problem, impl),
+        _rows_of(is_compiled, problem, impl),
     )
     return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
 
@@ -234,7 +243,7 @@ def sum_arguments(
     return problem, first[0], first[1], list(first[2])
 
 
-def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     (problem, workspace, impl), row_weight, hard_row_weight, wanted = sum_arguments(
         *args, **kwargs
     )
@@ -256,7 +265,7 @@ def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         RowWeights(weight, hard_weight),
         Wanted(*wanted),
         workspace,
-        row_functions(problem, impl),
+        _rows_of(is_compiled, problem, impl),
     )
     total = weighted_sum(rows.value, weight)
     if hard_weight is not None:
@@ -315,9 +324,13 @@ def _with_gradients(logits: list[int], wanted: Any) -> int:
     return sum(logits) + sum(flops for flops, need in each if need)
 
 
-register(_lib, "linear_kl", _forward, _forward_fake, forward_flops)
-register(_lib, "linear_kl_backward", _backward, _backward_fake, _backward_flops)
-register(_lib, "linear_kl_sum", _sum, _sum_fake, sum_flops)
+for _name, _implementation, _fake, _flops in (
+    ("linear_kl", _forward, _forward_fake, forward_flops),
+    ("linear_kl_backward", _backward, _backward_fake, _backward_flops),
+    ("linear_kl_sum", _sum, _sum_fake, sum_flops),
+):
+    _plain, _compiled = (functools.partial(_implementation, x) for x in (False, True))
+    register(_lib, _name, _plain, _fake, _flops, _compiled)
 
 
 def _setup_context(

@@ -53,7 +53,8 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
         second_pass(problem, student, teacher, out)
     if problem.labels is not None:
         out.hard_lse.copy_(hard_lse)
-        out.hard.copy_(_hard_values(problem, student, hard_lse))
+        label_y = label_scores(problem, student, hard_lse.dtype)
+        out.hard.copy_(hard_values(problem, label_y, hard_lse))
     else:
         out.hard_lse.zero_()
 
@@ -182,9 +183,11 @@ def _counted(problem: LinearProblem) -> Tensor:
     return problem.labels != problem.ignore_index
 
 
-def _hard_values(problem: LinearProblem, student: Tensor, hard_lse: Tensor) -> Tensor:
-    """Cross-entropy of the labels; NaN for a label that is no word."""
-    y, is_word = label_scores(problem, student, hard_lse.dtype)
+def hard_values(
+    problem: LinearProblem, label_y: tuple[Tensor, Tensor], hard_lse: Tensor
+) -> Tensor:
+    """Cross-entropy of the labels, from their `label_scores`; NaN for one that is no word."""
+    y, is_word = label_y
     value = torch.where(is_word, hard_lse - y, math.nan)
     return torch.where(_counted(problem), value, 0.0)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl import streaming
+from torch_streamkl import panels, streaming
 from torch_streamkl.checks import is_plain
 from torch_streamkl.functional import Functional
 from torch_streamkl.launch import LSE_UNIT, select_implementation
@@ -31,7 +31,7 @@ _lib = Library(NAMESPACE, "DEF")
 # NOTE [Flat arguments]
 # A schema is flat and positional; the implementations take an AttentionProblem. The order below is
 # known to three places only: this schema, `problem_of` and the tensor count used by autograd.
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
     "Tensor? mask=None, Tensor? student_bias=None, Tensor? teacher_bias=None, "
     "Tensor? student_alibi_slopes=None, Tensor? teacher_alibi_slopes=None, "
@@ -55,12 +55,12 @@ _NOT_DIFFERENTIABLE = {
 }
 
 _lib.define(
-    f"attention_kl({_ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
+    f"attention_kl({ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 _lib.define(
     "attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
-    f"bool[] wanted, {_ARGUMENTS})"
+    f"bool[] wanted, {ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
@@ -156,6 +156,19 @@ def _module(implementation: str) -> Any:
     return streaming
 
 
+def run_compiled_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`run_forward` in a graph that Inductor compiles."""
+    problem, impl = problem_of(*args, **kwargs)
+    value, stats = compiled_module(problem, impl).forward(problem)
+    return value, stats.student, stats.teacher
+
+
+def compiled_module(problem: AttentionProblem, impl: str) -> Any:
+    """What computes a problem in such a graph: Inductor can compile the CPU's blocks, too."""
+    implementation = select_implementation(problem, impl)
+    return panels if implementation == "streaming" else _module(implementation)
+
+
 def run_backward(
     grad: Tensor,
     student_stats: Tensor,
@@ -166,6 +179,22 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = wanted_gradients(grad, student_stats, teacher_stats, wanted, *args, **kwargs)
     # the operator returns a tensor for each of q and k, its first four arguments
+    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
+    return a, b, c, d
+
+
+def run_compiled_backward(
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`run_backward` in a graph that Inductor compiles."""
+    problem, impl = problem_of(*args, **kwargs)
+    stats = RowStatistics(student_stats, teacher_stats)
+    grads = compiled_module(problem, impl).backward(problem, stats, grad, Wanted(*wanted))
     a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
     return a, b, c, d
 
@@ -219,7 +248,7 @@ def _forward_flops(
     return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
 
 
-def _backward_flops(
+def backward_flops(
     _g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
 ) -> int:
     """The recomputed scores and one matmul for each gradient."""
@@ -232,8 +261,15 @@ def _backward_flops(
     return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
 
 
-register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops)
-register(_lib, "attention_kl_backward", run_backward, _backward_fake, _backward_flops)
+register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops, run_compiled_forward)
+register(
+    _lib,
+    "attention_kl_backward",
+    run_backward,
+    _backward_fake,
+    backward_flops,
+    run_compiled_backward,
+)
 
 
 def _setup_context(

@@ -22,13 +22,17 @@ def register(
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     flops: Callable[..., int],
+    compiled: Callable[..., Any] | None = None,
 ) -> None:
-    """An operator: its implementation on every device, fake and FLOP count; autocast kept out."""
+    """An operator: its implementation on every device, fake and FLOP count; autocast kept out.
+
+    ``compiled`` is the implementation in graphs that Inductor compiles, where it is another.
+    """
     schema = str(_operator(name)._schema).removeprefix(f"{NAMESPACE}::")
     lib.define(f"_{schema}", tags=tuple(_operator(name).tags))
     WITHOUT_AUTOGRAD[_operator(name)] = _operator(f"_{name}")
-    for each in (name, f"_{name}"):
-        lib.impl(each, implementation, "CompositeExplicitAutograd")
+    for each, function in ((name, implementation), (f"_{name}", compiled or implementation)):
+        lib.impl(each, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{each}", fake, lib=lib)
         for device in ("CPU", "CUDA"):
             lib.impl(each, _without_autocast(_operator(each), device), f"Autocast{device}")

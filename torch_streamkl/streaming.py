@@ -308,6 +308,10 @@ def _where_allowed(mask: Mask, x: Tensor) -> Tensor:
     return torch.where(_per_head(mask.allowed, x.shape[1]), x, torch.zeros_like(x))
 
 
+# to student_q, student_k, teacher_q, teacher_k, None where not wanted
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Which gradients a backward pass computes."""
@@ -328,14 +332,47 @@ class Wanted:
 
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """Gradients to student_q, student_k, teacher_q, teacher_k for per-row gradients ``grad``."""
-    inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
+    return in_dtypes_of_inputs(problem, _backward_sums(problem, stats, grad, wanted))
+
+
+def forward_with_gradients(
+    problem: AttentionProblem, row_weight: Tensor | None, wanted: Wanted
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    """`forward`, and the gradients of the weighted sum of its values, in the compute dtype."""
+    value, stats = forward(problem)
+    grad = torch.ones_like(value) if row_weight is None else row_weight
+    sums = _backward_sums(problem, stats, grad, wanted)
+    return value, stats, (sums[0], sums[1], sums[2], sums[3])
+
+
+def zero_sums(problem: AttentionProblem, wanted: Wanted) -> list[Tensor | None]:
+    """Where gradients are added up, in the order of `Gradients`."""
     flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
-    sums = [
+    return [
         x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None
-        for x, w in zip(inputs, flags, strict=True)
+        for x, w in zip(_inputs(problem), flags, strict=True)
     ]
+
+
+def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) -> Gradients:
+    """Gradients of their sums."""
+    a, b, c, d = (
+        None if x is None else x.to(like.dtype)
+        for x, like in zip(sums, _inputs(problem), strict=True)
+    )
+    return a, b, c, d
+
+
+def _inputs(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k
+
+
+def _backward_sums(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> list[Tensor | None]:
+    sums = zero_sums(problem, wanted)
     if problem.is_packed:
         for rows, keys, sequence in problem.sequences():
             ranges = (rows, keys, rows, keys)
@@ -343,8 +380,7 @@ def backward(
             _backward_sequence(sequence, stats.at_rows(rows), grad[:, :, rows], wanted, views)
     else:
         _backward_sequence(problem, stats, grad, wanted, sums)
-    grads = [None if x is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)]
-    return grads[0], grads[1], grads[2], grads[3]
+    return sums
 
 
 def _backward_sequence(

@@ -1,0 +1,273 @@
+"""On a CPU, gradients of an attention KL are computed in its forward where the loss allows.
+
+The backward operator computes the scores again: six products for the student where four are enough
+when the weight of every row in the loss is known before. In the joint graph of forward and
+backward it is where the gradient that reaches the rows is a number, the only part that depends on
+the loss's own gradient, times weights that the forward can compute. Then
+`attention_kl_with_gradients` makes the gradients of the weighted sum, and the backward multiplies
+them by the number.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl import ops
+from torch_streamkl.attention_gradients import attention_kl_with_gradients
+from torch_streamkl.fx_passes.fx_utils.sizes import same
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+
+log = logging.getLogger("torch_streamkl.rewrite")
+aten, prims = torch.ops.aten, torch.ops.prims
+FORWARD = {ops.attention_kl, WITHOUT_AUTOGRAD[ops.attention_kl]}
+BACKWARD = {ops.attention_kl_backward, WITHOUT_AUTOGRAD[ops.attention_kl_backward]}
+# dimension by dimension: as good for weights that broadcast
+PER_DIMENSION = {
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.permute.default,
+    aten.clone.default, aten.alias.default, prims.convert_element_type.default,
+    aten._to_copy.default, aten.expand.default,
+}  # fmt: skip
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+MUL = {aten.mul.Tensor, aten.mul.Scalar}
+DIV = {aten.div.Tensor, aten.div.Scalar}
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A gradient as a number times weights, which broadcast to its shape; None is 1.
+
+    Weights have as many dimensions as the gradient.
+    """
+
+    number: fx.Node
+    weight: fx.Node | None = None
+
+
+def compute_in_forward(graph: fx.Graph) -> int:
+    """Rewrite the joint graph where that is possible; how many losses it was."""
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    late = _dependents(tangents)
+    pairs = [
+        (forward, node)
+        for node in graph.nodes
+        if node.target in BACKWARD and (forward := _forward_of(node)) is not None
+    ]
+    replaced = sum(_try_to_replace(forward, backward, late) for forward, backward in pairs)
+    if replaced:
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()
+    return replaced
+
+
+def _dependents(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.users
+    return found
+
+
+def _forward_of(backward: fx.Node) -> fx.Node | None:
+    """The forward whose statistics it reads, where the rewrite may move work into that."""
+    statistics: Any = backward.args[1]
+    if statistics.target is not operator.getitem:
+        return None
+    forward: fx.Node = statistics.args[0]
+    if forward.target not in FORWARD or "recompute" in forward.meta:
+        return None
+    calls = [
+        user
+        for part in forward.users
+        for user in part.users
+        if user.target in BACKWARD and part.args[1] == 1
+    ]
+    on_cpu = forward.meta["val"][0].device.type == "cpu"
+    return forward if on_cpu and len(calls) == 1 else None
+
+
+def _try_to_replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
+    try:
+        return _replace(forward, backward, late)
+    except Exception:  # what was added has no users: the graph computes what it did
+        log.warning("gradients of an attention KL stay in the backward", exc_info=True)
+        return False
+
+
+def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
+    grad, wanted, given = backward.args[0], backward.args[3], backward.args[4:]
+    assert isinstance(grad, fx.Node)
+    graph, behind = forward.graph, _dependents([forward])
+    too_late = late | behind
+    inputs: list[fx.Node] = []
+    fx.map_arg(given, inputs.append)
+    if not too_late.isdisjoint(inputs):
+        return False
+    with graph.inserting_before(backward):
+        factors = _Factors(graph, late, behind).of(grad)
+        if factors is None or _value(factors.number).dim() != 0:
+            return False
+        call = _call(graph, attention_kl_with_gradients, factors.weight, wanted, *given)
+        results: dict[fx.Node, fx.Node] = {}
+        for part in backward.users:
+            index = part.args[1]
+            assert isinstance(index, int)
+            result = _call(graph, operator.getitem, call, 3 + index)
+            if wanted[index]:  # type: ignore[index]  # a list of bools
+                result = _call(graph, aten.mul.Tensor, result, factors.number)
+                dtype = _value(part).dtype
+                if _value(result).dtype != dtype:
+                    result = _call(graph, prims.convert_element_type.default, result, dtype)
+            results[part] = result
+    for part, result in results.items():
+        part.replace_all_uses_with(result)
+        graph.erase_node(part)
+    graph.erase_node(backward)
+    forward.replace_all_uses_with(call)
+    graph.erase_node(forward)
+    return True
+
+
+class _Factors:
+    """Splits a gradient into a number and weights; adds the nodes that make them."""
+
+    def __init__(self, graph: fx.Graph, late: set[fx.Node], behind: set[fx.Node]) -> None:
+        self.graph, self.late, self.behind = graph, late, behind
+
+    def of(self, node: Any) -> Weighted | None:
+        """The factors of a node that depends on the loss's gradient."""
+        if not isinstance(node, fx.Node) or node not in self.late:
+            return None
+        if _value(node).dim() == 0:
+            return Weighted(node)
+        if node.target in MUL:
+            first = isinstance(node.args[0], fx.Node) and node.args[0] in self.late
+            return self._product(node, *(node.args if first else reversed(node.args)))
+        if node.target in DIV and len(node.args) == 2:
+            return self._quotient(node, *node.args)
+        if node.target is aten.where.self:
+            condition, x, other = node.args
+            if _is_zero(x):
+                return self._selected(node, condition, other, False)
+            return self._selected(node, condition, x, True) if _is_zero(other) else None
+        if node.target is aten.masked_fill.Scalar:
+            x, condition, value = node.args
+            return self._selected(node, condition, x, False) if value == 0 else None
+        found = self.of(node.args[0]) if node.args else None
+        if found is None:
+            return None
+        if node.target is aten.neg.default:
+            return Weighted(self._call(aten.neg.default, found.number), found.weight)
+        if node.target not in PER_DIMENSION | RESHAPES:
+            return None
+        weight = found.weight
+        if weight is None:
+            return found
+        if node.target in RESHAPES and not _same_shape(weight, node.args[0]):
+            return None  # it broadcasts
+        weight = self._call(node.target, weight, *node.args[1:], **node.kwargs)
+        return Weighted(found.number, weight)
+
+    def _as_weight(self, x: fx.Node, node: fx.Node) -> fx.Node:
+        """A factor of a gradient, which may be a mask, with as many dimensions as that."""
+        if not _value(x).dtype.is_floating_point:
+            x = self._call(prims.convert_element_type.default, x, _value(node).dtype)
+        return self._with_dimensions_of(x, node)
+
+    def _with_dimensions_of(self, x: fx.Node, node: fx.Node) -> fx.Node:
+        for _ in range(_value(node).dim() - _value(x).dim()):
+            x = self._call(aten.unsqueeze.default, x, 0)
+        return x
+
+    def _product(self, node: fx.Node, x: Any, other: Any) -> Weighted | None:
+        found = self.of(x)
+        if found is None or other in self.late:
+            return None
+        if _is_number(other):
+            return Weighted(self._call(aten.mul.Tensor, found.number, other), found.weight)
+        if other in self.behind:
+            return None
+        other = self._as_weight(other, node)
+        if found.weight is None:
+            return Weighted(found.number, other)
+        return Weighted(found.number, self._call(aten.mul.Tensor, found.weight, other))
+
+    def _quotient(self, node: fx.Node, x: Any, other: Any) -> Weighted | None:
+        found = self.of(x)
+        if found is None or other in self.late:
+            return None
+        if _is_number(other):
+            return Weighted(self._call(aten.div.Tensor, found.number, other), found.weight)
+        if other in self.behind:
+            return None
+        inverse = self._call(aten.reciprocal.default, self._as_weight(other, node))
+        if found.weight is not None:
+            inverse = self._call(aten.mul.Tensor, found.weight, inverse)
+        return Weighted(found.number, inverse)
+
+    def _selected(self, node: fx.Node, condition: Any, x: Any, is_where: bool) -> Weighted | None:
+        """x where a condition is as it should be, and 0 elsewhere."""
+        if condition in self.late | self.behind:
+            return None
+        found = self.of(x)
+        if found is None:
+            return None
+        if not is_where:
+            condition = self._call(aten.logical_not.default, condition)
+        holds = self._as_weight(condition, node)
+        if found.weight is not None:  # it may be infinite where the condition does not hold
+            zero = self._call(aten.mul.Tensor, holds, 0.0)
+            condition = self._with_dimensions_of(condition, node)
+            holds = self._call(aten.where.self, condition, found.weight, zero)
+        return Weighted(found.number, holds)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return _call(self.graph, target, *args, **kwargs)
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    x, y = _value(a).shape, _value(b).shape
+    return len(x) == len(y) and all(same(p, q) for p, q in zip(x, y, strict=True))
+
+
+def _is_number(x: Any) -> bool:
+    """A constant, a size, or a tensor without dimensions."""
+    if not isinstance(x, fx.Node):
+        return True
+    value = x.meta["val"]
+    return not isinstance(value, Tensor) or value.dim() == 0
+
+
+def _is_zero(node: Any) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target in (aten.full.default, aten.full_like.default):
+        return bool(node.args[1] == 0)
+    return node.target is aten.scalar_tensor.default and bool(node.args[0] == 0)
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node with the fake value of its result, which the partitioner asks for."""
+    node = graph.call_function(target, args, kwargs)
+    values: Any = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)).meta["val"]
+    with mode.fake_mode:
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def _value(node: Any) -> Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,190 @@
+"""What compiled graphs run on a CPU, by Inductor: a few forms, each compiled once.
+
+test_panels.py tests the mathematics of all forms without compiling them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+from tests.support.problems import CASES, Spec, build
+from tests.support.tolerances import budget, check
+from tests.test_panels import linear_problem
+from torch_streamkl import compiled, linear_panels, linear_rows, ops, panels, streaming
+from torch_streamkl.linear_problem import RowValues, RowWeights
+from torch_streamkl.linear_problem import Wanted as LinearWanted
+from torch_streamkl.streaming import Wanted
+
+STUDENT = Wanted(True, True, False, False)
+MASKED = replace(CASES["mask_padding"], student_clamp=1e-4, is_causal=True, heads=2)
+
+
+@pytest.fixture
+def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small panels, and no way around the compiler."""
+    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 200)
+    monkeypatch.setattr(panels, "LEAST_QUERIES", 4)
+    monkeypatch.setattr(ops, "_module", lambda _: panels)
+    for name in ("forward", "backward", "forward_with_gradients"):
+        monkeypatch.setattr(streaming, name, _refuse)
+
+
+def _refuse(*_: Any) -> None:
+    raise AssertionError("the blocks of streaming.py were asked")
+
+
+def problem_of(seqlen: int = 33, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    tensors = [torch.randn(2, 3, seqlen, 16).to(dtype) for _ in range(4)]
+    return ops.problem_of(*tensors, **options)[0]
+
+
+# one form of each body, at odd sizes, in three sizes of scores
+@pytest.mark.usefixtures("always_compiled")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MASKED,
+        replace(MASKED, seqlen_q=1, seqlen_k=63),
+        replace(MASKED, score_size=200.0, seqlen_q=64, seqlen_k=127),
+        replace(MASKED, strides="padded", layout="bnhd"),
+        replace(MASKED, dtype=torch.bfloat16),
+        replace(MASKED, dtype=torch.float16),
+    ],
+    ids=["odd", "one_query", "extreme", "strided", "bfloat16", "float16"],
+)
+def test_against_float64(spec: Spec) -> None:
+    call = build(spec)
+    check(call.value_and_gradients("streaming"), budget(call))
+
+
+@pytest.mark.usefixtures("always_compiled")
+def test_against_the_blocks_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 700)
+    problem = problem_of(35, torch.float64, window_right=0, window_left=9, mask_value=-1e4)
+    weight = torch.randn(2, 3, 35, dtype=torch.float64)
+    value, stats, grads = panels.forward_with_gradients(problem, weight, STUDENT)
+    expected = streaming.forward_with_gradients(problem, weight, STUDENT)
+    again = panels.backward(problem, stats, weight, STUDENT)
+    for got, x in zip((value, *grads[:2]), (expected[0], *expected[2][:2]), strict=True):
+        torch.testing.assert_close(got, x, rtol=1e-9, atol=1e-10)
+    for got, x in zip(again[:2], expected[2][:2], strict=True):
+        torch.testing.assert_close(got, x, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.usefixtures("always_compiled")
+def test_rows_with_infinities() -> None:
+    """A row without keys is 0, one that the student excludes is infinite, and nothing is NaN."""
+    mask = torch.ones(2, 1, 33, 33, dtype=torch.bool)
+    mask[0, 0, 5] = False
+    bias = torch.zeros(1, 1, 33, 33)
+    bias[..., 7, 3] = -math.inf
+    problem = problem_of(mask=mask, student_bias=bias)
+    value, stats, grads = panels.forward_with_gradients(problem, None, STUDENT)
+    assert (value[0, :, 5] == 0).all() and (stats.student_lse[0, :, 5] == -math.inf).all()
+    assert (value[1, :, 7] == math.inf).all()
+    assert not any(x.isnan().any() for x in (value, *grads) if x is not None)
+
+
+@pytest.mark.usefixtures("always_compiled")
+def test_one_compilation_for_all_lengths_and_numbers() -> None:
+    compiled._runs.clear()
+    for seqlen in (1, 2, 7, 16, 33, 64):
+        scale = 1.0 / seqlen
+        panels.forward(problem_of(seqlen, student_scale=scale, temperature=1.0 + seqlen))
+    assert len(compiled._runs) == 1
+
+
+@pytest.mark.usefixtures("always_compiled")
+def test_the_same_bits_on_every_run() -> None:
+    problem = problem_of()
+    first, second = (panels.forward_with_gradients(problem, None, STUDENT) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    for x, y in zip(first[2][:2], second[2][:2], strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("always_compiled")
+def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled._runs.clear()
+    calls = []
+    original = compiled.compile_body
+    monkeypatch.setattr(compiled, "compile_body", lambda key: calls.append(key) or original(key))
+    problems = [problem_of(20 + i) for i in range(4)]
+    found: dict[int, Tensor] = {}
+
+    def run(index: int) -> None:
+        found[index] = panels.forward(problems[index])[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls and len(set(calls)) == len(calls)
+    for index, problem in enumerate(problems):
+        torch.testing.assert_close(found[index], panels.forward(problem)[0])
+
+
+def test_without_a_compiler_it_says_so_once_and_runs_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled._runs.clear()
+    compiled._warn_once.cache_clear()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
+    problem = problem_of(temperature=3.0)
+    words, weights = linear_problem(True, False, 0.0, 1.0, "forward_kl"), RowWeights(None, None)
+    logits = [torch.randn(13, 128, dtype=torch.float64)[:, :70] for _ in range(2)]
+    with (
+        caplog.at_level(logging.WARNING, "torch_streamkl"),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        for _ in range(2):
+            value, _, grads = panels.forward_with_gradients(problem, None, STUDENT)
+            rows = RowValues.allocate(words)
+            copies = [x.clone() for x in logits]
+            linear_panels.values_and_gradient(words, *copies, rows, weights, LinearWanted(True))
+    compiled._runs.clear()
+    messages = [r.message for r in caplog.records if "Inductor cannot compile" in r.message]
+    assert len(messages) == 1 and "eager mode instead" in messages[0], messages
+    expected = streaming.forward_with_gradients(problem, None, STUDENT)
+    assert torch.equal(value, expected[0])
+    assert grads[0] is not None and expected[2][0] is not None
+    assert torch.equal(grads[0], expected[2][0])
+    out = RowValues.allocate(words)
+    linear_rows.values(words, *logits, out)
+    assert torch.equal(rows.value, out.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_words(dtype: torch.dtype) -> None:
+    wide = [torch.randn(13, 128, dtype=torch.float64)[:, :70] for _ in range(2)]
+    wide = [x.to(dtype).double() for x in wide]  # what both start from
+    weight = torch.randn(13, dtype=torch.float64)
+    results = []
+    for rows, narrow in ((linear_rows, False), (linear_rows, True), (linear_panels, True)):
+        problem_of_rows = linear_problem(
+            True, True, 2.0, 2.5, "forward_kl", dtype if narrow else torch.float64
+        )
+        weights = RowWeights(*(weight.to(problem_of_rows.compute_dtype),) * 2)
+        logits = [torch.empty(13, 128, dtype=dtype if narrow else x.dtype)[:, :70] for x in wide]
+        for x, y in zip(logits, wide, strict=True):
+            x.copy_(y)
+        out = RowValues.allocate(problem_of_rows)
+        rows.values_and_gradient(
+            problem_of_rows, *logits, out, weights, LinearWanted(True, True, True, True)
+        )
+        results.append([x.double() for x in (out.value, out.hard, out.statistics, *logits)])
+    for truth, eager, got in zip(*results, strict=True):
+        error = float((eager - truth).abs().max())
+        rounding = float(truth.abs().max()) * torch.finfo(torch.float32).eps
+        assert float((got - truth).abs().max()) <= 2 * error + 8 * rounding
