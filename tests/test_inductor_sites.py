@@ -55,8 +55,8 @@ def check_code(
     calls = "\n".join(line for line in code.splitlines() if " = " in line)
     assert all(x in calls for x in present)
     assert not any(x in calls for x in absent)
-    for x, y in zip(found, step(eager, inputs), strict=True):
-        assert torch.equal(x, y)
+    # a compiled graph's blocks on a CPU add up in another order
+    torch.testing.assert_close(found, step(eager, inputs))
 
 
 def test_fixed_sizes_are_sites() -> None:
@@ -69,8 +69,7 @@ def test_sizes_that_vary() -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         for seqlen in (12, 16, 12, 9, 12):
             inputs = tensors(seqlen)
-            for x, y in zip(step(function, inputs), step(rows, inputs), strict=True):
-                assert torch.equal(x, y)
+            torch.testing.assert_close(step(function, inputs), step(rows, inputs))
 
 
 def test_options_that_vary_are_operator_calls() -> None:
@@ -121,8 +120,8 @@ def test_autocast_does_not_reach_into_a_site() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         cast = [x.detach().bfloat16().requires_grad_(x.requires_grad) for x in inputs]
         found, eager = step(compiled(), cast), step(rows, cast)
-    assert all(torch.equal(x, y) for x, y in zip(found, eager, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(step(function, inputs), expected, strict=True))
+    torch.testing.assert_close(found, eager)
+    torch.testing.assert_close(step(function, inputs), expected)
 
 
 def test_who_watches_operators_sees_them() -> None:
