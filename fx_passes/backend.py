@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes import ddp
+from torch_streamkl.fx_passes import ddp, inductor_sites
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
@@ -209,6 +209,8 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
 def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     min_mib = ours["streamkl.min_mib"]
     report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours), min_mib)
+    if report.num_fused and ours["streamkl.inner"] == "inductor" and not inductor_sites.install():
+        report.notes.append(inductor_sites.WITHOUT_TABLE)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += leaving_tensors(gm.graph)
     for observer in REPORTS:

@@ -21,6 +21,9 @@ from torch_streamkl import ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 IMPORT = "from torch_streamkl.sites import CompiledBackward, CompiledForward"
+WITHOUT_TABLE = (
+    "this torch's Inductor calls attention_kl by the dispatcher: short steps take longer"
+)
 NUM_GRADIENT_TENSORS = 3  # before the tensors of the forward: grad and both statistics
 
 

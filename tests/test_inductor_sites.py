@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_streamkl import attention_kl
-from torch_streamkl.fx_passes import inductor_sites
+from torch_streamkl.fx_passes import backend, inductor_sites
 
 OPERATORS = ("torch.ops.torch_streamkl._attention_kl.default(", "_attention_kl_backward.default(")
 SITES = ("CompiledForward(", "CompiledBackward(")
@@ -55,8 +55,8 @@ def check_code(
     calls = "\n".join(line for line in code.splitlines() if " = " in line)
     assert all(x in calls for x in present)
     assert not any(x in calls for x in absent)
-    for x, y in zip(found, step(eager, inputs), strict=True):
-        assert torch.equal(x, y)
+    # a compiled graph's blocks on a CPU add up in another order
+    torch.testing.assert_close(found, step(eager, inputs))
 
 
 def test_fixed_sizes_are_sites() -> None:
@@ -69,8 +69,7 @@ def test_sizes_that_vary() -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         for seqlen in (12, 16, 12, 9, 12):
             inputs = tensors(seqlen)
-            for x, y in zip(step(function, inputs), step(rows, inputs), strict=True):
-                assert torch.equal(x, y)
+            torch.testing.assert_close(step(function, inputs), step(rows, inputs))
 
 
 def test_options_that_vary_are_operator_calls() -> None:
@@ -95,6 +94,25 @@ def test_an_inductor_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not inductor_sites.install.__wrapped__()
 
 
+def test_the_report_says_that_the_table_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
+        got, wanted = (q @ k.mT).log_softmax(-1), (teacher_q @ teacher_k.mT).softmax(-1)
+        return torch.nn.functional.kl_div(got, wanted, reduction="sum")
+
+    for has_table in (True, False):
+        torch._dynamo.reset()
+        monkeypatch.setattr(inductor_sites, "install", lambda found=has_table: found)
+        reports = []
+
+        def rewritten(gm: torch.fx.GraphModule, _: Any, found: Any = reports) -> Any:
+            found.append(backend.rewrite_and_report(gm, backend.split_options({})[0]))
+            return gm.forward
+
+        torch.compile(loss, backend=rewritten)(*tensors())
+        assert [report.num_fused for report in reports] == [1]
+        assert (inductor_sites.WITHOUT_TABLE in reports[0].notes) != has_table
+
+
 def test_autocast_does_not_reach_into_a_site() -> None:
     function, inputs = compiled(), tensors()
     expected = step(rows, inputs)
@@ -102,8 +120,8 @@ def test_autocast_does_not_reach_into_a_site() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         cast = [x.detach().bfloat16().requires_grad_(x.requires_grad) for x in inputs]
         found, eager = step(compiled(), cast), step(rows, cast)
-    assert all(torch.equal(x, y) for x, y in zip(found, eager, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(step(function, inputs), expected, strict=True))
+    torch.testing.assert_close(found, eager)
+    torch.testing.assert_close(step(function, inputs), expected)
 
 
 def test_who_watches_operators_sees_them() -> None:
