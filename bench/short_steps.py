@@ -146,10 +146,10 @@ def run_step(
     seqlen: int,
     batch_size: int,
     providers: list[str],
-    settings: tuple[torch.device, int, int],
+    settings: tuple[torch.device, int, int, bool],
 ) -> list[dict[str, Any]]:
     """A row for every provider, whatever happens to it."""
-    device, rounds, steps = settings
+    device, rounds, steps, profiles = settings
     torch._dynamo.reset()
     release(device)
     batch = Batch.of(batch_size, seqlen, device, seqlen)
@@ -176,6 +176,7 @@ def run_step(
             continue
         rows[name] |= row
         contenders[name] = made
+        print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
     for number in range(rounds):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contender = contenders[name]
@@ -184,6 +185,8 @@ def run_step(
                 contender.host.append(contender.host_ms(batch))
     for name, contender in contenders.items():
         rows[name] |= _timing(contender, batch)
+        if profiles:
+            print(f"{name}: operators of 3 steps on the host\n{_profile(contender, batch)}")
     return list(rows.values())
 
 
@@ -206,6 +209,16 @@ def _prepared(
     contender.optimizer.zero_grad(set_to_none=True)
     row["peak_mib"] = peak_mib(lambda: contender.step(batch), device) + pool
     return contender, row
+
+
+def _profile(contender: Contender, batch: Batch) -> str:
+    """The operators that take most of the host's time; ours go through the dispatcher then."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(3):
+            contender.step(batch)
+        synchronize(contender.device)
+    table_of: str = profile.key_averages().table("self_cpu_time_total", 20, 60)
+    return table_of
 
 
 def _timing(contender: Contender, batch: Batch) -> dict[str, Any]:
@@ -249,6 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--providers", nargs="*", choices=tuple(PROVIDERS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=10, help="steps of a sample")
+    parser.add_argument("--profile", action="store_true", help="print what the host does")
     parser.add_argument("--seconds", type=float, default=0.3, help="for a provider of the heads")
     parser.add_argument("--json", type=Path, default=machine.ROOT / "out" / "short-steps.json")
     parser.add_argument("--commit", default="")
@@ -267,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     for name in options.steps:
         for seqlen in options.seqlens:
-            settings = (device, options.rounds, options.repeats)
+            settings = (device, options.rounds, options.repeats, options.profile)
             rows = run_step(STEPS[name], seqlen, options.batch, chosen, settings)
             run.end_to_end += rows
             run.save(options.json)

@@ -1,4 +1,4 @@
-"""LoRA on the attention of a student, its LM head frozen: `python -m examples.peft_lora`."""
+"""LoRA on a student's attention and on its LM head: `python -m examples.peft_lora`."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -8,7 +8,8 @@ from examples.models import Distilled, Texts, student
 
 
 def train(compiles: bool, clock: Clock) -> None:
-    adapted = get_peft_model(student(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    modules = ["q_proj", "v_proj", "lm_head"]
+    adapted = get_peft_model(student(), LoraConfig(r=4, target_modules=modules))
     pair = Distilled(adapted).to(DEVICE)
     step = torch.compile(pair) if compiles else pair
     optimizer = torch.optim.AdamW([p for p in pair.parameters() if p.requires_grad], lr=1e-3)

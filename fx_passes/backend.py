@@ -29,7 +29,11 @@ from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
 log = logging.getLogger("torch_streamkl")
 PREFIX = "streamkl."
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
-BOUNDS = {"streamkl.verify_max_mib": None, "streamkl.verify_max_seconds": 1.0}
+BOUNDS = {
+    "streamkl.verify_max_mib": None,
+    "streamkl.verify_max_seconds": 1.0,
+    "streamkl.min_mib": None,
+}
 OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its default first
     "streamkl.strict": (False, True),
     "streamkl.explain": (False, True),
@@ -71,7 +75,9 @@ def streamkl(
     `attention_kl`. ``streamkl.verify`` says when a fused site is run beside the code that it
     replaces: "auto" where that takes at most ``streamkl.verify_max_mib`` of memory (a quarter of
     what is free where None) and ``streamkl.verify_max_seconds``, "always" whatever it takes, and
-    nothing is fused that cannot be checked, or "never". Everything else goes to Inductor.
+    nothing is fused that cannot be checked, or "never". ``streamkl.min_mib`` leaves a site to
+    Inductor whose tensors of queries x keys take less than that many MiB: 0 fuses all, None is
+    what was measured for the device. Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
@@ -137,6 +143,7 @@ def inductor_options(
     verify: str = "auto",
     verify_max_mib: float | None = None,
     verify_max_seconds: float = 1.0,
+    min_mib: float | None = None,
 ) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 
@@ -152,6 +159,7 @@ def inductor_options(
             "streamkl.verify": verify,
             "streamkl.verify_max_mib": verify_max_mib,
             "streamkl.verify_max_seconds": verify_max_seconds,
+            "streamkl.min_mib": min_mib,
         }
     )
     config = torch._inductor.config
@@ -182,6 +190,10 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
             raise ValueError(f"{name} must be {values}, got {value!r}")
         ours[name] = value
     _check_options(ours)
+    least: Any = ours["streamkl.min_mib"]
+    is_number = isinstance(least, (int, float)) and not isinstance(least, bool)
+    if least is not None and not (is_number and least >= 0):
+        raise ValueError(f"streamkl.min_mib must be a number of at least 0 or None, got {least!r}")
     return ours, theirs
 
 
@@ -195,14 +207,15 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
 
 
 def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
-    report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours))
+    min_mib = ours["streamkl.min_mib"]
+    report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours), min_mib)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += leaving_tensors(gm.graph)
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures or report.outside:
         log.log(logging.WARNING if ours["streamkl.explain"] else logging.INFO, "%s", report)
-    if ours["streamkl.strict"] and (report.num_fused < len(report.sites) or report.failures):
+    if ours["streamkl.strict"] and (report.num_unfused or report.failures):
         raise UnfusedError(f"streamkl.strict: a KL site stays unfused\n{report}")
     return report
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_streamkl
-from torch_streamkl.fx_passes import ddp
+from torch_streamkl.fx_passes import ddp, inductor_sites
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
@@ -56,6 +56,7 @@ class JointPass(CustomGraphPass):
         self.ours = ours
 
     def __call__(self, graph: fx.Graph) -> None:
+        inductor_sites.install()
         compute_in_forward(graph)
         for node in graph.nodes:
             if node.op == "call_function":

@@ -36,6 +36,7 @@ from torch_streamkl.fx_passes.planning.candidates import (
     without_candidate,
 )
 from torch_streamkl.fx_passes.planning.nan_readers import check_nan_readers
+from torch_streamkl.fx_passes.planning.small import least_mib, why_left
 from torch_streamkl.fx_passes.reporting.describe import describe
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
@@ -49,7 +50,10 @@ log = logging.getLogger("torch_streamkl.rewrite")
 
 
 def rewrite(
-    gm: fx.GraphModule, deterministic: bool = True, verify: CheckOptions | None = None
+    gm: fx.GraphModule,
+    deterministic: bool = True,
+    verify: CheckOptions | None = None,
+    min_mib: float | None = 0.0,
 ) -> Report:
     """Rewrite a Dynamo graph module in place and report every KL-like site."""
     verify = verify or CheckOptions()
@@ -59,14 +63,14 @@ def rewrite(
             if not isinstance(child, fx.GraphModule):
                 continue
             if is_plain_body(gm, name):
-                report.extend(rewrite(child, deterministic, verify))
+                report.extend(rewrite(child, deterministic, verify, min_mib))
             else:
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
         graph, found = rewrite_checked(
             gm,
             copied,
-            lambda graph, refused: _rewrite_graph(gm, graph, deterministic, refused),
+            lambda graph, refused: _rewrite_graph(gm, graph, deterministic, refused, min_mib),
             verify,
         )
         if found.num_fused:
@@ -81,7 +85,11 @@ def rewrite(
 
 
 def _rewrite_graph(
-    gm: fx.GraphModule, graph: fx.Graph, deterministic: bool, refused: Refused
+    gm: fx.GraphModule,
+    graph: fx.Graph,
+    deterministic: bool,
+    refused: Refused,
+    min_mib: float | None,
 ) -> Report:
     report = Report()
     reason = obstacle(graph)
@@ -115,6 +123,10 @@ def _rewrite_graph(
         return Builder(before, mode, selections)
 
     for candidate in candidates:
+        left = _left(candidate, min_mib)
+        if left is not None:
+            report.sites.append(left)
+            continue
         site = _fuse(candidate, builder(candidate.node), trace, recognised, aliases, refused)
         if site.fused:
             fused.append((candidate, site))
@@ -170,6 +182,18 @@ def _fuse(
         return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
     node.replace_all_uses_with(replacement)
     return Site(True, kind, form, "", location, code, node=node.name)
+
+
+def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
+    """The site of a divergence that is too small to be worth an operator."""
+    value = example(candidate.node)
+    assert isinstance(value, Tensor)
+    size = why_left(candidate, least_mib(value.device.type, min_mib))
+    if not size:
+        return None
+    kind, form = describe(candidate.plan)
+    place = location_of(candidate.node)
+    return Site(False, kind, form, "", *place, node=candidate.node.name, left=size)
 
 
 def _is_scalar(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from torch_streamkl.fx_passes.planning import small
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
@@ -18,6 +19,12 @@ settings.load_profile("streamkl")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _fuse_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    # tests are of tiny shapes: those of the choice by size give the option
+    monkeypatch.setattr(small, "LEAST_MIB", {})
 
 
 @pytest.fixture(autouse=True)

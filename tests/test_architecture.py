@@ -27,6 +27,7 @@ STAGES = (
     "validation",
     "pipeline",
     "ddp",
+    "inductor_sites",
     "gradients_in_forward",
     "inductor_passes",
     "backend",

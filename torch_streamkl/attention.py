@@ -323,8 +323,10 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
 
         inputs = Inputs(*prepared(inputs, settings))
     # a scale that is a tensor would be kept alive with the verdict
+    sites: dict[Any, Any] = {}
     if plain and not settings.has_tensor:
-        options = checks.remembered(inputs, settings, _checked_options)
+        verdict = checks.remembered(inputs, settings, _checked_options)
+        options, sites = verdict.options, verdict.kept
     else:
         options = _checked_options(inputs, settings)
     tensors = _operands(inputs, settings)
@@ -332,7 +334,7 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         problem, _ = ops.problem_of(*tensors, *options)
         value = reference.attention_kl_rows(problem)
     elif plain:
-        value = direct.attention_kl(tensors, options)
+        value = direct.attention_kl(tensors, options, sites)
     else:
         if not torch.compiler.is_compiling():
             checks.refuse_transforms("attention_kl")

@@ -16,7 +16,17 @@ from torch.nn import Parameter
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-_verdicts: dict[Any, tuple[Any, ...]] = {}
+class Verdict:
+    """What legal arguments come to, and what their user keeps for the next call with such."""
+
+    __slots__ = ("kept", "options")
+
+    def __init__(self, options: tuple[Any, ...]) -> None:
+        self.options = options
+        self.kept: dict[Any, Any] = {}
+
+
+_verdicts: dict[Any, Verdict] = {}
 MAX_VERDICTS = 4096
 
 
@@ -24,7 +34,7 @@ def remembered(
     tensors: tuple[Tensor | None, ...],
     settings: tuple[Any, ...],
     check: Callable[[Any, Any], tuple[Any, ...]],
-) -> tuple[Any, ...]:
+) -> Verdict:
     """``check(tensors, settings)`` for plain tensors, run once for each metadata.
 
     The checks of a call cost more than its launch, and depend on metadata only.
@@ -36,7 +46,7 @@ def remembered(
     key = (settings, torch.is_grad_enabled(), *metadata)
     verdict = _verdicts.get(key)
     if verdict is None:
-        verdict = check(tensors, settings)
+        verdict = Verdict(check(tensors, settings))
         if len(_verdicts) >= MAX_VERDICTS:
             _verdicts.clear()
         _verdicts[key] = verdict

@@ -14,17 +14,29 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import ops
+from torch_streamkl.sites import Site
 
 
-def attention_kl(tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Tensor:
-    """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors."""
+def attention_kl(
+    tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], sites: dict[Any, Site]
+) -> Tensor:
+    """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
+
+    ``sites`` is what earlier calls with such tensors have left, and the same options. Under
+    autocast the dtype of the tensors may be another one.
+    """
+    q = tensors[0]
+    assert q is not None
+    site = sites.get(q.dtype)
+    if site is None:
+        site = sites[q.dtype] = Site(options)
     inputs = ops.differentiable(tensors)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         # Function.apply itself would look for functorch's wrappers among the arguments
         apply = super(torch.autograd.Function, _AttentionKL).apply
-        value: Tensor = apply(tensors, options, *inputs)
+        value: Tensor = apply(tensors, site, *inputs)
         return value
-    rows: Tensor = ops.without_autocast(ops.run_forward, *tensors, *options)[0]
+    rows: Tensor = ops.without_autocast(site.forward, *tensors)[0]
     return rows
 
 
@@ -33,20 +45,17 @@ class _AttentionKL(torch.autograd.Function):
     # that it has to know of.
     @staticmethod
     def forward(
-        ctx: Any,
-        tensors: tuple[Tensor | None, ...],
-        options: tuple[Any, ...],
-        *_inputs: Tensor | None,
+        ctx: Any, tensors: tuple[Tensor | None, ...], site: Site, *_inputs: Tensor | None
     ) -> Tensor:
-        results = ops.without_autocast(ops.run_forward, *tensors, *options)
-        value: Tensor = results[0]
-        student_stats, teacher_stats = results[1:]
+        value: Tensor
+        value, student_stats, teacher_stats = ops.without_autocast(site.forward, *tensors)
         ctx.save_for_backward(student_stats, teacher_stats, *tensors)
-        ctx.options = options
+        ctx.site = site
         ctx.set_materialize_grads(False)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = ops.gradients(grad, ctx.needs_input_grad[2:], ctx.saved_tensors, ctx.options)
+        site, needs = ctx.site, ctx.needs_input_grad[2:]
+        grads = ops.gradients(grad, needs, ctx.saved_tensors, site.options, site.backward)
         return (None, None, *grads)

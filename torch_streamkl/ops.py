@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ ARGUMENTS = (
     "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto', "
     "bool deterministic=True"
 )
-_NUM_TENSORS = 15
+NUM_TENSORS = 15
+NUM_RESULTS = 3  # of attention_kl: values, and statistics of both sides
 _DIFFERENTIABLE = (0, 1, 2, 3, 9, 10)  # q and k of both sides, and the sinks
 differentiable = operator.itemgetter(*_DIFFERENTIABLE)
 _NOT_DIFFERENTIABLE = {
@@ -275,45 +277,50 @@ def _setup_context(
 ) -> None:
     _, student_stats, teacher_stats = output
     ctx.mark_non_differentiable(student_stats, teacher_stats)
-    ctx.save_for_backward(student_stats, teacher_stats, *inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(student_stats, teacher_stats, *inputs[:NUM_TENSORS])
+    ctx.options = inputs[NUM_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
-    needs = (*ctx.needs_input_grad, *(False,) * _NUM_TENSORS)
+    needs = (*ctx.needs_input_grad, *(False,) * NUM_TENSORS)
     for index, name in _NOT_DIFFERENTIABLE.items():
         if needs[index]:
             raise NotImplementedError(
                 f"{name} gets no gradient: detach it, or keep the scores in plain torch code"
             )
     given = gradients(grad, differentiable(needs), ctx.saved_tensors, ctx.options)
-    grads: list[Tensor | None] = [None] * (_NUM_TENSORS + len(ctx.options))
+    grads: list[Tensor | None] = [None] * (NUM_TENSORS + len(ctx.options))
     for index, value in zip(_DIFFERENTIABLE, given, strict=True):
         grads[index] = value
     return tuple(grads)
 
 
 def gradients(
-    grad: Tensor | None, needs: tuple[bool, ...], saved: tuple[Any, ...], options: tuple[Any, ...]
+    grad: Tensor | None,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    options: tuple[Any, ...],
+    implementation: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> list[Tensor | None]:
     """Gradients to the `differentiable` of the tensor arguments.
 
-    ``saved`` is the two statistics and all tensor arguments.
+    ``saved`` is the two statistics and all tensor arguments. Where nobody watches operators,
+    ``implementation(wanted, grad, *saved)`` gives those of q and k, with these options.
     """
     grads: list[Tensor | None] = [None] * len(_DIFFERENTIABLE)
     if grad is None:
         return grads
     student_stats, teacher_stats, *tensors = saved
-    wanted = list(needs[:4])
+    wanted = needs[:4]
     if any(wanted):
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
-        direct = not torch.is_grad_enabled() and is_plain((grad, *tensors))
-        given = (grad, student_stats, teacher_stats, wanted, *tensors, *options)
-        if direct:
-            grads[:4] = without_autocast(wanted_gradients, *given)
+        if not torch.is_grad_enabled() and is_plain((grad, *tensors)):
+            call = implementation or functools.partial(_wanted_gradients, options)
+            grads[:4] = without_autocast(call, wanted, grad, *saved)
         else:
+            given = (grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
             out = attention_kl_backward(*given)
             grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
     for index, stats in ((4, student_stats), (5, teacher_stats)):
@@ -322,6 +329,13 @@ def gradients(
             sink = differentiable(tensors)[index]
             grads[index] = _sink_gradient(grad, stats, unit, sink)
     return grads
+
+
+def _wanted_gradients(
+    options: tuple[Any, ...], wanted: tuple[bool, ...], grad: Tensor, *saved: Any
+) -> tuple[Tensor | None, ...]:
+    student_stats, teacher_stats, *tensors = saved
+    return wanted_gradients(grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
 
 
 def without_autocast(implementation: Any, *args: Any) -> Any:

@@ -98,6 +98,8 @@ def reason_of(
     for node in _near(site, "users"):
         reason = recognised.reasons.get(node) or plans.get(node)
         if isinstance(reason, str):
+            if "is not made from scores in this graph" in reason:  # for a reason of its own?
+                reason, node = _further_back(node, recognised) or (reason, node)
             return reason, _first_with(reason, node, recognised)
     for node in _near(site, "all_input_nodes"):
         if node in recognised.reasons:
@@ -113,6 +115,14 @@ def reason_of(
             "at a graph break"
         ), None
     return f"{ONE_SIDE} in this graph, or not summed in it", None
+
+
+def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] | None:
+    """What blocked something that the node is made of, the nearest first."""
+    for earlier in _near(node, "all_input_nodes"):
+        if earlier is not node and earlier in recognised.reasons:
+            return recognised.reasons[earlier], earlier
+    return None
 
 
 def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:

@@ -74,7 +74,11 @@ _REMEDIES = (
         "write the loss as -(p * logits.log_softmax(-1)).sum(-1), with weights per row",
     ),
     ("padded to another", "drop the extra rows of the larger LM head instead of padding logits"),
-    ("gathered by index|only some of the keys|selects keys", "mask the other keys with -inf"),
+    (
+        "masked_select|gathered by index",
+        "select whole rows by a boolean index, logits[mask]; keys are left out by a mask of -inf",
+    ),
+    ("only some of the keys|selects keys", "mask the other keys with -inf"),
     ("student's probabilities are averaged", "average the teacher's heads only"),
     (
         "of scores$|of attention or vocabulary probabilities$",

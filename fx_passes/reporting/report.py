@@ -26,6 +26,7 @@ class Site:
     blocked_at: str = ""  # file:line of the blocking operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
     check: str = ""  # what came of running it beside the code that it replaces
+    left: str = ""  # its size, where it could be fused and is so small that Inductor has it
     node: str = field(default="", compare=False)  # the replaced value's name in the graph
 
 
@@ -65,6 +66,11 @@ class Report:
     @property
     def num_fused(self) -> int:
         return sum(site.fused for site in self.sites)
+
+    @property
+    def num_unfused(self) -> int:
+        """Sites that stay as they are for another reason than their size."""
+        return sum(not (site.fused or site.left) for site in self.sites)
 
     @property
     def remaining_quadratic(self) -> int:
@@ -107,12 +113,15 @@ class Report:
 
 def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     """The lines of a site that occurs ``count`` times, such as in every layer."""
-    verdict = ("fused" if site.fused else "not fused") + (f" {count}x" if count > 1 else "")
+    verdict = "fused" if site.fused else "left" if site.left else "not fused"
+    verdict += f" {count}x" if count > 1 else ""
     rows = [("code", site.code), ("form", f"{site.kind}: {site.form}" if site.form else "")]
     if site.fused:
         rows += [("runs", site.runs), ("check", site.check)]
         each = " each" if count > 1 else ""
         rows.append(("saved", _bytes(site.quadratic_bytes_saved) + each))
+    elif site.left:
+        rows.append(("runs", f"left to Inductor: {site.left}"))
     else:
         where = f" ({_shown(site.blocked_at)})" if site.blocked_at else ""
         rows.append(("blocked", site.reason + where))

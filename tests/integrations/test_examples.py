@@ -11,8 +11,11 @@ import pytest
 from tests.integrations.flows import library
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-LIBRARIES = {  # beside transformers, in all but the first
+LIBRARIES = {  # what each needs beside tqdm
     "attention_maps": (),
+    "lm_heads": (),
+    "vit_maps": ("transformers",),
+    "trl_gkd": ("transformers", "accelerate", "datasets", "trl"),
     "hf_trainer": ("transformers", "accelerate"),
     "accelerate_loop": ("transformers", "accelerate"),
     "peft_lora": ("transformers", "peft"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_streamkl.functional import Bilinear
+from torch_streamkl.kernels import recorded
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.launch import (
@@ -113,16 +114,35 @@ class Plan:
             with torch.cuda.device(self.device_index):  # Triton launches on the current device
                 self.run(name, kernel, grid, arguments, constants, options, tensors)
             return
-        if not _aligned(tensors):
-            kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
+        recorder = recorded.active()
+        if recorder is None:
+            self._launch(name, kernel, grid, arguments, constants, options, tensors)
             return
+        with recorder.unseen():
+            compiled = self._launch(name, kernel, grid, arguments, constants, options, tensors)
+        options = {**options, **COMPILE_OPTIONS}
+        recorder.launch(kernel, compiled, grid, (*arguments, *constants), options)
+
+    def _launch(
+        self,
+        name: Any,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+        tensors: tuple[Tensor | None, ...],
+    ) -> Any:
+        """The compiled kernel that was launched, or None from the interpreter."""
+        if not _aligned(tensors):
+            return kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
         compiled = self._compiled.get(name)
         if compiled is None:
-            # what comes back is the compiled kernel, or None from the interpreter
             compiled = kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
             self._compiled[name] = compiled
         else:
             compiled[grid](*arguments, *constants)
+        return compiled
 
 
 _plans: dict[Any, Plan] = {}
@@ -143,6 +163,7 @@ def plan_of(problem: AttentionProblem) -> Plan:
 def clear_plans() -> None:
     """Forget every plan: for whoever changes how launches are chosen."""
     _plans.clear()
+    recorded.Generation.number += 1
 
 
 def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:

@@ -279,6 +279,13 @@ class ViewRules(MaskRules):
             lambda key, layout: scores.selected_rows(key, layout, dim, chosen, rank, count),
         )
 
+    @rule(aten.masked_select.default)
+    def masked_select(self, node: fx.Node, a: Arguments) -> object:
+        x = self.value(a["self"])
+        if isinstance(x, (Scores, Elements)):
+            raise Blocked("masked_select takes single entries of scores or probabilities")
+        return self._no_rule(node, "masked_select")
+
     @rule(aten.stack.default)
     def stack(self, node: fx.Node, a: Arguments) -> object:
         items = [self.value(n) for n in a["tensors"]]

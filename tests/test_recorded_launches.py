@@ -1,0 +1,293 @@
+"""Calls that repeat issue recorded launches: the same bits as without, on other tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_interpreted
+from tests.support.problems import CASES, Spec, build
+from torch_streamkl import checks, ops, sites
+
+pytestmark = quiet
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+OPTIONS = ("(P*(logP-logS))", 0.25, 0.25, 0.0, 0.0, 1.0, None, None, None, 0, 0, False, "triton")
+# operators called by hand, and a scale that is a tensor, which nothing may keep alive
+WITHOUT_SITES = [name for name, spec in CASES.items() if build(spec).fill is not None]
+WITHOUT_SITES += ["scale_tensor"]
+
+
+@outside
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def _programs() -> list[Any]:
+    """Of all sites that eager calls have left: what was recorded, None where nothing could be."""
+    kept = [site for verdict in checks._verdicts.values() for site in verdict.kept.values()]
+    calls = [c for site in kept for c in (site._forward, *site._backward.values())]
+    return [call._program for call in calls]
+
+
+def check_repeated_calls(spec: Spec, impl: str, device: str, monkeypatch: Any) -> None:
+    """Four calls on different tensors, with and without recording, are bit-equal."""
+    calls = [build(replace(spec, seed=spec.seed + i)).to(device=device) for i in range(4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(sites, "Repeated", lambda function: function)
+        checks._verdicts.clear()
+        expected = [call.value_and_gradients(impl) for call in calls]
+    checks._verdicts.clear()
+    for call, results in zip(calls, expected, strict=True):
+        for name, x in call.value_and_gradients(impl).items():
+            assert torch.equal(x, results[name]), name
+    programs = _programs()
+    assert programs
+    assert all(program is not None for program in programs)
+
+
+@inside
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_SITES])
+def test_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_repeated_calls(CASES[name], "triton", "cpu", monkeypatch)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_SITES])
+def test_same_bits_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(CASES[name], dtype=torch.bfloat16)
+    check_repeated_calls(spec, "triton", "cuda", monkeypatch)
+
+
+def _tensors(device: str, *shape: int, seed: int = 0, **options: Any) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(shape, generator=generator, device=device, **options) for _ in range(4)]
+
+
+def _recorded_site(device: str) -> tuple[sites.Site, list[Tensor | None]]:
+    site = sites.Site(OPTIONS)
+    tensors: list[Tensor | None] = [*_tensors(device, 2, 2, 24, 16), *[None] * 11]
+    for _ in range(3):
+        site.forward(*tensors)
+    return site, tensors
+
+
+class FakeKernel:
+    """Stands for a Triton kernel: keeps what the launches of its compiled kernel are given."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> FakeKernel:
+            last = len(arguments) if not options else None
+            self.launches.append((*grid, *arguments[:last]))
+            return self
+
+        return launch
+
+    def run(self, *arguments: Any) -> None:
+        grid, how, rest = arguments[:3], arguments[3:9], arguments[9:]
+        assert how == (0, "function", "metadata", None, None, None)
+        self.launches.append((*grid, *rest))
+
+
+def _by_address(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return tuple(map(_by_address, x)) if isinstance(x, tuple) else x
+
+
+@inside
+@pytest.mark.parametrize("mask", [False, True])
+def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program passes is what a launch by the usual way is given, addresses for tensors."""
+    from torch_streamkl.kernels import attention_backward, attention_forward, plans, recorded
+
+    kernels = {
+        "forward_kernel": (attention_forward, FakeKernel()),
+        "dq_kernel": (attention_backward, FakeKernel()),
+        "dk_kernel": (attention_backward, FakeKernel()),
+    }
+    for name, (module, kernel) in kernels.items():
+        monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(recorded, "runs_directly", lambda: True)
+    plans.clear_plans()
+    site = sites.Site(OPTIONS)
+    keys = torch.ones(2, 1, 24, 24, dtype=torch.bool) if mask else None
+    tensors = [*_tensors("cpu", 2, 2, 24, 16), keys, *[None] * 10]
+    grad = torch.ones(2, 2, 24)
+    for _ in range(5):
+        # results are kept: those of every call have other addresses
+        value, *stats = (x for x in site.forward(*tensors) if x is not None)
+        grads = site.backward((True, True, False, False), grad, *stats, *tensors)
+        assert grads[2:] == (None, None)
+        outputs = {
+            "forward_kernel": (value, *stats),
+            "dq_kernel": (grads[0],),
+            "dk_kernel": (grads[1],),
+        }
+        for name, results in outputs.items():
+            last = _by_address(kernels[name][1].launches[-1])
+            assert all(_by_address(x) in last for x in results)
+    plans.clear_plans()
+    for _, kernel in kernels.values():
+        usual, *others = kernel.launches
+        assert len(others) == 4
+        for other in others:
+            assert _shape_of(_by_address(other)) == _shape_of(_by_address(usual))
+
+
+def _shape_of(x: Any) -> Any:
+    """A launch's arguments without what differs from call to call: addresses."""
+    if isinstance(x, tuple):
+        return tuple(map(_shape_of, x))
+    return "address" if isinstance(x, int) and x > 2**32 else x
+
+
+@inside
+def test_an_address_that_is_not_aligned_takes_the_usual_path() -> None:
+    site, tensors = _recorded_site("cpu")
+    assert isinstance(site._forward, sites.Repeated)
+    assert site._forward._program(*tensors) is not None
+    storage = torch.zeros(2 * 2 * 24 * 16 + 1)
+    moved = storage[1:].view(2, 2, 24, 16).copy_(tensors[0])
+    assert moved.data_ptr() % 16
+    given = [moved, *tensors[1:]]
+    assert site._forward._program(*given) is None
+    for x, y in zip(site.forward(*given), site.forward(*tensors), strict=True):
+        assert torch.equal(x, y)
+
+
+@inside
+def test_launches_that_are_chosen_anew_are_not_the_recorded_ones() -> None:
+    from torch_streamkl.kernels import plans
+
+    site, tensors = _recorded_site("cpu")
+    assert isinstance(site._forward, sites.Repeated)
+    assert site._forward._program(*tensors) is not None
+    plans.clear_plans()
+    assert site._forward._program(*tensors) is None
+    precision = torch.get_float32_matmul_precision()
+    site, tensors = _recorded_site("cpu")
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert site._forward._program(*tensors) is None
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@inside
+def test_what_cannot_be_written_down_is_not_recorded() -> None:
+    from torch_streamkl.kernels import recorded
+
+    site, tensors = _recorded_site("cpu")
+    elsewhere = torch.ones(2, 2, 24)
+
+    def another_operation(*given: Tensor | None) -> list[Tensor]:
+        return [site._run_forward(*given)[0].exp()]
+
+    def read_on_the_host(*given: Tensor | None) -> list[Tensor]:
+        value = site._run_forward(*given)[0]
+        return [value * value.sum().item()]
+
+    def tensor_from_elsewhere(*given: Tensor | None) -> list[Tensor]:
+        return [site._run_forward(*given)[0] * elsewhere]
+
+    for function in (another_operation, read_on_the_host, tensor_from_elsewhere):
+        outputs, program = recorded.record(function, tensors)
+        assert torch.equal(outputs[0], function(*tensors)[0])
+        assert program is None
+
+
+@inside
+def test_a_program_that_does_not_run_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: Tensor | None) -> list[Tensor]:
+        raise TypeError("function takes exactly 80 arguments")
+
+    site, tensors = _recorded_site("cpu")
+    call = site._forward
+    assert isinstance(call, sites.Repeated)
+    call.settle(sites._First(call, fails))
+    for _ in range(2):
+        for x, y in zip(call(*tensors), site._run_forward(*tensors), strict=True):
+            assert torch.equal(x, y)
+    assert call._program is None
+    assert [r.getMessage() for r in caplog.records] == [
+        "recorded launches do not run here, and calls take longer: "
+        "function takes exactly 80 arguments"
+    ]
+
+
+@inside
+def test_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "RECORDS", False)
+    site, _ = _recorded_site("cpu")
+    assert isinstance(site._forward, sites.Repeated)
+    assert site._forward._program is None
+
+
+@inside
+def test_a_program_keeps_no_tensor_alive() -> None:
+    import gc
+    import weakref
+
+    site, tensors = _recorded_site("cpu")
+    kept = [weakref.ref(x) for x in tensors[:4] if x is not None]
+    del tensors
+    gc.collect()
+    assert site._forward is not None
+    assert [ref() for ref in kept] == [None] * 4
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of plain torch")
+def test_plain_torch_is_not_recorded() -> None:
+    site = sites.Site((*OPTIONS[:-1], "streaming"))
+    tensors = [*_tensors("cpu", 2, 2, 24, 16), *[None] * 11]
+    for _ in range(3):
+        results = site.forward(*tensors)
+    assert not isinstance(site._forward, sites.Repeated)
+    expected = ops.run_forward(*tensors, *site.options)
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_streams_and_cuda_graphs(impl: str) -> None:
+    """Recorded launches go to the stream that is current, and into a graph that is captured."""
+    options = (*OPTIONS[:-1], impl)
+    site = sites.Site(options)
+    static = _tensors("cuda", 2, 4, 256, 64, dtype=torch.bfloat16)
+    padding = [None] * 11
+    try:
+        expected = [x.clone() for x in ops.run_forward(*static, *padding, *options)]
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    for _ in range(3):
+        site.forward(*static, *padding)
+    assert isinstance(site._forward, sites.Repeated)
+    assert site._forward._program is not None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        fresh = [x.clone() for x in static]
+        results = site.forward(*fresh, *padding)
+    side.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = site.forward(*static, *padding)
+    other = _tensors("cuda", 2, 4, 256, 64, seed=1, dtype=torch.bfloat16)
+    for x, y in zip(static, other, strict=True):
+        x.copy_(y)
+    graph.replay()
+    expected = list(ops.run_forward(*other, *padding, *options))
+    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))

@@ -1,0 +1,56 @@
+"""bench.short_steps in small: its steps, its gate, its line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from bench import end_to_end, short_steps
+from bench.short_models import Batch, ShortStep
+
+CPU = torch.device("cpu")
+TINY = ShortStep(
+    "tiny", "of a test", "maps", hidden_size=24, num_layers=2, num_heads=12,
+    teacher_layers=4, teacher_width=24,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", ["maps", "relations"])
+def test_a_step_is_the_same_in_both_ways(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    # strict: a KL that is not fused is an error
+    quickly = partial(end_to_end.with_streamkl, **{"streamkl.inner": "aot_eager"})
+    monkeypatch.setitem(short_steps.PROVIDERS, "streamkl", quickly)
+    step = replace(TINY, objective=objective)
+    rows = short_steps.run_step(step, 8, 2, ["eager", "streamkl"], (CPU, 3, 1, False))
+    assert [row["status"] for row in rows] == ["ok", "ok"], rows
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
+    for row in rows:
+        assert row["samples"] == 3
+        assert row["gradient_error"] <= row["gradient_budget"]
+    line = short_steps.line(rows[1], rows[0])
+    assert "provider streamkl, context 8" in line
+    assert "of inductor's time" in line
+
+
+def test_a_wrong_gradient_is_red() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    batch = Batch.of(2, 8, CPU, 0)
+    gate = short_steps.Gate(TINY, batch, CPU)
+    right: list[Any] = [g.float() for g in gate.gradients]
+    assert "status" not in gate.judge(gate.loss, right)
+    for wrong in ([right[0] * 1.01, *right[1:]], [g * float("nan") for g in right]):
+        assert gate.judge(gate.loss, wrong)["status"] == "red"
+    assert gate.judge(gate.loss * 1.01, right)["status"] == "red"
+
+
+def test_padding() -> None:
+    batch = Batch.of(16, 32, CPU, 1)
+    lengths = batch.mask.sum(1)
+    assert lengths.max() == 32
+    assert lengths.min() >= 16
+    assert lengths.unique().numel() > 4

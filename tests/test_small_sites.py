@@ -1,0 +1,71 @@
+"""Sites that are small enough are left to Inductor where an option or a measurement says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_streamkl import inductor_options
+from torch_streamkl.fx_passes.backend import collected
+from torch_streamkl.fx_passes.planning import small
+from torch_streamkl.fx_passes.reporting.report import Report
+
+SIZE = 2 * (2 * 3 * 32 * 32) * 4 / 2**20  # MiB of both maps
+
+
+def loss(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
+    wanted = (teacher @ teacher.mT).softmax(-1)
+    got = (q @ k.mT).log_softmax(-1)
+    return F.kl_div(got, wanted, reduction="batchmean")
+
+
+def tensors(seqlen: int = 32) -> list[Tensor]:
+    return [torch.randn(2, 3, seqlen, 8).requires_grad_(i < 2) for i in range(3)]
+
+
+def report_of(dynamic: bool = False, **options: Any) -> Report:
+    torch._dynamo.reset()
+    given = {f"streamkl.{name}": value for name, value in options.items()}
+    given |= {"streamkl.inner": "eager", "streamkl.strict": True}
+    function = torch.compile(loss, backend="streamkl", dynamic=dynamic, options=given)
+    inputs = tensors()
+    with collected() as report:
+        value = function(*inputs)
+    torch.testing.assert_close(value, loss(*inputs))
+    return report
+
+
+def test_smaller_than_the_option_is_left_and_reported() -> None:
+    report = report_of(min_mib=SIZE * 1.01)
+    assert [(site.fused, site.left) for site in report.sites] == [(False, "32 keys, 0.047 MiB")]
+    assert report.num_unfused == 0  # strict
+    assert "left to Inductor: 32 keys, 0.047 MiB" in str(report)
+    assert "0 of 1 KL sites fused" in str(report)
+
+
+@pytest.mark.parametrize("least", [0, SIZE, None])
+def test_others_are_fused(least: float | None) -> None:
+    assert report_of(min_mib=least).num_fused == 1
+
+
+def test_sizes_that_vary_are_fused() -> None:
+    assert report_of(dynamic=True, min_mib=1e6).num_fused == 1
+
+
+def test_without_the_option_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "LEAST_MIB", {"cpu": 1.0, "cuda": 0.0})
+    assert report_of().num_fused == 0
+    assert report_of(min_mib=0).num_fused == 1
+    monkeypatch.setattr(small, "LEAST_MIB", {"cuda": 1.0})
+    assert report_of().num_fused == 1
+
+
+@pytest.mark.parametrize("value", [-1, "small", True, float("nan")])
+def test_the_option_is_a_number(value: object) -> None:
+    message = "streamkl.min_mib must be a number of at least 0 or None"
+    with pytest.raises(ValueError, match=message):
+        inductor_options(min_mib=value)
