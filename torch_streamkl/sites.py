@@ -80,8 +80,10 @@ def _is_capturing() -> bool:
 class Site:
     """Values and gradients of attention_kl; see `Repeated` for what is kept between calls."""
 
-    def __init__(self, options: tuple[Any, ...]) -> None:
+    def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
+        """``is_compiled``: of a graph that Inductor compiles."""
         self.options = options
+        self.is_compiled = is_compiled
         self._forward: Callable[..., Tensors] | None = None
         self._backward: dict[tuple[bool, ...], Callable[..., Tensors]] = {}
 
@@ -106,13 +108,15 @@ class Site:
 
             def gradients(*arguments: Tensor | None) -> Tensors:
                 given: tuple[Any, ...] = (*arguments[:3], list(wanted), *arguments[3:])
-                return ops.wanted_gradients(*given, *self.options)
+                compute = ops.compiled_gradients if self.is_compiled else ops.wanted_gradients
+                return compute(*given, *self.options)
 
             call = self._backward[wanted] = self._repeated(gradients, tensors)
         return call(grad, student_stats, teacher_stats, *tensors)
 
     def _run_forward(self, *tensors: Tensor | None) -> Tensors:
-        return ops.run_forward(*tensors, *self.options)
+        run = ops.run_compiled_forward if self.is_compiled else ops.run_forward
+        return run(*tensors, *self.options)
 
     def _repeated(
         self, function: Callable[..., Tensors], tensors: tuple[Tensor | None, ...]
@@ -133,7 +137,7 @@ class _CompiledCall:
     def __init__(self, options: tuple[Any, ...], num_tensors: int, varies: bool) -> None:
         self.options = options
         self.absent = (None,) * (ops.NUM_TENSORS - num_tensors)
-        self._site = None if varies else Site(options)
+        self._site = None if varies else Site(options, is_compiled=True)
         self._sites: dict[Any, Site] = {}
 
     def site(self, tensors: tuple[Tensor | None, ...]) -> Site:
@@ -145,7 +149,7 @@ class _CompiledCall:
         if found is None:
             if len(self._sites) >= MAX_SIZES:
                 self._sites.clear()
-            found = self._sites[key] = Site(self.options)
+            found = self._sites[key] = Site(self.options, is_compiled=True)
         return found
 
     @staticmethod
