@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
-from torch_streamkl import attention_kl, ops
+from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
+from torch_streamkl import attention_kl, ops, panels
 from torch_streamkl.attention_gradients import attention_kl_with_gradients
 from torch_streamkl.fx_passes import gradients_in_forward, inductor_passes
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
@@ -159,3 +160,22 @@ def test_through_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     for got, x in zip(found, expected, strict=True):
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, x, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.usefixtures("bodies_as_written")
+def test_separate_passes_of_a_compiled_graph_are_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its wrapper calls a site instead of the operator."""
+    called: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(panels, name)
+        monkeypatch.setattr(
+            panels, name, lambda *args, n=name, f=original: called.append(n) or f(*args)
+        )
+    inputs = [torch.randn(2, 2, 21, 8) for _ in range(4)]
+    inputs[0].requires_grad_()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        step = torch.compile(lambda *x: attention_kl(*x).log1p().mean(), backend="streamkl")
+        (found,) = torch.autograd.grad(step(*inputs), inputs[:1])
+    (expected,) = torch.autograd.grad(attention_kl(*inputs).log1p().mean(), inputs[:1])
+    torch.testing.assert_close(found, expected)
+    assert called == ["forward", "backward"]

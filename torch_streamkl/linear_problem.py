@@ -205,9 +205,10 @@ def max_sums(problem: LinearProblem) -> int:
 
 DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 512}
 # On a CPU it is at least this share of the weights: every chunk of tokens reads them, and adds to
-# a gradient as large. 152,000 words, width 512 from 896, 512 tokens: 4.1 to 5.0 s with 100 MiB,
-# 5.6 to 6.9 s with 40, and twice as much gains nothing.
-CPU_SHARE_OF_WEIGHTS = 8
+# a gradient as large, and products of 64 tokens are slow. 49,152 words, width 576 from 960, 512
+# tokens: 1.98 s with an eighth, 1.80 with a third, 1.76 with all tokens at once; 65,536 words and
+# 256 tokens 1.47, 1.27, 1.26 s (one thread, compiled rows).
+CPU_SHARE_OF_WEIGHTS = 3
 ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
 
 

@@ -24,7 +24,7 @@ from torch_streamkl.functional import Functional
 from torch_streamkl.launch import LSE_UNIT, select_implementation
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
-from torch_streamkl.streaming import Wanted
+from torch_streamkl.streaming import Gradients, Wanted
 
 _lib = Library(NAMESPACE, "DEF")
 
@@ -192,11 +192,26 @@ def run_compiled_backward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`run_backward` in a graph that Inductor compiles."""
-    problem, impl = problem_of(*args, **kwargs)
-    stats = RowStatistics(student_stats, teacher_stats)
-    grads = compiled_module(problem, impl).backward(problem, stats, grad, Wanted(*wanted))
+    grads = compiled_gradients(grad, student_stats, teacher_stats, wanted, *args, **kwargs)
     a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
     return a, b, c, d
+
+
+def compiled_gradients(
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> Gradients:
+    """`wanted_gradients` in a graph that Inductor compiles."""
+    problem, impl = problem_of(*args, **kwargs)
+    stats = RowStatistics(student_stats, teacher_stats)
+    grads: Gradients = compiled_module(problem, impl).backward(
+        problem, stats, grad, Wanted(*wanted)
+    )
+    return grads
 
 
 def wanted_gradients(

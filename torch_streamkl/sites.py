@@ -81,8 +81,9 @@ class Site:
     """Values and gradients of attention_kl; see `Repeated` for what is kept between calls."""
 
     def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
+        """``is_compiled``: of a graph that Inductor compiles."""
         self.options = options
-        self.is_compiled = is_compiled  # of a graph that Inductor compiled
+        self.is_compiled = is_compiled
         self._forward: Callable[..., Tensors] | None = None
         self._backward: dict[tuple[bool, ...], Callable[..., Tensors]] = {}
 
@@ -107,17 +108,15 @@ class Site:
 
             def gradients(*arguments: Tensor | None) -> Tensors:
                 given: tuple[Any, ...] = (*arguments[:3], list(wanted), *arguments[3:])
-                run: Any = ops.run_compiled_backward if self.is_compiled else ops.wanted_gradients
-                found: Tensors = run(*given, *self.options)
-                return found
+                compute = ops.compiled_gradients if self.is_compiled else ops.wanted_gradients
+                return compute(*given, *self.options)
 
             call = self._backward[wanted] = self._repeated(gradients, tensors)
         return call(grad, student_stats, teacher_stats, *tensors)
 
     def _run_forward(self, *tensors: Tensor | None) -> Tensors:
-        run: Any = ops.run_compiled_forward if self.is_compiled else ops.run_forward
-        found: Tensors = run(*tensors, *self.options)
-        return found
+        run = ops.run_compiled_forward if self.is_compiled else ops.run_forward
+        return run(*tensors, *self.options)
 
     def _repeated(
         self, function: Callable[..., Tensors], tensors: tuple[Tensor | None, ...]
