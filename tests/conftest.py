@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from torch_streamkl.fx_passes.planning import small
+from torch_streamkl import checks
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
@@ -19,6 +20,12 @@ settings.load_profile("streamkl")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_recorded() -> None:
+    """Launches that an earlier test had recorded would pass by what this one replaces."""
+    checks._verdicts.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ SOFTMAXES = {"softmax", "_softmax"}
 LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
 CALLS = {"kl_div", "cross_entropy_loss"}
 ONE_SIDE = "the scores or probabilities of one side are not made"
+NOT_MADE = "is not made from scores in this graph"
 ELSEWHERE = "is not made from scores in this graph: it is an input, or a graph break lies between"
 
 
@@ -98,7 +99,7 @@ def reason_of(
     for node in _near(site, "users"):
         reason = recognised.reasons.get(node) or plans.get(node)
         if isinstance(reason, str):
-            if "is not made from scores in this graph" in reason:  # for a reason of its own?
+            if NOT_MADE in reason:  # for a reason of its own?
                 reason, node = _further_back(node, recognised) or (reason, node)
             return reason, _first_with(reason, node, recognised)
     for node in _near(site, "all_input_nodes"):
@@ -120,8 +121,9 @@ def reason_of(
 def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] | None:
     """What blocked something that the node is made of, the nearest first."""
     for earlier in _near(node, "all_input_nodes"):
-        if earlier is not node and earlier in recognised.reasons:
-            return recognised.reasons[earlier], earlier
+        reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
+        if NOT_MADE not in reason:
+            return reason, earlier
     return None
 
 
