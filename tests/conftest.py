@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from torch_streamkl.fx_passes.planning import small
 from torch_streamkl import checks
+from torch_streamkl.fx_passes.planning import small
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)

@@ -136,17 +136,18 @@ def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_it_says_so_once_and_runs_the_blocks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiled._runs.clear()
     compiled._warn_once.cache_clear()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
     problem = problem_of(temperature=3.0)
     words, weights = linear_problem(True, False, 0.0, 1.0, "forward_kl"), RowWeights(None, None)
     logits = [torch.randn(13, 128, dtype=torch.float64)[:, :70] for _ in range(2)]
     with (
         caplog.at_level(logging.WARNING, "torch_streamkl"),
-        torch._inductor.config.patch(force_disable_caches=True),
+        torch._inductor.config.patch(
+            {"force_disable_caches": True, "cpp.cxx": (None, "/no/such/compiler")}
+        ),
     ):
         for _ in range(2):
             value, _, grads = panels.forward_with_gradients(problem, None, STUDENT)

@@ -20,7 +20,15 @@ OPTIONS = ("(P*(logP-logS))", 0.25, 0.25, 0.0, 0.0, 1.0, None, None, None, 0, 0,
 WITHOUT_SITES = [name for name, spec in CASES.items() if build(spec).fill is not None]
 WITHOUT_SITES += ["scale_tensor"]
 # of every sequence of launches; a GPU runs all cases, the interpreter takes minutes for them
-ONE_OF_EACH = ["forward_kl", "js", "clamp_reached", "varlen_causal", "gqa", "head_mean", "split_keys"]
+ONE_OF_EACH = [
+    "forward_kl",
+    "js",
+    "clamp_reached",
+    "varlen_causal",
+    "gqa",
+    "head_mean",
+    "split_keys",
+]
 
 
 @outside
