@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,16 @@ FIRST_BUCKET, SMALL_BUCKETS = 100, 0.0001  # bytes, MiB: every layer is in a buc
 def process_group(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu") -> Any:
     given = torch.distributed.FileStore(str(store), world_size)
     torch.distributed.init_process_group(
-        "gloo" if device == "cpu" else "nccl", store=given, rank=rank, world_size=world_size
+        "gloo" if device == "cpu" else "nccl",
+        store=given,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=2),  # a rank that waits for another is an error, not a hang
     )
     try:
         yield
+        if world_size > 1:
+            torch.distributed.barrier()  # nobody closes connections that another still reads
     finally:
         torch.distributed.destroy_process_group()
 
