@@ -35,7 +35,12 @@ from torch_streamkl.fx_passes.planning.candidates import (
     find_candidates,
     without_candidate,
 )
-from torch_streamkl.fx_passes.planning.nan_readers import check_nan_readers
+from torch_streamkl.fx_passes.planning.nan_readers import (
+    NO_READERS,
+    Readers,
+    check_nan_readers,
+    readers_of_body,
+)
 from torch_streamkl.fx_passes.planning.small import least_mib, why_left
 from torch_streamkl.fx_passes.reporting.describe import describe
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
@@ -54,8 +59,12 @@ def rewrite(
     deterministic: bool = True,
     verify: CheckOptions | None = None,
     min_mib: float | None = 0.0,
+    outside: Readers = NO_READERS,
 ) -> Report:
-    """Rewrite a Dynamo graph module in place and report every KL-like site."""
+    """Rewrite a Dynamo graph module in place and report every KL-like site.
+
+    ``outside`` is what reads the module's results where it is the body of a checkpoint.
+    """
     verify = verify or CheckOptions()
     report = Report()
     try:
@@ -63,14 +72,17 @@ def rewrite(
             if not isinstance(child, fx.GraphModule):
                 continue
             if is_plain_body(gm, name):
-                report.extend(rewrite(child, deterministic, verify, min_mib))
+                readers = readers_of_body(gm, name, outside)
+                report.extend(rewrite(child, deterministic, verify, min_mib, readers))
             else:
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
         graph, found = rewrite_checked(
             gm,
             copied,
-            lambda graph, refused: _rewrite_graph(gm, graph, deterministic, refused, min_mib),
+            lambda graph, refused: _rewrite_graph(
+                gm, graph, deterministic, refused, min_mib, outside
+            ),
             verify,
         )
         if found.num_fused:
@@ -90,6 +102,7 @@ def _rewrite_graph(
     deterministic: bool,
     refused: Refused,
     min_mib: float | None,
+    outside: Readers,
 ) -> Report:
     report = Report()
     reason = obstacle(graph)
@@ -128,7 +141,8 @@ def _rewrite_graph(
         if left is not None:
             report.sites.append(left)
             continue
-        site = _fuse(candidate, builder(candidate.node), trace, recognised, aliases, refused)
+        build = builder(candidate.node)
+        site = _fuse(candidate, build, trace, recognised, aliases, refused, outside)
         if site.fused:
             fused.append((candidate, site))
         else:
@@ -165,6 +179,7 @@ def _fuse(
     recognised: Recogniser,
     aliases: Aliases,
     refused: Refused,
+    outside: Readers,
 ) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was."""
     node = candidate.node
@@ -177,7 +192,7 @@ def _fuse(
             if node.name in refused:
                 raise Blocked(refused[node.name])
             elements = candidate.plan.rows.elements
-            check_nan_readers(node, candidate.inner, elements, recognised.values)
+            check_nan_readers(node, candidate.inner, elements, recognised.values, outside)
             replacement = emit(build, candidate.plan, value, trace.outer)
             aliases.check(build.added)
             mark_site(build.added, node.name)

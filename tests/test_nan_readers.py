@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from torch_streamkl import explain
 from torch_streamkl.fx_passes import backend
@@ -53,6 +55,45 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def written(rows: Tensor) -> Tensor:
+    table = torch.zeros(3, *rows.shape, dtype=rows.dtype)
+    table[1] = rows
+    return table.nan_to_num()
+
+
+def in_a_checkpoint(rows: Tensor) -> Tensor:
+    return checkpoint(torch.nan_to_num, rows, use_reentrant=False)
+
+
+def in_a_branch(rows: Tensor) -> Tensor:
+    return torch.cond(torch.ones(()) > 0, torch.isnan, torch.isinf, (rows,))
+
+
+# what ranks, rounds or reads bits makes numbers, too
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "written to a part": written,
+    "in a checkpoint": in_a_checkpoint,
+    "in a branch": in_a_branch,
+    "any": lambda rows: (rows * 0).any(),
+    "count_nonzero": lambda rows: torch.count_nonzero(rows * 0),
+    "argmax": lambda rows: rows.argmax(-1),
+    "max": lambda rows: rows.max(-1).indices,
+    "sort": lambda rows: torch.cat([rows, torch.ones_like(rows)], -1).sort(-1).values[..., :5],
+    "long": lambda rows: rows.long(),
+    "bits": lambda rows: rows.view(torch.int64),
+    "bucketize": lambda rows: torch.bucketize(rows, torch.tensor([0.0, 9.0], dtype=rows.dtype)),
+    "sign": torch.sign,
+    "in place": lambda rows: (rows * 1).lt_(1.0),
+}
+OF_INFINITY: dict[str, Callable[[Tensor], Tensor]] = {
+    "a quotient": lambda rows: 1 / (1 + rows),
+    "a power": lambda rows: (1 + rows) ** -1,
+    "a limit": lambda rows: rows.clamp(max=1e4),
+    "exp": lambda rows: torch.exp(-rows / 1e3),
+    "atan": torch.atan,
+}
+
+
 def rewritten(
     rows: Callable[[Tensor, Tensor], Tensor], read: Callable[[Tensor], Tensor], fill: float | None
 ) -> tuple[int, str]:
@@ -84,6 +125,67 @@ def test_left_alone(
     num_fused, reason = rewritten(rows, READERS[reader], fill)
     assert num_fused == 0
     assert "reads the divergence, and eager has" in reason
+
+
+@pytest.mark.parametrize("reader", NUMBERS)
+def test_what_makes_numbers_of_nan(reader: str) -> None:
+    num_fused, reason = rewritten(kl_of_logs, NUMBERS[reader], -math.inf)
+    assert num_fused == 0
+    assert "reads the divergence, and eager has NaN" in reason
+
+
+def underflowing(s: Tensor, t: Tensor) -> Tensor:
+    return by_probabilities(s * 400, t)
+
+
+@pytest.mark.parametrize("reader", OF_INFINITY)
+def test_what_makes_numbers_of_infinity(reader: str) -> None:
+    num_fused, reason = rewritten(underflowing, OF_INFINITY[reader], None)
+    assert num_fused == 0
+    assert "reads the divergence, and eager has infinity" in reason
+    assert rewritten(kl_of_logs, OF_INFINITY[reader], None)[0] == 1
+
+
+PASSES_ON: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of squares": lambda rows: rows.pow(2).mean(),
+    "weights": lambda rows: (rows * torch.ones_like(rows, dtype=torch.int64)).sum() / 3,
+    "a mask of its shape": lambda rows: torch.ones(5, dtype=torch.bool).expand_as(rows) * rows,
+    "a size": lambda rows: rows.sum() / rows.shape[-1] * torch.arange(rows.shape[0]),
+}
+
+
+@pytest.mark.parametrize("passes_on", PASSES_ON)
+@pytest.mark.parametrize(("rows", "fill"), [(by_probabilities, None), (kl_of_logs, -math.inf)])
+def test_fuses_where_nothing_reads(
+    rows: Callable[[Tensor, Tensor], Tensor], fill: float | None, passes_on: str
+) -> None:
+    def program(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = q @ k.mT, qt @ kt.mT
+        if fill is not None:
+            s, t = causal(s, fill), causal(t, fill)
+        return PASSES_ON[passes_on](rows(s, t))
+
+    assert explain(program, *maps()).num_fused == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_reader_outside_of_the_checkpoint(depth: int) -> None:
+    def rows(s: Tensor, t: Tensor) -> Tensor:
+        return kl_of_logs(s, t)
+
+    def nested(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, level: int = depth) -> Tensor:
+        if level == 0:
+            return rows(causal(q @ k.mT, -math.inf), causal(qt @ kt.mT, -math.inf))
+        inner = functools.partial(nested, level=level - 1)
+        return checkpoint(inner, q, k, qt, kt, use_reentrant=False)
+
+    def read(*given: Tensor) -> Tensor:
+        return nested(*given).nan_to_num()
+
+    assert explain(nested, *maps()).num_fused == 1
+    report = explain(read, *maps())
+    assert report.num_fused == 0
+    assert "nan_to_num reads the divergence" in str(report)
 
 
 @pytest.mark.parametrize("reader", READERS)
