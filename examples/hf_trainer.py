@@ -4,8 +4,9 @@ import tempfile
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
+from examples.callbacks import Ticks
 from examples.common import DEVICE, Clock, compare
 from examples.models import Texts, distillation_loss, student, teacher
 
@@ -21,14 +22,6 @@ class DistillationTrainer(Trainer):
             )
         loss = distillation_loss(outputs, wanted)
         return (loss, outputs) if return_outputs else loss
-
-
-class Ticks(TrainerCallback):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.clock.tick()
 
 
 def train(compiles: bool, clock: Clock) -> None:

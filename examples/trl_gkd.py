@@ -4,9 +4,10 @@ import tempfile
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
+from examples.callbacks import Ticks
 from examples.common import DEVICE, Clock, compare
 from examples.models import TOKENS, Texts, student, teacher
 
@@ -29,14 +30,6 @@ class Distillation(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return GKDTrainer.compute_loss(self, *args, **kwargs)  # type: ignore[arg-type]
-
-
-class Ticks(TrainerCallback):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.clock.tick()
 
 
 def train(compiles: bool, clock: Clock) -> None:
