@@ -77,7 +77,7 @@ def streamkl(
     what is free where None) and ``streamkl.verify_max_seconds``, "always" whatever it takes, and
     nothing is fused that cannot be checked, or "never". ``streamkl.min_mib`` leaves a site to
     Inductor whose tensors of queries x keys take less than that many MiB: 0 fuses all, None is
-    what was measured for the device. Everything else goes to Inductor.
+    the default of the device, 0 so far. Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():

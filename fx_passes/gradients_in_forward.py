@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, fx
 
 from torch_streamkl import ops
 from torch_streamkl.attention_gradients import attention_kl_with_gradients
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants
 from torch_streamkl.fx_passes.fx_utils.sizes import same
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
@@ -53,7 +53,7 @@ class Weighted:
 def compute_in_forward(graph: fx.Graph) -> int:
     """Rewrite the joint graph where that is possible; how many losses it was."""
     tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-    late = _dependents(tangents)
+    late = descendants(tangents)
     pairs = [
         (forward, node)
         for node in graph.nodes
@@ -66,17 +66,6 @@ def compute_in_forward(graph: fx.Graph) -> int:
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
     return replaced
-
-
-def _dependents(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.users
-    return found
 
 
 def _forward_of(backward: fx.Node) -> fx.Node | None:
@@ -108,7 +97,7 @@ def _try_to_replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> 
 def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     grad, wanted, given = backward.args[0], backward.args[3], backward.args[4:]
     assert isinstance(grad, fx.Node)
-    graph, behind = forward.graph, _dependents([forward])
+    graph, behind = forward.graph, descendants([forward])
     too_late = late | behind
     inputs: list[fx.Node] = []
     fx.map_arg(given, inputs.append)

@@ -31,7 +31,7 @@ LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
 CALLS = {"kl_div", "cross_entropy_loss"}
 ONE_SIDE = "the scores or probabilities of one side are not made"
 NOT_MADE = "is not made from scores in this graph"
-ELSEWHERE = "is not made from scores in this graph: it is an input, or a graph break lies between"
+ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 
 
 @dataclass(frozen=True)

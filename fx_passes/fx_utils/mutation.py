@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import bodies_of, name_of, nodes_in, storage_of
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -66,11 +66,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def _has_body_that_writes(node: fx.Node) -> bool:
     """Whether a graph that an operator runs, such as a checkpoint, writes to its inputs."""
-    owner = node.graph.owning_module
-    for source in node.all_input_nodes:
-        body = getattr(owner, str(source.target), None) if source.op == "get_attr" else None
-        if not isinstance(body, fx.GraphModule):
-            continue
+    for body in bodies_of(node):
         inputs = {storage_of(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")}
         if any(storage_of(x) in inputs for n in body.graph.nodes for x in written_by(n)):
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,13 +49,34 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
     """The node and all that it is computed from."""
-    seen, stack = {node}, [node]
+    return _reached([node], lambda n: n.all_input_nodes)
+
+
+def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that is computed from them."""
+    return _reached(nodes, lambda n: n.users)
+
+
+def _reached(
+    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
     while stack:
-        for a in stack.pop().all_input_nodes:
-            if a not in seen:
-                seen.add(a)
-                stack.append(a)
-    return seen
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += following(node)
+    return found
+
+
+def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operator runs."""
+    owner = node.graph.owning_module
+    named = [
+        getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"
+    ]
+    return [body for body in named if isinstance(body, fx.GraphModule)]
 
 
 def example(node: fx.Node) -> object:

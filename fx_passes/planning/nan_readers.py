@@ -24,6 +24,7 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
+    bodies_of,
     example,
     name_of,
     nodes_in,
@@ -162,11 +163,9 @@ def _of_operation(node: fx.Node, sources: Sequence[fx.Node]) -> Readers:
 
 def _of_bodies(node: fx.Node) -> Readers:
     """Readers in the graphs that an operator runs, of whatever is passed to them."""
-    found, owner = NO_READERS, node.graph.owning_module
-    for source in node.all_input_nodes:
-        body = getattr(owner, str(source.target), None) if source.op == "get_attr" else None
-        if isinstance(body, fx.GraphModule):
-            found |= readers_behind([n for n in body.graph.nodes if n.op == "placeholder"])
+    found = NO_READERS
+    for body in bodies_of(node):
+        found |= readers_behind([n for n in body.graph.nodes if n.op == "placeholder"])
     return found
 
 

@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.planning.candidates import Candidate
 
 MIB = 2**20
 ELEMENT = 4  # bytes: scores are float32 before a softmax
-# of a site, in MiB, from which it is fused, by device; what bench.short_steps measured
+# of a site, in MiB, from which it is fused, by device: all are, until a device is measured
 LEAST_MIB = {"cuda": 0.0, "cpu": 0.0}
 
 
