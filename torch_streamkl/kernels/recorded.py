@@ -116,11 +116,16 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        try:
+        with self._keeping_obstacles():
             self._operation(func, args, kwargs, out)
+        return out
+
+    @contextmanager
+    def _keeping_obstacles(self) -> Iterator[None]:
+        try:
+            yield
         except Unrecordable as error:
             self.obstacle = self.obstacle or str(error)
-        return out
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
@@ -168,36 +173,24 @@ class Recorder(TorchDispatchMode):
         options: dict[str, Any],
     ) -> None:
         """Write down a launch; ``compiled`` is None where the interpreter ran the kernel."""
-        try:
-            self._launch(kernel, compiled, grid, arguments, options)
-        except Unrecordable as error:
-            self.obstacle = self.obstacle or str(error)
-
-    def _launch(
-        self,
-        kernel: Any,
-        compiled: Any,
-        grid: tuple[int, int, int],
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> None:
         by_pointer = compiled is not None
-        if by_pointer and not runs_directly():
-            raise Unrecordable("an unknown way to launch compiled kernels")
-        if self._by_pointer not in (None, by_pointer):
-            raise Unrecordable("some kernels are compiled, others interpreted")
-        self._by_pointer = by_pointer
-        if by_pointer:
-            values = ", ".join(self._argument(x) for x in arguments)
-            run = self._constant(compiled.run)
-            function = self._constant(compiled.function)
-            metadata = self._constant(compiled.packed_metadata)
-            first = f"{grid[0]}, {grid[1]}, {grid[2]}, stream, {function}, {metadata}"
-            self.lines.append(f"{run}({first}, None, None, None, {values})")
-        else:
-            values = ", ".join(self._value(x) for x in arguments)
-            start = self._constant(kernel[grid])
-            self.lines.append(f"{start}({values}, **{self._constant(options)})")
+        with self._keeping_obstacles():
+            if by_pointer and not runs_directly():
+                raise Unrecordable("an unknown way to launch compiled kernels")
+            if self._by_pointer not in (None, by_pointer):
+                raise Unrecordable("some kernels are compiled, others interpreted")
+            self._by_pointer = by_pointer
+            if by_pointer:
+                values = ", ".join(self._argument(x) for x in arguments)
+                run = self._constant(compiled.run)
+                function = self._constant(compiled.function)
+                metadata = self._constant(compiled.packed_metadata)
+                first = f"{grid[0]}, {grid[1]}, {grid[2]}, stream, {function}, {metadata}"
+                self.lines.append(f"{run}({first}, None, None, None, {values})")
+            else:
+                values = ", ".join(self._value(x) for x in arguments)
+                start = self._constant(kernel[grid])
+                self.lines.append(f"{start}({values}, **{self._constant(options)})")
 
     # ------------------------------------------------------------------------------- values
     def _named(self, x: Tensor) -> str:
