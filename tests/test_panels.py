@@ -17,7 +17,7 @@ from tests.support.tolerances import budget, check
 from tests.test_attention_operator import operator_arguments
 from torch_streamkl import linear_panels, linear_rows, ops, panels, streaming
 from torch_streamkl.functional import named
-from torch_streamkl.linear_problem import LinearProblem, RowValues, RowWeights
+from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights
 from torch_streamkl.linear_problem import Wanted as LinearWanted
 from torch_streamkl.streaming import Wanted
 
@@ -124,8 +124,7 @@ def linear_problem(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     heads = [
-        linear_panels.Head(rand(13, 5), rand(70, 5), rand(70) if bias else None, 0.5, softcap)
-        for _ in range(2)
+        Head(rand(13, 5), rand(70, 5), rand(70) if bias else None, 0.5, softcap) for _ in range(2)
     ]
     index = torch.randint(0, 70, (13,), generator=generator) if labels else None
     if index is not None:
@@ -175,7 +174,7 @@ def test_words_that_one_side_lacks_are_left_to_linear_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = linear_problem(False, False, 0.0, 1.0, "forward_kl")
-    short = linear_panels.Head(problem.teacher.hidden, problem.teacher.weight[:60])
+    short = Head(problem.teacher.hidden, problem.teacher.weight[:60])
     problem = LinearProblem(problem.student, short, problem.functional)
     called = []
     monkeypatch.setattr(linear_rows, "values", lambda *_: called.append(True))

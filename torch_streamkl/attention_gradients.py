@@ -52,13 +52,9 @@ def _fake(
     value, stats = RowStatistics.allocate(problem)
     grads = (
         x.new_empty(x.shape if need else (0,), dtype=problem.compute_dtype)
-        for x, need in zip(_inputs(problem), wanted, strict=True)
+        for x, need in zip(problem.queries_and_keys, wanted, strict=True)
     )
     return value, stats.student, stats.teacher, *grads
-
-
-def _inputs(problem: AttentionProblem) -> tuple[Tensor, ...]:
-    return problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k
 
 
 def _flops(_w: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any) -> int:

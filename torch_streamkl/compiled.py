@@ -22,6 +22,7 @@ _log = logging.getLogger("torch_streamkl")
 
 Body = Callable[[Any, Inputs], tuple[Tensor, ...]]
 Run = Callable[[list[Tensor]], Any]
+Described = dict[str, tuple[Tensor, str]]  # tensors, and what their dimensions are: see `find`
 # Sizes that a body is traced and tuned with: no two alike, or they would be taken for one. What is
 # 1 stays 1, and means that it broadcasts.
 ROWS, KEYS, STRIDE = 520, 392, 448
@@ -47,7 +48,7 @@ def _example_shape(x: Tensor, spec: str) -> tuple[int, ...]:
     return tuple(known.get(letter, x.shape[dim]) for dim, letter in enumerate(spec))
 
 
-def find(body: Body, form: Hashable, inputs: dict[str, tuple[Tensor, str]]) -> Run | None:
+def find(body: Body, form: Hashable, inputs: Described) -> Run | None:
     """The compiled body for such inputs, compiled now if it was not yet; None if that failed.
 
     ``inputs`` are the tensors of one block by name, each with what its dimensions are: "r" rows,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import compiled, linear_rows
+from torch_streamkl.compiled import Described
 from torch_streamkl.linear_problem import (
-    Head,
     LinearProblem,
     RowValues,
     RowWeights,
@@ -24,7 +24,6 @@ from torch_streamkl.word_body import WordForm, words_backward, words_forward
 
 BLOCK_ELEMENTS = 2**18  # logits of one side: with exponentials four tiles, in the cores' caches
 NOTHING = Wanted()
-Inputs = dict[str, tuple[Tensor, str]]
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
@@ -129,27 +128,24 @@ def _numbers(problem: LinearProblem) -> Tensor:
     return torch.tensor(values, dtype=problem.compute_dtype)
 
 
-def _inputs(problem: LinearProblem, student: Tensor, teacher: Tensor, numbers: Tensor) -> Inputs:
-    inputs: Inputs = {"s": (student, "rp"), "t": (teacher, "rp"), "numbers": (numbers, "n")}
+def _inputs(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, numbers: Tensor
+) -> Described:
+    inputs: Described = {"s": (student, "rp"), "t": (teacher, "rp"), "numbers": (numbers, "n")}
     for name, head in (("student", problem.student), ("teacher", problem.teacher)):
         if head.bias is not None:
-            inputs[f"{name}_bias"] = (_bias_of(head), "1k")
+            inputs[f"{name}_bias"] = (head.bias[None, :], "1k")
     if problem.labels is not None:
         labels = problem.labels.long() - problem.first_word
         inputs["label"] = (labels[:, None], "r1")
     return inputs
 
 
-def _bias_of(head: Head) -> Tensor:
-    assert head.bias is not None
-    return head.bias[None, :]
-
-
-def _weights(problem: LinearProblem, weights: RowWeights, part: slice) -> Inputs:
+def _weights(problem: LinearProblem, weights: RowWeights, part: slice) -> Described:
     """Factors of the rows' gradients, 0 for those that do not count."""
     zero = torch.zeros(problem.num_tokens, dtype=problem.compute_dtype)
     value = zero if weights.value is None else weights.value
-    inputs: Inputs = {"row_weight": (value[part, None], "r1")}
+    inputs: Described = {"row_weight": (value[part, None], "r1")}
     if problem.labels is not None:
         hard = zero if weights.hard is None else weights.hard
         hard = torch.where(problem.labels == problem.ignore_index, 0.0, hard)
@@ -157,5 +153,5 @@ def _weights(problem: LinearProblem, weights: RowWeights, part: slice) -> Inputs
     return inputs
 
 
-def _contiguous(inputs: Inputs) -> list[Tensor]:
+def _contiguous(inputs: Described) -> list[Tensor]:
     return [x if spec == "rp" else x.contiguous() for x, spec in inputs.values()]

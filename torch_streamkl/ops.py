@@ -136,10 +136,17 @@ def problem_of(
     return problem, impl
 
 
-def run_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run_forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, impl = problem_of(*args, **kwargs)
-    value, stats = _module(select_implementation(problem, impl)).forward(problem)
+    value, stats = _module_for(is_compiled, problem, impl).forward(problem)
     return value, stats.student, stats.teacher
+
+
+def _module_for(is_compiled: bool, problem: AttentionProblem, impl: str) -> Any:
+    """What computes a problem: in a graph that Inductor compiles, it compiles the CPU's, too."""
+    implementation = select_implementation(problem, impl)
+    on_panels = is_compiled and implementation == "streaming"
+    return panels if on_panels else _module(implementation)
 
 
 @functools.cache
@@ -156,20 +163,8 @@ def _module(implementation: str) -> Any:
     return streaming
 
 
-def run_compiled_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_forward` in a graph that Inductor compiles."""
-    problem, impl = problem_of(*args, **kwargs)
-    value, stats = compiled_module(problem, impl).forward(problem)
-    return value, stats.student, stats.teacher
-
-
-def compiled_module(problem: AttentionProblem, impl: str) -> Any:
-    """What computes a problem in such a graph: Inductor can compile the CPU's blocks, too."""
-    implementation = select_implementation(problem, impl)
-    return panels if implementation == "streaming" else _module(implementation)
-
-
-def run_backward(
+def _run_backward(
+    is_compiled: bool,
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
@@ -177,27 +172,15 @@ def run_backward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = wanted_gradients(grad, student_stats, teacher_stats, wanted, *args, **kwargs)
+    given = (grad, student_stats, teacher_stats, wanted)
+    grads = _wanted_gradients(is_compiled, *given, *args, **kwargs)
     # the operator returns a tensor for each of q and k, its first four arguments
     a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
     return a, b, c, d
 
 
-def run_compiled_backward(
-    grad: Tensor,
-    student_stats: Tensor,
-    teacher_stats: Tensor,
-    wanted: list[bool],
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`run_backward` in a graph that Inductor compiles."""
-    grads = compiled_gradients(grad, student_stats, teacher_stats, wanted, *args, **kwargs)
-    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
-    return a, b, c, d
-
-
-def compiled_gradients(
+def _wanted_gradients(
+    is_compiled: bool,
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
@@ -205,28 +188,20 @@ def compiled_gradients(
     *args: Any,
     **kwargs: Any,
 ) -> Gradients:
-    """`wanted_gradients` in a graph that Inductor compiles."""
-    problem, impl = problem_of(*args, **kwargs)
-    stats = RowStatistics(student_stats, teacher_stats)
-    grads: Gradients = compiled_module(problem, impl).backward(
-        problem, stats, grad, Wanted(*wanted)
-    )
-    return grads
-
-
-def wanted_gradients(
-    grad: Tensor,
-    student_stats: Tensor,
-    teacher_stats: Tensor,
-    wanted: list[bool],
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """What `run_backward` returns, None for what is not wanted."""
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
-    flags = Wanted(*wanted)
-    return _module(select_implementation(problem, impl)).backward(problem, stats, grad, flags)
+    module = _module_for(is_compiled, problem, impl)
+    grads: Gradients = module.backward(problem, stats, grad, Wanted(*wanted))
+    return grads
+
+
+# as they are, and in graphs that Inductor compiles
+run_forward, run_compiled_forward = (functools.partial(_run_forward, x) for x in (False, True))
+run_backward, run_compiled_backward = (functools.partial(_run_backward, x) for x in (False, True))
+wanted_gradients, compiled_gradients = (
+    functools.partial(_wanted_gradients, x) for x in (False, True)
+)
 
 
 def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,9 +219,9 @@ def _backward_fake(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem, _ = problem_of(*args, **kwargs)
-    inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
     a, b, c, d = (
-        x.new_empty(x.shape if need else (0,)) for x, need in zip(inputs, wanted, strict=True)
+        x.new_empty(x.shape if need else (0,))
+        for x, need in zip(problem.queries_and_keys, wanted, strict=True)
     )
     return a, b, c, d
 
@@ -332,7 +307,7 @@ def gradients(
     if any(wanted):
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
         if not torch.is_grad_enabled() and is_plain((grad, *tensors)):
-            call = implementation or functools.partial(_wanted_gradients, options)
+            call = implementation or functools.partial(_with_options, options)
             grads[:4] = without_autocast(call, wanted, grad, *saved)
         else:
             given = (grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
@@ -346,7 +321,7 @@ def gradients(
     return grads
 
 
-def _wanted_gradients(
+def _with_options(
     options: tuple[Any, ...], wanted: tuple[bool, ...], grad: Tensor, *saved: Any
 ) -> tuple[Tensor | None, ...]:
     student_stats, teacher_stats, *tensors = saved

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import compiled, streaming
+from torch_streamkl.compiled import Described
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side, bottom_right_offset
 from torch_streamkl.row_body import RowForm, rows_backward, rows_forward
 from torch_streamkl.streaming import Gradients, Wanted
@@ -27,7 +28,6 @@ PANEL_ELEMENTS = 2**18  # scores of one side: with exponentials four tiles, in t
 LEAST_QUERIES = 16  # of a panel, whatever the number of keys: matmuls of fewer rows are slow
 MOST_ELEMENTS = 2**22  # of a panel of so few queries
 NOTHING = Wanted(False, False, False, False)
-Inputs = dict[str, tuple[Tensor, str]]  # and what their dimensions are, see compiled.find
 
 
 class NotCompiledError(Exception):
@@ -118,11 +118,6 @@ def _sequences(
         yield slice(None), slice(None), problem
 
 
-def _views(sums: list[Tensor | None], rows: slice, keys: slice) -> list[Tensor | None]:
-    ranges = (rows, keys, rows, keys)
-    return [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
-
-
 def _forward(
     problem: AttentionProblem, row_weight: Tensor | None, wanted: Wanted
 ) -> tuple[Tensor, RowStatistics, Gradients]:
@@ -136,7 +131,7 @@ def _forward(
             parts = (value[None], stats.student, stats.teacher)
             results[:, :, rows] = torch.cat(parts).permute(1, 2, 3, 0)
             continue
-        work = _Work(sequence, wanted, _views(sums, rows, keys))
+        work = _Work(sequence, wanted, streaming.sums_of_sequence(sums, rows, keys))
         weight = _weight_of(sequence, row_weight, rows) if wanted != NOTHING else None
         for panel in work.panels():
             inputs = work.inputs(panel)
@@ -160,7 +155,7 @@ def _backward(
     for rows, keys, sequence in _sequences(problem):
         if sequence.seqlen_k == 0:
             continue
-        work = _Work(sequence, wanted, _views(sums, rows, keys))
+        work = _Work(sequence, wanted, streaming.sums_of_sequence(sums, rows, keys))
         weight = _weight_of(sequence, grad, rows)
         for panel in work.panels():
             known = statistics[:, :, rows][panel.batch, panel.heads, panel.queries]
@@ -241,9 +236,9 @@ class _Work:
     def _keys_of(self, side: Side, batch: int, heads: slice) -> Tensor:
         return side.k[batch, _kv_heads(side, heads)].to(self.dtype)
 
-    def inputs(self, panel: Panel) -> Inputs:
+    def inputs(self, panel: Panel) -> Described:
         """The dot products of both sides, and what turns them into scores."""
-        problem, inputs = self.problem, Inputs()
+        problem, inputs = self.problem, Described()
         self.folded, self.blocks = [], []
         for name, side, keys, tile in zip("st", self._sides, self.keys, self.tiles, strict=True):
             q = side.q[panel.batch, panel.heads, panel.queries].to(self.dtype)
@@ -285,7 +280,7 @@ class _Work:
         column = x[panel.heads].to(self.dtype).repeat_interleave(count)
         return column[:, None], "r1"
 
-    def run(self, body: compiled.Body, form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
+    def run(self, body: compiled.Body, form: RowForm, inputs: Described) -> tuple[Tensor, ...]:
         run = compiled.find(body, form, inputs)
         if run is None:
             raise NotCompiledError

@@ -99,6 +99,11 @@ class AttentionProblem:
         return self.student.k.shape[2]
 
     @property
+    def queries_and_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What gradients are computed to, in the order of the operators' arguments."""
+        return self.student.q, self.student.k, self.teacher.q, self.teacher.k
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         return torch.float64 if self.student.q.dtype == torch.float64 else torch.float32
 

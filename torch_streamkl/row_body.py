@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.functional import Functional
+from torch_streamkl.rowstate import without_infinity
 
 Inputs = dict[str, Tensor]
 # Of the input "numbers", in this order:
@@ -122,9 +123,7 @@ def _scores(form: RowForm, inputs: Inputs, side: int, allowed: Tensor | None) ->
     dots, name = inputs["st"[side]], ("student", "teacher")[side]
     x, slope = dots * _number(inputs, f"{name}_scale"), None
     if form.softcaps[side]:
-        cap = _number(inputs, f"{name}_softcap")
-        capped = torch.tanh(x / cap)
-        x, slope = capped * cap, 1.0 - capped * capped
+        x, slope = softcapped(x, _number(inputs, f"{name}_softcap"))
     bias = inputs.get(f"{name}_bias")
     if bias is not None:
         x = x + bias.to(x.dtype)
@@ -144,6 +143,12 @@ def _scores(form: RowForm, inputs: Inputs, side: int, allowed: Tensor | None) ->
         # mask_value may be too large to carry the logarithm of their number.
         level = torch.where(_has_key(allowed, x), level, 0.0)
     return Scores(x if allowed is None else torch.where(allowed, x, level), slope, level)
+
+
+def softcapped(x: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
+    """``cap * tanh(x / cap)``, and its derivative."""
+    capped = torch.tanh(x / cap)
+    return capped * cap, 1.0 - capped * capped
 
 
 def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
@@ -214,7 +219,3 @@ def _store_gradient(
     if allowed is not None:
         d = torch.where(allowed, d, 0.0)
     inputs["st"[side]].copy_(d)
-
-
-def without_infinity(m: Tensor) -> Tensor:
-    return torch.where(m == -math.inf, 0.0, m)

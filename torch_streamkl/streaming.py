@@ -352,7 +352,7 @@ def zero_sums(problem: AttentionProblem, wanted: Wanted) -> list[Tensor | None]:
     flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
     return [
         x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None
-        for x, w in zip(_inputs(problem), flags, strict=True)
+        for x, w in zip(problem.queries_and_keys, flags, strict=True)
     ]
 
 
@@ -360,13 +360,15 @@ def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) ->
     """Gradients of their sums."""
     a, b, c, d = (
         None if x is None else x.to(like.dtype)
-        for x, like in zip(sums, _inputs(problem), strict=True)
+        for x, like in zip(sums, problem.queries_and_keys, strict=True)
     )
     return a, b, c, d
 
 
-def _inputs(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k
+def sums_of_sequence(sums: list[Tensor | None], rows: slice, keys: slice) -> list[Tensor | None]:
+    """Views of the sums that one of several packed sequences adds to."""
+    ranges = (rows, keys, rows, keys)
+    return [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
 
 
 def _backward_sums(
@@ -375,8 +377,7 @@ def _backward_sums(
     sums = zero_sums(problem, wanted)
     if problem.is_packed:
         for rows, keys, sequence in problem.sequences():
-            ranges = (rows, keys, rows, keys)
-            views = [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
+            views = sums_of_sequence(sums, rows, keys)
             _backward_sequence(sequence, stats.at_rows(rows), grad[:, :, rows], wanted, views)
     else:
         _backward_sequence(problem, stats, grad, wanted, sums)

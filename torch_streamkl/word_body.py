@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.functional import Functional
-from torch_streamkl.row_body import Inputs, Softmax, softmax, variables_of, without_infinity
+from torch_streamkl.row_body import Inputs, Softmax, softcapped, softmax, variables_of
+from torch_streamkl.rowstate import without_infinity
 
 # Of the input "numbers", in this order:
 NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature")
@@ -85,9 +86,8 @@ def _words(form: WordForm, inputs: Inputs, side: int) -> Words:
         y = y + bias.to(form.dtype)
     y = y * slope
     if form.softcaps[side]:
-        cap = _number(inputs, f"{name}_softcap")
-        capped = torch.tanh(y / cap)
-        y, slope = capped * cap, slope * (1.0 - capped * capped)
+        y, derivative = softcapped(y, _number(inputs, f"{name}_softcap"))
+        slope = slope * derivative
     score = y / _number(inputs, "temperature") if form.has_temperature else y
     return Words(y, score, slope)
 

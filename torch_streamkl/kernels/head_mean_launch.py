@@ -229,7 +229,7 @@ def backward(
     if makes_group_sums:
         group = torch.empty_like(group)
     flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
-    inputs = (problem.student.q, problem.student.k, problem.teacher.q, problem.teacher.k)
+    inputs = problem.queries_and_keys
     shares = [
         launcher.new_shares(student, queries) if is_wanted else None
         for (student, queries), is_wanted in zip(GRADIENTS, flags, strict=True)
