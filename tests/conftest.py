@@ -3,14 +3,13 @@
 A replacement whose check fails is an error of every test that does not say that it expects one.
 """
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch._dynamo.guards
 from hypothesis import settings
 
+from tests.support import quick
 from torch_streamkl import checks
 from torch_streamkl.fx_passes.planning import small
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
@@ -18,15 +17,12 @@ from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 settings.register_profile("streamkl", derandomize=True, deadline=None)
 settings.load_profile("streamkl")
 
-# Dynamo empties the processor's caches at every compilation to time its guards for a log
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+quick.guards_are_not_timed()
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: looking for garbage in them takes a fifth of a run."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_no_garbage() -> None:
+    quick.what_stays_is_no_garbage()
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ def guards_are_not_timed() -> None:
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
-def what_is_imported_is_no_garbage() -> None:
-    """Modules and tests stay to the end: looking for garbage in them takes a fifth of a run."""
+def what_stays_is_no_garbage() -> None:
+    """Modules and what earlier tests left stay to the end; Dynamo's every reset searched them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
