@@ -18,6 +18,13 @@ settings.register_profile("streamkl", derandomize=True, deadline=None)
 settings.load_profile("streamkl")
 
 quick.guards_are_not_timed()
+# what starts processes of its own takes longest
+FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_option")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: at the end, one process would wait for the other's."""
+    items.sort(key=lambda item: not item.name.startswith(FIRST))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,9 +34,7 @@ def _set_up_once_a_launch() -> None:
     patched: set[frozenset[str]] = set()
 
     def patch_once(fn: Any) -> Any:
-        modules = frozenset(
-            m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core
-        )
+        modules = frozenset(m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core)
         if modules in patched:
             return None  # helpers restore nothing
         patched.add(modules)
