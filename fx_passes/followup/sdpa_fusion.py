@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.domain.scores import ABSORBING
 from torch_streamkl.fx_passes.domain.values import Attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, quotient, same
 from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
@@ -50,6 +51,7 @@ COMPILES_IN_FLOAT64 = TorchVersion(torch.__version__) >= "2.13"
 
 
 def replace_attention(
+    graph: fx.Graph,
     trace: Trace,
     values: Mapping[fx.Node, object],
     aliases: Aliases,
@@ -61,7 +63,7 @@ def replace_attention(
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
-    leftovers = Leftovers(trace.outer)
+    leftovers, written = Leftovers(trace.outer), written_storages(graph)
     for inner in trace.graph.nodes:
         value, node = values.get(inner), trace.outer.get(inner)
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
@@ -74,7 +76,7 @@ def replace_attention(
                 replacement = leftovers.replace(node, value, build)
                 if not _same_metadata(replacement, node):
                     raise Blocked("the fused attention has another shape or type")
-                if strides_are_seen(node, replacement, build):
+                if strides_are_seen(node, replacement, build, written):
                     value_of_user = example(node)
                     assert isinstance(value_of_user, Tensor)
                     replacement = with_strides_of(build, replacement, value_of_user)
