@@ -114,7 +114,10 @@ class Graph:
             return simple
         nodes = [self.nodes[a] for a in args]
         if op == "mul" and not all(n.is_finite for n in nodes):
-            return self.apply("mul0", *args)
+            if not any(self._is_factor(a) for a in args):
+                return self.apply("mul0", *args)
+        if op == "div0" and self._is_factor(args[0]):
+            return self.apply("div", *args)
         operation = OPERATIONS[op]
         dtypes = [n.dtype for n in nodes[op == "where" :]]
         widest = max(dtypes, key=_ORDER.index)
@@ -130,6 +133,11 @@ class Graph:
         by_key = any(n.by_key for n in nodes)
         node = Node(op, args, 0.0, dtype, self.head_of(op, args), by_key, is_finite)
         return self.add(node)
+
+    def _is_factor(self, index: int) -> bool:
+        """A finite constant other than 0, with which a product needs no guard."""
+        value = self.constant(index)
+        return bool(value) and math.isfinite(value or 0.0)
 
     def power(self, x: int, exponent: float) -> int:
         """``x ** exponent`` of a constant exponent."""
@@ -193,6 +201,8 @@ class Graph:
                 return self.as_float(b)
             case "mul" | "mul0" | "div" if vb == 1:
                 return self.as_float(a)
+            case "mul0" if self._is_factor(a) or self._is_factor(b):
+                return self.apply("mul", a, b)
             case "mul" if vb == -1:
                 return self.apply("neg", a)
             case "div" | "div0" if va == 0:
