@@ -29,7 +29,11 @@ from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
 from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import (
+    under_no_grad,
+    written_by,
+    written_storages,
+)
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
 
 T = TypeVar("T")
@@ -52,7 +56,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         self._by_storage: dict[int, list[fx.Node]] = {}
         self._overwritten: set[fx.Node] = set()
         self.written: dict[fx.Node, tuple[fx.Node, Scores]] = {}
-        self._written_storages = _written_storages(trace.graph)
+        self._written_storages = written_storages(trace.graph)
         self.counts: dict[fx.Node, Any] = {}
         self.folding = Folding()
         source = next(iter(trace.origin.values()), None)
@@ -166,10 +170,6 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         if not flows(value):
             raise Blocked("a gradient flows through part of the divergence that is a constant")
         return value
-
-
-def _written_storages(graph: fx.Graph) -> set[int | None]:
-    return {storage_of(n) for node in graph.nodes for n in written_by(node)} - {None}
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.domain.scores import ABSORBING
 from torch_streamkl.fx_passes.domain.values import Attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, quotient, same
 from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
@@ -43,6 +44,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
 )
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
+from torch_streamkl.fx_passes.planning.small import least_attention_mib, why_maps_are_left
 
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
@@ -50,23 +52,31 @@ COMPILES_IN_FLOAT64 = TorchVersion(torch.__version__) >= "2.13"
 
 
 def replace_attention(
+    graph: fx.Graph,
     trace: Trace,
     values: Mapping[fx.Node, object],
     aliases: Aliases,
     builder: Callable[[fx.Node], Builder],
     refused: Container[str],
+    min_mib: float | None,
 ) -> list[str]:
     """Attention written by hand, where its map has no other reader, by the fused one.
 
+    Maps of less than ``min_mib`` are left to Inductor, None being what was measured on the device.
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
-    leftovers = Leftovers(trace.outer)
+    leftovers, written = Leftovers(trace.outer), written_storages(graph)
     for inner in trace.graph.nodes:
         value, node = values.get(inner), trace.outer.get(inner)
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
             continue
         if node.name in refused:
+            continue
+        device = _device_of(node)
+        size = why_maps_are_left(value.probabilities, least_attention_mib(device, min_mib))
+        if size:
+            notes[f"the attention at {location_of(node)[0]} is left to Inductor: {size}"] = None
             continue
         build = builder(node)
         try:
@@ -74,7 +84,7 @@ def replace_attention(
                 replacement = leftovers.replace(node, value, build)
                 if not _same_metadata(replacement, node):
                     raise Blocked("the fused attention has another shape or type")
-                if strides_are_seen(node, replacement, build):
+                if strides_are_seen(node, replacement, build, written):
                     value_of_user = example(node)
                     assert isinstance(value_of_user, Tensor)
                     replacement = with_strides_of(build, replacement, value_of_user)
@@ -85,6 +95,12 @@ def replace_attention(
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it
     return list(notes)
+
+
+def _device_of(node: fx.Node) -> str:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value.device.type
 
 
 def _is_only_reader(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         # torch._foreach_addcdiv_ and the fused optimizers write to lists
         written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
     return list(dict.fromkeys(nodes_in(written)))
+
+
+def written_storages(graph: fx.Graph) -> set[int | None]:
+    """The memory that any node of a graph writes to."""
+    return {storage_of(x) for node in graph.nodes for x in written_by(node)} - {None}
 
 
 def _has_body_that_writes(node: fx.Node) -> bool:
@@ -137,16 +143,28 @@ def _written_arguments(
     node: fx.Node, target: torch._ops.OpOverload | torch._ops.OpOverloadPacket
 ) -> list[object]:
     """Arguments that the schema (of any overload) marks as written."""
+    return [
+        node.args[index] if index < len(node.args) else node.kwargs.get(name)
+        for index, name in _marked_as_written(target)
+    ]
+
+
+@functools.cache
+def _marked_as_written(
+    target: torch._ops.OpOverload | torch._ops.OpOverloadPacket,
+) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that a schema marks: asked of every node, often."""
     overloads: list[Any] = [target]
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
-    written: list[object] = []
-    for overload in overloads:
-        arguments = overload._schema.arguments
-        given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | node.kwargs
-        marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-        written += [given.get(name) for name in marked]
-    return written
+    return tuple(
+        dict.fromkeys(
+            (index, argument.name)
+            for overload in overloads
+            for index, argument in enumerate(overload._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+    )
 
 
 def _asks_for_in_place(node: fx.Node) -> bool:

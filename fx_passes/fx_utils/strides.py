@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_unknown, is_zero, same
 
@@ -31,8 +31,12 @@ def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
     return x
 
 
-def strides_are_seen(node: fx.Node, other: fx.Node, build: Builder) -> bool:
+def strides_are_seen(
+    node: fx.Node, other: fx.Node, build: Builder, written: Container[int | None]
+) -> bool:
     """Whether code behind ``node`` could tell that it gets ``other`` in another memory layout.
+
+    ``written`` is the memory that the graph writes to.
 
     What reads it runs on fake tensors until its results lie in memory as they did, such as after a
     ``contiguous()`` or a matmul.
@@ -40,7 +44,6 @@ def strides_are_seen(node: fx.Node, other: fx.Node, build: Builder) -> bool:
     if _lie_alike(_value(other), _value(node)):
         return False
     changed: dict[fx.Node, Tensor] = {node: _value(other)}
-    written = {storage_of(x) for n in node.graph.nodes for x in written_by(n)} - {None}
     following = node.next
     while following.op != "root":
         reader, following = following, following.next
