@@ -153,7 +153,7 @@ def _rewrite_graph(
     removed = remove_dead(graph, region.nodes, unused)
     if fused:
         values = recognised.values
-        kept = replace_attention(graph, trace, values, aliases, builder, refused)
+        kept = replace_attention(graph, trace, values, aliases, builder, refused, min_mib)
         report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
         removed += remove_dead(graph, region.nodes, unused)

@@ -14,9 +14,11 @@ import argparse
 import contextlib
 import io
 import os
+import queue
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -139,16 +141,25 @@ def write(rows: dict[Fault, str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="faults whose path, old or new text holds this")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
     options = parser.parse_args()
     chosen = [f for f in FAULTS if options.only in f.path + f.old + f.new]
     escaped, rows = 0, {}
     assert torch.__version__  # imported here, once, for all processes that are forked
-    with tempfile.TemporaryDirectory() as directory:
-        folder = tree(Path(directory))
-        for fault in chosen:
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
+        folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(options.jobs):
+            folders.put(tree(Path(directory) / str(number)))
+
+        def caught_by(fault: Fault) -> str:
+            folder = folders.get()
             plant(fault, folder)
             caught = outcome(fault.tests, folder, fault.interpreted)
             heal(fault, folder)
+            folders.put(folder)
+            return caught
+
+        for fault, caught in zip(chosen, pool.map(caught_by, chosen), strict=True):
             is_caught = bool(caught) and not caught.startswith("no run")
             escaped += not is_caught
             state = caught if is_caught else f"NOT CAUGHT {caught}"

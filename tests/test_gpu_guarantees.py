@@ -279,13 +279,17 @@ def test_gradients_after_a_check_of_attention() -> None:
         p = scores.softmax(-1)
         out = (p @ heads(x, v)).transpose(1, 2).reshape(4, 128, 4 * 64) @ o
         log_p = p.float().clamp_min(1e-12).log()
-        kl = torch.nn.functional.kl_div(log_p, teacher.float().softmax(-1), reduction="sum")
+        # eager's gradient to a target is NaN where it is 0
+        target = teacher.float().softmax(-1).detach()
+        kl = torch.nn.functional.kl_div(log_p, target, reduction="sum")
         return out.float().square().mean() + kl / x.shape[0]
 
     def gradients(call: Callable[..., Tensor]) -> list[Tensor]:
         given = [w.detach().requires_grad_() for w in weights]
-        return list(torch.autograd.grad(call(*given), given))
+        q, k, v, _, _, o = given
+        return list(torch.autograd.grad(call(*given), (q, k, v, o)))
 
-    compiled = torch.compile(step, backend="streamkl", options={"streamkl.inner": "aot_eager"})
+    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}  # the fused attention
+    compiled = torch.compile(step, backend="streamkl", options=options)
     for got, expected in zip(gradients(compiled), gradients(step), strict=True):
         assert (got - expected).norm() <= 0.05 * expected.norm()

@@ -270,6 +270,29 @@ def test_sizes_of_queries_and_keys_differ() -> None:
     fused(loss, [a[0][:, :, -4:].detach().requires_grad_(), a[1], a[2][:, :, -4:], a[3]])
 
 
+def test_the_tighter_of_two_windows_counts() -> None:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+        ones = torch.ones(sq.shape[2], sk.shape[2], dtype=torch.bool)
+
+        def masked(scores: Tensor) -> Tensor:
+            wider = scores.masked_fill(ones.triu(3) | ones.tril(-9), -1e9)
+            return wider.masked_fill(ones.triu(1) | ones.tril(-5), -1e9)
+
+        s, t = masked(sq @ sk.mT).log_softmax(-1), masked(tq @ tk.mT).softmax(-1)
+        return F.kl_div(s, t, reduction="batchmean")
+
+    fused(loss, Program().inputs()[:4])
+
+
+@pytest.mark.parametrize("factor", [2.5, -0.5])
+def test_a_factor_of_every_element(factor: float) -> None:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+        s, t = (sq @ sk.mT).log_softmax(-1), (tq @ tk.mT).log_softmax(-1)
+        return (factor * t.exp() * (t - s)).sum(-1).mean()
+
+    fused(loss, Program().inputs()[:4])
+
+
 def test_gradient_of_a_learned_temperature() -> None:
     def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, log_scale: Tensor) -> Tensor:
         s = sq @ sk.mT * log_scale.exp()
@@ -311,6 +334,15 @@ def test_heads_of_language_models(head: str, spelling: str) -> None:
         return (rows * keep).sum() / keep.sum()
 
     fused(loss, hidden_inputs())
+
+
+def test_a_bias_behind_the_scale() -> None:
+    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, bias: Tensor) -> Tensor:
+        s, t = xs @ ws.T * 0.25 + bias, xt @ wt.T * 0.5 + 3.0 * bias.detach()
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    fused(loss, [*hidden_inputs()[:4], bias])
 
 
 def test_modules_and_tied_embeddings() -> None:

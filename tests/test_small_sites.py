@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,15 +28,17 @@ def tensors(seqlen: int = 32) -> list[Tensor]:
     return [torch.randn(2, 3, seqlen, 8).requires_grad_(i < 2) for i in range(3)]
 
 
-def report_of(dynamic: bool = False, **options: Any) -> Report:
+def report_of(
+    function: Callable[..., Tensor] = loss, dynamic: bool = False, **options: Any
+) -> Report:
     torch._dynamo.reset()
     given = {f"streamkl.{name}": value for name, value in options.items()}
     given |= {"streamkl.inner": "eager", "streamkl.strict": True}
-    function = torch.compile(loss, backend="streamkl", dynamic=dynamic, options=given)
+    compiled = torch.compile(function, backend="streamkl", dynamic=dynamic, options=given)
     inputs = tensors()
     with collected() as report:
-        value = function(*inputs)
-    torch.testing.assert_close(value, loss(*inputs))
+        value = compiled(*inputs)
+    torch.testing.assert_close(value, function(*inputs))
     return report
 
 
@@ -62,6 +65,25 @@ def test_without_the_option_the_device_decides(monkeypatch: pytest.MonkeyPatch) 
     assert report_of(min_mib=0).num_fused == 1
     monkeypatch.setattr(small, "LEAST_MIB", {"cuda": 1.0})
     assert report_of().num_fused == 1
+
+
+def attention(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
+    got = (q @ k.mT).softmax(-1)
+    wanted = (teacher @ teacher.mT).softmax(-1)
+    kl = (wanted * (wanted.clamp_min(1e-9).log() - got.clamp_min(1e-9).log())).sum(-1).mean()
+    return kl + (got @ k).square().mean()
+
+
+def test_small_attention_is_left_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "LEAST_ATTENTION_MIB", {"cpu": 1.0})
+    report = report_of(attention)
+    assert report.num_fused == 1
+    assert "is left to Inductor: 32 keys, 0.023 MiB" in str(report)
+    assert report.remaining_quadratic > 0
+    everything = report_of(attention, min_mib=0)
+    assert everything.num_fused == 1
+    assert everything.remaining_quadratic == 0
+    assert report_of(attention, dynamic=True).remaining_quadratic == 0
 
 
 @pytest.mark.parametrize("value", [-1, "small", True, float("nan")])

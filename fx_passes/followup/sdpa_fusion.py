@@ -44,6 +44,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
 )
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
+from torch_streamkl.fx_passes.planning.small import least_attention_mib, why_maps_are_left
 
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
@@ -57,9 +58,11 @@ def replace_attention(
     aliases: Aliases,
     builder: Callable[[fx.Node], Builder],
     refused: Container[str],
+    min_mib: float | None,
 ) -> list[str]:
     """Attention written by hand, where its map has no other reader, by the fused one.
 
+    Maps of less than ``min_mib`` are left to Inductor, None being what was measured on the device.
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
@@ -69,6 +72,11 @@ def replace_attention(
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
             continue
         if node.name in refused:
+            continue
+        device = _device_of(node)
+        size = why_maps_are_left(value.probabilities, least_attention_mib(device, min_mib))
+        if size:
+            notes[f"the attention at {location_of(node)[0]} is left to Inductor: {size}"] = None
             continue
         build = builder(node)
         try:
@@ -87,6 +95,12 @@ def replace_attention(
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it
     return list(notes)
+
+
+def _device_of(node: fx.Node) -> str:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value.device.type
 
 
 def _is_only_reader(node: fx.Node) -> bool:
