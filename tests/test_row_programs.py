@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import torch_streamkl
-from tests.support.row_cases import CASES, Sizes, cast, examples, value_and_gradients
+from tests.support.row_cases import (
+    CASES,
+    EXAMPLES,
+    Sizes,
+    check_errors,
+    example,
+    value_and_gradients,
+)
 from torch_streamkl.rows import blocked
-
-EXAMPLES = examples()
 
 
 @pytest.fixture
@@ -24,17 +26,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of batch, rows and keys."""
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 48)
     monkeypatch.setattr(blocked, "MAX_KEYS", 4)
-
-
-def _run(name: str, impl: str) -> Any:
-    """The example with another implementation."""
-    scope = dict(EXAMPLES)
-    scope["row_program"] = functools.partial(torch_streamkl.row_program, impl=impl)
-    function = EXAMPLES[name]
-    copy = type(function)(
-        function.__code__, scope, name, function.__defaults__, function.__closure__
-    )
-    return copy
 
 
 def _assert_equal(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
@@ -55,20 +46,12 @@ def test_example(name: str, impl: str, small_blocks: None) -> None:
     torch.manual_seed(0)
     case = CASES[name](Sizes())
     expected = value_and_gradients(case.naive, case)
-    _assert_equal(value_and_gradients(_run(name, impl), case), expected, 1e-12)
+    _assert_equal(value_and_gradients(example(name, impl), case), expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_float32_errs_no_more_than_naive_code(name: str, small_blocks: None) -> None:
-    torch.manual_seed(1)
-    sizes = Sizes(rows=33, keys=65, dim=16)
-    case = cast(CASES[name](sizes), torch.float32)
-    truth = value_and_gradients(case.naive, cast(case, torch.float64))
-    naive = value_and_gradients(case.naive, case)
-    got = value_and_gradients(_run(name, "blocked"), case)
-    for a, b, exact in zip(got, naive, truth, strict=True):
-        rounding = torch.finfo(torch.float32).eps * 8 * float(exact.abs().max())
-        assert float((a - exact).abs().max()) <= 2 * float((b - exact).abs().max()) + rounding
+    check_errors(name, "blocked", torch.float32)
 
 
 @settings(max_examples=25, deadline=None)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import torch_streamkl
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "row-programs.md"
 SCALE = 0.4
@@ -23,6 +27,19 @@ def examples() -> dict[str, Any]:
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, scope)
     return scope
+
+
+EXAMPLES = examples()
+
+
+def example(name: str, impl: str) -> Callable[..., Tensor]:
+    """An example with another implementation."""
+    scope = dict(EXAMPLES)
+    scope["row_program"] = functools.partial(torch_streamkl.row_program, impl=impl)
+    function = EXAMPLES[name]
+    return FunctionType(
+        function.__code__, scope, name, function.__defaults__, function.__closure__
+    )
 
 
 @dataclass(frozen=True)
@@ -62,13 +79,18 @@ def _two_maps(sizes: Sizes) -> dict[str, Any]:
     return {"teacher": (x["tq"], x["tk"]), "student": (x["sq"], x["sk"]), "scale": SCALE}
 
 
+def _hidden(x: Tensor) -> float:
+    """The score of an excluded key: of no probability, and a number in every dtype."""
+    return max(-1e9, torch.finfo(x.dtype).min / 2)
+
+
 def _scores(pair: tuple[Tensor, Tensor], scale: float, causal: bool = True) -> Tensor:
     q, k = pair
     x = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
     if not causal:
         return x
     keep = torch.ones(x.shape[-2:], dtype=torch.bool).tril(x.shape[-1] - x.shape[-2])
-    return x.masked_fill(~keep, -1e9)
+    return x.masked_fill(~keep, _hidden(x))
 
 
 def _attention(name: str) -> Callable[[Sizes], Case]:
@@ -139,7 +161,7 @@ def _indexer(attention: Any, index: Any, weight: Tensor, scale: float) -> Tensor
     q, k = index
     scores = (weight[..., None] * (q @ k.mT).relu()).sum(1)
     keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - q.shape[2])
-    student = scores.masked_fill(~keep, -1e9).softmax(-1)
+    student = scores.masked_fill(~keep, _hidden(scores)).softmax(-1)
     return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum(-1)
 
 
@@ -221,7 +243,7 @@ def _dkd(teacher: Any, student: Any, labels: Tensor) -> Tensor:
     t, s = _logits(teacher) / 4.0, _logits(student) / 4.0
     hit = F.one_hot(labels, t.shape[-1]).bool()
     p, q = (x.softmax(-1) for x in (t, s))
-    a, b = (x.masked_fill(hit, -1e9).log_softmax(-1) for x in (t, s))
+    a, b = (x.masked_fill(hit, _hidden(x)).log_softmax(-1) for x in (t, s))
     others = _xlog_ratio(a.exp(), a, b)
     not_p, not_q = (torch.where(hit, 0.0, x).sum(-1) for x in (p, q))
     p, q = (torch.where(hit, x, 0.0).sum(-1) for x in (p, q))
@@ -267,14 +289,40 @@ def value_and_gradients(function: Callable[..., Tensor], case: Case) -> list[Ten
     return [rows.detach(), *torch.autograd.grad((rows * weight).sum(), inputs)]
 
 
-def cast(case: Case, dtype: torch.dtype) -> Case:
-    """The same problem in another dtype, its values rounded."""
+def cast(case: Case, dtype: torch.dtype, device: str = "cpu") -> Case:
+    """The same problem in another dtype, its values rounded, and on another device."""
 
     def one(x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(one(each) for each in x)
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor):
             return x
-        return x.detach().to(dtype).requires_grad_(x.requires_grad)
+        if not x.is_floating_point():
+            return x.to(device)
+        return x.detach().to(device, dtype).requires_grad_(x.requires_grad)
 
     return Case({name: one(x) for name, x in case.tensors.items()}, case.naive)
+
+
+def check_errors(
+    name: str, impl: str, dtype: torch.dtype, sizes: Sizes | None = None, device: str = "cpu"
+) -> None:
+    """Values and gradients err by at most twice what naive code in the same dtype does.
+
+    Naive code in float32 can be lucky on a small problem: a few roundings are allowed beside it.
+    """
+    torch.manual_seed(1)
+    sizes = sizes or Sizes(rows=33, keys=65, dim=16)
+    case = cast(CASES[name](sizes), dtype)
+    truth = value_and_gradients(case.naive, cast(case, torch.float64))
+    naive = value_and_gradients(case.naive, case)
+    got = value_and_gradients(example(name, impl), cast(case, dtype, device))
+    for i, (a, b, exact) in enumerate(zip(got, naive, truth, strict=True)):
+        size = float(exact.abs().max())
+        rounding = torch.finfo(torch.float32).eps * 8 * size
+        if i:  # gradients are of the inputs' dtype
+            rounding += torch.finfo(dtype).eps * size
+        error = float((a.cpu().double() - exact).abs().max())
+        finite = b.isfinite()  # naive code overflows in float16
+        assert finite.any()
+        assert error <= 2 * float((b.double() - exact)[finite].abs().max()) + rounding, (name, i)

@@ -79,7 +79,9 @@ def row_program(
         key_lengths: ``[batch]``, the number of valid keys.
         mask: boolean, broadcastable to ``[batch, 1, seqlen_q, seqlen_k]``; True takes part. A
             mask for each head goes into ``pairs`` and ``torch.where``.
-        impl: ``"auto"``, ``"blocked"`` (plain torch, bounded memory) or ``"reference"`` (naive).
+        impl: ``"auto"`` and ``"blocked"`` (plain torch, bounded memory), ``"triton"`` (a GPU's
+            kernels, written for the program) or ``"reference"`` (naive). A choice that cannot run
+            raises.
 
     Returns:
         float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, heads 1 after a sum

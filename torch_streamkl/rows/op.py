@@ -28,13 +28,26 @@ _lib.define(
 )
 row_program = torch.ops.torch_streamkl.row_program.default
 row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
-IMPLEMENTATIONS = ("auto", "blocked", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
+
+
+def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
+    """What computes a problem; an explicit choice that cannot run is an error."""
+    if impl != "triton":
+        return blocked
+    from torch_streamkl.kernels import row_programs
+
+    why = row_programs.obstacle(problem, is_differentiated)
+    if why:
+        raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'blocked'")
+    return row_programs
 
 
 def _forward(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
-    result = blocked.forward(RowProblem.of(program, tensors), is_differentiated)
+    problem = RowProblem.of(program, tensors)
+    result = _module(problem, impl, is_differentiated).forward(problem, is_differentiated)
     return [*result.reductions, *result.jacobians]
 
 
@@ -58,7 +71,7 @@ def _backward(
     count = len(problem.program.reductions)
     result = blocked.Result(list(saved[:count]), list(saved[count:]))
     given = dict(zip(grad_of, grads, strict=True))
-    out = blocked.backward(
+    out = _module(problem, impl, True).backward(
         problem, result, [given.get(c) for c in problem.program.outputs], wanted
     )
     return [tensors[0].new_empty(0) if g is None else g for g in out]

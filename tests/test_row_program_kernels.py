@@ -1,0 +1,197 @@
+"""Kernels that are written for row programs: the interpreter, other GPUs' compilers, a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.offline import TARGETS, compile_launch, record_launches
+from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
+from torch_streamkl import row_program
+from torch_streamkl.rows import blocked
+from torch_streamkl.rows.problem import RowProblem
+
+pytestmark = quiet
+WITHOUT_KERNELS = ("indexer", "top_k_with_ghost", "cached_top_k")
+NAMES = [name for name in CASES if name not in WITHOUT_KERNELS]
+SMALL = Sizes(batch=1, heads=2, rows=33, keys=70, dim=7)
+
+
+@outside
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@inside
+@pytest.mark.parametrize("name", NAMES)
+def test_example(name: str) -> None:
+    check_errors(name, "triton", torch.float32, SMALL)
+
+
+@inside
+@pytest.mark.parametrize("name", ["js", "weighted_keys"])
+def test_float16(name: str) -> None:
+    check_errors(name, "triton", torch.float16, SMALL)
+
+
+def _operands(rows: int = 70, keys: int = 67) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shapes = {"t": ((2, 2, rows, 5), (2, 1, keys, 5)), "s": ((2, 2, rows, 3), (2, 2, keys, 3))}
+    return {
+        name: tuple(torch.randn(shape).requires_grad_() for shape in pair)
+        for name, pair in shapes.items()
+    }
+
+
+def _program(e: Any) -> Any:
+    """Captured tensors of every kind, conditions, positions, powers, three levels."""
+    hidden = (e.ids == 3) | e.hide & (e.key_index > e.row_index - 9)
+    t = torch.where(hidden, -torch.inf, e.t + e.bias)
+    p, s = t.softmax("key"), (e.s * e.row).log_softmax("key")
+    weight = (p * e.key) / (1e-6 + (p * e.key).sum("key"))
+    extra = (e.s.tanh() - weight.detach()) ** 2 + (e.s**2 + 1) ** -1.5 + e.s.abs().log1p()
+    kl = (weight * (weight.log() - s)).sum("key")
+    return {"kl": kl, "extra": (torch.minimum(extra, e.t.sigmoid()) / 64).sum("key")}
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (20, 3)},
+    "left": {"window": (5, None)},
+    "lengths": {"key_lengths": torch.tensor([41, 0])},
+    "mask": {"mask": torch.rand(2, 1, 1, 67, generator=torch.Generator().manual_seed(0)) > 0.2},
+}
+
+
+def _compare(dots: dict[str, Any], impl: str, **options: Any) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    rows, keys = dots["t"][0].shape[2], dots["t"][1].shape[2]
+    device = dots["t"][0].device
+    captures = {
+        "rows": {"row": torch.rand(2, 2, rows, generator=generator)},
+        "keys": {
+            "key": torch.rand(1, 1, keys, generator=generator),
+            "ids": torch.randint(9, (1, 1, keys), generator=generator),
+        },
+        "pairs": {
+            "bias": torch.randn(1, 2, 1, keys, generator=generator),
+            "hide": torch.rand(2, 1, rows, keys, generator=generator) > 0.9,
+        },
+    }
+    moved = {k: {n: x.to(device) for n, x in v.items()} for k, v in captures.items()}
+    out = row_program(_program, dots=dots, impl=impl, **moved, **options)
+    total = (out["kl"] + out["extra"] ** 2).sum()
+    leaves = [x for pair in dots.values() for x in pair]
+    return [*(x.detach() for x in out.values()), *torch.autograd.grad(total, leaves)]
+
+
+@inside
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_captures(name: str) -> None:
+    dots = _operands()
+    truth = _compare(
+        {n: tuple(x.double() for x in pair) for n, pair in dots.items()}, "blocked", **MASKS[name]
+    )
+    for got, same, exact in zip(
+        _compare(dots, "triton", **MASKS[name]),
+        _compare(dots, "blocked", **MASKS[name]),
+        truth,
+        strict=True,
+    ):
+        allowed = 2 * float((same - exact).abs().max()) + 2e-6 * float(exact.abs().max())
+        assert float((got - exact).abs().max()) <= allowed
+
+
+def test_what_has_no_kernels_says_why() -> None:
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    for options, match in (
+        ({"columns": {"c": ids}}, "columns have no kernels"),
+        ({"dots": {"s": (x.double(), w.double())}}, "operands are float64"),
+        ({"dots": {"s": (x.repeat(1, 65), w.repeat(1, 65))}}, "dimensions in kernels, got 260"),
+    ):
+        given: dict[str, Any] = {"dots": {"s": (x, w)}, **options}
+
+        def sums(e: Any, has_columns: bool = "columns" in options) -> Any:
+            return (torch.where(e.c, e.s, 0.0) if has_columns else e.s).sum("key")
+
+        with pytest.raises(NotImplementedError, match=match):
+            row_program(sums, impl="triton", **given)
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    with pytest.raises(NotImplementedError, match="sums over heads have no kernels"):
+        row_program(lambda e: e.s.sum("head").sum("key"), dots={"s": (q, k)}, impl="triton")
+
+
+@outside
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_compiles(target: str, head_dim: int) -> None:
+    from torch_streamkl.kernels import row_programs
+
+    text, tensors = _recorded()
+    for launch in _launches(text, tensors, target, head_dim, row_programs):
+        built = compile_launch(launch, target)
+        assert built.shared_bytes <= TARGETS[target].shared_bytes, launch.kernel.__name__
+
+
+def _recorded() -> tuple[str, list[torch.Tensor]]:
+    """The text of weighted, renormalised KL, and its tensors."""
+    seen: list[Any] = []
+    original = blocked.forward
+
+    def spy(problem: RowProblem, is_differentiated: bool) -> Any:
+        seen.append(problem)
+        return original(problem, is_differentiated)
+
+    case = CASES["weighted_keys"](SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "forward", spy)
+        EXAMPLES["weighted_keys"](**case.tensors)
+    problem = seen[0]
+    return problem.program.text, [*(x for p in problem.operands for x in p), *problem.captures]
+
+
+def _launches(
+    text: str, tensors: list[torch.Tensor], target: str, head_dim: int, module: Any
+) -> list[Any]:
+    shape = (1, 32, 1024, head_dim)
+    with record_launches(target) as launches:
+        operands = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        weight = torch.empty(1, 1, 1024, device="cuda")
+        problem = RowProblem.of(text, [*operands, weight])
+        result = module.forward(problem, True)
+        grads = [torch.empty(1, 32, 1024, device="cuda") for _ in problem.program.outputs]
+        module.backward(problem, result, grads, [True] * 4 + [False])
+    assert len(launches) == 6  # three levels, rows, and columns of both dots
+    return launches
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_example_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    sizes = Sizes(batch=2, heads=4, rows=193, keys=259, dim=64)
+    check_errors(name, "triton", dtype, sizes, "cuda")
+    check_errors(name, "blocked", dtype, sizes, "cuda")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_captures_on_a_gpu(name: str) -> None:
+    dots = {
+        n: tuple(x.detach().cuda().requires_grad_() for x in pair)
+        for n, pair in _operands().items()
+    }
+    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in MASKS[name].items()}
+    results = (_compare(dots, impl, **options) for impl in ("triton", "blocked"))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
