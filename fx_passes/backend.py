@@ -71,8 +71,8 @@ def streamkl(
 
     Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
     ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
-    graph ("inductor", "aot_eager" or "eager"), ``streamkl.deterministic`` is that argument of
-    `attention_kl`. ``streamkl.verify`` says when a fused site is run beside the code that it
+    graph ("inductor", "aot_eager" or "eager"; with the last the report describes what Inductor
+    would run), ``streamkl.deterministic`` is that argument of `attention_kl`. ``streamkl.verify`` says when a fused site is run beside the code that it
     replaces: "auto" where that takes at most ``streamkl.verify_max_mib`` of memory (a quarter of
     what is free where None) and ``streamkl.verify_max_seconds``, "always" whatever it takes, and
     nothing is fused that cannot be checked, or "never". ``streamkl.min_mib`` leaves a site, or
@@ -209,7 +209,13 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
 
 def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     min_mib = ours["streamkl.min_mib"]
-    report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours), min_mib)
+    report = rewrite(
+        gm,
+        ours["streamkl.deterministic"],
+        _check_options(ours),
+        min_mib,
+        is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
+    )
     if report.num_fused and ours["streamkl.inner"] == "inductor" and not inductor_sites.install():
         report.notes.append(inductor_sites.WITHOUT_TABLE)
     if not report.remaining:  # else it says what the outputs are kept for
