@@ -311,7 +311,9 @@ def main(argv: list[str] | None = None) -> int:
             "matmul_tflops": ceilings.matmul_tflops(device, dtype),
             "copy_gbytes": ceilings.copy_gbytes(device),
         }
-        providers = [p for p in choose(options.providers or HEADS_PROVIDERS, []) if device.type in p.devices]
+        providers = [
+            p for p in choose(options.providers or HEADS_PROVIDERS, []) if device.type in p.devices
+        ]
         settings_of_heads = Settings(device, dtype, options.seconds)
         chosen_heads = cases.select(heads(device), options.heads)
         measure_all(chosen_heads, providers, settings_of_heads, run, options.json)

@@ -72,13 +72,14 @@ def streamkl(
     Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
     ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
     graph ("inductor", "aot_eager" or "eager"; with the last the report describes what Inductor
-    would run), ``streamkl.deterministic`` is that argument of `attention_kl`. ``streamkl.verify`` says when a fused site is run beside the code that it
-    replaces: "auto" where that takes at most ``streamkl.verify_max_mib`` of memory (a quarter of
-    what is free where None) and ``streamkl.verify_max_seconds``, "always" whatever it takes, and
-    nothing is fused that cannot be checked, or "never". ``streamkl.min_mib`` leaves a site, or
-    attention whose map is not compared any more, to Inductor where tensors of queries x keys take
-    less than that many MiB: 0 fuses all, None is what was measured on the device (0 for sites, 32
-    for such attention on a GPU). Everything else goes to Inductor.
+    would run), ``streamkl.deterministic`` is that argument of `attention_kl`. ``streamkl.verify``
+    says when a fused site is run beside the code that it replaces: "auto" where that takes at most
+    ``streamkl.verify_max_mib`` of memory (a quarter of what is free where None) and
+    ``streamkl.verify_max_seconds``, "always" whatever it takes, and nothing is fused that cannot
+    be checked, or "never". ``streamkl.min_mib`` leaves a site, or attention whose map is not
+    compared any more, to Inductor where tensors of queries x keys take less than that many MiB: 0
+    fuses all, None is what was measured on the device (0 for sites, 32 for such attention on a
+    GPU). Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():

@@ -80,9 +80,7 @@ BLOCKS = "in plain torch, by blocks of queries and keys"
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("inner", "runs"), [("eager", COMPILED), ("aot_eager", BLOCKS)])
-def test_attention_sites_name_their_implementation(
-    dynamic: bool, inner: str, runs: str
-) -> None:
+def test_attention_sites_name_their_implementation(dynamic: bool, inner: str, runs: str) -> None:
     options = {"streamkl.inner": inner}
     reports: list[Report] = []
     backend.REPORTS.append(reports.append)
