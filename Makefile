@@ -12,9 +12,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
-# Also what takes hours: the whole corpus in every mode, 5,000 generated programs.
+# Also what takes hours: tests marked slow, the whole corpus in every mode, 5,000 generated programs.
 test-all: $(VENV)/.test
 	STREAMKL_FULL_CORPUS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN)/python -m tests.fuzz --programs 5000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,15 @@ def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
         rows = [row for row in run.end_to_end if row["objective"] == objective]
         if len({row["context"] for row in rows if row["status"] == "ok"}) < 2:
             continue  # no curve
-        path = folder / f"{stem}-end-to-end-{objective.replace('+', '-')}.png"
+        path = folder / f"{stem}-end-to-end-{_as_file_name(objective)}.png"
         title = f"training step, {rows[0]['pair']}, KL of {objective}, {run.machine['device']}"
         _time_and_memory(_end_to_end_curves(rows), title, "context in tokens", path)
         paths.append(path)
     return paths
+
+
+def _as_file_name(objective: str) -> str:
+    return "-".join(re.findall(r"[\w.]+", objective))
 
 
 def sweeps(run: Run, family: str) -> dict[str, list[Record]]:
@@ -78,7 +83,8 @@ def _end_to_end_curves(rows: list[dict[str, Any]]) -> Curves:
             continue
         time, memory = curves.setdefault(row["provider"], ([], []))
         time.append((row["context"], row.get("step_ms")))
-        memory.append((row["context"], row.get("peak_mib")))
+        if row.get("peak_mib") is not None or row["status"] != "ok":
+            memory.append((row["context"], row.get("peak_mib")))
     return curves
 
 

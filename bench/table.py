@@ -175,6 +175,10 @@ def markdown_lines(head: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> l
 END_TO_END_COLUMNS = ("provider", "context", "step ms", "tokens/s", "peak MiB", "loss")
 
 
+def _peak_of(row: dict[str, Any]) -> str:
+    return "" if row.get("peak_mib") is None else number(row["peak_mib"])
+
+
 def end_to_end_cells(row: dict[str, Any]) -> tuple[str, ...]:
     """One row of the end-to-end table."""
     name, context = row["provider"], str(row["context"])
@@ -185,7 +189,7 @@ def end_to_end_cells(row: dict[str, Any]) -> tuple[str, ...]:
             else f"{row['status']}: " + row["detail"].split("\n")[0]
         )
         return (name, context, text.replace("|", "/")[:100], "", "", "")
-    figures = (number(row["step_ms"]), f"{row['tokens_per_s']:.0f}", number(row["peak_mib"]))
+    figures = (number(row["step_ms"]), f"{row['tokens_per_s']:.0f}", _peak_of(row))
     return (name, context, *figures, f"{row['loss']:.5f}")
 
 

@@ -9,12 +9,27 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import quick
 from torch_streamkl import checks
 from torch_streamkl.fx_passes.planning import small
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
 settings.load_profile("streamkl")
+
+quick.guards_are_not_timed()
+# what starts processes of its own takes longest
+FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_option")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: at the end, one process would wait for the other's."""
+    items.sort(key=lambda item: not item.name.startswith(FIRST))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_no_garbage() -> None:
+    quick.what_stays_is_no_garbage()
 
 
 @pytest.fixture(autouse=True)

@@ -210,7 +210,9 @@ STATIC = (
 def test_fuses(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool) -> None:
     sizes = [float(x.detach().norm(dim=-1).max()) for x in inputs[:4]]
     largest = max(sizes[0] * sizes[1], sizes[2] * sizes[3])  # a score is no larger
-    outcome = compare(program, inputs, inner="aot_eager", dynamic=dynamic, largest_score=largest)
+    # AOTAutograd sees the graphs whose sizes are numbers: with symbols it takes five times as long
+    inner = "eager" if dynamic else "aot_eager"
+    outcome = compare(program, inputs, inner=inner, dynamic=dynamic, largest_score=largest)
     outcome.check()
     if not dynamic or not program.__name__.startswith(STATIC):
         assert outcome.num_fused > 0, str(outcome.report)

@@ -42,6 +42,8 @@ def _run(root: Path, *requests: str) -> list[dict[str, Any]]:
         "PYTHONPATH": str(root),
         "TORCHINDUCTOR_CACHE_DIR": str(root / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # with an empty cache every vector instruction set would be tried out first
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",
     }
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *requests]
     done = subprocess.run(

@@ -18,7 +18,7 @@ from tests.fuzz.shrink import shrink
 from tests.fuzz.tree import Program
 from torch_streamkl.fx_passes.analysis.registry import RULES
 
-NUM_PROGRAMS, PART = 160, 20
+NUM_PROGRAMS, PART = 100, 20
 EAGER: dict[str, Any] = {"inner": "eager"}
 
 

@@ -23,6 +23,8 @@ from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
 
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
+# any two of the choices meet without these
+slow = pytest.mark.slow
 
 
 def problem(
@@ -156,12 +158,12 @@ def check_hopper(launch: Launch, stack: int) -> None:
     ("head_dim", "divergence", "window_right", "seqlen"),
     [
         (128, "forward_kl", 0, 1024),
-        (128, "forward_kl", None, 1024),
+        pytest.param(128, "forward_kl", None, 1024, marks=slow),
         (64, "reverse_kl", None, 1024),
         (128, "forward_kl", None, 1),
         (64, CLAMPED, 0, 1024),
         (128, CLAMPED, None, 1024),
-        (64, CLAMPED, None, 8192),
+        pytest.param(64, CLAMPED, None, 8192, marks=slow),
         (128, "forward_kl", None, 8192),
     ],
 )
@@ -186,7 +188,7 @@ def test_hopper(head_dim: int, divergence: str, window_right: int | None, seqlen
         (64, "forward_kl", None, 1024, True),
         (64, "reverse_kl", 0, 1024, True),
         (128, "forward_kl", 0, 1, False),
-        (64, CLAMPED, 0, 1024, True),
+        pytest.param(64, CLAMPED, 0, 1024, True, marks=slow),
         (128, CLAMPED, None, 1024, True),
         (64, CLAMPED, None, 1024, False),
         (128, CLAMPED, 0, 1024, False),
@@ -208,8 +210,15 @@ def test_hopper_backward(
         check_hopper(launch, STACK.get(("sm_90", launch.kernel.__name__), 0))
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", CLAMPED])
-@pytest.mark.parametrize("window_right", [None, 0])
+@pytest.mark.parametrize(
+    ("window_right", "divergence"),
+    [
+        (None, CLAMPED),
+        (0, "forward_kl"),
+        pytest.param(None, "forward_kl", marks=slow),
+        pytest.param(0, CLAMPED, marks=slow),
+    ],
+)
 def test_hopper_sums_in_any_order(window_right: int | None, divergence: str) -> None:
     from torch_streamkl.kernels import hopper_attention
 
@@ -245,8 +254,14 @@ def head(width: int) -> linear_problem.Head:
     return linear_problem.Head(hidden, weight)
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "tv"])
-@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize(
+    ("target", "divergence"),
+    [
+        *((target, "forward_kl") for target in KINDS),
+        ("sm_90", "tv"),
+        *(pytest.param(target, "tv", marks=slow) for target in KINDS if target != "sm_90"),
+    ],
+)
 def test_rows_of_logits(target: str, divergence: str) -> None:
     from torch_streamkl.kernels import linear
 

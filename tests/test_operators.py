@@ -20,6 +20,10 @@ from torch_streamkl import linear_ops, ops
 from torch_streamkl.attention_gradients import attention_kl_with_gradients
 from torch_streamkl.functional import DIVERGENCES, named
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
+from torch_streamkl.rows import op as rows_op
+from torch_streamkl.rows.expressions import FLOAT
+from torch_streamkl.rows.program import KEY, Capture, Keys, Program
+from torch_streamkl.rows.trace import Tracer, trace
 
 ALL = [True, True, True, True]
 Arguments = tuple[Any, ...]
@@ -63,6 +67,38 @@ def linear_backward(
     return (torch.ones_like(value), hard_grad, statistics, wanted, *args)
 
 
+def row_program_arguments(requires_grad: bool = True) -> Arguments:
+    """Forward KL with a weight of keys, as `row_program` calls the operator."""
+    keys, head = Keys(right=0), (1, 1)
+    weights = (Capture(KEY, FLOAT, 0),)
+    tracer = Tracer(head, weights, keys, {1: 2})
+
+    def kl(e: Any) -> Any:
+        p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
+        return (p.exp() * e.w * (p - s)).sum("key")
+
+    program = trace(kl, ["t", "s"], ["w"], tracer).program
+    shapes = ((2, 2, 3, 4), (2, 1, 5, 4), (2, 2, 3, 2), (2, 2, 5, 2), (1, 1, 5))
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [x.requires_grad_(requires_grad) for x in tensors], program.text, True, "blocked"
+
+
+def row_program_backward_arguments() -> Arguments:
+    tensors, text, *_ = row_program_arguments(requires_grad=False)
+    saved = rows_op.row_program(tensors, text, True, "blocked")
+    grad_of = list(Program.of(text).outputs)
+    return (
+        [torch.ones_like(saved[grad_of[0]])],
+        grad_of,
+        saved,
+        [True] * 5,
+        tensors,
+        text,
+        "blocked",
+    )
+
+
 LINEAR = linear_arguments()
 FUNCTIONALS = {
     **DIVERGENCES,
@@ -103,6 +139,10 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     ),
     "linear_kl_sum adapted": (
         linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 10), adapters(),
+    ),
+    "row_program": (rows_op.row_program, row_program_arguments(), {}),
+    "row_program_backward": (
+        rows_op.row_program_backward, row_program_backward_arguments(), {},
     ),
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
     "linear_kl_sum weighted": (

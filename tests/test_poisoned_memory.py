@@ -1,7 +1,6 @@
 """What is allocated holds NaN, and so does what lies between rows: nobody may read either.
 
-`torch.utils.deterministic.fill_uninitialized_memory` does the first, the "padded" layout of
-`tests.support.problems` the second.
+Features of the portable kernels run so in test_attention_triton_interpreted.py.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_interpreted
+from tests.support.poison import padded, poisoned_memory
 from tests.support.problems import CASES, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import launch, linear_kl
@@ -23,10 +23,8 @@ pytestmark = quiet
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 @outside
@@ -43,16 +41,13 @@ def test_allocations_are_poisoned() -> None:
         assert made.isnan().all()
 
 
+@outside
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 96)
     monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 16)
-    impl = "triton" if INTERPRETED else "streaming"
-    spec = CASES[name]
-    if spec.strides == "contiguous" and spec.layout == "bhnd" and spec.packed is None:
-        spec = replace(spec, strides="padded")
-    call = build(spec)
-    check(call.value_and_gradients(impl), budget(call))
+    call = build(padded(CASES[name]))
+    check(call.value_and_gradients("streaming"), budget(call))
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js"])

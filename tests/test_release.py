@@ -139,14 +139,16 @@ attention_kl(q, q, q, "not a tensor")
 """
 
 
-@pytest.fixture
-def installed(dist: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's files, and beside them what mypy keeps of torch for the second of two runs."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")
     (path,) = dist.glob("*.whl")
+    folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(path) as wheel:
-        wheel.extractall(tmp_path / "site")
-    return tmp_path
+        wheel.extractall(folder / "site")
+    return folder
 
 
 def checked(folder: Path, text: str) -> tuple[int, str]:

@@ -27,7 +27,9 @@ WITH_INDUCTOR = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_eager(name: str) -> None:
     program = PROGRAMS[name]
-    verdict = judge(program, inner="aot_eager" if program.fault else "eager")
+    # AOTAutograd takes its time with symbolic sizes, and has seen the program with numbers
+    through_aot = program.fault and not program.dynamic
+    verdict = judge(program, inner="aot_eager" if through_aot else "eager")
     assert not verdict.difference, f"{FAULTS.get(program.fault, name)}: {verdict.difference}"
     if program.fuses is not None:
         assert verdict.num_fused >= program.fuses, verdict.reasons

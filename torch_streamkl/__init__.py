@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_streamkl.attention import attention_kl, attention_kl_varlen
 from torch_streamkl.linear import LinearKL, linear_kl
+from torch_streamkl.rows.interface import row_program
 from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "explain",
     "inductor_options",
     "linear_kl",
+    "row_program",
     "verify",
 ]
 

@@ -32,8 +32,6 @@ def _fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         without_code = functools.partial(compile_fx, inner_compile=_interpreted)
         monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", without_code)
     # a graph that is found in a cache is not analysed again
-    with torch._inductor.config.patch(
-        force_disable_caches=True, cpp_cache_precompile_headers=False
-    ):
+    with torch._inductor.config.patch(force_disable_caches=True):
         yield
     torch_streamkl.disable()

@@ -28,9 +28,6 @@ def loss(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
 def run(front_end: str, options: dict[str, Any]) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
-    torch._inductor.config.cpp_cache_precompile_headers = (
-        False  # a minute for a handful of kernels
-    )
     generator = torch.Generator().manual_seed(0)
     q, k, teacher = (torch.randn(1, 2, 8, 4, generator=generator) for _ in range(3))
     q.requires_grad_()

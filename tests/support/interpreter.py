@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,36 @@ quiet = pytest.mark.filterwarnings(
     "ignore:overflow:RuntimeWarning",
     "ignore:divide by zero:RuntimeWarning",
 )
+
+
+def _set_up_once_a_launch() -> None:
+    """Calls of helpers repeat what the interpreter does to triton.language before a launch.
+
+    That is half of its time. What it does to the same modules twice in a launch is the same.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[frozenset[str]] = set()
+
+    def patch_once(fn: Any) -> Any:
+        modules = frozenset(m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core)
+        if modules in patched:
+            return None  # helpers restore nothing
+        patched.add(modules)
+        return patch(fn)
+
+    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(executor, *args, **kwargs)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_anew
+
+
+if INTERPRETED:
+    _set_up_once_a_launch()
 
 
 def run_interpreted(*arguments: str) -> None:

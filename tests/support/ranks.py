@@ -27,6 +27,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, distributed
 from torch._dynamo.backends.common import aot_autograd
 
+from tests.support import quick
 from torch_streamkl.distributed import collectives
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective: nobody waits longer for a lost rank
@@ -103,6 +104,9 @@ def assert_passed(found: dict[str, list[str]], name: str) -> None:
 def _process(rank: int, size: int, device: str, modules: list[str], folder: str) -> None:
     faulthandler.dump_traceback_later(ALL_CHECKS_SECONDS, exit=True)
     torch.set_num_threads(1)
+    loaded = [importlib.import_module(module) for module in modules]
+    quick.guards_are_not_timed()
+    quick.what_stays_is_no_garbage()
     # NVLink multicast is not available in every container, and small messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     on_gpu = device == "cuda"
@@ -114,8 +118,8 @@ def _process(rank: int, size: int, device: str, modules: list[str], folder: str)
     store.set_timeout(TIMEOUT)
     found: dict[str, str] = {}
     starts, group_is_good = 0, False
-    for module in modules:
-        for name, check in checks_of(importlib.import_module(module)).items():
+    for module in loaded:
+        for name, check in checks_of(module).items():
             if not group_is_good:
                 _start_group(me, distributed.PrefixStore(f"group{starts}", store))
                 starts += 1

@@ -1,0 +1,96 @@
+"""Row programs against naive code: the examples of the page, values and gradients."""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import torch_streamkl
+from tests.support.row_cases import CASES, Sizes, cast, examples, value_and_gradients
+from torch_streamkl.rows import blocked
+
+EXAMPLES = examples()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of batch, rows and keys."""
+    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 48)
+    monkeypatch.setattr(blocked, "MAX_KEYS", 4)
+
+
+def _run(name: str, impl: str) -> Any:
+    """The example with another implementation."""
+    scope = dict(EXAMPLES)
+    scope["row_program"] = functools.partial(torch_streamkl.row_program, impl=impl)
+    function = EXAMPLES[name]
+    copy = type(function)(
+        function.__code__, scope, name, function.__defaults__, function.__closure__
+    )
+    return copy
+
+
+def _assert_equal(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape
+        assert b.isfinite().all()
+        assert float((a - b).abs().max()) <= tolerance * max(1.0, float(b.abs().max()))
+
+
+def test_every_example_is_tested() -> None:
+    functions = {name for name, f in EXAMPLES.items() if isinstance(f, FunctionType)}
+    assert functions - {"row_program"} == set(CASES)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("name", CASES)
+def test_example(name: str, impl: str, small_blocks: None) -> None:
+    torch.manual_seed(0)
+    case = CASES[name](Sizes())
+    expected = value_and_gradients(case.naive, case)
+    _assert_equal(value_and_gradients(_run(name, impl), case), expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_errs_no_more_than_naive_code(name: str, small_blocks: None) -> None:
+    torch.manual_seed(1)
+    sizes = Sizes(rows=33, keys=65, dim=16)
+    case = cast(CASES[name](sizes), torch.float32)
+    truth = value_and_gradients(case.naive, cast(case, torch.float64))
+    naive = value_and_gradients(case.naive, case)
+    got = value_and_gradients(_run(name, "blocked"), case)
+    for a, b, exact in zip(got, naive, truth, strict=True):
+        rounding = torch.finfo(torch.float32).eps * 8 * float(exact.abs().max())
+        assert float((a - exact).abs().max()) <= 2 * float((b - exact).abs().max()) + rounding
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(CASES)),
+    st.integers(1, 3),
+    st.sampled_from([2, 4]),
+    st.integers(1, 9),
+    st.integers(0, 9),
+    st.integers(1, 7),
+    st.sampled_from([1.0, 30.0, 300.0]),
+    st.integers(0, 2**31),
+)
+def test_generated_sizes(
+    name: str, batch: int, heads: int, rows: int, more: int, dim: int, spread: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    # causal examples need a key for every row; of one word nothing is distilled
+    case = CASES[name](Sizes(batch, heads, rows, rows + more + 1, dim, spread))
+    expected = value_and_gradients(case.naive, case)
+    got = value_and_gradients(EXAMPLES[name], case)
+    for a, b in zip(got, expected, strict=True):
+        finite = b.isfinite()  # naive logarithms of probabilities underflow
+        error, size = (x[finite].abs().max() if finite.any() else 0.0 for x in (a - b, b))
+        assert float(error) <= 1e-10 * max(1.0, float(size))

@@ -1,0 +1,1 @@
+"""Row programs: sums over keys or words of any pointwise function of dot products, streamed."""

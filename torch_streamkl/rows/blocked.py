@@ -1,0 +1,247 @@
+"""Row programs in plain torch by blocks of rows and keys, in bounded memory (program.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.rows import derive, tile
+from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
+from torch_streamkl.rows.program import KEY, LOGSUMEXP, PAIR, ROW, VALUES
+from torch_streamkl.rows.tile import Values
+
+BLOCK_ELEMENTS = 1 << 20  # of a tile, all heads counted
+MAX_KEYS = 2048  # of a tile
+
+
+@dataclass
+class Result:
+    """Every reduction, and the Jacobians between them that are not 0."""
+
+    reductions: list[Tensor]
+    jacobians: list[Tensor]
+
+
+def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
+    """Blocks of batch and rows."""
+    keys = min(problem.num_keys, MAX_KEYS)
+    budget = max(1, BLOCK_ELEMENTS // (keys * problem.max_heads))
+    rows = min(problem.num_rows, budget)
+    batch = max(1, budget // rows)
+    for b in range(0, problem.batch, batch):
+        for i in range(0, problem.num_rows, rows):
+            yield (
+                slice(b, min(b + batch, problem.batch)),
+                slice(i, min(i + rows, problem.num_rows)),
+            )
+
+
+def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slices]:
+    """Blocks of keys that some row of the block may have."""
+    keys, shift = problem.program.keys, problem.num_keys - problem.num_rows
+    first = 0 if keys.left is None else max(0, rows.start + shift - keys.left)
+    stop = problem.num_keys
+    if keys.right is not None:
+        stop = min(stop, rows.stop + shift + keys.right)
+    for j in range(first, stop, MAX_KEYS):
+        yield batch, rows, slice(j, min(j + MAX_KEYS, stop))
+
+
+def forward(problem: RowProblem, is_differentiated: bool) -> Result:
+    """One pass over the keys for each level."""
+    plan = derive.forward_plan(problem.program, is_differentiated)
+    result = allocate(problem, is_differentiated)
+    for batch, rows in row_blocks(problem):
+        known: Values = {}
+        for level in range(1, plan.num_passes + 1):
+            gathered = _pass(problem, plan, level, batch, rows, known)
+            for slot, value in gathered.items():
+                if slot < len(result.reductions):
+                    known[slot] = tile.usable(problem, slot, value)
+                    result.reductions[slot][batch, :, rows] = value
+                else:
+                    target = result.jacobians[slot - len(result.reductions)]
+                    target[batch, :, rows] = value
+    return result
+
+
+def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
+    """Uninitialised results."""
+    plan = derive.forward_plan(problem.program, is_differentiated)
+    q, dtype = problem.operands[0][0], problem.compute_dtype
+
+    def empty(head: int) -> Tensor:
+        return q.new_empty(problem.row_shape(head), dtype=dtype)
+
+    return Result(
+        [empty(r.head) for r in problem.program.reductions],
+        [empty(j.head) for j in plan.jacobians],
+    )
+
+
+def _pass(
+    problem: RowProblem,
+    plan: derive.ForwardPlan,
+    level: int,
+    batch: slice,
+    rows: slice,
+    known: Values,
+) -> Values:
+    """What one pass gathers, by number: reductions, then Jacobians."""
+    program = problem.program
+    count = len(program.reductions)
+    sums: dict[int, tuple[int, int]] = {}  # slot: node and axis of heads
+    maxima: dict[int, tuple[int, int]] = {}
+    for c, reduction in enumerate(program.reductions):
+        if program.levels[c] == level:
+            into = maxima if reduction.kind == LOGSUMEXP else sums
+            into[c] = (reduction.node, reduction.head)
+    for slot, jacobian in enumerate(plan.jacobians, start=count):
+        if jacobian.level == level:
+            sums[slot] = (jacobian.node, jacobian.head)
+    if not sums and not maxima:
+        return {}
+    wanted = [node for node, _ in (*sums.values(), *maxima.values())]
+
+    def full(head: int, value: float) -> Tensor:
+        size = (batch.stop - batch.start, problem.num_heads(head), rows.stop - rows.start)
+        q = problem.operands[0][0]
+        return q.new_full(size, value, dtype=problem.compute_dtype)
+
+    totals = {slot: full(head, 0.0) for slot, (_, head) in sums.items()}
+    peaks = {slot: full(head, -math.inf) for slot, (_, head) in maxima.items()}
+    masses = {slot: full(head, 0.0) for slot, (_, head) in maxima.items()}
+    for at in key_blocks(problem, batch, rows):
+        keep = tile.allowed(problem, at)
+        elements = tile.evaluate(problem, plan.nodes, wanted, at, known, {})
+        num_keys = at[2].stop - at[2].start
+        for slot, x in zip((*sums, *maxima), elements, strict=True):
+            if slot in totals:
+                x = x.expand(*totals[slot].shape, num_keys)
+                totals[slot] += (x if keep is None else torch.where(keep, x, 0.0)).sum(-1)
+            else:
+                x = x.expand(*peaks[slot].shape, num_keys)
+                x = x if keep is None else torch.where(keep, x, -math.inf)
+                peak = torch.maximum(peaks[slot], x.amax(-1))
+                base = torch.where(peak == -math.inf, 0.0, peak)
+                masses[slot] *= (peaks[slot] - base).exp()
+                masses[slot] += (x - base[..., None]).exp().sum(-1)
+                peaks[slot] = peak
+    for slot, peak in peaks.items():
+        totals[slot] = torch.where(peak == -math.inf, -math.inf, peak + masses[slot].log())
+    return totals
+
+
+def row_gradients(
+    problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
+) -> dict[int, Tensor]:
+    """r_c of every reduction that the gradients of the outputs reach."""
+    program = problem.program
+    jacobians = derive.forward_plan(program, True).jacobians
+    r: dict[int, Tensor] = {}
+
+    def accumulate(c: int, value: Tensor) -> None:
+        heads = problem.num_heads(program.reductions[c].head)
+        value = value.sum(1, keepdim=True) if heads == 1 else value.expand(-1, heads, -1)
+        r[c] = r[c] + value if c in r else value
+
+    for c, grad in zip(program.outputs, grads, strict=True):
+        if grad is not None:
+            accumulate(c, grad.to(problem.compute_dtype))
+    for c in range(len(program.reductions) - 1, -1, -1):
+        for jacobian, value in zip(jacobians, result.jacobians, strict=True):
+            if jacobian.reduction == c and c in r:
+                accumulate(jacobian.by, torch.where(r[c] == 0, 0.0, r[c] * value))
+    return r
+
+
+def backward(
+    problem: RowProblem,
+    result: Result,
+    grads: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients to operands, two for each dot, and captured tensors: one pass over the keys."""
+    program = problem.program
+    plan = derive.backward_plan(program)
+    seeds = row_gradients(problem, result, grads)
+    dtype = problem.compute_dtype
+    for c, reduction in enumerate(program.reductions):
+        if c not in seeds:
+            seeds[c] = result.reductions[c].new_zeros(problem.row_shape(reduction.head))
+    operands = [x for pair in problem.operands for x in pair]
+    tensors = [*operands, *problem.captures]
+    out: list[Tensor | None] = [
+        x.new_zeros(x.shape, dtype=dtype) if need else None
+        for x, need in zip(tensors, wanted, strict=False)
+    ]
+    dots = [
+        (i, node)
+        for i, node in enumerate(plan.dots)
+        if node is not None and (out[2 * i] is not None or out[2 * i + 1] is not None)
+    ]
+    captures = [
+        (i, node)
+        for i, node in enumerate(plan.captures)
+        if node is not None and out[len(operands) + i] is not None
+    ]
+    nodes = [node for _, node in (*dots, *captures)]
+    for batch, rows in row_blocks(problem) if nodes else ():
+        known = {
+            c: tile.usable(problem, c, x[batch, :, rows]) for c, x in enumerate(result.reductions)
+        }
+        seed = {c: x[batch, :, rows] for c, x in seeds.items()}
+        for at in key_blocks(problem, batch, rows):
+            keep = tile.allowed(problem, at)
+            elements = tile.evaluate(problem, plan.nodes, nodes, at, known, seed)
+            if keep is not None:
+                elements = [torch.where(keep, x, 0.0) for x in elements]
+            for (i, _), x in zip(dots, elements, strict=False):
+                _add_operand_gradients(problem, i, at, x, out[2 * i], out[2 * i + 1])
+            for (i, _), x in zip(captures, elements[len(dots) :], strict=True):
+                target = out[len(operands) + i]
+                assert target is not None
+                _add_capture_gradient(problem, i, at, x, target)
+    return [g if g is None else g.to(x.dtype) for g, x in zip(out, tensors, strict=True)]
+
+
+def _add_operand_gradients(
+    problem: RowProblem, i: int, at: Slices, d: Tensor, dq: Tensor | None, dk: Tensor | None
+) -> None:
+    q, k = tile.operand_blocks(problem, i, at)
+    heads = problem.operands[i][0].shape[1]
+    rows, keys = at[1].stop - at[1].start, at[2].stop - at[2].start
+    d = d.expand(q.shape[0], heads, rows, keys).reshape(q.shape[0], k.shape[1], -1, keys)
+    if dq is not None:
+        dq[at[0], :, at[1]] += (d @ k).view(q.shape[0], heads, rows, -1)
+    if dk is not None:
+        dk[at[0], :, at[2]] += d.mT @ q
+
+
+def _add_capture_gradient(
+    problem: RowProblem, i: int, at: Slices, d: Tensor, target: Tensor
+) -> None:
+    """Sum a tile's gradient over what the captured tensor does not have."""
+    declared = problem.program.captures[i]
+    rows, keys = at[1].stop - at[1].start, at[2].stop - at[2].start
+    heads = problem.num_heads(declared.head)
+    d = d.expand(at[0].stop - at[0].start, heads, rows, keys)
+    match declared.kind:
+        case kind if kind == ROW:
+            into, d = part(target, at[0], ALL, at[1]), d.sum(-1)
+        case kind if kind == KEY:
+            into, d = part(target, at[0], ALL, at[2]), d.sum(-2)
+        case kind if kind == PAIR:
+            into = part(target, at[0], ALL, at[1], at[2])
+        case kind if kind == VALUES:
+            places = tile.column_places(problem, i, at)
+            into = part(target, at[0], ALL, at[1])
+            padded = torch.cat([d, d.new_zeros(*d.shape[:-1], 1)], -1)
+            d = padded.expand(*places.shape[:-1], -1).gather(-1, places)
+        case _:
+            return
+    into += d.sum_to_size(into.shape)

@@ -1,0 +1,238 @@
+"""Nodes of a row program: elements (row, key) and values of rows, built once each.
+
+A `Graph` only grows. The same operation on the same nodes is one node, constants are folded, and
+what is an exact identity of real numbers is applied; `log(exp(x))` becomes `x`, which avoids the
+underflow of a probability.
+
+NOTE [Zero annihilates]
+A probability that is 0 removes its key from a sum, whatever stands beside it: 0 log 0 is 0, and so
+is the gradient of such a term. A product with a factor that may be infinite is therefore the node
+`mul0`, which is 0 where either factor is; a quotient in a derivative is `div0`. The rule holds for
+whole products: in P * d * d both products are guarded, in P * (d * d) the outer one is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch_streamkl.rows import operations
+from torch_streamkl.rows.operations import OPERATIONS
+
+BOOL, INT, FLOAT = "bool", "int", "float"
+_ORDER = (BOOL, INT, FLOAT)
+
+
+class HeadsError(ValueError):
+    """Elements with different numbers of heads meet."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value.
+
+    ``value`` is a constant, or the number of a dot, captured tensor or reduction. ``head`` is the
+    axis of heads that it has, 0 for none: elements of one axis have as many heads. Without
+    ``by_key`` it is a value of a row.
+    """
+
+    op: str
+    args: tuple[int, ...] = ()
+    value: float = 0.0
+    dtype: str = FLOAT
+    head: int = 0
+    by_key: bool = False
+    is_finite: bool = True
+
+    def __hash__(self) -> int:
+        return hash((self.op, self.args, self.value, self.dtype))
+
+
+@dataclass
+class Graph:
+    """Nodes in the order in which they can be computed."""
+
+    nodes: list[Node] = field(default_factory=list)
+    _known: dict[Node, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(nodes: tuple[Node, ...]) -> Graph:
+        """A graph that grows from these."""
+        return Graph(list(nodes), {node: i for i, node in enumerate(nodes)})
+
+    def __getitem__(self, index: int) -> Node:
+        return self.nodes[index]
+
+    def add(self, node: Node) -> int:
+        """The number of a node, which is new or known."""
+        index = self._known.get(node)
+        if index is None:
+            index = self._known[node] = len(self.nodes)
+            self.nodes.append(node)
+        return index
+
+    def const(self, value: float) -> int:
+        # -0.0 and 0.0 are equal and would be one node
+        value = float(value) + 0.0
+        return self.add(Node("const", value=value, is_finite=math.isfinite(value)))
+
+    def constant(self, index: int) -> float | None:
+        """The value of a constant, None for anything else."""
+        node = self.nodes[index]
+        return node.value if node.op == "const" else None
+
+    def dot(self, number: int, head: int) -> int:
+        return self.add(Node("dot", value=number, head=head, by_key=True))
+
+    def capture(self, number: int, dtype: str, head: int, by_key: bool) -> int:
+        # a bias may hide keys
+        is_finite = dtype != FLOAT or not by_key
+        return self.add(Node("capture", (), number, dtype, head, by_key, is_finite))
+
+    def reduction(self, number: int, head: int) -> int:
+        return self.add(Node("reduction", value=number, head=head))
+
+    def seed(self, number: int, head: int) -> int:
+        """The gradient to a reduction."""
+        return self.add(Node("seed", value=number, head=head))
+
+    def index(self, of: str) -> int:
+        """Positions of keys ("key_index") or rows ("row_index")."""
+        return self.add(Node(of, dtype=INT, by_key=of == "key_index"))
+
+    def sum_heads(self, x: int) -> int:
+        node = self.nodes[x]
+        if not node.head:
+            return x
+        return self.add(Node("sum_heads", (x,), 0.0, FLOAT, 0, node.by_key, node.is_finite))
+
+    def apply(self, op: str, *args: int) -> int:
+        """A pointwise operation of `operations.OPERATIONS`."""
+        args = self._as_operands(op, args)
+        simple = self._simplified(op, args)
+        if simple is not None:
+            return simple
+        nodes = [self.nodes[a] for a in args]
+        if op == "mul" and not all(n.is_finite for n in nodes):
+            if not any(self._is_factor(a) for a in args):
+                return self.apply("mul0", *args)
+        if op == "div0" and self._is_factor(args[0]):
+            return self.apply("div", *args)
+        operation = OPERATIONS[op]
+        dtypes = [n.dtype for n in nodes[op == "where" :]]
+        widest = max(dtypes, key=_ORDER.index)
+        if operation.result == "same":
+            dtype = widest
+        else:
+            dtype = operation.result
+        is_finite = operation.is_finite
+        if is_finite is None:
+            is_finite = all(n.is_finite for n in nodes)
+        if op == "div" and nodes[1].by_key:  # which may be a probability that is 0
+            is_finite = False
+        by_key = any(n.by_key for n in nodes)
+        node = Node(op, args, 0.0, dtype, self.head_of(op, args), by_key, is_finite)
+        return self.add(node)
+
+    def _is_factor(self, index: int) -> bool:
+        """A finite constant other than 0, with which a product needs no guard."""
+        value = self.constant(index)
+        return bool(value) and math.isfinite(value or 0.0)
+
+    def power(self, x: int, exponent: float) -> int:
+        """``x ** exponent`` of a constant exponent."""
+        operations.check_power(exponent)
+        if exponent and self.nodes[x].op == "exp":  # a power of a probability, without underflow
+            inner = self.apply("mul", self.nodes[x].args[0], self.const(exponent))
+            return self.apply("exp", inner)
+        match exponent:
+            case 0:
+                return self.const(1.0)
+            case 1:
+                return x
+            case 2:
+                return self.apply("mul", x, x)
+            case 3:
+                return self.apply("mul", self.apply("mul", x, x), x)
+            case 0.5:
+                return self.apply("sqrt", x)
+            case -1:
+                return self.apply("div", self.const(1.0), x)
+        x = self.as_float(x)
+        node = self.nodes[x]
+        return self.add(Node("pow", (x,), exponent, FLOAT, node.head, node.by_key, False))
+
+    def _as_operands(self, op: str, args: tuple[int, ...]) -> tuple[int, ...]:
+        """Truth values as numbers, and integers as floats, where the operation needs them."""
+        dtypes = {self.nodes[a].dtype for a in args}
+        if OPERATIONS[op].result == BOOL or op in ("where", "detach", "float"):
+            return args
+        if dtypes == {INT} and OPERATIONS[op].result == "same":
+            return args
+        return tuple(self.as_float(a) for a in args)
+
+    def head_of(self, op: str, args: tuple[int, ...]) -> int:
+        """The axis of heads of an operation's result."""
+        heads = {self.nodes[a].head for a in args} - {0}
+        if len(heads) > 1:
+            raise HeadsError(
+                f"{op} meets elements with different numbers of heads; sum or average the heads "
+                "of one first"
+            )
+        return heads.pop() if heads else 0
+
+    def _simplified(self, op: str, args: tuple[int, ...]) -> int | None:
+        values = [self.constant(a) for a in args]
+        if all(v is not None for v in values) and OPERATIONS[op].result != BOOL:
+            folded = operations.of_numbers(op, [v for v in values if v is not None])
+            return self.const(folded)
+        a, b = args[0], args[-1]
+        va, vb = values[0], values[-1]
+        match op:
+            case "add" if va == 0:
+                return self.as_float(b)
+            case "add" | "sub" if vb == 0:
+                return self.as_float(a)
+            case "sub" if va == 0:
+                return self.apply("neg", b)
+            case "mul" | "mul0" if va == 0 or vb == 0:
+                return self.const(0.0)
+            case "mul" | "mul0" if va == 1:
+                return self.as_float(b)
+            case "mul" | "mul0" | "div" if vb == 1:
+                return self.as_float(a)
+            case "mul0" if self._is_factor(a) or self._is_factor(b):
+                return self.apply("mul", a, b)
+            case "mul" if vb == -1:
+                return self.apply("neg", a)
+            case "div" | "div0" if va == 0:
+                return self.const(0.0)
+            case "div" if vb and self.nodes[a].dtype == FLOAT and math.isfinite(1.0 / vb):
+                mantissa, _ = math.frexp(vb)
+                return self.apply("mul", a, self.const(1.0 / vb)) if mantissa == 0.5 else None
+            case "neg" if self.nodes[a].op == "neg":
+                return self.nodes[a].args[0]
+            case "log" if self.nodes[a].op == "exp":
+                return self.nodes[a].args[0]
+            case "sqrt" if self.nodes[a].op == "exp":
+                return self.power(a, 0.5)
+            case "where" if va is not None:
+                return args[1] if va else args[2]
+            case "where" if args[1] == args[2]:
+                return b
+        return None
+
+    def as_float(self, x: int) -> int:
+        if self.nodes[x].dtype == FLOAT:
+            return x
+        return self.apply("float", x)
+
+    def used_by(self, roots: list[int]) -> list[int]:
+        """What the roots need, in the order of computation."""
+        needed, stack = set(roots), list(roots)
+        while stack:
+            for a in self.nodes[stack.pop()].args:
+                if a not in needed:
+                    needed.add(a)
+                    stack.append(a)
+        return sorted(needed)

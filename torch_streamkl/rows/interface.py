@@ -1,0 +1,133 @@
+"""row_program(): sums over keys or words that the user writes as a pointwise function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl import checks
+from torch_streamkl.rows import derive, op, reference, tensors
+from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.tensors import Columns, Inputs
+from torch_streamkl.rows.trace import Tracer, trace
+
+
+# a graph break: Dynamo would trace the elements' recording instead of the tensors' code
+@torch.compiler.disable(recursive=True)  # type: ignore[untyped-decorator]  # untyped in torch
+def row_program(
+    function: Callable[[Any], Any],
+    *,
+    dots: Mapping[str, tuple[Tensor, Tensor]],
+    rows: Mapping[str, Tensor] | None = None,
+    keys: Mapping[str, Tensor] | None = None,
+    pairs: Mapping[str, Tensor] | None = None,
+    columns: Mapping[str, Columns] | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    impl: str = "auto",
+) -> Any:
+    r"""Any sums over keys, or words, of a pointwise function of dot products, without the maps.
+
+    With x the dot products of each pair of operands, and values of rows that are themselves such
+    sums or log-sum-exps,
+
+    .. math:: F_i = \sum_j f(x_{ij}, R_i), \quad R_i = \sum_j e(x_{ij})
+        \ \text{or} \ \log \sum_j \exp e(x_{ij})
+
+    where f and e are whatever ``function`` computes. It is called once, with elements in place of
+    tensors, and what it does is recorded, differentiated and run by blocks. So
+
+    .. code-block:: python
+
+        def kl(e):
+            p, s = (e.t * scale).log_softmax("key"), (e.s * scale).log_softmax("key")
+            return (p.exp() * (p - s)).sum("key")
+
+        row_program(kl, dots={"t": (teacher_q, teacher_k), "s": (student_q, student_k)})
+
+    equals the same code on ``teacher_q @ teacher_k.mT`` and ``student_q @ student_k.mT`` with -1
+    for ``"key"``.
+
+    Args:
+        function: takes elements by name (``e.t``) and returns one value of rows, or a dict of
+            them: what ``.sum("key")`` and ``.logsumexp("key")`` give, and what is computed from
+            that. Elements have arithmetic,
+            comparisons, ``& | ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
+            ``sum`` and ``mean("head")``, and the usual pointwise functions as methods or of
+            torch; ``e.key_index`` and ``e.row_index`` are positions.
+        dots: operands by name. Attention: ``[batch, heads, seqlen_q, head_dim]`` and ``[batch,
+            kv_heads, seqlen_k, head_dim]`` where kv_heads divides heads; two dots may differ in
+            heads if one is summed over them before they meet. LM heads: ``[..., hidden]`` and
+            ``[vocab, hidden]``. One dtype, any strides.
+        rows: tensors with one element per row, broadcastable to ``[batch, heads, seqlen_q]``, of
+            LM heads ``[...]``: weights, labels, temperatures.
+        keys: tensors with one element per key, ``[batch, heads, seqlen_k]`` with broadcasting, of
+            LM heads ``[vocab]``: weights, an LM head's bias.
+        pairs: dense tensors, ``[batch, heads, seqlen_q, seqlen_k]`` with broadcasting and not
+            expanded, of LM heads ``[..., vocab]``: masks, biases, cached probabilities.
+        columns: ids of keys in each row, ``[batch, heads, seqlen_q, k]`` or ``[..., k]``, as the
+            condition whether a key is among them; or ``(ids, values)``, as the value of a key, 0
+            at keys that are not among them and summed where an id is repeated. Ids outside the
+            keys (-1, -100) belong to none.
+        is_causal: query i sees keys up to i + seqlen_k - seqlen_q.
+        window: (left, right) keys around that position, None for no bound.
+        key_lengths: ``[batch]``, the number of valid keys.
+        mask: boolean, broadcastable to ``[batch, 1, seqlen_q, seqlen_k]``; True takes part. A
+            mask for each head goes into ``pairs`` and ``torch.where``.
+        impl: ``"auto"``, ``"blocked"`` (plain torch, bounded memory) or ``"reference"`` (naive).
+
+    Returns:
+        float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, heads 1 after a sum
+        over heads, or of the shape of an LM head's rows; a dict where ``function`` returns one.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before anything runs: an operation that cannot
+        be expressed, by name; tensors that do not fit; a gradient that is not defined.
+
+    Numerics: elements and sums are float32. Keys that are not allowed take part in no sum; in a
+    row without any, sums are 0, log-sum-exps -inf and gradients 0. A product is 0 where a factor
+    is, also beside an infinity: 0 log 0 is 0, with its gradient. ``log(softmax(x))`` is
+    ``log_softmax(x)``. At ties and bounds the gradients are torch's. Gradients go to the operands
+    and to every captured tensor of numbers that requires one.
+    """
+    checks.one_of("impl", impl, op.IMPLEMENTATIONS)
+    inputs = tensors.normalised(
+        Inputs(
+            dict(dots),
+            dict(rows or {}),
+            dict(keys or {}),
+            dict(pairs or {}),
+            dict(columns or {}),
+            key_lengths,
+            mask,
+        )
+    )
+    tracer = Tracer(
+        inputs.dot_heads,
+        inputs.captures,
+        tensors.keys_of(inputs, is_causal, window),
+        inputs.num_heads,
+    )
+    traced = trace(function, inputs.dot_names, inputs.capture_names, tracer)
+    program = traced.program
+    problem = RowProblem.of(program.text, inputs.tensors)
+    is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
+    if impl == "reference":
+        results = reference.forward(problem)
+    else:
+        if is_differentiated:  # whatever has no derivative is an error before anything runs
+            derive.forward_plan(program, True)
+        checks.refuse_transforms("row_program")
+        every = op.row_program(inputs.tensors, program.text, is_differentiated, impl)
+        results = [every[c] for c in program.outputs]
+    values = dict(zip(traced.reductions, results, strict=True))
+    finished = reference.of_rows(problem, traced.nodes, traced.wanted, values)
+    if inputs.row_shape is not None:
+        finished = [x.reshape(inputs.row_shape) for x in finished]
+    names = traced.names
+    return finished[0] if names is None else dict(zip(names, finished, strict=True))

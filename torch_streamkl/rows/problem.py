@@ -1,0 +1,86 @@
+"""A program with its tensors: sizes, and what each implementation asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.rows.program import VALUES, Program
+
+Slices = tuple[slice, slice, slice]  # of batch, rows and keys
+
+
+@dataclass(frozen=True, eq=False)
+class RowProblem:
+    """Row operands [batch, heads, rows, dim] and column operands [batch, kv heads, keys, dim]."""
+
+    program: Program
+    operands: tuple[tuple[Tensor, Tensor], ...]
+    captures: tuple[Tensor, ...]
+    lengths: Tensor | None
+    mask: Tensor | None
+
+    @staticmethod
+    def of(text: str, tensors: Sequence[Tensor]) -> RowProblem:
+        """From the arguments of an operator, in the order of `Program.tensor_names`."""
+        program = Program.of(text)
+        if len(tensors) != len(program.tensor_names):
+            raise ValueError(
+                f"the row program has {len(program.tensor_names)} tensors, got {len(tensors)}"
+            )
+        rest = list(tensors)
+        operands = tuple((rest.pop(0), rest.pop(0)) for _ in program.dot_heads)
+        captures = tuple(rest.pop(0) for _ in program.captures)
+        lengths = rest.pop(0) if program.keys.has_lengths else None
+        mask = rest.pop(0) if program.keys.has_mask else None
+        return RowProblem(program, operands, captures, lengths, mask)
+
+    @property
+    def batch(self) -> int:
+        return self.operands[0][0].shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.operands[0][0].shape[2]
+
+    @property
+    def num_keys(self) -> int:
+        return self.operands[0][1].shape[2]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of elements and values of rows."""
+        is_double = self.operands[0][0].dtype == torch.float64
+        return torch.float64 if is_double else torch.float32
+
+    def num_heads(self, axis: int) -> int:
+        """The size of an axis of heads; 0 is none."""
+        if not axis:
+            return 1
+        return self.operands[self.program.dot_heads.index(axis)][0].shape[1]
+
+    @property
+    def max_heads(self) -> int:
+        return max(q.shape[1] for q, _ in self.operands)
+
+    def row_shape(self, axis: int) -> tuple[int, int, int]:
+        return self.batch, self.num_heads(axis), self.num_rows
+
+    def ids_of(self, capture: int) -> Tensor:
+        """The ids that a capture's elements stand at."""
+        declared = self.program.captures[capture]
+        return self.captures[declared.ids if declared.kind == VALUES else capture]
+
+
+def part(x: Tensor, *slices: slice) -> Tensor:
+    """A block of leading dimensions [batch, heads, ...], of which some are 1; None takes all."""
+    for dim, each in enumerate(slices):
+        if x.shape[dim] != 1:
+            x = x.narrow(dim, each.start, each.stop - each.start) if each != ALL else x
+    return x
+
+
+ALL = slice(None)

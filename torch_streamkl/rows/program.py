@@ -1,0 +1,231 @@
+"""A row program as data: what is summed over keys, level by level, and what comes out.
+
+NOTE [The algebra]
+Elements e_ij are functions of dot products, captured tensors and values of rows. A reduction is a
+value of a row: R_c = sum_j e_c,ij, or the log-sum-exp over j. Elements of later reductions may use
+earlier ones, so a reduction has a level: 1, or one more than the highest that it uses. The forward
+pass reads the keys once for each level. Beside the sums it gathers the Jacobians
+
+    K_cb = sum_j de_c/dR_b,    for a log-sum-exp  sum_j exp(e_c - R_c) de_c/dR_b
+
+With g the gradients to the outputs, values of rows give r_c = g_c + sum_{c' > c} r_c' K_c'c, and
+one pass over the keys, however many levels there are, the gradient of everything else:
+
+    sum_c r_c (de_c/dx for a sum, exp(e_c - R_c) de_c/dx for a log-sum-exp)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch_streamkl.rows.expressions import Graph, Node
+from torch_streamkl.rows.operations import OPERATIONS
+
+SUM, LOGSUMEXP = "sum", "logsumexp"
+ROW, KEY, PAIR, COLUMNS, VALUES = "row", "key", "pair", "columns", "values"
+CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A tensor that elements read.
+
+    "row" and "key" tensors are [batch, heads or 1, rows] and [batch, heads or 1, keys], "pair"
+    tensors [batch, heads or 1, rows, keys], each batch possibly 1 and pairs of any broadcast.
+    "columns" are ids of keys, [batch, heads or 1, rows, k], as elements whether a key is one of
+    them; "values" belong to such ids, and are 0 at other keys.
+    """
+
+    kind: str
+    dtype: str
+    head: int
+    ids: int = -1  # of values: the capture with the ids
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys a row has. Row i stands at key i + num_keys - num_rows.
+
+    Blocks outside are skipped; keys that are not allowed take part in no reduction.
+    """
+
+    left: int | None = None  # keys before that position
+    right: int | None = None  # keys after it; 0 is causal
+    has_lengths: bool = False
+    has_mask: bool = False
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A value of a row, over the keys that it has."""
+
+    kind: str
+    node: int
+    head: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything but sizes and tensors. Two calls that compute the same have the same text."""
+
+    dot_heads: tuple[int, ...]
+    captures: tuple[Capture, ...]
+    nodes: tuple[Node, ...]
+    reductions: tuple[Reduction, ...]
+    outputs: tuple[int, ...]
+    keys: Keys = Keys()
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The program as an argument of an operator."""
+        nodes = [
+            [n.op, list(n.args), n.value, n.dtype, n.head, n.by_key, n.is_finite]
+            for n in self.nodes
+        ]
+        captures = [[c.kind, c.dtype, c.head, c.ids] for c in self.captures]
+        keys = [self.keys.left, self.keys.right, self.keys.has_lengths, self.keys.has_mask]
+        reductions = [[r.kind, r.node, r.head] for r in self.reductions]
+        parts = [list(self.dot_heads), captures, nodes, reductions, list(self.outputs), keys]
+        return json.dumps(parts, separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(text: str) -> Program:
+        """The program of a text."""
+        heads, captures, nodes, reductions, outputs, keys = json.loads(text)
+        return Program(
+            tuple(heads),
+            tuple(Capture(*c) for c in captures),
+            tuple(Node(n[0], tuple(n[1]), *n[2:]) for n in nodes),
+            tuple(Reduction(*r) for r in reductions),
+            tuple(outputs),
+            Keys(*keys),
+        )
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What a canonical program is known by."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @functools.cached_property
+    def levels(self) -> tuple[int, ...]:
+        """The level of each reduction, from 1."""
+        below: list[int] = []  # of each node, the highest level that it uses
+        levels: list[int] = []
+        for node in self.nodes:
+            if node.op == "reduction":
+                number = int(node.value)
+                while len(levels) <= number:
+                    levels.append(below[self.reductions[len(levels)].node] + 1)
+                below.append(levels[number])
+            else:
+                below.append(max((below[a] for a in node.args), default=0))
+        while len(levels) < len(self.reductions):
+            levels.append(below[self.reductions[len(levels)].node] + 1)
+        return tuple(levels)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """What each tensor of the operator is, in order."""
+        names = [f"{side}{i}" for i in range(len(self.dot_heads)) for side in ("rows", "columns")]
+        names += [f"capture{i}" for i in range(len(self.captures))]
+        return (*names, *["lengths"] * self.keys.has_lengths, *["mask"] * self.keys.has_mask)
+
+
+def canonical(program: Program) -> Program:
+    """The same program without dead nodes, numbered in one order.
+
+    Arguments of commutative operations are sorted by what they compute, and reductions stand in
+    the order in which the outputs first need them.
+    """
+    graph = Graph()
+    numbers: dict[int, int] = {}  # new number of each reduction
+    reductions: list[Reduction] = []
+    moved: dict[int, int] = {}
+    digests = _digests(program)
+
+    def move(index: int) -> int:
+        # operands before operations, without recursion: programs may be deep
+        stack = [index]
+        while stack:
+            i = stack[-1]
+            if i in moved:
+                stack.pop()
+                continue
+            node = program.nodes[i]
+            args = node.args
+            if node.op in OPERATIONS and OPERATIONS[node.op].is_commutative:
+                args = tuple(sorted(args, key=digests.__getitem__))
+            waiting = [a for a in reversed(args) if a not in moved]
+            if node.op == "reduction":
+                c = int(node.value)
+                if c not in numbers and program.reductions[c].node not in moved:
+                    waiting = [program.reductions[c].node]
+            if waiting:
+                stack += waiting
+                continue
+            if node.op == "reduction":
+                node = replace(node, value=number_of(int(node.value)))
+            moved[i] = graph.add(replace(node, args=tuple(moved[a] for a in args)))
+            stack.pop()
+        return moved[index]
+
+    def number_of(c: int) -> int:
+        if c not in numbers:
+            reduction = program.reductions[c]
+            node = move(reduction.node)
+            numbers[c] = len(reductions)
+            reductions.append(replace(reduction, node=node))
+        return numbers[c]
+
+    outputs = tuple([number_of(c) for c in program.outputs])
+    return Program(
+        program.dot_heads,
+        program.captures,
+        tuple(graph.nodes),
+        tuple(reductions),
+        outputs,
+        program.keys,
+    )
+
+
+def _digests(program: Program) -> list[str]:
+    """What each node computes, whatever its number."""
+    digests: list[str] = []
+    of_reduction: dict[int, str] = {}
+    for node in program.nodes:
+        args = [digests[a] for a in node.args]
+        if node.op in OPERATIONS and OPERATIONS[node.op].is_commutative:
+            args.sort()
+        value: float | str = node.value
+        if node.op == "reduction":
+            c = int(node.value)
+            if c not in of_reduction:
+                reduction = program.reductions[c]
+                of_reduction[c] = reduction.kind + digests[reduction.node]
+            value = of_reduction[c]
+        text = f"{node.op}|{value}|{node.dtype}|{node.head}|{args}"
+        digests.append(hashlib.sha256(text.encode()).hexdigest())
+    return digests
+
+
+def check(program: Program) -> None:
+    """A program that an operator is given is one that can run."""
+    for i, node in enumerate(program.nodes):
+        if any(a >= i for a in node.args):
+            raise ValueError("nodes of a row program must use earlier nodes only")
+        if node.op in OPERATIONS and len(node.args) != OPERATIONS[node.op].arity:
+            raise ValueError(f"{node.op} takes {OPERATIONS[node.op].arity} arguments")
+    if not program.outputs:
+        raise ValueError("a row program must have at least one output")
+    used(program.outputs, len(program.reductions))
+
+
+def used(outputs: Sequence[int], count: int) -> None:
+    """Outputs are reductions of the program."""
+    if any(not 0 <= c < count for c in outputs):
+        raise ValueError(f"outputs must be among the {count} reductions, got {list(outputs)}")

@@ -1,0 +1,117 @@
+"""The meaning of a row program: all elements at once, in any dtype, differentiated by autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.rows.expressions import Node
+from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.program import LOGSUMEXP
+from torch_streamkl.rows.tile import Values, allowed, evaluate, whole
+
+# NOTE [Zero annihilates] in expressions.py, for autograd: a gradient of 0 stays 0 beside an
+# infinite slope.
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a == 0) | (b == 0), 0.0, a * b)
+
+
+class _Function(torch.autograd.Function):
+    """exp, log, sqrt by name, or a power."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: str | float) -> Tensor:
+        ctx.function = function
+        out: Tensor = getattr(torch, function)(x) if isinstance(function, str) else x**function
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, out = ctx.saved_tensors
+        match ctx.function:
+            case "exp":
+                slope = out
+            case "log":
+                slope = 1.0 / x
+            case "sqrt":
+                slope = 0.5 / out
+            case exponent:
+                slope = exponent * x ** (exponent - 1.0)
+        return _product(grad, slope), None
+
+
+class _Product(torch.autograd.Function):
+    """Of two tensors, or their quotient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, is_quotient: bool, is_guarded: bool) -> Tensor:
+        ctx.is_quotient = is_quotient
+        ctx.save_for_backward(a, b)
+        if is_quotient:
+            return a / b
+        return _product(a, b) if is_guarded else a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        a, b = ctx.saved_tensors
+        if ctx.is_quotient:
+            ga = _product(grad, 1.0 / b)
+            gb = -_product(ga, a / b)
+        else:
+            ga, gb = _product(grad, b), _product(grad, a)
+        return ga.sum_to_size(a.shape), gb.sum_to_size(b.shape), None, None
+
+
+GUARDED: dict[str, Callable[..., Any]] = {
+    "exp": lambda x: _Function.apply(x, "exp"),
+    "log": lambda x: _Function.apply(x, "log"),
+    "sqrt": lambda x: _Function.apply(x, "sqrt"),
+    "pow": lambda x, exponent: _Function.apply(x, exponent),
+    "mul": lambda a, b: _Product.apply(a, b, False, False),
+    "mul0": lambda a, b: _Product.apply(a, b, False, True),
+    "div": lambda a, b: _Product.apply(a, b, True, False),
+}
+
+
+def forward(problem: RowProblem) -> list[Tensor]:
+    """The outputs, [batch, heads or 1, rows] each."""
+    program, at = problem.program, whole(problem)
+    keep = allowed(problem, at)
+    values: Values = {}
+    results: Values = {}
+    for c, reduction in enumerate(program.reductions):
+        (x,) = evaluate(problem, program.nodes, [reduction.node], at, values, {}, run=GUARDED)
+        heads = problem.num_heads(reduction.head)
+        shape = (problem.batch, heads, problem.num_rows, problem.num_keys)
+        x = x.expand(shape)
+        if reduction.kind == LOGSUMEXP:
+            if keep is not None:
+                x = torch.where(keep, x, -math.inf)
+            is_empty = (x == -math.inf).all(-1)
+            lse = torch.where(is_empty[..., None], 0.0, x).logsumexp(-1)
+            values[c] = torch.where(is_empty, 0.0, lse)
+            results[c] = torch.where(is_empty, -math.inf, lse)
+        else:
+            if keep is not None:
+                x = torch.where(keep, x, 0.0)
+            values[c] = results[c] = x.sum(-1)
+    return [results[c] for c in program.outputs]
+
+
+def of_rows(
+    problem: RowProblem, nodes: tuple[Node, ...], wanted: list[int], values: Values
+) -> list[Tensor]:
+    """Values of rows that are computed from reductions, differentiated by autograd."""
+    is_plain = all(nodes[i].op == "reduction" for i in wanted)
+    if is_plain:
+        return [values[int(nodes[i].value)] for i in wanted]
+    found = evaluate(problem, nodes, wanted, whole(problem), values, {}, run=GUARDED)
+    size = (problem.batch, -1, problem.num_rows)
+    return [x.expand(problem.batch, -1, -1, 1)[..., 0].expand(size) for x in found]

@@ -1,0 +1,178 @@
+"""Elements of one block of rows and keys, in plain torch.
+
+A tile is [batch, heads, rows, keys], each 1 where a value does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.rows.expressions import Node
+from torch_streamkl.rows.operations import OPERATIONS
+from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
+from torch_streamkl.rows.program import COLUMNS, KEY, LOGSUMEXP, PAIR, ROW
+
+Values = dict[int, Tensor]  # of reductions, or gradients to them, by number: [batch, heads, rows]
+
+
+def whole(problem: RowProblem) -> Slices:
+    """All rows and keys as one block."""
+    return slice(0, problem.batch), slice(0, problem.num_rows), slice(0, problem.num_keys)
+
+
+def operand_blocks(problem: RowProblem, number: int, at: Slices) -> tuple[Tensor, Tensor]:
+    """Both operands of a dot; row operands grouped by the head of the columns.
+
+    [batch, kv heads, heads of a group * rows, dim] and [batch, kv heads, keys, dim].
+    """
+    q, k = problem.operands[number]
+    q, k = part(q, at[0], ALL, at[1]), part(k, at[0], ALL, at[2])
+    dtype = problem.compute_dtype
+    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]).to(dtype), k.to(dtype)
+
+
+def dots(problem: RowProblem, number: int, at: Slices) -> Tensor:
+    """Dot products [batch, heads, rows, keys]."""
+    q, k = operand_blocks(problem, number, at)
+    heads = problem.operands[number][0].shape[1]
+    return (q @ k.mT).view(q.shape[0], heads, -1, k.shape[2])
+
+
+def allowed(problem: RowProblem, at: Slices) -> Tensor | None:
+    """Keys that take part, None for all of them."""
+    keys = problem.program.keys
+    device = problem.operands[0][0].device
+    result: Tensor | None = None
+
+    def restrict(result: Tensor | None, by: Tensor) -> Tensor:
+        return by if result is None else result & by
+
+    j = torch.arange(at[2].start, at[2].stop, device=device)
+    if keys.left is not None or keys.right is not None:
+        shift = problem.num_keys - problem.num_rows
+        i = torch.arange(at[1].start, at[1].stop, device=device)[:, None] + shift
+        if keys.left is not None:
+            result = restrict(result, (j >= i - keys.left)[None, None])
+        if keys.right is not None:
+            result = restrict(result, (j <= i + keys.right)[None, None])
+    if problem.lengths is not None:
+        lengths = part(problem.lengths, at[0])
+        result = restrict(result, j < lengths[:, None, None, None])
+    if problem.mask is not None:
+        result = restrict(result, part(problem.mask, at[0], ALL, at[1], at[2]))
+    return result
+
+
+def capture(problem: RowProblem, number: int, at: Slices) -> Tensor:
+    """A captured tensor as elements."""
+    x, declared = problem.captures[number], problem.program.captures[number]
+    if x.is_floating_point() and declared.dtype == "float":
+        cast: Callable[[Tensor], Tensor] = lambda x: x.to(problem.compute_dtype)  # noqa: E731
+    else:
+        cast = lambda x: x  # noqa: E731
+    match declared.kind:
+        case kind if kind == ROW:
+            return cast(part(x, at[0], ALL, at[1])[..., None])
+        case kind if kind == KEY:
+            return cast(part(x, at[0], ALL, at[2])[..., None, :])
+        case kind if kind == PAIR:
+            return cast(part(x, at[0], ALL, at[1], at[2]))
+    places = column_places(problem, number, at)
+    size = (*places.shape[:-1], at[2].stop - at[2].start + 1)
+    if declared.kind == COLUMNS:
+        return torch.zeros(size, dtype=torch.bool, device=x.device).scatter(-1, places, True)[
+            ..., :-1
+        ]
+    values = cast(part(x, at[0], ALL, at[1])).expand(places.shape)
+    return values.new_zeros(size).scatter_add(-1, places, values)[..., :-1]
+
+
+def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
+    """Where ids stand in the block of keys; its size for those outside."""
+    ids = part(problem.ids_of(number), at[0], ALL, at[1])
+    inside = (ids >= at[2].start) & (ids < at[2].stop)
+    return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()
+
+
+def usable(problem: RowProblem, number: int, value: Tensor) -> Tensor:
+    """A reduction as elements use it: 0 for the log-sum-exp of no keys, whose exp(-inf) is 0."""
+    if problem.program.reductions[number].kind != LOGSUMEXP:
+        return value
+    return torch.where(value == -math.inf, 0.0, value)
+
+
+def evaluate(
+    problem: RowProblem,
+    nodes: Sequence[Node],
+    wanted: Sequence[int],
+    at: Slices,
+    reductions: Values,
+    seeds: Values,
+    dot: Callable[[RowProblem, int, Slices], Tensor] = dots,
+    captured: Callable[[RowProblem, int, Slices], Tensor] = capture,
+    run: dict[str, Callable[..., Tensor]] | None = None,
+) -> list[Tensor]:
+    """The wanted nodes of a tile.
+
+    ``reductions`` and ``seeds`` are of the rows of the block. ``run`` replaces operations.
+    """
+    device, dtype = problem.operands[0][0].device, problem.compute_dtype
+    results: dict[int, Tensor] = {}
+    last_use: dict[int, int] = {}
+    order = _order(tuple(nodes), tuple(wanted))
+    for i in order:
+        for a in nodes[i].args:
+            last_use[a] = i
+    keep = set(wanted)
+    for i in order:
+        node = nodes[i]
+        number = int(node.value) if node.op not in ("const", "pow") else 0
+        match node.op:
+            case "const":
+                x = torch.tensor(node.value, dtype=dtype, device=device)
+            case "dot":
+                x = dot(problem, number, at)
+            case "capture":
+                x = captured(problem, number, at)
+            case "reduction":
+                x = reductions[number][..., None]
+            case "seed":
+                x = seeds[number][..., None]
+            case "key_index":
+                x = torch.arange(at[2].start, at[2].stop, device=device)
+            case "row_index":
+                x = torch.arange(at[1].start, at[1].stop, device=device)[:, None]
+            case "sum_heads":
+                x = results[node.args[0]].sum(1, keepdim=True)
+            case "expand_heads":
+                x = results[node.args[0]]
+                if x.ndim:
+                    x = x.expand(*x.shape[:1], problem.num_heads(node.head), *x.shape[2:])
+                else:
+                    x = x.expand(1, problem.num_heads(node.head), 1, 1)
+            case "float":
+                x = results[node.args[0]].to(dtype)
+            case "pow":
+                x = (run or {}).get("pow", torch.pow)(results[node.args[0]], node.value)
+            case op:
+                function = (run or {}).get(op, OPERATIONS[op].run)
+                x = function(*(results[a] for a in node.args))
+        results[i] = x
+        for a in set(node.args):
+            if last_use[a] == i and a not in keep:
+                del results[a]
+    return [results[i] for i in wanted]
+
+
+def _order(nodes: tuple[Node, ...], wanted: tuple[int, ...]) -> list[int]:
+    needed, stack = set(wanted), list(wanted)
+    while stack:
+        for a in nodes[stack.pop()].args:
+            if a not in needed:
+                needed.add(a)
+                stack.append(a)
+    return sorted(needed)
