@@ -4,7 +4,9 @@ A step is both models' forward, the loss, the student's backward and AdamW, unde
 on a GPU and in float32 on a CPU (short_models.py). Every provider has models of its own with the
 same weights, and all take turns in rounds. "host ms" is how long a step keeps the host alone:
 issued while the device waits. Behind the steps the heads alone follow, as `python -m bench`
-measures them.
+measures them. A run can be cut into pieces: ``--steps tinybert --seqlens 128 --providers inductor
+streamkl --seconds 0`` is one pair, rows are saved as they come, and what one run has compiled the
+next finds in Inductor's caches.
 
 A provider passes the gate when the gradients of its first step, against float64, are at most twice
 as far off as those of eager code, plus one rounding; one that does not pass is red.
@@ -36,6 +38,7 @@ from bench.runner import Settings
 from bench.short_models import STEPS, Batch, ShortStep, in_float64
 
 Loss = Callable[..., Tensor]
+UNTIMED = {"status": "untimed", "detail": "compiled and judged"}
 WAIT_CYCLES = 60_000_000  # of the device, about 35 ms: longer than the host needs for a step
 PROVIDERS: dict[str, Callable[[Loss], Loss]] = {
     "eager": lambda loss_of: loss_of,
@@ -147,8 +150,12 @@ def run_step(
     batch_size: int,
     providers: list[str],
     settings: tuple[torch.device, int, int, bool],
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """A row for every provider, whatever happens to it."""
+    """A row for every provider, whatever happens to it; ``keep`` gets those that there are.
+
+    Without rounds every provider is compiled and judged, which fills Inductor's caches.
+    """
     device, rounds, steps, profiles = settings
     torch._dynamo.reset()
     release(device)
@@ -163,20 +170,20 @@ def run_step(
             "objective": f"{step.objective} ({step.name})",
             "provider": name,
             "context": seqlen,
-            "status": "ok",
+            **UNTIMED,
         }
         try:
             made, row = guarded(lambda name=name: _prepared(name, step, batch, gate), device)  # type: ignore[misc]
         except OutOfMemory as error:
             rows[name] |= {"status": "oom", "detail": str(error)}
-            continue
         except Exception as error:  # a provider that breaks is a result
             detail = f"{type(error).__name__}: {error}"[:300]
             rows[name] |= {"status": "error", "detail": detail}
-            continue
-        rows[name] |= row
-        contenders[name] = made
-        print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
+        else:
+            rows[name] |= row
+            contenders[name] = made
+            print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
+        keep(list(rows.values()))
     for number in range(rounds):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contender = contenders[name]
@@ -184,7 +191,10 @@ def run_step(
             if device.type == "cuda":
                 contender.host.append(contender.host_ms(batch))
     for name, contender in contenders.items():
-        rows[name] |= _timing(contender, batch)
+        if rounds:
+            if rows[name]["status"] == "untimed":
+                rows[name] |= {"status": "ok", "detail": ""}
+            rows[name] |= _timing(contender, batch)
         if profiles:
             print(f"{name}: operators of 3 steps on the host\n{_profile(contender, batch)}")
     return list(rows.values())
@@ -260,10 +270,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seqlens", nargs="*", type=int, default=[128, 512])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--providers", nargs="*", choices=tuple(PROVIDERS))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="0 compiles and judges: later runs find it cached"
+    )
     parser.add_argument("--repeats", type=int, default=10, help="steps of a sample")
     parser.add_argument("--profile", action="store_true", help="print what the host does")
     parser.add_argument("--seconds", type=float, default=0.3, help="for a provider of the heads")
+    parser.add_argument("--heads", nargs="*", default=[], help="as --cases of `python -m bench`")
     parser.add_argument("--json", type=Path, default=machine.ROOT / "out" / "short-steps.json")
     parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
@@ -282,9 +295,14 @@ def main(argv: list[str] | None = None) -> int:
     for name in options.steps:
         for seqlen in options.seqlens:
             settings = (device, options.rounds, options.repeats, options.profile)
-            rows = run_step(STEPS[name], seqlen, options.batch, chosen, settings)
-            run.end_to_end += rows
-            run.save(options.json)
+            before = list(run.end_to_end)
+
+            def keep(rows: list[dict[str, Any]], before: list[dict[str, Any]] = before) -> None:
+                run.end_to_end = before + rows
+                run.save(options.json)
+
+            rows = run_step(STEPS[name], seqlen, options.batch, chosen, settings, keep)
+            keep(rows)
             reference = next((r for r in rows if r["provider"] == "inductor"), None)
             print("\n".join(line(row, reference) for row in rows), flush=True)
     if options.seconds:
@@ -293,9 +311,12 @@ def main(argv: list[str] | None = None) -> int:
             "matmul_tflops": ceilings.matmul_tflops(device, dtype),
             "copy_gbytes": ceilings.copy_gbytes(device),
         }
-        providers = [p for p in choose(HEADS_PROVIDERS, []) if device.type in p.devices]
+        providers = [
+            p for p in choose(options.providers or HEADS_PROVIDERS, []) if device.type in p.devices
+        ]
         settings_of_heads = Settings(device, dtype, options.seconds)
-        measure_all(heads(device), providers, settings_of_heads, run, options.json)
+        chosen_heads = cases.select(heads(device), options.heads)
+        measure_all(chosen_heads, providers, settings_of_heads, run, options.json)
     run.is_complete = True
     run.save(options.json)
     return 0

@@ -71,14 +71,15 @@ def streamkl(
 
     Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
     ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
-    graph ("inductor", "aot_eager" or "eager"), ``streamkl.deterministic`` is that argument of
-    `attention_kl`. ``streamkl.verify`` says when a fused site is run beside the code that it
-    replaces: "auto" where that takes at most ``streamkl.verify_max_mib`` of memory (a quarter of
-    what is free where None) and ``streamkl.verify_max_seconds``, "always" whatever it takes, and
-    nothing is fused that cannot be checked, or "never". ``streamkl.min_mib`` leaves a site, or
-    attention whose map is not compared any more, to Inductor where tensors of queries x keys take
-    less than that many MiB: 0 fuses all, None is what was measured on the device (0 for sites, 32
-    for such attention on a GPU). Everything else goes to Inductor.
+    graph ("inductor", "aot_eager" or "eager"; with the last the report describes what Inductor
+    would run), ``streamkl.deterministic`` is that argument of `attention_kl`. ``streamkl.verify``
+    says when a fused site is run beside the code that it replaces: "auto" where that takes at most
+    ``streamkl.verify_max_mib`` of memory (a quarter of what is free where None) and
+    ``streamkl.verify_max_seconds``, "always" whatever it takes, and nothing is fused that cannot
+    be checked, or "never". ``streamkl.min_mib`` leaves a site, or attention whose map is not
+    compared any more, to Inductor where tensors of queries x keys take less than that many MiB: 0
+    fuses all, None is what was measured on the device (0 for sites, 32 for such attention on a
+    GPU). Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
@@ -209,7 +210,13 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
 
 def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
     min_mib = ours["streamkl.min_mib"]
-    report = rewrite(gm, ours["streamkl.deterministic"], _check_options(ours), min_mib)
+    report = rewrite(
+        gm,
+        ours["streamkl.deterministic"],
+        _check_options(ours),
+        min_mib,
+        is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
+    )
     if report.num_fused and ours["streamkl.inner"] == "inductor" and not inductor_sites.install():
         report.notes.append(inductor_sites.WITHOUT_TABLE)
     if not report.remaining:  # else it says what the outputs are kept for

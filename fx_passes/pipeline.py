@@ -60,10 +60,12 @@ def rewrite(
     verify: CheckOptions | None = None,
     min_mib: float | None = 0.0,
     outside: Readers = NO_READERS,
+    is_compiled: bool = True,
 ) -> Report:
     """Rewrite a Dynamo graph module in place and report every KL-like site.
 
     ``outside`` is what reads the module's results where it is the body of a checkpoint.
+    ``is_compiled`` says whether Inductor compiles what is left: the report depends on it.
     """
     verify = verify or CheckOptions()
     report = Report()
@@ -73,7 +75,7 @@ def rewrite(
                 continue
             if is_plain_body(gm, name):
                 readers = readers_of_body(gm, name, outside)
-                report.extend(rewrite(child, deterministic, verify, min_mib, readers))
+                report.extend(rewrite(child, deterministic, verify, min_mib, readers, is_compiled))
             else:
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
@@ -81,7 +83,7 @@ def rewrite(
             gm,
             copied,
             lambda graph, refused: _rewrite_graph(
-                gm, graph, deterministic, refused, min_mib, outside
+                gm, graph, deterministic, refused, min_mib, outside, is_compiled
             ),
             verify,
         )
@@ -103,6 +105,7 @@ def _rewrite_graph(
     refused: Refused,
     min_mib: float | None,
     outside: Readers,
+    is_compiled: bool,
 ) -> Report:
     report = Report()
     reason = obstacle(graph)
@@ -160,7 +163,7 @@ def _rewrite_graph(
     saved = sum(num_bytes(n) for n in removed if n in sizes)
     if not deterministic:
         sum_in_any_order(graph)
-    runs = how_sites_run(graph, mode)
+    runs = how_sites_run(graph, mode, is_compiled)
     for candidate, site in fused:
         share = saved // len(fused)
         how = runs.get(candidate.node.name, "")

@@ -74,16 +74,22 @@ def test_report_is_a_table() -> None:
     assert "2. " not in same
 
 
+COMPILED = "as panels of query rows, compiled by Inductor"
+BLOCKS = "in plain torch, by blocks of queries and keys"
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_attention_sites_name_their_implementation(dynamic: bool) -> None:
+@pytest.mark.parametrize(("inner", "runs"), [("eager", COMPILED), ("aot_eager", BLOCKS)])
+def test_attention_sites_name_their_implementation(dynamic: bool, inner: str, runs: str) -> None:
+    options = {"streamkl.inner": inner}
     reports: list[Report] = []
     backend.REPORTS.append(reports.append)
     try:
-        torch.compile(fused, backend="streamkl", dynamic=dynamic, options=EAGER)(*make_inputs())
+        torch.compile(fused, backend="streamkl", dynamic=dynamic, options=options)(*make_inputs())
     finally:
         backend.REPORTS.remove(reports.append)
     (site,) = reports[0].sites
-    assert site.runs == "in plain torch, by blocks of queries and keys"
+    assert site.runs == runs
     assert f"runs      {site.runs}" in str(reports[0])
 
 
@@ -95,6 +101,7 @@ def test_averaged_teachers_say_what_they_cost() -> None:
     q, k, teacher = (torch.randn(2, heads, 16, 8) for heads in (1, 1, 4))
     (site,) = torch_streamkl.explain(indexer, q, k, teacher).sites
     assert site.fused
+    assert site.runs.startswith(f"{BLOCKS}, ")  # panels have no averaged heads
     assert "the mean of 4 teacher heads made again in the backward" in site.runs
 
 
@@ -157,14 +164,15 @@ def _shares_labels(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     return _tokens(x, w, t).mean() + F.cross_entropy(x @ w.mT, labels)
 
 
-IN_FORWARD = "in plain torch, gradients in the forward, by chunks of tokens"
-IN_BACKWARD = "in plain torch, logits computed again in the backward"
+ROWS = "as blocks of rows, compiled by Inductor"
+IN_FORWARD = f"{ROWS}, gradients in the forward, by chunks of tokens"
+IN_BACKWARD = f"{ROWS}, logits computed again in the backward"
 STRATEGIES = {
     "a weighted sum": (lambda x, w, t: (_tokens(x, w, t) * 2.0).mean(), True, IN_FORWARD),
     "rows": (_tokens, True, IN_BACKWARD),
     "a power of rows": (lambda x, w, t: _tokens(x, w, t).square().sum(), True, IN_BACKWARD),
     "with labels": (_shares_labels, True, IN_BACKWARD),
-    "without gradient": (lambda x, w, t: _tokens(x, w, t).mean(), False, "in plain torch"),
+    "without gradient": (lambda x, w, t: _tokens(x, w, t).mean(), False, ROWS),
 }
 
 
@@ -279,9 +287,9 @@ def test_order_of_sums(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     found: list[bool] = []
 
-    def watch(node: torch.fx.Node) -> str:
+    def watch(node: torch.fx.Node, is_compiled: bool) -> str:
         found.append(node.kwargs.get("deterministic", True))
-        return how(node)
+        return how(node, is_compiled)
 
     how = execution._how
     monkeypatch.setattr(execution, "_how", watch)

@@ -37,6 +37,24 @@ def test_a_step_is_the_same_in_both_ways(objective: str, monkeypatch: pytest.Mon
     assert "of inductor's time" in line
 
 
+def test_rows_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+
+    def breaks(*_: Any) -> Any:
+        raise ValueError("does not compile")
+
+    monkeypatch.setitem(short_steps.PROVIDERS, "inductor", breaks)
+    kept: list[list[str]] = []
+    rows = short_steps.run_step(
+        TINY, 8, 2, ["eager", "inductor"], (CPU, 0, 1, False),
+        lambda rows: kept.append([row["status"] for row in rows]),
+    )  # fmt: skip
+    assert kept == [["untimed"], ["untimed", "error"]]
+    assert "gradient_error" in rows[0]
+    assert "step_ms" not in rows[0]
+    assert "untimed" in short_steps.line(rows[0], rows[1])
+
+
 def test_a_wrong_gradient_is_red() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     batch = Batch.of(2, 8, CPU, 0)

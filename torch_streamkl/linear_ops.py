@@ -142,7 +142,7 @@ def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
     return module
 
 
-def _rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
+def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
     """`row_functions`; in a graph that Inductor compiles, it can compile the CPU's, too."""
     rows = row_functions(problem, impl)
     on_cpu = problem.student.hidden.device.type == "cpu"
@@ -161,7 +161,7 @@ def _triton_limit(problem: LinearProblem) -> str | None:
 
 def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, workspace, impl = problem_of(*args, **kwargs)
-    out = linear_chunks.forward(problem, workspace, _rows_of(is_compiled, problem, impl))
+    out = linear_chunks.forward(problem, workspace, rows_of(is_compiled, problem, impl))
     return out.value, out.hard, out.statistics
 
 
@@ -190,7 +190,7 @@ def _backward(
         weights,
         Wanted(*wanted),
         workspace,
-        _rows_of(is_compiled, problem, impl),
+        rows_of(is_compiled, problem, impl),
     )
     return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
 
@@ -265,7 +265,7 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         RowWeights(weight, hard_weight),
         Wanted(*wanted),
         workspace,
-        _rows_of(is_compiled, problem, impl),
+        rows_of(is_compiled, problem, impl),
     )
     total = weighted_sum(rows.value, weight)
     if hard_weight is not None:

@@ -58,7 +58,7 @@ def gradient(
     for part, s, t in _parts(problem, student, teacher):
         inputs = _inputs(problem.of_tokens(part), s, t, numbers) | _weights(problem, weights, part)
         inputs["statistics"] = (rows.statistics[:, part].t(), "r5")
-        run = compiled.find(words_backward, form, inputs) if _is_even(problem) else None
+        run = compiled.find(words_backward, form, inputs) if is_even(problem) else None
         if run is None:
             linear_rows.gradient(problem, student, teacher, rows, weights, wanted)
             return
@@ -74,7 +74,7 @@ def _forward(
     wanted: Wanted,
 ) -> bool:
     """Whether it was computed; where not, nothing has changed."""
-    if not _is_even(problem):
+    if not is_even(problem):
         return False
     label_y = None
     if problem.labels is not None:  # before gradients replace the logits
@@ -97,7 +97,8 @@ def _forward(
     return True
 
 
-def _is_even(problem: LinearProblem) -> bool:
+def is_even(problem: LinearProblem) -> bool:
+    """Whether compiled rows can compute it: both sides have the same words."""
     return problem.student.num_words == problem.teacher.num_words > 0
 
 

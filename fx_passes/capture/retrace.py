@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter
 
 SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
@@ -46,7 +46,7 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     copies: dict[fx.Node, fx.Node] = {}
     tensor_leaves = []
     for leaf in region.leaves:
-        if leaf.op == "get_attr":
+        if leaf.op == "get_attr" and not is_parameter(leaf):
             copies[leaf] = slice_graph.get_attr(str(leaf.target))
         else:
             copies[leaf] = slice_graph.placeholder(leaf.name)

@@ -84,6 +84,16 @@ def example(node: fx.Node) -> object:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def is_parameter(leaf: fx.Node) -> bool:
+    """Whether a node reads a parameter of an exported program: Dynamo has inputs for those."""
+    if leaf.op != "get_attr" or not isinstance(example(leaf), Tensor):
+        return False
+    owner: object = leaf.graph.owning_module
+    for part in str(leaf.target).split("."):
+        owner = getattr(owner, part, None)
+    return isinstance(owner, torch.nn.Parameter)
+
+
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(example(node), Tensor)
 

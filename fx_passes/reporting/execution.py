@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_streamkl import linear_ops, linear_rows, ops
+from torch_streamkl import linear_ops, linear_panels, linear_rows, ops, panels
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.launch import adds_queries, select_implementation
 
@@ -19,6 +19,9 @@ IMPLEMENTATIONS = {
     "triton": "as Triton kernels",
     "hopper": "as kernels for Hopper GPUs",
 }
+PLAIN_ROWS = "in plain torch"
+PANELS = "as panels of query rows, compiled by Inductor"  # of a compiled graph on a CPU
+COMPILED_ROWS = "as blocks of rows, compiled by Inductor"
 MEAN_AGAIN = "the mean of {} teacher heads made again in the backward: maps that fit may be faster"
 ANY_ORDER = "gradients in any order of sums"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"
@@ -39,18 +42,21 @@ def sum_in_any_order(graph: fx.Graph) -> None:
             node.kwargs = {**node.kwargs, "deterministic": False}
 
 
-def how_sites_run(graph: fx.Graph, mode: FakeTensorMode) -> dict[str, str]:
-    """By site: the implementation that is chosen on this device, and where gradients are made."""
+def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> dict[str, str]:
+    """By site: the implementation that is chosen on this device, and where gradients are made.
+
+    ``is_compiled``: by Inductor, which then compiles the CPU's blocks as well.
+    """
     found: dict[str, dict[str, None]] = {}
     shapes = mode.shape_env
     with shapes.suppress_guards() if shapes is not None else contextlib.nullcontext():
         for node in graph.nodes:
             if SITE in node.meta:
-                found.setdefault(node.meta[SITE], {})[_how(node)] = None
+                found.setdefault(node.meta[SITE], {})[_how(node, is_compiled)] = None
     return {site: " and ".join(ways) for site, ways in found.items()}
 
 
-def _how(call: fx.Node) -> str:
+def _how(call: fx.Node, is_compiled: bool) -> str:
     look_up: Any = example
     given: Any = fx.map_arg((call.args, call.kwargs), look_up)
     args, kwargs = given
@@ -58,6 +64,8 @@ def _how(call: fx.Node) -> str:
         problem, impl = ops.problem_of(*args, **kwargs)
         implementation = select_implementation(problem, impl)
         how = IMPLEMENTATIONS[implementation]
+        if is_compiled and implementation == "streaming" and panels.limit(problem) is None:
+            how = PANELS
         if implementation == "hopper" and adds_queries(problem):
             how += f", {ANY_ORDER}"
         if problem.head_mean:
@@ -67,8 +75,11 @@ def _how(call: fx.Node) -> str:
     only_sum = ("row_weight", "hard_row_weight", "wanted")
     options = {name: x for name, x in kwargs.items() if name not in only_sum}
     heads, _, impl = linear_ops.problem_of(*args, **options)
-    is_plain = linear_ops.row_functions(heads, impl) is linear_rows
-    where = "in plain torch" if is_plain else "as Triton kernels"
+    rows = linear_ops.rows_of(is_compiled, heads, impl)
+    if rows is linear_panels and not linear_panels.is_even(heads):
+        rows = linear_rows
+    names = {linear_rows: PLAIN_ROWS, linear_panels: COMPILED_ROWS}
+    where = names.get(rows, IMPLEMENTATIONS["triton"])
     if call.target == linear_ops.linear_kl_sum:
         return f"{where}, {IN_FORWARD}"
     value = example(call)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, name_of
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.fx_passes.validation.sizes import Sizes
 
@@ -61,9 +61,11 @@ def values_of(
     found: dict[str, Any] = {}
     for index, leaf in enumerate(leaves):
         value = example(leaf)
+        if is_parameter(leaf) and isinstance(value, Tensor) and "example_value" not in leaf.meta:
+            value = value.detach()  # exported: the rest of such a graph records no gradients
         if sizes.is_known(value):
             found[leaf.name] = sizes.known(value)
-        elif leaf.op == "get_attr":
+        elif leaf.op == "get_attr" and not is_parameter(leaf):
             found[leaf.name] = _constant(owner, leaf)
         elif isinstance(value, Tensor):
             meaning = _meaning(leaf, nodes, sizes) if _is_integer(value.dtype) else Meaning()

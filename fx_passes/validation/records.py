@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, storage_of
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
 from torch_streamkl.fx_passes.validation.sizes import Sizes
@@ -85,7 +85,7 @@ class Fingerprint:
         value = example(leaf)
         if self.sizes.is_known(value):
             return f"number {self.sizes.known(value)}"
-        if leaf.op != "get_attr":
+        if leaf.op != "get_attr" or is_parameter(leaf):
             return f"input {self._value(leaf)}"
         constant = self.owner
         with contextlib.suppress(AttributeError):

@@ -1,0 +1,162 @@
+"""Programs that AOTInductor and the C++ wrapper compile: exported, loaded by another process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.export.experimental
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import torch_streamkl
+from torch_streamkl import attention_kl, linear_kl
+
+ROOT = Path(__file__).parents[1]
+SCALE = 0.3
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
+# The package holds the name of an operator: who loads it has to know the operator.
+LOAD = """
+import sys, torch
+{imports}
+package, tensors = sys.argv[1:]
+inputs, expected = torch.load(tensors)
+found = torch._inductor.aoti_load_package(package).loader.run(inputs)
+torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+print("equal")
+"""
+
+
+class Maps(nn.Module):
+    """Queries and keys of two heads, and the logits of 20 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.words = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k)]
+
+
+class Step(nn.Module):
+    """The loss of a distillation step: maps and words, by naive code or by our functions."""
+
+    def __init__(self, is_naive: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_naive = is_naive
+        self.student, self.teacher = Maps(), Maps()
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._maps(x) + self._words(x.flatten(0, 1))
+
+    def _maps(self, x: Tensor) -> Tensor:
+        q, k = self.student(x)
+        teacher_q, teacher_k = self.teacher(x)
+        if not self.is_naive:
+            return attention_kl(
+                q, k, teacher_q, teacher_k, student_scale=SCALE, teacher_scale=SCALE,
+                reduction="batchmean",
+            )  # fmt: skip
+        student = (q @ k.mT * SCALE).log_softmax(-1)
+        teacher = (teacher_q @ teacher_k.mT * SCALE).softmax(-1)
+        return F.kl_div(student, teacher, reduction="batchmean")
+
+    def _words(self, x: Tensor) -> Tensor:
+        heads = self.student.words, self.teacher.words
+        if not self.is_naive:
+            (w, b), (tw, tb) = ((head.weight, head.bias) for head in heads)
+            return linear_kl(x, w, x, tw, student_bias=b, teacher_bias=tb, reduction="mean")
+        student, teacher = (head(x) for head in heads)
+        p, log_s = teacher.softmax(-1), student.log_softmax(-1)
+        return (p * (p.log() - log_s)).sum(-1).mean()
+
+    @property
+    def learns(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+
+def batch(device: str, seqlen: int = 40) -> Tensor:
+    generator = torch.Generator().manual_seed(seqlen)
+    return torch.randn(2, seqlen, 8, generator=generator).to(device)
+
+
+def expected_of(step: Step, x: Tensor, trains: bool) -> list[Tensor]:
+    naive = Step(is_naive=True).to(x.device)
+    loss = naive(x)
+    gradients = torch.autograd.grad(loss, naive.learns) if trains else ()
+    return [loss.detach(), *gradients]
+
+
+def loaded(package: str, saved: Path, imports: str) -> subprocess.CompletedProcess[str]:
+    source = LOAD.format(imports=imports)
+    command = [sys.executable, "-c", source, package, str(saved)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
+    """Exported as it is: the rewrite is one of Inductor's passes."""
+    step = Step(is_naive=True).to(device)
+    exported = torch.export.export(step, (batch(device),))
+    package = torch._inductor.aoti_compile_and_package(
+        exported,
+        package_path=str(tmp_path / "loss.pt2"),
+        inductor_configs=torch_streamkl.inductor_options(strict=True),
+    )
+    saved = tmp_path / "tensors"
+    x = batch(device)
+    torch.save(([x], expected_of(step, x, trains=False)), saved)
+    found = loaded(package, saved, "import torch_streamkl")
+    assert found.stdout == "equal\n", found.stderr
+    alone = loaded(package, saved, "")
+    assert "Could not find schema for torch_streamkl::" in alone.stderr
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
+    """One graph with the backward in it, for one length and for all of a range."""
+    step = Step(is_naive=False).to(device)
+    dims = ({1: torch.export.Dim("seqlen", min=2, max=512)},) if dynamic else None
+    forward = torch.export.export(step, (batch(device),), dynamic_shapes=dims)
+    joint = torch.export.experimental._export_forward_backward(forward)
+    package = torch._inductor.aoti_compile_and_package(
+        joint,
+        package_path=str(tmp_path / "step.pt2"),
+        inductor_configs=torch_streamkl.inductor_options(),
+    )
+    saved = tmp_path / "tensors"
+    x = batch(device, 56 if dynamic else 40)
+    torch.save(([x], expected_of(step, x, trains=True)), saved)
+    found = loaded(package, saved, "import torch_streamkl")
+    assert found.stdout == "equal\n", found.stderr
+
+
+def _value_and_gradients(function: Callable[..., Tensor], step: Step, x: Tensor) -> list[Tensor]:
+    loss = function(x)
+    return [loss.detach(), *torch.autograd.grad(loss, step.learns)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cpp_wrapper(device: str) -> None:
+    """The wrapper in C++ calls the operators, and nothing of ours beside."""
+    step = Step(is_naive=True).to(device)
+    x = batch(device)
+    options: dict[str, Any] = {"cpp_wrapper": True, "streamkl.strict": True}
+    options["fx_graph_cache"] = False  # a graph from the cache has no code to look at
+    compiled = torch.compile(step, backend="streamkl", options=options)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        found, codes = run_and_get_code(_value_and_gradients, compiled, step, x)
+    torch.testing.assert_close(found, expected_of(step, x, trains=True), rtol=1e-4, atol=1e-5)
+    code = "\n".join(codes)
+    assert 'findSchemaOrThrow("torch_streamkl::_attention_kl' in code
+    assert "CompiledForward(" not in code
