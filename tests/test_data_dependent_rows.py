@@ -115,13 +115,15 @@ def _without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def run(loss: Loss, **options: Any) -> Report:
+def run(loss: Loss, keeps_none: bool = False, **options: Any) -> Report:
     """Compiled beside eager, values and gradients."""
 
     def step(x: Tensor, w: Tensor, xt: Tensor, wt: Tensor, keep: Tensor) -> Tensor:
         return loss(F.linear(x, w), F.linear(xt, wt), keep)
 
     ours, theirs = inputs(), inputs()
+    if keeps_none:
+        ours[-1].zero_(), theirs[-1].zero_()
     with collected() as report:
         got = torch.compile(step, **options)(*ours)
     expected = step(*theirs)
@@ -141,6 +143,15 @@ def test_fused_under_enable(loss: Loss) -> None:
         report = run(loss, fullgraph=loss in ONE_GRAPH)
     assert report.num_fused == len(report.sites) == 1, report
     assert not report.remaining_quadratic, report
+
+
+def test_a_mask_that_selects_no_row() -> None:
+    def loss(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
+        return F.kl_div(s[keep].log_softmax(-1), t[keep].softmax(-1), reduction="sum")
+
+    with torch_streamkl.enable():
+        report = run(loss, keeps_none=True, fullgraph=True)
+    assert report.num_fused == 1, report
 
 
 @pytest.mark.parametrize(

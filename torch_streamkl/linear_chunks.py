@@ -84,7 +84,7 @@ def backward(
     item = sum(head.hidden.element_size() for head in problem.heads)
     room = workspace_bytes(problem, max_workspace_mib) // item
     fewest_words = -(-num_words // max_sums(problem))
-    words_limit = padded(max(room // problem.num_tokens, fewest_words), WORD_MULTIPLE)
+    words_limit = padded(max(room // max(problem.num_tokens, 1), fewest_words), WORD_MULTIPLE)
     words_step = even_step(num_words, words_limit, WORD_MULTIPLE)
     tokens_limit = max(room // padded(words_step), 1)
     tokens_step = even_step(problem.num_tokens, tokens_limit, token_multiple(problem))
@@ -289,16 +289,17 @@ class GradientSums:
         to_bias = (wanted.student_bias, wanted.teacher_bias)[side]
         to_adapter_hidden = (wanted.student_adapter_hidden, wanted.teacher_adapter_hidden)[side]
         to_adapter_weight = (wanted.student_adapter_weight, wanted.teacher_adapter_weight)[side]
-        # a shard without words adds nothing
-        like = torch.empty_like if self.head.num_words else torch.zeros_like
+        # a shard without words adds nothing, and so does a mask that selects no row
+        is_added = self.head.num_words and problem.num_tokens
+        like = torch.empty_like if is_added else torch.zeros_like
         self.hidden = like(self.head.hidden) if to_hidden else None
-        self.weight = torch.empty_like(self.head.weight) if to_weight else None
+        self.weight = like(self.head.weight) if to_weight else None
         self.adapter_hidden: Tensor | None = None
         self.adapter_weight: Tensor | None = None
         if to_adapter_hidden and self.head.adapter_hidden is not None:
             self.adapter_hidden = like(self.head.adapter_hidden)
         if to_adapter_weight and self.head.adapter_weight is not None:
-            self.adapter_weight = torch.empty_like(self.head.adapter_weight)
+            self.adapter_weight = like(self.head.adapter_weight)
         self.bias: Tensor | None = None
         self.bias_sum: Tensor | None = None
         if to_bias:

@@ -255,7 +255,10 @@ def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
     """The fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
 
     Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
+    Of no rows there is no range: a mask may select none.
     """
+    if size == 0:
+        return
     num_parts = -(-size // limit)
     for unit in (max(multiple >> shift, 1) for shift in (0, 1, 2, 3, 16)):
         ends = [round(i * size / (num_parts * unit)) * unit for i in range(num_parts)]
@@ -267,7 +270,7 @@ def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
 
 
 def even_step(size: int, limit: int, multiple: int) -> int:
-    """Length of the longest of the `even_ranges`."""
+    """Length of the longest of the `even_ranges`, at least 1."""
     if limit > multiple:
         limit -= limit % multiple
-    return max(int(r.stop - r.start) for r in even_ranges(size, limit, multiple))
+    return max((int(r.stop - r.start) for r in even_ranges(size, limit, multiple)), default=1)
