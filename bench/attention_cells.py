@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -34,6 +34,7 @@ class Cell:
     seqlen_q: int
     seqlen_k: int
     reason: str = ""
+    teacher_kv_heads: int = 0  # 0 is kv_heads
 
     @property
     def widest(self) -> int:
@@ -73,16 +74,18 @@ class Cell:
         return each * (student + teacher), each * (3 * student + teacher)
 
     def key_bytes(self) -> float:
-        width = DTYPES[self.dtype].itemsize * (self.student_dim + self.teacher_dim)
-        return float(self.batch * self.kv_heads * self.seqlen_k * width)
+        width = self.kv_heads * self.student_dim
+        width += (self.teacher_kv_heads or self.kv_heads) * self.teacher_dim
+        return float(self.batch * self.seqlen_k * DTYPES[self.dtype].itemsize * width)
 
     def inputs(self, device: torch.device) -> tuple[Tensor, ...]:
         """Random q and k of the student, then of the teacher; packed ones as one sequence."""
         generator = torch.Generator(device).manual_seed(0)
+        teacher_kv = self.teacher_kv_heads or self.kv_heads
         shapes = [
             (self.batch, heads, n, dim)
-            for dim in (self.student_dim, self.teacher_dim)
-            for heads, n in ((self.heads, self.seqlen_q), (self.kv_heads, self.seqlen_k))
+            for dim, kv in ((self.student_dim, self.kv_heads), (self.teacher_dim, teacher_kv))
+            for heads, n in ((self.heads, self.seqlen_q), (kv, self.seqlen_k))
         ]
         tensors = []
         for shape in shapes:
@@ -138,13 +141,12 @@ def call_of(cell: Cell, device: torch.device, impl: str) -> Callable[..., Tensor
 
 # --------------------------------------------------------------------------------------- cases
 FEW_TILES = "few tiles of keys a block of rows: what precedes and follows them is not hidden"
-TWO_DIMS = "the portable kernels: those for Hopper take one head_dim on both sides"
+TWO_DIMS = "the portable kernels: those for Hopper take head_dims of 64 and 128"
 FULL_FLOAT32 = "float32 in full precision has no tensor core"
 MASK_REASONS = {
     "window": "two of the about 17 tiles of a block of rows are at an edge and are not skipped",
     "boolean": "a byte of mask is read and tested for every pair of scores",
     "additive": "a bias is read and added for every score of both sides",
-    "key lengths": "the portable kernels: those for Hopper take no lengths",
     "alibi": "distance and slope are computed for every score of both sides",
     "packed": "sequences of 1024 to 3072: few tiles a block of rows, rows of unequal length",
 }
@@ -181,6 +183,11 @@ def matrix() -> list[Cell]:
         for mask in ("none", "causal")
     ]
     cells += [cell(128, "causal", kv_heads=n) for n in (8, 1)]
+    cells += [
+        replace(cell(128, mask, kv_heads=n), teacher_kv_heads=m)
+        for mask in ("none", "causal")
+        for n, m in ((8, 32), (32, 8), (8, 4))
+    ]
     cells += [
         Cell(128, 128, "none", "bf16", 1, 32, 8, rows, 131072, "bound by memory: see GB/s")
         for rows in (1, 16, 64)
@@ -226,16 +233,16 @@ def gate(
 
 def _row(cell: Cell, inputs: tuple[Tensor, ...], head: int, i: int) -> tuple[Tensor, Tensor]:
     """Value and student's dQ of one row of the first batch element, in float64."""
-    key_head = head * cell.kv_heads // cell.heads
     sides = []
     for q, k in (inputs[:2], inputs[2:]):
+        key_head = head * k.shape[1] // cell.heads
         keys = k[0, key_head].detach().double()
         scores = keys @ q[0, head, i].detach().double() * q.shape[-1] ** -0.5
         sides.append(scores + _row_bias(cell, scores, head, i))
     log_s, log_t = (x.log_softmax(0) for x in sides)
     p, s = log_t.exp(), log_s.exp()
     value = torch.where(p > 0, p * (log_t - log_s), 0.0).sum()
-    keys = inputs[1][0, key_head].detach().double()
+    keys = inputs[1][0, head * cell.kv_heads // cell.heads].detach().double()
     return value, (s - p) @ keys * inputs[0].shape[-1] ** -0.5
 
 

@@ -1,12 +1,16 @@
 """Rates of `attention_kl` over head_dim, mask, dtype and length, each checked against float64.
 
     python -m bench.attention_matrix --json bench/results/attention_matrix.json
+    python -m bench.attention_matrix --only "key lengths" packed --beside triton attention
 
 Kernels are compiled first, by processes that run every case once; then the cases are timed one by
 one. A row below 60 % of the best rate at its head_dim shows the reason that is written beside its
 case here. TFLOP/s count the matmuls of the pairs of query and key in `Cell.pairs`: two of scores
 forward; backward those again, dQ and dK of the student. The gate: values and dQ of sampled rows
 against float64, and sum(q dQ) = sum(k dK), which are both the sum of dS times the dot products.
+
+``--beside`` times other implementations of a cell in turns with it, and "attention": torch's
+(cuDNN's on CUDA), full or causal, at the wider head_dim.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -38,11 +44,15 @@ from bench.attention_cells import (
     gate,
     matrix,
 )
+from bench.cases import AttentionCase, Heads
 from bench.measure import is_out_of_memory, median_ms, release, synchronize
 from bench.records import command_line
 from bench.table import markdown_lines, number
 
 LEAST_SHARE = 0.6  # of the best rate at a head_dim; a row below shows its reason
+ATTENTION = "attention"  # of those beside a cell
+TURNS = 5  # of a cell and those beside it
+Calls = tuple[Callable[[], object], Callable[[], object]]  # forward, backward
 
 
 # -------------------------------------------------------------------------------------- timing
@@ -56,6 +66,7 @@ class Row:
     implementation: str = ""
     forward_ms: float = 0.0
     backward_ms: float = 0.0
+    beside: dict[str, tuple[float, float]] = field(default_factory=dict)  # milliseconds of others
 
     def rates(self) -> tuple[float, float]:
         """TFLOP/s."""
@@ -68,10 +79,17 @@ class Row:
         return gbytes / self.forward_ms, gbytes / self.backward_ms
 
 
-def run_cell(cell: Cell, device: torch.device, impl: str, rounds: int, rows: int) -> Row:
+def run_cell(
+    cell: Cell,
+    device: torch.device,
+    impl: str,
+    rounds: int,
+    rows: int,
+    beside: tuple[str, ...] = (),
+) -> Row:
     """Time a cell; ``rows`` of a head are checked first."""
     try:
-        return _run_cell(cell, device, impl, rounds, rows)
+        return _run_cell(cell, device, impl, rounds, rows, beside)
     except Exception as error:  # a case that breaks is a result; the others go on
         status = "oom" if is_out_of_memory(error) else "error"
         detail = f"{type(error).__name__}: {error}".split("\n")[0][:200]
@@ -79,7 +97,14 @@ def run_cell(cell: Cell, device: torch.device, impl: str, rounds: int, rows: int
     return Row(cell, status, detail)
 
 
-def _run_cell(cell: Cell, device: torch.device, impl: str, rounds: int, rows: int) -> Row:
+def _run_cell(
+    cell: Cell,
+    device: torch.device,
+    impl: str,
+    rounds: int,
+    rows: int,
+    beside: tuple[str, ...],
+) -> Row:
     inputs = cell.inputs(device)
     call = call_of(cell, device, impl)
     value = call(*inputs)
@@ -96,19 +121,74 @@ def _run_cell(cell: Cell, device: torch.device, impl: str, rounds: int, rows: in
     del dq, dk
     synchronize(device)
     if rounds:
-        row.forward_ms = median_ms(lambda: call(*inputs), device, rounds)
-        row.backward_ms = median_ms(backward, device, rounds)
+        calls = {name: _calls_beside(cell, inputs, name) for name in beside}
+        calls[impl] = (lambda: call(*inputs), backward)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        for _ in range(TURNS if beside else 1):
+            for name, both in calls.items():
+                forward_ms, backward_ms = (median_ms(f, device, rounds) for f in both)
+                taken[name].append((forward_ms, backward_ms))
+        found = {}
+        for name, times in taken.items():
+            forward_times, backward_times = zip(*times, strict=True)
+            found[name] = (median(forward_times), median(backward_times))
+        row.forward_ms, row.backward_ms = found.pop(impl)
+        row.beside = found
     return row
 
 
+def _calls_beside(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> Calls:
+    """Forward and backward of another implementation of a cell, or of torch's attention."""
+    device = inputs[0].device
+    if name != ATTENTION:
+        call = call_of(cell, device, name)
+        value = call(*inputs)
+        weight = torch.ones_like(value)
+        return lambda: call(*inputs), lambda: torch.autograd.grad(
+            value, inputs[:2], weight, retain_graph=True
+        )
+    heads = Heads(cell.heads, cell.heads, cell.widest)
+    case = AttentionCase("", "", cell.batch, cell.seqlen_k, heads, heads, _is_causal(cell))
+    timed = ceilings.attention(case, device, DTYPES[cell.dtype])
+    assert timed is not None, "torch has no such attention here"
+    (given,) = timed.inputs
+
+    def forward() -> Tensor:
+        with timed.context():
+            return timed.loss_fn(*given)
+
+    loss = forward()
+    return forward, lambda: torch.autograd.grad(loss, given[:3], retain_graph=True)
+
+
+def _is_causal(cell: Cell) -> bool:
+    """Whether torch's attention beside a cell is causal."""
+    return cell.mask in ("causal", "window", "packed")
+
+
+def attention_rates(row: Row) -> tuple[float, float]:
+    """TFLOP/s of torch's attention beside a row: two matmuls forward, five backward."""
+    cell = row.cell
+    pairs = cell.seqlen_k**2 * (0.5 if _is_causal(cell) else 1.0)
+    matmul = 2.0 * cell.batch * cell.heads * pairs * cell.widest
+    forward_ms, backward_ms = row.beside[ATTENTION]
+    return 2 * matmul / forward_ms * 1e-9, 5 * matmul / backward_ms * 1e-9
+
+
 def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
-    """What computes the cell, for those cases whose choice does not depend on masks."""
+    """What computes the cell, of those masks that decide about it without their contents."""
     from torch_streamkl import launch, ops
 
-    if impl != "auto" or cell.mask not in ("none", "causal"):
+    options = cell.options(inputs[0].device)
+    known: dict[str, dict[str, object]] = {
+        "none": {},
+        "causal": {"window_right": 0},
+        "window": {"window_left": WINDOW - 1, "window_right": 0},
+        "key lengths": options,
+    }
+    if impl != "auto" or cell.mask not in known:
         return impl
-    window_right = 0 if cell.mask == "causal" else None
-    problem = ops.problem_of(*inputs, window_right=window_right)[0]
+    problem = ops.problem_of(*inputs, **known[cell.mask])[0]
     return launch.select_implementation(problem, impl)
 
 
@@ -119,7 +199,12 @@ def show(progress: tqdm, what: str) -> None:
 
 
 def compile_first(
-    cells: list[Cell], jobs: int, impl: str, device: torch.device, progress: tqdm
+    cells: list[Cell],
+    jobs: int,
+    impl: str,
+    device: torch.device,
+    progress: tqdm,
+    beside: tuple[str, ...] = (),
 ) -> dict[Cell, str]:
     """Run every case once in processes, which leaves its kernels in Triton's cache.
 
@@ -137,6 +222,9 @@ def compile_first(
                 progress.update()  # has the kernels of a shorter one
             else:
                 futures[pool.submit(run_cell, c, device, impl, 0, 0)] = c
+                for other in beside:
+                    if other != ATTENTION:
+                        pool.submit(run_cell, c, device, other, 0, 0)
         for future in as_completed(futures):
             c = futures[future]
             show(progress, f"compiled {title(c)}")
@@ -218,6 +306,8 @@ def cells_of(cell: Cell) -> tuple[str, str, str, str]:
     if cell.teacher_dim != cell.student_dim:
         dims += f" from {cell.teacher_dim}"
     kv = f" ({cell.kv_heads})" if cell.kv_heads != cell.heads else ""
+    if cell.teacher_kv_heads:
+        kv = f" ({cell.kv_heads} from {cell.teacher_kv_heads})"
     size = f"{cell.seqlen_q}" + (f" x {cell.seqlen_k}" if cell.has_few_rows else "")
     return dims, cell.mask, cell.dtype, f"{cell.batch} x {cell.heads}{kv} x {size}"
 
@@ -233,6 +323,37 @@ def row_cells(row: Row, matrix: Matrix) -> tuple[str, ...]:
         cells += [number(ms), number(rate), f"{share:.0%}"]
     reason = (row.cell.reason or "**no reason known**") if matrix.is_slow(row) else ""
     return (*what, *cells, reason)
+
+
+def beside_lines(matrix: Matrix) -> list[str]:
+    """What was timed in turns with the rows, where something was."""
+    rows = [row for row in matrix.rows if row.beside and row.status == "ok"]
+    if not rows:
+        return []
+    names = list(dict.fromkeys(name for row in rows for name in row.beside))
+    columns = [
+        *COLUMNS[:5],
+        "TFLOP/s, forward / backward",
+        *(f"{name}, the same" for name in names),
+    ]
+    lines = []
+    for row in rows:
+        cells = [*cells_of(row.cell), row.implementation, _pair(row.rates())]
+        for name in names:
+            times = row.beside[name]
+            other = replace(row, forward_ms=times[0], backward_ms=times[1])
+            cells.append(_pair(attention_rates(row) if name == ATTENTION else other.rates()))
+        lines.append(tuple(cells))
+    return [
+        "In turns with others (attention: torch's, full or causal, at the wider head_dim):",
+        "",
+        *markdown_lines(columns, lines),
+        "",
+    ]
+
+
+def _pair(rates: tuple[float, float]) -> str:
+    return f"{number(rates[0])} / {number(rates[1])}"
 
 
 def few_cells(row: Row, matrix: Matrix) -> tuple[str, ...]:
@@ -272,6 +393,7 @@ def markdown(matrix: Matrix) -> str:
         lines += ["The run was interrupted; what it had measured is here.", ""]
     if matrix.note:
         lines += [matrix.note, ""]
+    lines += beside_lines(matrix)
     order = {mask: i for i, mask in enumerate(MASKS)}
     usual = [row for row in matrix.rows if not row.cell.has_few_rows]
     usual.sort(
@@ -296,7 +418,11 @@ def run(
     started = time.perf_counter()
     jobs = settings.jobs if device.type == "cuda" else 0
     with tqdm(total=len(cells) * (2 if jobs else 1), leave=False) as progress:
-        failed = compile_first(cells, jobs, settings.impl, device, progress) if jobs else {}
+        failed = (
+            compile_first(cells, jobs, settings.impl, device, progress, tuple(settings.beside))
+            if jobs
+            else {}
+        )
         tqdm.write(f"compiled after {time.perf_counter() - started:.0f} s")
         for cell in cells:
             show(progress, title(cell))
@@ -306,7 +432,10 @@ def run(
             if cell in failed and not failed[cell].startswith("a process ended"):
                 row = Row(cell, "error", failed[cell])
             else:
-                row = run_cell(cell, device, settings.impl, settings.rounds, settings.rows)
+                row = run_cell(
+                    cell, device, settings.impl, settings.rounds, settings.rows,
+                    tuple(settings.beside),
+                )  # fmt: skip
             matrix.rows.append(row)
             tqdm.write(" | ".join(row_cells(row, matrix)[:11]))
             if settings.json:
@@ -321,6 +450,8 @@ def main(arguments: list[str] | None = None, cells: list[Cell] | None = None) ->
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--impl", default="auto")
+    parser.add_argument("--beside", nargs="+", default=(), help="also timed, in turns")
+    parser.add_argument("--only", nargs="+", help="cells whose title holds one of these texts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=3, help="of two heads that are checked")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
@@ -335,7 +466,10 @@ def main(arguments: list[str] | None = None, cells: list[Cell] | None = None) ->
         [],
     )
     release(device)
-    run(matrix() if cells is None else cells, result, device, settings)
+    cells = matrix() if cells is None else cells
+    if settings.only:
+        cells = [c for c in cells if any(text in title(c) for text in settings.only)]
+    run(cells, result, device, settings)
     print(markdown(result))
     return 0
 

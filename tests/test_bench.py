@@ -448,6 +448,21 @@ def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "| 1 | 128 | 4 (4) x 16 |" in text
 
 
+def test_attention_matrix_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda _: 10.0)
+    path = tmp_path / results.MATRIX
+    cells = [TINY_CELL, replace(TINY_CELL, mask="causal", teacher_kv_heads=2)]
+    arguments = ["--json", str(path), "--impl", "streaming", "--rounds", "1", "--only", "causal"]
+    arguments += ["--beside", "reference", "attention"]
+    assert attention_matrix.main(arguments, cells) == 0
+    (row,) = attention_matrix.Matrix.load(path).rows
+    assert row.status == "ok", row.detail
+    assert set(row.beside) == {"reference", "attention"}
+    assert "2 x 4 (4 from 2) x 64 | streaming" in capsys.readouterr().out
+
+
 def test_attention_matrix_names_what_does_not_compile() -> None:
     wrong = replace(TINY_CELL, kv_heads=3)
     with tqdm(total=2) as progress:
