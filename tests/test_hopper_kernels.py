@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import looks_like
-from tests.support.problems import Spec, build
+from tests.support.problems import Call, Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, launch
 from torch_streamkl.devices import gpu_of
@@ -60,6 +60,183 @@ def test_forms(strides: str, dtype: torch.dtype, divergence: str, head_dim: int)
         )
     )  # fmt: skip
     check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+# Of each form: head_dim, key heads of 4 and mask (below), divergence and clamp. Any two values of
+# two of these meet in a row.
+DIMS = [(64, 64), (128, 128), (64, 128), (128, 64)]
+MASKED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "lengths": {"key_lengths": (0, 256, 301)},
+    "causal lengths": {"is_causal": True, "key_lengths": (500, 1, 384)},
+    "window": {"window": (400, 0)},
+    "narrow window": {"window": (3, 2)},
+    "left": {"window": (350, None)},
+    "right": {"window": (None, 70)},
+    "window lengths": {"window": (300, 90), "key_lengths": (450, 0, 130)},
+}
+FORMS = [
+    ((64, 64), (4, 4), "lengths", "forward_kl", 0.0),
+    ((128, 128), (2, 2), "lengths", "reverse_kl", 0.0),
+    ((64, 128), (1, 4), "lengths", "forward_kl", 1e-3),
+    ((128, 64), (4, 2), "lengths", "cross_entropy", 0.0),
+    ((64, 64), (2, 1), "causal lengths", "reverse_kl", 1e-3),
+    ((128, 128), (4, 1), "causal lengths", "forward_kl", 1e-3),
+    ((64, 128), (4, 4), "causal lengths", "cross_entropy", 0.0),
+    ((128, 64), (2, 2), "causal lengths", "forward_kl", 0.0),
+    ((64, 64), (1, 2), "window", "forward_kl", 1e-3),
+    ((128, 128), (4, 4), "window", "forward_kl", 0.0),
+    ((64, 128), (2, 2), "window", "reverse_kl", 0.0),
+    ((128, 64), (1, 4), "window", "cross_entropy", 1e-3),
+    ((64, 64), (2, 2), "narrow window", "cross_entropy", 0.0),
+    ((128, 128), (1, 4), "narrow window", "reverse_kl", 1e-3),
+    ((64, 128), (4, 2), "narrow window", "forward_kl", 0.0),
+    ((128, 64), (4, 4), "narrow window", "forward_kl", 1e-3),
+    ((64, 64), (4, 4), "left", "reverse_kl", 0.0),
+    ((128, 128), (2, 4), "left", "forward_kl", 0.0),
+    ((64, 128), (1, 1), "right", "forward_kl", 0.0),
+    ((128, 64), (2, 2), "right", "reverse_kl", 0.0),
+    ((64, 64), (1, 4), "window lengths", "forward_kl", 0.0),
+    ((128, 128), (2, 1), "window lengths", "cross_entropy", 1e-3),
+    ((64, 128), (4, 4), "window lengths", "reverse_kl", 1e-3),
+    ((128, 64), (2, 4), "window lengths", "forward_kl", 0.0),
+    ((64, 64), (4, 1), "none", "reverse_kl", 1e-3),
+    ((128, 128), (1, 4), "none", "forward_kl", 0.0),
+    ((64, 128), (2, 4), "none", "forward_kl", 1e-3),
+    ((128, 64), (4, 4), "none", "cross_entropy", 0.0),
+    ((64, 64), (2, 4), "causal", "cross_entropy", 1e-3),
+    ((128, 128), (4, 2), "causal", "reverse_kl", 0.0),
+    ((64, 128), (4, 4), "causal", "forward_kl", 0.0),
+    ((128, 64), (1, 2), "causal", "forward_kl", 1e-3),
+]
+Form = tuple[tuple[int, int], tuple[int, int], str, str, float]
+
+
+def call_of(form: Form, sizes: tuple[int, int], **options: Any) -> Call:
+    dims, kv_heads, mask, divergence, clamp = form
+    masks = dict(MASKED[mask])
+    lengths = masks.pop("key_lengths", None)
+    call = build(
+        Spec(
+            heads=4, student_dim=dims[0], teacher_dim=dims[1],
+            student_kv_heads=kv_heads[0], teacher_kv_heads=kv_heads[1], divergence=divergence,
+            student_clamp=clamp, seqlen_q=sizes[0], seqlen_k=sizes[1],
+            **{"batch": 3, "dtype": torch.bfloat16, **masks, **options},
+        )
+    )  # fmt: skip
+    if lengths is not None:
+        given = torch.tensor(lengths, dtype=torch.int32).clamp_max(sizes[1])
+        call.options["key_lengths"] = given
+    return call
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("sizes", [(700, 700), (129, 500), (500, 129), (1, 130)])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_masks_and_sides(form: Form, sizes: tuple[int, int]) -> None:
+    call = call_of(form, sizes)
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+PACKED = ((300, 500), (0, 40), (1, 70), (193, 129), (50, 0), (64, 128), (130, 513))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("dims", "kv_heads", "mask", "divergence", "clamp"),
+    [
+        ((64, 64), (4, 4), "causal", "forward_kl", 0.0),
+        ((128, 128), (2, 2), "causal", "forward_kl", 1e-3),
+        ((64, 128), (1, 4), "none", "forward_kl", 0.0),
+        ((128, 64), (4, 2), "window", "forward_kl", 0.0),
+        ((64, 64), (4, 2), "none", "reverse_kl", 1e-3),
+        ((128, 128), (1, 2), "narrow window", "cross_entropy", 0.0),
+        ((64, 128), (2, 2), "causal", "reverse_kl", 0.0),
+    ],
+)
+def test_packed(
+    dims: tuple[int, int], kv_heads: tuple[int, int], mask: str, divergence: str, clamp: float
+) -> None:
+    form = (dims, kv_heads, mask, divergence, clamp)
+    call = call_of(form, (0, 0), batch=1, packed=PACKED)
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("score_size", [60.0, 1e4])
+def test_packed_rows_that_are_computed_again(score_size: float) -> None:
+    form = ((64, 128), (2, 4), "causal", "forward_kl", 0.0)
+    call = call_of(form, (0, 0), batch=1, packed=PACKED, score_size=score_size)
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mask", ["causal lengths", "window", "packed"])
+def test_same_bits_on_every_run_with_masks(mask: str) -> None:
+    options: dict[str, Any] = {} if mask != "packed" else {"batch": 1, "packed": PACKED}
+    form = ((64, 128), (1, 2), "causal" if options else mask, "forward_kl", 0.0)
+    call = call_of(form, (700, 700), **options).to(device="cuda")
+    first = call.value_and_gradients("hopper")
+    for _ in range(3):
+        again = call.value_and_gradients("hopper")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("score_size", [60.0, 1e4])
+@pytest.mark.parametrize("mask", ["lengths", "window", "window lengths"])
+def test_masked_rows_that_are_computed_again(mask: str, score_size: float) -> None:
+    form = ((64, 128), (2, 4), mask, "forward_kl", 0.0)
+    call = call_of(form, (500, 700), score_size=score_size)
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("adds_small_queries")
+@pytest.mark.parametrize("mask", ["lengths", "causal lengths", "window lengths"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_what_lies_beyond_a_length_does_not_count(mask: str, deterministic: bool) -> None:
+    call = call_of(((64, 64), (2, 1), mask, "forward_kl", 0.0), (300, 700)).to(device="cuda")
+    call.options["deterministic"] = deterministic
+    expected = call.value_and_gradients("hopper")
+    with torch.no_grad():
+        for side in ("student", "teacher"):
+            for b, length in enumerate(call.options["key_lengths"].tolist()):
+                call.tensors[f"{side}_k"][b, :, length:] = 1e4
+    found = call.value_and_gradients("hopper")
+    for name, x in expected.items():
+        if deterministic or name != "student_q":
+            assert torch.equal(found[name], x), name
+        else:
+            assert (found[name] - x).norm() <= 4e-3 * x.norm()
+    for side in ("student", "teacher"):
+        for b, length in enumerate(call.options["key_lengths"].tolist()):
+            assert not found[f"{side}_k"][b, :, length:].any()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("adds_small_queries")
+def test_low_scores_beside_absent_keys() -> None:
+    """Keys of 0 beyond the last one, beside which every score of a row is far below."""
+    q, k = (torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for n in (150, 200))
+    q[..., 0], k[..., 0] = 40.0, -40.0
+    q.requires_grad_()
+    k.requires_grad_()
+    teacher = torch.randn_like(q), torch.randn_like(k)
+    options: dict[str, Any] = {"deterministic": False, "student_scale": 1.0}
+    value = attention_kl(q, k, *teacher, **options, impl="hopper")
+    found = torch.autograd.grad(value.sum(), (q, k))
+    value = attention_kl(q, k, *teacher, **options, impl="triton")
+    for a, b in zip(found, torch.autograd.grad(value.sum(), (q, k)), strict=True):
+        assert (a - b).norm() <= 1e-2 * b.norm()
 
 
 @pytest.fixture
@@ -382,6 +559,22 @@ def test_key_shares(group: int, blocks: int, is_causal: bool, expected: int) -> 
     assert launch.key_shares(problem, group, blocks, resident=1) == expected
 
 
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("group", "other_group", "blocks", "expected"),
+    [(8, 4, 512, 2), (4, 8, 512, 1), (6, 4, 512, 3), (32, 1, 512, 32), (8, 8, 33, 4),
+     (8, 4, 33, 4), (12, 9, 512, 4)],
+)  # fmt: skip
+def test_shares_have_one_key_head_of_each_side(
+    group: int, other_group: int, blocks: int, expected: int
+) -> None:
+    with FakeTensorMode():
+        x = torch.empty(1, 1, 8192, 64, device="cuda")
+    problem = problem_of(x, x, x, x)[0]
+    found = launch.key_shares(problem, group, blocks, resident=1, together=other_group)
+    assert found == expected
+
+
 @pytest.mark.gpu
 @on_hopper
 def test_cuda_graph() -> None:
@@ -436,7 +629,8 @@ def guarded(divergence: str, **guards: float) -> dict[str, Any]:
 LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "fits": ({}, ""),
     "causal": ({"window_right": 0}, ""),
-    "window": ({"window_right": 3}, "takes no window"),
+    "window": ({"window_left": 5, "window_right": 3}, ""),
+    "left": ({"window_left": 5}, ""),
     "jeffreys": ({"functional": DIVERGENCES["jeffreys"]}, "logarithms under one of P and S"),
     "tv": ({"functional": DIVERGENCES["tv"]}, "logarithms under one of P and S"),
     "softcap": ({"student_softcap": 20.0}, "takes no mask tensor"),
@@ -464,6 +658,31 @@ def test_limits(name: str) -> None:
     if reason:
         with pytest.raises(NotImplementedError, match=reason):
             launch.select_implementation(problem, "hopper")
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dims", "reason"),
+    [
+        (8, (8, 2), (64, 128), ""),
+        (8, (1, 8), (128, 64), ""),
+        (256, (1, 1), (64, 64), ""),
+        (256, (1, 256), (64, 64), "at most 128 shares, got 256"),
+        (8, (8, 8), (64, 96), "takes a head_dim of"),
+    ],
+)
+def test_limits_of_sides(
+    heads: int, kv_heads: tuple[int, int], dims: tuple[int, int], reason: str
+) -> None:
+    with FakeTensorMode():
+        q, k, tq, tk = (
+            torch.empty(2, h, 256, dim, device="cuda", dtype=torch.bfloat16)
+            for kv, dim in zip(kv_heads, dims, strict=True)
+            for h in (heads, kv)
+        )
+        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+    limit = launch.hopper_limit(problem_of(q, k, tq, tk, key_lengths=lengths)[0])
+    assert limit is None if not reason else reason in str(limit)
 
 
 @pytest.mark.usefixtures("h200")
@@ -510,7 +729,7 @@ def test_which_student_gradients_need_no_logarithms(
 @pytest.mark.parametrize(
     ("head_dim", "row_stride", "dtype", "reason"),
     [
-        (96, 96, torch.bfloat16, "takes one head_dim of"),
+        (96, 96, torch.bfloat16, "takes a head_dim of"),
         (128, 128, torch.float32, "takes float16 and bfloat16"),
         (128, 129, torch.bfloat16, "aligned to 16 bytes"),
     ],

@@ -32,15 +32,27 @@ def problem(
     divergence: str = "forward_kl",
     seqlen: int = 1024,
     dtype: torch.dtype = torch.bfloat16,
+    student_dim: int = 0,
+    key_heads: tuple[int, int] = (8, 8),
+    has_lengths: bool = False,
+    is_packed: bool = False,
     **options: Any,
 ) -> AttentionProblem:
-    q, k = (
-        torch.empty(1, heads, seqlen, head_dim, dtype=dtype, device="cuda") for heads in (32, 8)
-    )
+    tensors = [
+        torch.empty(1, heads, seqlen, dim, dtype=dtype, device="cuda")
+        for dim, kv in zip((student_dim or head_dim, head_dim), key_heads, strict=True)
+        for heads in (32, kv)
+    ]
     scale = head_dim**-0.5
     scales = {"student_scale": scale, "teacher_scale": scale}
+    if has_lengths:
+        options["key_lengths"] = torch.empty(1, dtype=torch.int32, device="cuda")
+    if is_packed:
+        offsets = torch.empty(4, dtype=torch.int32, device="cuda")
+        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        options |= {"max_seqlen_q": seqlen // 2, "max_seqlen_k": seqlen // 2}
     functional = DIVERGENCES.get(divergence, divergence)
-    return problem_of(q, k, q, k, functional=functional, **scales, **options)[0]
+    return problem_of(*tensors, functional=functional, **scales, **options)[0]
 
 
 def portable_launches(
@@ -59,6 +71,7 @@ def portable_launches(
 # Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
 # dK on Hopper with one query head a program (every one of a model without groups) takes the most.
 STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 88}
+WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
 HOPPER_FORWARD_STACK = 72
 HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
@@ -154,60 +167,66 @@ def check_hopper(launch: Launch, stack: int) -> None:
     assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
 
 
+# key heads of the student, then of the teacher, beside 8 of both elsewhere
+OTHER_SIDES = {"student_dim": 64, "key_heads": (4, 8)}
+WINDOW = {"window_left": 511, "window_right": 0}
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "divergence", "window_right", "seqlen"),
+    ("head_dim", "divergence", "options", "seqlen"),
     [
-        (128, "forward_kl", 0, 1024),
-        pytest.param(128, "forward_kl", None, 1024, marks=slow),
-        (64, "reverse_kl", None, 1024),
-        (128, "forward_kl", None, 1),
-        (64, CLAMPED, 0, 1024),
-        (128, CLAMPED, None, 1024),
-        pytest.param(64, CLAMPED, None, 8192, marks=slow),
-        (128, "forward_kl", None, 8192),
+        (128, "forward_kl", {"window_right": 0}, 1024),
+        pytest.param(128, "forward_kl", {}, 1024, marks=slow),
+        (64, "reverse_kl", {"has_lengths": True}, 1024),
+        (128, "forward_kl", OTHER_SIDES, 1),
+        (64, CLAMPED, {"window_right": 0, "is_packed": True}, 1024),
+        (128, CLAMPED, WINDOW | {"has_lengths": True}, 1024),
+        pytest.param(64, CLAMPED, {}, 8192, marks=slow),
+        (128, "forward_kl", {}, 8192),
     ],
 )
-def test_hopper(head_dim: int, divergence: str, window_right: int | None, seqlen: int) -> None:
+def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen: int) -> None:
     from torch_streamkl.kernels import hopper_attention
 
     with record_launches("sm_90") as launches:
-        hopper_attention.forward(problem(head_dim, divergence, seqlen, window_right=window_right))
+        hopper_attention.forward(problem(head_dim, divergence, seqlen, **options))
     forward, *others = launches
     check_hopper(forward, HOPPER_FORWARD_STACK)
     expected = ["forward_again_kernel"]
-    if window_right is None and seqlen > 1:  # the last round of blocks is less than half full
+    if "window_right" not in options and seqlen > 1:  # the last round is less than half full
         expected.insert(0, "unite_rows_kernel")
     assert [launch.kernel.__name__ for launch in others] == expected
     assert all(compile_launch(launch, "sm_90").spill_bytes == 0 for launch in others)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "divergence", "window_right", "seqlen", "of_student"),
+    ("head_dim", "divergence", "options", "seqlen", "of_student"),
     [
-        (128, "forward_kl", 0, 1024, True),
-        (64, "forward_kl", None, 1024, True),
-        (64, "reverse_kl", 0, 1024, True),
-        (128, "forward_kl", 0, 1, False),
-        pytest.param(64, CLAMPED, 0, 1024, True, marks=slow),
-        (128, CLAMPED, None, 1024, True),
-        (64, CLAMPED, None, 1024, False),
-        (128, CLAMPED, 0, 1024, False),
+        (128, "forward_kl", {"window_right": 0}, 1024, True),
+        (64, "forward_kl", {"has_lengths": True}, 1024, True),
+        (64, "reverse_kl", WINDOW, 1024, True),
+        (128, "forward_kl", {"window_right": 0}, 1, False),
+        pytest.param(64, CLAMPED, {"window_right": 0}, 1024, True, marks=slow),
+        (128, CLAMPED, OTHER_SIDES, 1024, True),
+        (64, CLAMPED, {"is_packed": True}, 1024, False),
+        (128, CLAMPED, {"window_right": 0}, 1024, False),
     ],
 )
 def test_hopper_backward(
-    head_dim: int, divergence: str, window_right: int | None, seqlen: int, of_student: bool
+    head_dim: int, divergence: str, options: dict[str, Any], seqlen: int, of_student: bool
 ) -> None:
     from torch_streamkl.kernels import hopper_attention
 
     with record_launches("sm_90") as launches:
-        p = problem(head_dim, divergence, seqlen, window_right=window_right)
+        p = problem(head_dim, divergence, seqlen, **options)
         _, stats = RowStatistics.allocate(p)
         grad = torch.empty(1, 32, seqlen, device="cuda")
         wanted = Wanted(of_student, of_student, not of_student, not of_student)
         hopper_attention.backward(p, stats, grad, wanted)
     assert len(launches) == 2
+    stack = WIDER_TEACHER_STACK if "student_dim" in options else STACK["sm_90", "backward_kernel"]
     for launch in launches:
-        check_hopper(launch, STACK.get(("sm_90", launch.kernel.__name__), 0))
+        check_hopper(launch, stack)
 
 
 @pytest.mark.parametrize(

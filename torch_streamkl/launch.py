@@ -18,7 +18,7 @@ from torch_streamkl.launch_table import LaunchKey, MeasuredLaunch
 from torch_streamkl.tiles import TritonLaunch
 
 if TYPE_CHECKING:
-    from torch_streamkl.problem import AttentionProblem
+    from torch_streamkl.problem import AttentionProblem, Side
 
 _log = logging.getLogger("torch_streamkl")
 
@@ -152,21 +152,22 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     if str(q.dtype) not in ("torch.float16", "torch.bfloat16"):
         return f"takes float16 and bfloat16, got {q.dtype}"
     dims = (student.head_dim, teacher.head_dim)
-    if dims[0] != dims[1] or dims[0] not in HOPPER_LAUNCHES:
-        return f"takes one head_dim of {tuple(HOPPER_LAUNCHES)} on both sides, got {dims}"
-    if student.num_kv_heads != teacher.num_kv_heads or student.num_heads != teacher.num_heads:
-        return "takes as many heads and key heads on both sides"
+    if not set(dims) <= set(HOPPER_LAUNCHES):
+        return f"takes a head_dim of {tuple(HOPPER_LAUNCHES)} on each side, got {dims}"
+    if student.num_heads != teacher.num_heads:
+        return "takes as many heads on both sides"
+    least = _least_shares(student, teacher)
+    if least > MOST_SHARES:
+        return f"takes key heads whose gradients have at most {MOST_SHARES} shares, got {least}"
     functional = problem.functional
     form = functional.closed_form
     if form is None or form.has_teacher_moment == form.has_student_moment:
         text = functional.text
         return f"takes a divergence with logarithms under one of P and S, got {text}"
-    if problem.window_left is not None or problem.window_right not in (None, 0):
-        return "takes no window but is_causal"
     if problem.has_masked_keys and problem.mask_value != -math.inf:
         return f"takes masks that remove keys, got mask_value {problem.mask_value}"
     other = (
-        problem.mask, problem.key_lengths, problem.cu_seqlens_q, problem.teacher_lse,
+        problem.mask, problem.teacher_lse,
         student.bias, teacher.bias, student.alibi_slopes, teacher.alibi_slopes,
         student.sink, teacher.sink,
     )  # fmt: skip
@@ -176,7 +177,7 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         or teacher.softcap
         or problem.head_mean
     ):
-        return "takes no mask tensor, bias, alibi, sink, softcap, lengths, packing, known lse"
+        return "takes no mask tensor, bias, alibi, sink, softcap, known lse"
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return "takes at least one query and one key"
     for x in (student.q, student.k, teacher.q, teacher.k):
@@ -185,6 +186,12 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         if last != 1 or is_odd or not _aligned_to_16(x):
             return f"takes tensors aligned to 16 bytes in every row, got strides {x.stride()}"
     return None
+
+
+def _least_shares(student: Side, teacher: Side) -> int:
+    """Shares of dK, on the side that needs more: a program has one key head of each side."""
+    groups = [side.num_heads // side.num_kv_heads for side in (student, teacher)]
+    return max(groups) // math.gcd(*groups)
 
 
 def _aligned_to_16(x: torch.Tensor) -> bool:
@@ -210,7 +217,7 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
         wanted = measured.implementation == "hopper"
     return (
         wanted
-        and problem.seqlen_q >= HOPPER_LEAST_QUERIES
+        and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
         and _fills_device(problem)
         and not _clamps_every_row(problem)
     )
@@ -224,10 +231,19 @@ def _clamps_every_row(problem: AttentionProblem) -> bool:
     return max(guarded.teacher_floor, guarded.student_floor) > -math.log(max(1, problem.seqlen_k))
 
 
+def _sequences(problem: AttentionProblem) -> int:
+    """Packed sequences in a batch element."""
+    return 1 if problem.cu_seqlens_q is None else max(1, problem.cu_seqlens_q.shape[0] - 1)
+
+
 def _flop(problem: AttentionProblem) -> float:
     batch, num_heads, seqlen_q, head_dim = problem.student.q.shape
-    pairs = batch * num_heads * seqlen_q * problem.student.k.shape[2]
+    keys = problem.student.k.shape[2] / _sequences(problem)  # of a row, if lengths are alike
     seen = 1.0 if problem.window_right is None else 0.5
+    if problem.window_left is not None and problem.window_right is not None:
+        width = problem.window_left + problem.window_right + 1
+        keys, seen = min(width, keys), 1.0 if width < keys else seen
+    pairs = batch * num_heads * seqlen_q * keys
     return 2.0 * seen * pairs * (head_dim + problem.teacher.q.shape[3])
 
 
@@ -278,7 +294,7 @@ HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 
 def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
     """Configuration of the forward kernel on Hopper."""
-    return HOPPER_LAUNCHES[problem.student.head_dim]
+    return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
 
 
 def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
@@ -301,6 +317,7 @@ def adds_queries(problem: AttentionProblem) -> bool:
     return (
         not problem.deterministic
         and not torch.are_deterministic_algorithms_enabled()
+        and not problem.is_packed
         and problem.student.head_dim in HOPPER_ATOMIC_LAUNCHES
         and _flop(problem) >= ATOMIC_LEAST_FLOP
         and plain_clamp(problem) is not None
@@ -319,14 +336,14 @@ def plain_clamp(problem: AttentionProblem) -> float | None:
 
 
 def hopper_backward_launch(
-    problem: AttentionProblem, has_logarithms: bool, adds: bool = False
+    head_dim: int, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
-    """Configuration of the dQ and dK kernels on Hopper; ``adds``: of dK that adds up dQ."""
+    """dQ and dK on Hopper, of a side with this head_dim; ``adds``: of dK that adds up dQ."""
     if adds:
-        return HOPPER_ATOMIC_LAUNCHES[problem.student.head_dim]
+        return HOPPER_ATOMIC_LAUNCHES[head_dim]
     if has_logarithms:
         return HOPPER_LOGARITHMS
-    return HOPPER_BACKWARD_LAUNCHES[problem.student.head_dim]
+    return HOPPER_BACKWARD_LAUNCHES[head_dim]
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
@@ -413,15 +430,20 @@ def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> in
     return 1 if problem.mask_value != -math.inf else _shared_by(problem, 4, programs, tiles)
 
 
-def key_shares(problem: AttentionProblem, group: int, programs: int, resident: int) -> int:
+def key_shares(
+    problem: AttentionProblem, group: int, programs: int, resident: int, together: int = 0
+) -> int:
     """Programs that share the ``group`` query heads of a block of keys: a divisor of group.
 
     ``resident`` programs run on a multiprocessor at once. Causal ones differ in length: half of
-    the work fills the gaps beside the longest.
+    the work fills the gaps beside the longest. The heads of a share are among ``together``
+    neighbours, whose first is a multiple of that (0: it does not matter).
     """
     each = resident if problem.window_right is None else 2 * resident
     least = _shared_by(problem, each, programs, group)
-    return next(n for n in range(least, group + 1) if group % n == 0)
+    return next(
+        n for n in range(least, group + 1) if group % n == 0 and together % (group // n) == 0
+    )
 
 
 def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -> int:

@@ -228,11 +228,6 @@ def dk_kernel(
         )
         first_row = row_offset(b * num_heads + h, h, seq, masks)
         first, left, right, stop = row_range(masks, seq, n0, CONFIG)
-        if n0 + BLOCK_N > seq.num_valid:  # keys that key_lengths excludes: look at every element
-            left = first
-            right = first
-        if n0 >= seq.num_valid:
-            stop = first
         if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
             acc = dk_over(
                 acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,

@@ -258,13 +258,14 @@ def forward_again_kernel(
     num_blocks, num_heads, inv_temperature, fill,
     FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`forward_kernel` for those blocks [batch, num_heads, num_blocks] that have a NaN value."""
+    """`forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value."""
     pid = tl.program_id(0)
     block = pid % num_blocks
     bh = pid // num_blocks
-    rows = block * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
-    values = value_ptr + bh.to(tl.int64) * masks.seqlen_q + rows
-    value = tl.load(values, mask=rows < masks.seqlen_q, other=0.0)
+    _b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
+    rows = m0 + tl.arange(0, CONFIG.BLOCK_M)
+    values = value_ptr + row_offset(bh, h, seq, masks) + rows
+    value = tl.load(values, mask=rows < seq.num_rows, other=0.0)
     if tl.max((value != value).to(tl.int32), 0) == 0:
         return
     forward_block(

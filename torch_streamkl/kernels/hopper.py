@@ -18,6 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
+from torch_streamkl.kernels.arguments import Sequence
+
 # Triton 3.6 has it under the second name
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
@@ -122,22 +124,11 @@ def phase_of(i, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def tiles_met(stop, seqlen_q, seqlen_k, TILE: gl.constexpr, CAUSAL: gl.constexpr):
-    """Tiles of keys that some row before row `stop` sees."""
-    num_tiles = (seqlen_k + TILE - 1) // TILE
-    if CAUSAL:
-        last = gl.minimum(stop, seqlen_q) + seqlen_k - seqlen_q
-        num_tiles = gl.maximum(gl.minimum(num_tiles, (last + TILE - 1) // TILE), 0)
-    return num_tiles
-
-
-@gluon.jit
-def complete_keys(first, seqlen_q, seqlen_k, CAUSAL: gl.constexpr):
-    """Keys that row `first` and all after it see."""
-    complete = seqlen_k
-    if CAUSAL:
-        complete = gl.maximum(gl.minimum(seqlen_k, first + seqlen_k - seqlen_q + 1), 0)
-    return complete
+def without_offset(seq):
+    """The sequence, for a window whose bounds have the offset in them."""
+    return Sequence(
+        seq.start_q, seq.start_k, seq.num_rows, seq.num_keys, seq.num_valid, 0, seq.mask_offset
+    )
 
 
 @gluon.jit

@@ -88,7 +88,7 @@ def add_queries(tiles, work, sums, TASK: gl.constexpr):
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.HEAD_DIM, 16]
     )
     zero = gl.full([TASK.INNER, TASK.HEAD_DIM], 0.0, gl.float32, layout=mma)
-    tiles_of_head = (work.seqlen_q + TASK.INNER - 1) // TASK.INNER
+    tiles_of_head = (work.masks.seqlen_q + TASK.INNER - 1) // TASK.INNER
     mbarrier.wait(tiles.outer_bar, 0)
     # the tile that comes twice is handed over, too, but nobody needs it
     for i in range(work.num_tiles):

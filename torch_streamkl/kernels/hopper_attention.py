@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     by_teacher = form.TT != 0.0 or form.TS != 0.0
     student, teacher = problem.student, problem.teacher
     other, weight = (student, teacher) if by_teacher else (teacher, student)
-    blocks = plan.kept("blocks", lambda: _blocks(problem, launch))
+    blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
     state, strides = value, (0, 0)  # nobody writes it
     if blocks.parts > 1:
@@ -74,15 +75,13 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
             *outputs, state, *strides, blocks.first_row,
             blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
-            problem.seqlen_q, problem.seqlen_k,
-            _log2_scale(problem, other), _log2_scale(problem, weight),
+            *_masks(problem), _log2_scale(problem, other), _log2_scale(problem, weight),
         ),
         (
-            by_teacher, problem.window_right is not None,
-            launch.groups, launch.slots, blocks.parts, form, config,
+            by_teacher, launch.groups, launch.slots, blocks.parts, form, config,
         ),
         {"num_warps": 4},
-        (),
+        _mask_tensors(problem),
     )  # fmt: skip
     if blocks.parts > 1:
         plan.run(
@@ -94,27 +93,29 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             {"num_warps": 4},
             (),
         )
-    again_blocks = ceil_div(problem.seqlen_q, HOPPER_AGAIN.block_m)
+    again_blocks = ceil_div(_longest(problem)[0], HOPPER_AGAIN.block_m)
     plan.run(
         "again",
         portable.forward_again_kernel,
-        (again_blocks * problem.num_heads * problem.batch, 1, 1),
+        (again_blocks * problem.num_heads * plan.num_sequences, 1, 1),
         (
             *plan.arguments(problem), *outputs,
             again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
         (form, plan.helper, again_config),
         options,
-        (),
+        _mask_tensors(problem),
     )  # fmt: skip
     return value, stats
 
 
-def _blocks(problem: AttentionProblem, launch: HopperLaunch) -> Blocks:
-    heads = problem.num_heads * problem.batch
-    of_head = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
+def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Blocks:
+    heads = problem.num_heads * plan.num_sequences
+    of_head = ceil_div(_longest(problem)[0], launch.groups * launch.block_m)
     num_whole, parts = of_head * heads, 1
-    if problem.window_right is None:  # causal blocks get shorter: the last round is short anyway
+    # blocks under a causal mask get shorter, those of a window are short: so is the last round
+    whole_rows = problem.window_left is None and problem.window_right is None
+    if whole_rows and not problem.is_packed:
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
         num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
     first_row = num_whole // of_head * problem.seqlen_q
@@ -137,7 +138,8 @@ def backward(
     gradients: dict[tuple[bool, bool], Tensor] = {}
     sums = None
     if wanted.student_q and wanted.student_k and adds_queries(problem):
-        launch = hopper_backward_launch(problem, has_logarithms=False, adds=True)
+        head_dim = problem.student.head_dim
+        launch = hopper_backward_launch(head_dim, has_logarithms=False, adds=True)
         sums = hopper_atomic.new_sums(problem.student.q, launch.block_n)
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
     for is_wanted, student, rows in (
@@ -179,12 +181,13 @@ def _gradient(
     statistics = (stats.student, stats.teacher)
     own, other = sides if student else sides[::-1]
     own_stats, other_stats = statistics if student else statistics[::-1]
-    x, length = (own.q, problem.seqlen_q) if rows else (own.k, problem.seqlen_k)
+    x, length = (own.q if rows else own.k), _longest(problem)[not rows]
     outer = (own.q, other.q) if rows else (own.k, other.k)
     inner = (own.k, other.k) if rows else (own.q, other.q)
     adds = sums is not None
     task = plan.kept(
-        ("task", student, rows, adds), lambda: _task(problem, plan, own, student, rows, adds)
+        ("task", student, rows, adds),
+        lambda: _task(problem, plan, own, other, student, rows, adds),
     )
     num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
     shares = new_shares(x, task.SHARES)
@@ -192,19 +195,19 @@ def _gradient(
     plan.run(
         ("gradient", student, rows, adds, is_first),
         bwd.backward_kernel,
-        (num_blocks * x.shape[1] * task.SHARES * problem.batch, 1, 1),
+        (num_blocks * x.shape[1] * task.SHARES * plan.num_sequences, 1, 1),
         (
             *(descriptor(plan, t, task.BLOCK) for t in outer),
             *(descriptor(plan, t, task.INNER) for t in inner),
             grad, own_stats, other_stats, plan.stats_stride,
             out, *out.stride()[:3], own.scale / problem.temperature,
             grad if sums is None else sums,  # nobody reads it without sums
-            num_blocks, problem.num_heads, problem.seqlen_q, problem.seqlen_k,
-            _log2_scale(problem, own), _log2_scale(problem, other),
+            num_blocks, problem.num_heads, _group(own), _group(other),
+            *_masks(problem), _log2_scale(problem, own), _log2_scale(problem, other),
         ),
         (None if task.PLAIN else plan.helper, task),
         {"num_warps": 4, "launch_pdl": not is_first},
-        (grad,),
+        (grad, *_mask_tensors(problem)),
     )  # fmt: skip
     return shares
 
@@ -229,20 +232,29 @@ def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
 
 
 def _task(
-    problem: AttentionProblem, plan: Plan, own: Side, student: bool, rows: bool, adds: bool
+    problem: AttentionProblem,
+    plan: Plan,
+    own: Side,
+    other: Side,
+    student: bool,
+    rows: bool,
+    adds: bool,
 ) -> bwd.Task:
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
-    launch = hopper_backward_launch(problem, has_logarithms=not plain, adds=adds)
-    group, num_shares = _group(own), 1
+    launch = hopper_backward_launch(own.head_dim, has_logarithms=not plain, adds=adds)
+    group, num_shares = 1, 1
     if not rows:
+        group = _group(own)
         blocks = ceil_div(problem.seqlen_k, launch.groups * launch.block_m)
         programs = blocks * own.num_kv_heads * problem.batch
-        num_shares = key_shares(problem, group, programs, resident=1)
+        num_shares = key_shares(problem, group, programs, resident=1, together=_group(other))
     return bwd.Task(
         ROWS=rows,
         STUDENT=student,
-        CAUSAL=problem.window_right is not None,
+        HAS_LEFT=problem.window_left is not None,
+        HAS_RIGHT=problem.window_right is not None,
+        HAS_MASK=False,
         PLAIN=plain,
         CLAMP=clamp or 0.0,
         FOLDED=plain and not rows,
@@ -250,6 +262,7 @@ def _task(
         GROUP_SIZE=group // num_shares,
         SHARES=num_shares,
         HEAD_DIM=own.head_dim,
+        OTHER_DIM=other.head_dim,
         BLOCK=launch.block_m,
         INNER=launch.block_n,
         GROUPS=launch.groups,
@@ -287,6 +300,25 @@ def _strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     # the stride of a dimension of size 1 means nothing, but must be a multiple of 16 bytes
     outer = zip(shape[:3], strides[:3], strict=True)
     return [*(shape[3] if size == 1 else stride for size, stride in outer), 1]
+
+
+def _masks(problem: AttentionProblem) -> tuple[Any, ...]:
+    return (
+        problem.seqlen_q, problem.seqlen_k, problem.key_lengths,
+        problem.window_left or 0, problem.window_right or 0,
+        problem.cu_seqlens_q, problem.cu_seqlens_k,
+    )  # fmt: skip
+
+
+def _mask_tensors(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
+    return problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k
+
+
+def _longest(problem: AttentionProblem) -> tuple[int, int]:
+    """Rows and keys of the longest sequence."""
+    if problem.is_packed:
+        return problem.max_seqlen_q, problem.max_seqlen_k
+    return problem.seqlen_q, problem.seqlen_k
 
 
 def _group(side: Side) -> int:

@@ -3,7 +3,8 @@
 dQ and dK are one kernel. Its `outer` tiles stay (queries for dQ, keys for dK: TASK.ROWS says
 which), its `inner` tiles stream by (keys, queries), and every warp group sums dscore @ inner over
 them in registers, in a fixed order. `own` is the side whose gradient is computed, `other` the
-other one. Inner tiles that need a mask come first.
+other one. `keys_of_rows` and `rows_of_keys` (scores.py) find which inner tiles a block meets, and
+which of them need no mask.
 
 NOTE [A matmul always in flight]
 While a warp group turns scores into gradients, the tensor cores have its next matmul: own scores
@@ -44,22 +45,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torch_streamkl.kernels.attention_forward import finite_lse
+from torch_streamkl.kernels.arguments import MaskArgs
+from torch_streamkl.kernels.attention_forward import finite_lse, row_offset
 from torch_streamkl.kernels.hopper import (
     GROUP_REGISTERS,
     NUM_WARPS,
     async_load,
-    complete_keys,
     exp2,
     flat,
     phase_of,
     pinned,
     slot_of,
     start_scores,
-    tiles_met,
+    without_offset,
 )
 from torch_streamkl.kernels.hopper_atomic import add_queries, hand_over, new_handover
 from torch_streamkl.kernels.rows import place_of, score_gradient
+from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows, rows_of_keys
 
 LOADER_REGISTERS = gl.constexpr(32)
 ADDER_REGISTERS = gl.constexpr(96)
@@ -75,14 +77,17 @@ class Task(NamedTuple):
 
     ROWS: bool  # dQ, otherwise dK
     STUDENT: bool  # own is the student
-    CAUSAL: bool
+    HAS_LEFT: bool  # these as in arguments.Config
+    HAS_RIGHT: bool
+    HAS_MASK: bool
     PLAIN: bool  # the gradient is FORM.TS (P - S): no logarithms, and the teacher's mass is 1
     CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
     FOLDED: bool  # NOTE [Folded gradients]
     FORM: Any
-    GROUP_SIZE: int  # query heads that share a key head; for dK those of one of its SHARES
+    GROUP_SIZE: int  # of dK: query heads of one of its SHARES, which share a key head on each side
     SHARES: int  # of dK: programs that share the query heads of a block of keys
-    HEAD_DIM: int
+    HEAD_DIM: int  # of own
+    OTHER_DIM: int
     BLOCK: int  # outer rows of a warp group
     INNER: int  # rows of an inner tile
     GROUPS: int  # warp groups that accumulate
@@ -109,14 +114,16 @@ class Tiles(NamedTuple):
 class Work(NamedTuple):
     """The outer block of a program, and the inner tiles it meets."""
 
-    b: Any
+    b: Any  # in the tensors: packed ones have one batch element
     first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK
+    own_key_head: Any
+    other_key_head: Any
     start: Any  # first row or key of the block
     first_tile: Any  # of the inner tiles
     num_tiles: Any  # of all heads together
     num_loads: Any  # an even number: the last tile may come twice
-    seqlen_q: Any
-    seqlen_k: Any
+    masks: Any  # arguments.MaskArgs
+    seq: Any  # arguments.Sequence
     own_scale: Any
     other_scale: Any
 
@@ -142,14 +149,14 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def load_statistics(stats, member, row, seqlen_q, TASK: gl.constexpr):
+def load_statistics(stats, member, row, work, TASK: gl.constexpr):
     """own lse, other lse, key sum, incoming gradient and clamp of rows of a head.
 
     Where FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left.
     With a clamp, the key sum is that of P where S is not below it.
     """
-    inside = row < seqlen_q
-    row = row + (stats.head_row + member * seqlen_q)
+    inside = row < work.seq.num_rows
+    row = row + (stats.head_row + member * work.masks.seqlen_q)
     own = finite_lse(gl.load(stats.own + row, mask=inside, other=0.0))
     other = finite_lse(gl.load(stats.other + row, mask=inside, other=0.0))
     grad = gl.load(stats.grad + row, mask=inside, other=0.0)
@@ -183,39 +190,44 @@ def load_all(
 ):
     """The loading warp: the outer tiles once, then every inner tile into a slot that is empty."""
     GROUPS: gl.constexpr = TASK.GROUPS
-    kv = work.first_head // (TASK.GROUP_SIZE * TASK.SHARES)
-    head = work.first_head if TASK.ROWS else kv
+    own_head = work.first_head if TASK.ROWS else work.own_key_head
+    other_head = work.first_head if TASK.ROWS else work.other_key_head
     mbarrier.expect(
         tiles.outer_bar,
         GROUPS * (own_outer.block_type.nbytes + other_outer.block_type.nbytes),
     )
+    start = work.start + (work.seq.start_q if TASK.ROWS else work.seq.start_k)
     for group in gl.static_range(GROUPS):
-        row = work.start + group * TASK.BLOCK
+        row = start + group * TASK.BLOCK
         async_load(
-            own_outer, [work.b, head, row, 0], tiles.outer_bar, tiles.own_outer.index(group)
+            own_outer, [work.b, own_head, row, 0], tiles.outer_bar, tiles.own_outer.index(group)
         )
         async_load(
-            other_outer, [work.b, head, row, 0], tiles.outer_bar, tiles.other_outer.index(group)
-        )
+            other_outer, [work.b, other_head, row, 0],
+            tiles.outer_bar, tiles.other_outer.index(group),
+        )  # fmt: skip
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for i in range(work.num_loads):
         slot = slot_of(i, TASK.SLOTS)
         tile = gl.minimum(i, work.num_tiles - 1)
         member = tile % TASK.GROUP_SIZE
         if TASK.ROWS:
-            head = kv
+            own_head = work.own_key_head
+            other_head = work.other_key_head
             row = (work.first_tile - tile) * TASK.INNER
         else:
-            head = work.first_head + member
+            own_head = work.first_head + member
+            other_head = work.first_head + member
             row = (work.first_tile + tile // TASK.GROUP_SIZE) * TASK.INNER
         full = tiles.full.index(slot)
         if not TASK.ROWS:  # they arrive while the slot is not empty yet
             rows = row + gl.arange(0, TASK.INNER, layout=lanes)
-            found = load_statistics(stats, member, rows, work.seqlen_q, TASK)
+            found = load_statistics(stats, member, rows, work, TASK)
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, TASK.SLOTS) ^ 1)
         mbarrier.expect(full, own_inner.block_type.nbytes + other_inner.block_type.nbytes)
-        async_load(own_inner, [work.b, head, row, 0], full, tiles.own_inner.index(slot))
-        async_load(other_inner, [work.b, head, row, 0], full, tiles.other_inner.index(slot))
+        row += work.seq.start_k if TASK.ROWS else work.seq.start_q
+        async_load(own_inner, [work.b, own_head, row, 0], full, tiles.own_inner.index(slot))
+        async_load(other_inner, [work.b, other_head, row, 0], full, tiles.other_inner.index(slot))
         if not TASK.ROWS:
             statistics = slot * NUM_STATISTICS
             tiles.statistics.index(statistics + OWN_LSE).store(found[OWN_LSE])
@@ -300,18 +312,39 @@ def second_half(
 def visible(d, work, outer, i, TASK: gl.constexpr):
     """d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes twice."""
     inner = gl.arange(0, TASK.INNER, layout=gl.SliceLayout(0, d.type.layout))
-    offset = work.seqlen_k - work.seqlen_q
     if TASK.ROWS:
+        rows = gl.expand_dims(outer, 1)
         keys = gl.expand_dims(inner + (work.first_tile - i) * TASK.INNER, 0)
-        limit = gl.expand_dims(outer + offset, 1)
     else:
-        keys = gl.expand_dims(outer, 1)
         row = (work.first_tile + i // TASK.GROUP_SIZE) * TASK.INNER
-        limit = gl.expand_dims(inner + (row + offset), 0)
-    allowed = keys < gl.where(i < work.num_tiles, work.seqlen_k, -(1 << 30))
-    if TASK.CAUSAL:
-        allowed = allowed & (keys <= limit)
+        rows = gl.expand_dims(inner + row, 0)
+        keys = gl.expand_dims(outer, 1)
+    allowed = keys < gl.where(i < work.num_tiles, work.seq.num_valid, -(1 << 30))
+    if not TASK.ROWS and work.masks.cu_seqlens_q is not None:  # behind them is another sequence
+        allowed = allowed & (rows < work.seq.num_rows)
+    allowed = in_window(allowed, work.masks, work.seq, rows, keys, TASK.HAS_LEFT, TASK.HAS_RIGHT)
     return gl.where(allowed, d, 0.0)
+
+
+@gluon.jit
+def tiles_without_mask(work, first, TASK: gl.constexpr):
+    """Inner tiles from start to stop: the warp group with this first outer row needs no mask."""
+    if TASK.ROWS:
+        _, left, right, _ = keys_of_rows(
+            work.masks, work.seq, first, TASK.BLOCK, TASK.INNER,
+            TASK.HAS_LEFT, TASK.HAS_RIGHT, False,
+        )  # fmt: skip
+        behind = work.first_tile + 1  # from the last to the first
+        start = behind - right // TASK.INNER
+        stop = behind - left // TASK.INNER
+    else:
+        _, left, right, _ = rows_of_keys(
+            work.masks, work.seq, first, TASK.BLOCK, TASK.INNER,
+            TASK.HAS_LEFT, TASK.HAS_RIGHT, False,
+        )  # fmt: skip
+        start = (left // TASK.INNER - work.first_tile) * TASK.GROUP_SIZE
+        stop = (right // TASK.INNER - work.first_tile) * TASK.GROUP_SIZE
+    return start, gl.minimum(stop, work.num_tiles)
 
 
 @gluon.jit
@@ -329,18 +362,11 @@ def accumulate(
     dtype: gl.constexpr = tiles.own_inner.dtype
     first = work.start + GROUP * TASK.BLOCK
     outer = first + gl.arange(0, TASK.BLOCK, layout=gl.SliceLayout(1, mma))
+    start_whole, stop_whole = tiles_without_mask(work, first, TASK)
     if TASK.ROWS:
-        complete = complete_keys(first, work.seqlen_q, work.seqlen_k, TASK.CAUSAL)
-        num_masked = work.first_tile + 1 - complete // TASK.INNER
-        kept = load_statistics(stats, 0, outer, work.seqlen_q, TASK)
+        kept = load_statistics(stats, 0, outer, work, TASK)
         marks_of_rows = marks_of(kept, TASK)
     else:
-        num_masked = 0
-        if TASK.CAUSAL:
-            offset = work.seqlen_k - work.seqlen_q
-            last_key = gl.minimum(first + TASK.BLOCK, work.seqlen_k) - 1
-            complete = (gl.maximum(last_key - offset, 0) + TASK.INNER - 1) // TASK.INNER
-            num_masked = (complete - work.first_tile) * TASK.GROUP_SIZE
         kept = (0, 0, 0, 0, 0)  # they come with the tiles
         marks_of_rows = 0
     zero = gl.full([TASK.BLOCK, TASK.INNER], 0.0, gl.float32, layout=mma)
@@ -369,7 +395,7 @@ def accumulate(
                 marks = marks_in(tiles, slot, marks_of_rows, TASK)
                 scale = work.other_scale
                 d = second_half(x, other, kept, tiles, slot, marks, scale, HELPER, TASK)
-                if (i < num_masked) | (i >= work.num_tiles) | ((marks & NEGATIVE) != 0):
+                if (i < start_whole) | (i >= stop_whole) | ((marks & NEGATIVE) != 0):
                     d = visible(d, work, outer, i, TASK)
                     if TASK.FOLDED:
                         d = d * along(kept, tiles, slot, GRAD, mma, TASK)
@@ -391,27 +417,32 @@ def accumulate(
     if TASK.PLAIN:
         factor = factor * TASK.FORM.TS
     if TASK.ROWS:
-        inside = rows < work.seqlen_q
+        inside = rows < work.seq.num_rows
+        first_row = work.seq.start_q
         grad = gl.load(stats.grad + (stats.head_row + rows), mask=inside, other=0.0)
         acc = acc * gl.expand_dims(grad * factor, 1)
         head = work.first_head
     else:
-        inside = rows < work.seqlen_k
+        inside = rows < work.seq.num_keys
+        first_row = work.seq.start_k
         acc = acc * factor
         head = work.first_head // TASK.GROUP_SIZE  # shares are heads of their own
     out = output.ptr + work.b.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
-    out = out + gl.expand_dims(rows.to(gl.int64) * output.stride_n, 1) + gl.expand_dims(dims, 0)
+    rows = (first_row + rows).to(gl.int64)
+    out = out + gl.expand_dims(rows * output.stride_n, 1) + gl.expand_dims(dims, 0)
     gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=gl.expand_dims(inside, 1))
     gdc_wait()  # NOTE [One gradient beside the next]
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
-@gluon.jit(do_not_specialize=["num_blocks", "seqlen_q", "seqlen_k"])
+@gluon.jit(do_not_specialize=["num_blocks", "seqlen_q", "seqlen_k", "window_left", "window_right"])
 def backward_kernel(
     own_outer, other_outer, own_inner, other_inner,
     grad_ptr, own_stats, other_stats, stats_stride,
     out_ptr, out_b, out_h, out_n, out_scale, sums,
-    num_blocks, num_heads, seqlen_q, seqlen_k, own_scale, other_scale,
+    num_blocks, num_heads, own_group, other_group,
+    seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    own_scale, other_scale,
     HELPER: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads.
@@ -420,37 +451,54 @@ def backward_kernel(
     HELPER computes the gradient of one key (pointwise.py) where TASK.FORM does not hold.
     """
     gdc_launch_dependents()  # NOTE [One gradient beside the next]
-    position, sequence = place_of(gl.program_id(0), num_blocks, TASK.CAUSAL)
-    if TASK.ROWS and TASK.CAUSAL:
+    position, sequence = place_of(gl.program_id(0), num_blocks, TASK.HAS_RIGHT)
+    if TASK.ROWS and TASK.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
-    start = position * (TASK.GROUPS * TASK.BLOCK)
+    ROWS_OF_BLOCK: gl.constexpr = TASK.GROUPS * TASK.BLOCK
+    start = position * ROWS_OF_BLOCK
+    num_groups = num_heads // TASK.GROUP_SIZE
+    b = sequence // num_groups
+    first_head = sequence % num_groups * TASK.GROUP_SIZE
+    masks = MaskArgs(
+        None, 0, 0, 0, 0, key_lengths, 0, 0, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+    )
+    seq = bind_sequence(masks, b, first_head, TASK)
+    # the bounds of the window with the offset in them: a register less in the loops
+    left, right = window_left - seq.offset, window_right + seq.offset
+    seq = without_offset(seq)
+    masks = MaskArgs(
+        None, 0, 0, 0, 0, key_lengths, left, right, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+    )
+    head_row = row_offset(b * num_heads + first_head, first_head, seq, masks)
+    if cu_seqlens_q is not None:
+        if start >= (seq.num_rows if TASK.ROWS else seq.num_keys):
+            gdc_wait()
+            return
+        b = b * 0
     if TASK.ROWS:
-        b = sequence // num_heads
-        first_head = sequence % num_heads
-        stop = start + TASK.GROUPS * TASK.BLOCK
-        num_tiles = tiles_met(stop, seqlen_q, seqlen_k, TASK.INNER, TASK.CAUSAL)
-        first_tile = num_tiles - 1  # from the last to the first
+        first, _, _, stop = keys_of_rows(
+            masks, seq, start, ROWS_OF_BLOCK, TASK.INNER, TASK.HAS_LEFT, TASK.HAS_RIGHT, False
+        )
+        num_tiles = (stop - first + TASK.INNER - 1) // TASK.INNER
+        first_tile = first // TASK.INNER + num_tiles - 1  # from the last to the first
     else:
-        num_groups = num_heads // TASK.GROUP_SIZE
-        b = sequence // num_groups
-        first_head = sequence % num_groups * TASK.GROUP_SIZE
-        num_tiles = (seqlen_q + TASK.INNER - 1) // TASK.INNER
-        first_tile = start * 0
-        if TASK.CAUSAL:  # row i sees key j where j <= i + offset
-            offset = seqlen_k - seqlen_q
-            first_tile = gl.minimum(gl.maximum(start - offset, 0) // TASK.INNER, num_tiles)
-        num_tiles = (num_tiles - first_tile) * TASK.GROUP_SIZE
+        first, _, _, stop = rows_of_keys(
+            masks, seq, start, ROWS_OF_BLOCK, TASK.INNER, TASK.HAS_LEFT, TASK.HAS_RIGHT, False
+        )
+        num_tiles = (stop - first + TASK.INNER - 1) // TASK.INNER * TASK.GROUP_SIZE
+        first_tile = first // TASK.INNER
     work = Work(
-        b, first_head, start, first_tile, num_tiles, num_tiles + (num_tiles & 1),
-        seqlen_q, seqlen_k, own_scale, other_scale,
+        b, first_head, first_head // own_group, first_head // other_group, start,
+        first_tile, num_tiles, num_tiles + (num_tiles & 1), masks, seq, own_scale, other_scale,
     )  # fmt: skip
-    head_row = (b * num_heads + first_head).to(gl.int64) * seqlen_q
     stats = Statistics(own_stats, other_stats, own_stats + stats_stride, grad_ptr, head_row)
     output = Output(out_ptr, out_b, out_h, out_n, out_scale)
 
     SLOTS: gl.constexpr = TASK.SLOTS
-    outer: gl.constexpr = [TASK.GROUPS, 1, 1, TASK.BLOCK, TASK.HEAD_DIM]
-    inner: gl.constexpr = [TASK.SLOTS, 1, 1, TASK.INNER, TASK.HEAD_DIM]
+    own_tiles: gl.constexpr = [TASK.GROUPS, 1, 1, TASK.BLOCK, TASK.HEAD_DIM]
+    other_tiles: gl.constexpr = [TASK.GROUPS, 1, 1, TASK.BLOCK, TASK.OTHER_DIM]
+    own_slots: gl.constexpr = [TASK.SLOTS, 1, 1, TASK.INNER, TASK.HEAD_DIM]
+    other_slots: gl.constexpr = [TASK.SLOTS, 1, 1, TASK.INNER, TASK.OTHER_DIM]
     rows: gl.constexpr = [1 if TASK.ROWS else TASK.SLOTS * NUM_STATISTICS, TASK.INNER]
     vectors: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -461,10 +509,10 @@ def backward_kernel(
         tile_size: gl.constexpr = TASK.INNER * TASK.HEAD_DIM
         sums += (b * num_heads + first_head).to(gl.int64) * tiles_of_head * tile_size
     tiles = Tiles(
-        gl.allocate_shared_memory(own_outer.dtype, outer, own_outer.layout),
-        gl.allocate_shared_memory(other_outer.dtype, outer, other_outer.layout),
-        gl.allocate_shared_memory(own_inner.dtype, inner, own_inner.layout),
-        gl.allocate_shared_memory(other_inner.dtype, inner, other_inner.layout),
+        gl.allocate_shared_memory(own_outer.dtype, own_tiles, own_outer.layout),
+        gl.allocate_shared_memory(other_outer.dtype, other_tiles, other_outer.layout),
+        gl.allocate_shared_memory(own_inner.dtype, own_slots, own_inner.layout),
+        gl.allocate_shared_memory(other_inner.dtype, other_slots, other_inner.layout),
         gl.allocate_shared_memory(gl.float32, rows, vectors),
         gl.allocate_shared_memory(gl.int32, [TASK.SLOTS, 1], vectors),
         gl.allocate_shared_memory(gl.int64, [1], bars),

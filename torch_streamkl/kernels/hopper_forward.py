@@ -6,15 +6,21 @@ from the last key to the first, so that those that need a mask come first. Every
 its own; only the barriers of the slots tie them. The last blocks are computed in parts where that
 helps: NOTE [Parts] in hopper_parts.py.
 
+NOTE [Pairs of a block]
+Which pairs of tiles a block meets, and which of them every row of a warp group sees whole, are two
+ranges that `scores.keys_of_rows` finds once: from key lengths, a causal mask, a window. The pairs
+outside the second range, and the first pair in any case, are masked element by element: those at
+the right edge come first, those at the left edge of a window last.
+
 NOTE [Fixed bases]
 The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
-The rest is summed relative to the maxima found so far, which stay fixed: no maxima, no rescaling,
-no exchange between threads. With x the score less the base, a sum of 2^x over at most 2^23 keys is
-as good as one relative to the true maximum if it is from 2^-80 to 2^100: no term overflowed, nor
-does the sum times its logarithm, and what terms below 2^-126 lose is less than 2^23 2^-126 in all,
-2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then loses at most
-2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100 either. A row
-that fails gets NaN for its value, and the launch that follows
+The others are summed relative to the maxima found before them, which stay fixed: no maxima, no
+rescaling, no exchange between threads. With x the score less the base, a sum of 2^x over at most
+2^23 keys is as good as one relative to the true maximum if it is from 2^-80 to 2^100: no term
+overflowed, nor does the sum times its logarithm, and what terms below 2^-126 lose is less than
+2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then
+loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100
+either. A row that fails gets NaN for its value, and the launch that follows
 (`attention_forward.forward_again_kernel`) computes blocks with such rows again, and no others.
 
 NOTE [Clamps]
@@ -29,15 +35,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from torch_streamkl.kernels.arguments import State
-from torch_streamkl.kernels.attention_forward import store_state
+from torch_streamkl.kernels.arguments import MaskArgs, State
+from torch_streamkl.kernels.attention_forward import row_offset, store_state
 from torch_streamkl.kernels.hopper import (
     GROUP_REGISTERS,
     NUM_WARPS,
     async_load,
     before_wait,
     before_wait_pair,
-    complete_keys,
     exp2,
     flat,
     lane_lowest,
@@ -45,10 +50,11 @@ from torch_streamkl.kernels.hopper import (
     phase_of,
     slot_of,
     start_scores,
-    tiles_met,
+    without_offset,
 )
 from torch_streamkl.kernels.hopper_parts import block_of, finish_rows, tiles_of_part
 from torch_streamkl.kernels.rows import LOW, moment, place_of, update
+from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
@@ -70,15 +76,15 @@ class Tiles(NamedTuple):
 class Block(NamedTuple):
     """The block of rows of a program, and the tiles of keys it meets."""
 
-    b: Any
+    b: Any  # in the tensors: packed ones have one batch element
     h: Any
     bh: Any
     m0: Any
     num_pairs: Any  # of tiles of the program
     stop_pair: Any  # behind the last of them
     beyond: Any  # number of the program among those that are parts, negative before them
-    seqlen_q: Any
-    seqlen_k: Any
+    masks: Any  # arguments.MaskArgs
+    seq: Any  # arguments.Sequence
     other_scale: Any
     weight_scale: Any
 
@@ -112,7 +118,7 @@ def load_all(
     """The loading warp: queries once, then every pair into the slot that is empty."""
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
-        row = block.m0 + group * CONFIG.BLOCK_M
+        row = block.seq.start_q + block.m0 + group * CONFIG.BLOCK_M
         async_load(other_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.other_q.index(group))
         async_load(weight_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.weight_q.index(group))
     for i in range(block.num_pairs):
@@ -121,7 +127,8 @@ def load_all(
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, SLOTS) ^ 1)
         mbarrier.expect(full, 2 * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
         for half in gl.static_range(2):
-            row = (2 * (block.stop_pair - 1 - i) + half) * CONFIG.BLOCK_N
+            first = (2 * (block.stop_pair - 1 - i) + half) * CONFIG.BLOCK_N
+            row = block.seq.start_k + first
             other = tile_of(tiles.other_k, i, half, SLOTS)
             weight = tile_of(tiles.weight_k, i, half, SLOTS)
             async_load(other_k, [block.b, other_h, row, 0], full, other)
@@ -151,30 +158,36 @@ def release(tiles, i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def update_pairs(
-    state, oq, wq, tiles, block, rows, count, last_row, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
+    state, oq, wq, tiles, block, first_row, rows, start, stop, zero,
+    WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Running state after the first `count` pairs, masked element by element."""
+    """Running state after the pairs from start to stop, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
-    stop = block.seqlen_k
-    if CAUSAL:  # no row of the warp group sees the keys from here on
-        stop = gl.minimum(stop, last_row + 1 + block.seqlen_k - block.seqlen_q)
-    for i in range(count):
+    masks, seq = block.masks, block.seq
+    # some row of the warp group sees a key in [first_key, stop_key), none another
+    first_key = seq.num_valid * 0
+    stop_key = seq.num_valid
+    if CONFIG.HAS_LEFT:
+        first_key = first_row + seq.offset - masks.window_left
+    if CONFIG.HAS_RIGHT:
+        last_row = first_row + CONFIG.BLOCK_M - 1
+        stop_key = gl.minimum(stop_key, last_row + seq.offset + masks.window_right + 1)
+    for i in range(start, stop):
         wait_for(tiles, i, True, SLOTS)
         for second in range(2):
             half = 1 - second
             first = (2 * (block.stop_pair - 1 - i) + half) * BLOCK_N
-            if first < stop:
+            if (first < stop_key) & (first + BLOCK_N > first_key):
                 o = start_scores(oq, tile_of(tiles.other_k, i, half, SLOTS), zero)
                 w = start_scores(wq, tile_of(tiles.weight_k, i, half, SLOTS), zero)
                 o, w = warpgroup_mma_wait(0, deps=[o, w])
-                cols = first + gl.arange(0, BLOCK_N, layout=col_layout)
-                allowed = gl.expand_dims(cols, 0) < block.seqlen_k
-                if CAUSAL:
-                    limit = rows + (block.seqlen_k - block.seqlen_q)
-                    allowed &= gl.expand_dims(cols, 0) <= gl.expand_dims(limit, 1)
+                cols = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=col_layout), 0)
+                allowed = in_window(
+                    cols < seq.num_valid, masks, seq, gl.expand_dims(rows, 1), cols,
+                    CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT,
+                )  # fmt: skip
                 o = gl.where(allowed, o * block.other_scale, -float("inf"))
                 w = gl.where(allowed, w * block.weight_scale, -float("inf"))
                 if WEIGHT_IS_TEACHER:
@@ -221,19 +234,19 @@ def step(
 
 @gluon.jit
 def sum_pairs(
-    sums, oq, wq, tiles, block, start, zero,
+    sums, oq, wq, tiles, block, start, stop, zero,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Sums over the pairs from `start` on.
+    """Sums over the pairs from start to stop, which need no mask.
 
     One matmul is in flight at a time, so that the registers are enough for three warp groups.
     """
     wait_for(tiles, start, True, SLOTS)
     o = start_scores(oq, tile_of(tiles.other_k, start, 1, SLOTS), zero)
     o = warpgroup_mma_wait(0, deps=[o])
-    for i in range(start, block.num_pairs):
-        more = i + 1 < block.num_pairs
+    for i in range(start, stop):
+        more = i + 1 < stop
         o, sums = step(
             o, sums, i, more, oq, wq, tiles, block, zero, 1,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
@@ -296,9 +309,23 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
+    """Pairs from start to stop, but never the first: the warp group's rows see them whole."""
+    PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
+    _, left, right, _ = keys_of_rows(
+        block.masks, block.seq, first_row, CONFIG.BLOCK_M, PAIR,
+        CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False,
+    )  # fmt: skip
+    start = gl.minimum(gl.maximum(block.stop_pair - right // PAIR, 1), block.num_pairs)
+    stop = block.num_pairs
+    if CONFIG.HAS_LEFT:
+        stop = gl.maximum(gl.minimum(stop, block.stop_pair - left // PAIR), start)
+    return start, stop
+
+
+@gluon.jit
 def reduce_rows(
-    tiles, block, outputs, GROUP: gl.constexpr,
-    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
+    tiles, block, outputs, GROUP: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows."""
@@ -317,18 +344,15 @@ def reduce_rows(
     first = block.m0 + GROUP * BLOCK_M
     rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=mma)
-    complete = complete_keys(first, block.seqlen_q, block.seqlen_k, CAUSAL)
-    num_masked = gl.maximum(block.stop_pair - complete // (2 * BLOCK_N), 1)
-    num_masked = gl.minimum(num_masked, block.num_pairs)
+    start, stop = pairs_without_mask(block, first, CONFIG)
     oq = flat(tiles.other_q.index(GROUP))
     wq = flat(tiles.weight_q.index(GROUP))
     mbarrier.wait(tiles.q_bar, 0)
     state = update_pairs(
-        empty(BLOCK_M, row_layout), oq, wq, tiles, block, rows, num_masked,
-        first + BLOCK_M - 1, zero,
-        WEIGHT_IS_TEACHER, CAUSAL, SLOTS, FORM, CONFIG,
+        empty(BLOCK_M, row_layout), oq, wq, tiles, block, first, rows, 0, start, zero,
+        WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
     )  # fmt: skip
-    if num_masked < block.num_pairs:
+    if start < stop:
         m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
         m_w = state.m_t if WEIGHT_IS_TEACHER else state.m_s
         base_o = gl.where(m_o == LOW, 0.0, m_o)
@@ -340,14 +364,19 @@ def reduce_rows(
         low_w = per_thread(low_w - base_w, none)
         sums = Sums(none, none, none, low_o, low_w, base_o, base_w)
         sums = sum_pairs(
-            sums, oq, wq, tiles, block, num_masked, zero,
+            sums, oq, wq, tiles, block, start, stop, zero,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
         state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER))
-    inside = rows < block.seqlen_q
+    if CONFIG.HAS_LEFT:
+        state = update_pairs(
+            state, oq, wq, tiles, block, first, rows, stop, block.num_pairs, zero,
+            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+        )  # fmt: skip
+    inside = rows < block.seq.num_rows
     if PARTS == 1 or block.beyond < 0:
         finish_rows(
-            state, block.bh.to(gl.int64) * block.seqlen_q + rows, inside,
+            state, row_offset(block.bh, block.h, block.seq, block.masks) + rows, inside,
             outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, FORM, CONFIG,
         )  # fmt: skip
     else:
@@ -355,42 +384,73 @@ def reduce_rows(
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
-@gluon.jit(do_not_specialize=["num_blocks", "num_whole", "first_row", "seqlen_q", "seqlen_k"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_blocks", "num_whole", "first_row", "seqlen_q", "seqlen_k",
+        "window_left", "window_right",
+    ]
+)  # fmt: skip
 def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     state_ptr, field_stride, part_stride, first_row,
     num_whole, num_blocks, num_heads, other_group, weight_group,
-    seqlen_q, seqlen_k, other_scale, weight_scale,
-    WEIGHT_IS_TEACHER: gl.constexpr, CAUSAL: gl.constexpr,
+    seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    other_scale, weight_scale,
+    WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
     FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Blocks from num_whole on are PARTS programs each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    HEAD_DIM: gl.constexpr = CONFIG.S_DIM
+    OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
+    WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM
     beyond = gl.program_id(0) - num_whole
-    position, bh = place_of(block_of(beyond, num_whole, PARTS), num_blocks, CAUSAL)
-    if CAUSAL:
+    position, bh = place_of(block_of(beyond, num_whole, PARTS), num_blocks, CONFIG.HAS_RIGHT)
+    if CONFIG.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     b = bh // num_heads
     h = bh % num_heads
     m0 = position * (GROUPS * BLOCK_M)
-    num_pairs = tiles_met(m0 + GROUPS * BLOCK_M, seqlen_q, seqlen_k, 2 * BLOCK_N, CAUSAL)
+    masks = MaskArgs(
+        None, 0, 0, 0, 0, key_lengths, 0, 0, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+    )
+    seq = bind_sequence(masks, b, h, CONFIG)
+    # the bounds of the window with the offset in them: a register less in the loops
+    left, right = window_left - seq.offset, window_right + seq.offset
+    seq = without_offset(seq)
+    masks = MaskArgs(
+        None, 0, 0, 0, 0, key_lengths, left, right, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+    )
+    if cu_seqlens_q is not None:
+        if m0 >= seq.num_rows:
+            return
+        b = b * 0
+    PAIR: gl.constexpr = 2 * BLOCK_N
+    first_key, _, _, stop_key = keys_of_rows(
+        masks, seq, m0, GROUPS * BLOCK_M, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
+    )
+    num_pairs = (stop_key - first_key + PAIR - 1) // PAIR
     first_pair, stop_pair = tiles_of_part(num_pairs, beyond, PARTS)
     block = Block(
-        b, h, bh, m0, stop_pair - first_pair, stop_pair, beyond,
-        seqlen_q, seqlen_k, other_scale, weight_scale,
+        b, h, bh, m0, stop_pair - first_pair, first_key // PAIR + stop_pair, beyond,
+        masks, seq, other_scale, weight_scale,
     )  # fmt: skip
 
-    queries: gl.constexpr = [GROUPS, 1, 1, BLOCK_M, HEAD_DIM]
-    keys: gl.constexpr = [2 * SLOTS, 1, 1, BLOCK_N, HEAD_DIM]
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = Tiles(
-        gl.allocate_shared_memory(other_q.dtype, queries, other_q.layout),
-        gl.allocate_shared_memory(weight_q.dtype, queries, weight_q.layout),
-        gl.allocate_shared_memory(other_k.dtype, keys, other_k.layout),
-        gl.allocate_shared_memory(weight_k.dtype, keys, weight_k.layout),
+        gl.allocate_shared_memory(
+            other_q.dtype, [GROUPS, 1, 1, BLOCK_M, OTHER_DIM], other_q.layout
+        ),
+        gl.allocate_shared_memory(
+            weight_q.dtype, [GROUPS, 1, 1, BLOCK_M, WEIGHT_DIM], weight_q.layout
+        ),
+        gl.allocate_shared_memory(
+            other_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, OTHER_DIM], other_k.layout
+        ),
+        gl.allocate_shared_memory(
+            weight_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, WEIGHT_DIM], weight_k.layout
+        ),
         gl.allocate_shared_memory(gl.int64, [1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
@@ -410,7 +470,7 @@ def forward_kernel(
         [
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(0),
-                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, block,
@@ -418,15 +478,15 @@ def forward_kernel(
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(1),
-                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(2),
-                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(3),
-                WEIGHT_IS_TEACHER, CAUSAL, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],

@@ -204,13 +204,20 @@ def teacher_scores(
 
 
 @triton.jit
+def in_window(allowed, masks, seq, rows, cols, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Those of the allowed (row, key) pairs whose key is inside the row's window."""
+    if LEFT:
+        allowed &= cols >= rows + seq.offset - masks.window_left
+    if RIGHT:
+        allowed &= cols <= rows + seq.offset + masks.window_right
+    return allowed
+
+
+@triton.jit
 def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
     """Which (row, key) pairs of a tile take part; rows and cols broadcast to it."""
     allowed = inside & (cols < seq.num_valid)
-    if CONFIG.HAS_LEFT:
-        allowed &= cols >= rows + seq.offset - masks.window_left
-    if CONFIG.HAS_RIGHT:
-        allowed &= cols <= rows + seq.offset + masks.window_right
+    allowed = in_window(allowed, masks, seq, rows, cols, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_MASK:
         ptrs = (
             masks.mask
@@ -225,35 +232,65 @@ def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 @triton.jit
 def key_range(masks, seq, m0, CONFIG: tl.constexpr):
     """Keys [first, stop) that some row of the block at m0 may see, [left, right) all rows."""
-    last_row = tl.minimum(m0 + CONFIG.BLOCK_M, seq.num_rows) - 1
+    return keys_of_rows(
+        masks, seq, m0, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
+        CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.DENSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def keys_of_rows(
+    masks, seq, m0, ROWS: tl.constexpr, TILE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """key_range of the block of ROWS at m0, with bounds on boundaries of TILE keys."""
+    last_row = tl.minimum(m0 + ROWS, seq.num_rows) - 1
     start = 0
     stop = seq.num_valid
     full_start = 0
     full_stop = seq.num_valid
-    if CONFIG.HAS_LEFT:
+    if LEFT:
         start = tl.maximum(start, m0 + seq.offset - masks.window_left)
         full_start = tl.maximum(full_start, last_row + seq.offset - masks.window_left)
-    if CONFIG.HAS_RIGHT:
+    if RIGHT:
         stop = tl.minimum(stop, last_row + seq.offset + masks.window_right + 1)
         full_stop = tl.minimum(full_stop, m0 + seq.offset + masks.window_right + 1)
-    return tiles(start, stop, full_start, full_stop, CONFIG.BLOCK_N, CONFIG.DENSE)
+    return tiles(start, stop, full_start, full_stop, TILE, DENSE)
 
 
 @triton.jit
 def row_range(masks, seq, n0, CONFIG: tl.constexpr):
     """Rows [first, stop) that may see some key of the block at n0, [left, right) all keys."""
-    last_key = tl.minimum(n0 + CONFIG.BLOCK_N, seq.num_keys) - 1
+    return rows_of_keys(
+        masks, seq, n0, CONFIG.BLOCK_N, CONFIG.BLOCK_M,
+        CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.DENSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_of_keys(
+    masks, seq, n0, KEYS: tl.constexpr, TILE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """row_range of the block of KEYS at n0, with bounds on boundaries of TILE rows."""
+    last_key = tl.minimum(n0 + KEYS, seq.num_keys) - 1
     start = 0
     stop = seq.num_rows
     full_start = 0
     full_stop = seq.num_rows
-    if CONFIG.HAS_RIGHT:
+    if RIGHT:
         start = tl.maximum(start, n0 - seq.offset - masks.window_right)
         full_start = tl.maximum(full_start, last_key - seq.offset - masks.window_right)
-    if CONFIG.HAS_LEFT:
+    if LEFT:
         stop = tl.minimum(stop, last_key - seq.offset + masks.window_left + 1)
         full_stop = tl.minimum(full_stop, n0 - seq.offset + masks.window_left + 1)
-    return tiles(start, stop, full_start, full_stop, CONFIG.BLOCK_M, CONFIG.DENSE)
+    first, left, right, stop = tiles(start, stop, full_start, full_stop, TILE, DENSE)
+    if n0 + KEYS > seq.num_valid:  # keys that key_lengths excludes: look at every element
+        left = first
+        right = first
+    if n0 >= seq.num_valid:
+        stop = first
+    return first, left, right, stop
 
 
 @triton.jit
