@@ -327,6 +327,25 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
 
 
 @gluon.jit
+def tiles_met(masks, seq, start, TASK: gl.constexpr):
+    """First and number of the inner tiles of the block of outer rows at start."""
+    ROWS_OF_BLOCK: gl.constexpr = TASK.GROUPS * TASK.BLOCK
+    if TASK.ROWS:
+        first, _, _, stop = keys_of_rows(
+            masks, seq, start, ROWS_OF_BLOCK, TASK.INNER, TASK.HAS_LEFT, TASK.HAS_RIGHT, False
+        )
+        num_tiles = (stop - first + TASK.INNER - 1) // TASK.INNER
+        first_tile = first // TASK.INNER + num_tiles - 1  # from the last to the first
+    else:
+        first, _, _, stop = rows_of_keys(
+            masks, seq, start, ROWS_OF_BLOCK, TASK.INNER, TASK.HAS_LEFT, TASK.HAS_RIGHT, False
+        )
+        num_tiles = (stop - first + TASK.INNER - 1) // TASK.INNER * TASK.GROUP_SIZE
+        first_tile = first // TASK.INNER
+    return first_tile, num_tiles
+
+
+@gluon.jit
 def tiles_without_mask(work, first, TASK: gl.constexpr):
     """Inner tiles from start to stop: the warp group with this first outer row needs no mask."""
     if TASK.ROWS:
@@ -454,8 +473,7 @@ def backward_kernel(
     position, sequence = place_of(gl.program_id(0), num_blocks, TASK.HAS_RIGHT)
     if TASK.ROWS and TASK.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
-    ROWS_OF_BLOCK: gl.constexpr = TASK.GROUPS * TASK.BLOCK
-    start = position * ROWS_OF_BLOCK
+    start = position * (TASK.GROUPS * TASK.BLOCK)
     num_groups = num_heads // TASK.GROUP_SIZE
     b = sequence // num_groups
     first_head = sequence % num_groups * TASK.GROUP_SIZE
@@ -475,18 +493,7 @@ def backward_kernel(
             gdc_wait()
             return
         b = b * 0
-    if TASK.ROWS:
-        first, _, _, stop = keys_of_rows(
-            masks, seq, start, ROWS_OF_BLOCK, TASK.INNER, TASK.HAS_LEFT, TASK.HAS_RIGHT, False
-        )
-        num_tiles = (stop - first + TASK.INNER - 1) // TASK.INNER
-        first_tile = first // TASK.INNER + num_tiles - 1  # from the last to the first
-    else:
-        first, _, _, stop = rows_of_keys(
-            masks, seq, start, ROWS_OF_BLOCK, TASK.INNER, TASK.HAS_LEFT, TASK.HAS_RIGHT, False
-        )
-        num_tiles = (stop - first + TASK.INNER - 1) // TASK.INNER * TASK.GROUP_SIZE
-        first_tile = first // TASK.INNER
+    first_tile, num_tiles = tiles_met(masks, seq, start, TASK)
     work = Work(
         b, first_head, first_head // own_group, first_head // other_group, start,
         first_tile, num_tiles, num_tiles + (num_tiles & 1), masks, seq, own_scale, other_scale,

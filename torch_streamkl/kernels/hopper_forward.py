@@ -157,6 +157,29 @@ def release(tiles, i, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """First and number of the pairs with a key that some of the ROWS from m0 on sees."""
+    PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
+    first_key, _, _, stop_key = keys_of_rows(
+        masks, seq, m0, ROWS, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
+    )
+    return first_key // PAIR, (stop_key - first_key + PAIR - 1) // PAIR
+
+
+@gluon.jit
+def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
+    """Where the keys begin and end that some row of the warp group at first_row sees."""
+    first_key = seq.num_valid * 0
+    stop_key = seq.num_valid
+    if CONFIG.HAS_LEFT:
+        first_key = first_row + seq.offset - masks.window_left
+    if CONFIG.HAS_RIGHT:
+        last_row = first_row + CONFIG.BLOCK_M - 1
+        stop_key = gl.minimum(stop_key, last_row + seq.offset + masks.window_right + 1)
+    return first_key, stop_key
+
+
+@gluon.jit
 def update_pairs(
     state, oq, wq, tiles, block, first_row, rows, start, stop, zero,
     WEIGHT_IS_TEACHER: gl.constexpr,
@@ -166,14 +189,7 @@ def update_pairs(
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     masks, seq = block.masks, block.seq
-    # some row of the warp group sees a key in [first_key, stop_key), none another
-    first_key = seq.num_valid * 0
-    stop_key = seq.num_valid
-    if CONFIG.HAS_LEFT:
-        first_key = first_row + seq.offset - masks.window_left
-    if CONFIG.HAS_RIGHT:
-        last_row = first_row + CONFIG.BLOCK_M - 1
-        stop_key = gl.minimum(stop_key, last_row + seq.offset + masks.window_right + 1)
+    first_key, stop_key = keys_met(masks, seq, first_row, CONFIG)
     for i in range(start, stop):
         wait_for(tiles, i, True, SLOTS)
         for second in range(2):
@@ -426,14 +442,10 @@ def forward_kernel(
         if m0 >= seq.num_rows:
             return
         b = b * 0
-    PAIR: gl.constexpr = 2 * BLOCK_N
-    first_key, _, _, stop_key = keys_of_rows(
-        masks, seq, m0, GROUPS * BLOCK_M, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
-    )
-    num_pairs = (stop_key - first_key + PAIR - 1) // PAIR
+    first_met, num_pairs = pairs_met(masks, seq, m0, GROUPS * BLOCK_M, CONFIG)
     first_pair, stop_pair = tiles_of_part(num_pairs, beyond, PARTS)
     block = Block(
-        b, h, bh, m0, stop_pair - first_pair, first_key // PAIR + stop_pair, beyond,
+        b, h, bh, m0, stop_pair - first_pair, first_met + stop_pair, beyond,
         masks, seq, other_scale, weight_scale,
     )  # fmt: skip
 
