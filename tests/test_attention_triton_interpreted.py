@@ -72,6 +72,37 @@ def test_sums_in_the_order_of_registers() -> None:
 
 
 @inside
+@pytest.mark.parametrize(
+    "name", ["forward_kl", "key_lengths", "varlen_causal", "varlen", "window"]
+)
+def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the kernel for Hopper, whose rows may fail (hopper_forward.py)."""
+    from torch_streamkl.kernels import attention, attention_forward, hopper_attention, plans
+
+    forward, problems = attention.forward, []
+    monkeypatch.setattr(attention, "forward", lambda p: (problems.append(p), forward(p))[1])
+    build(replace(CASES[name], heads=2)).run("triton")
+    (p,) = problems
+    value, stats = forward(p)
+    found = [value, stats.student, stats.teacher]
+    expected = [x.clone() for x in found]
+    rows = slice(5, 22) if p.is_packed else slice(0, p.seqlen_q)  # those of one sequence
+    for x in found:
+        x.fill_(7.0)
+    value[-1, 1, rows.stop - 1] = math.nan
+    plan, config = plans.plan_of(p), plans.config_of(p, launch.HOPPER_AGAIN)
+    blocks = launch.ceil_div(hopper_attention._longest(p)[0], config.BLOCK_M)
+    attention_forward.forward_again_kernel[(blocks * 2 * plan.num_sequences, 1, 1)](
+        *plan.arguments(p), *found, plan.stats_stride, blocks, 2, plan.inv_temperature, plan.fill,
+        plan.form, plan.helper, config,
+    )  # fmt: skip
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[..., -1, 1, rows], y[..., -1, 1, rows])
+        x[..., -1, 1, rows] = 7.0
+        assert (x == 7.0).all()
+
+
+@inside
 def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks are computed in shares, which add up to what one program gives."""
     from torch_streamkl.kernels import head_mean_launch
