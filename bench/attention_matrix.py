@@ -27,6 +27,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -259,7 +260,11 @@ class Matrix:
 
     @classmethod
     def load(cls, path: Path) -> Matrix:
-        content = json.loads(path.read_text())
+        return cls.of(json.loads(path.read_text()))
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Matrix:
+        """What a file holds."""
         rows = [Row(**{**row, "cell": Cell(**row["cell"])}) for row in content["rows"]]
         known = {replace(cell, reason=""): cell.reason for cell in matrix()}  # as of today
         for row in rows:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench import attention_matrix
 from bench.table import markdown_lines
 
 Record = dict[str, Any]
@@ -152,6 +153,10 @@ def _sharded(record: Record) -> str:
     return f"{record['processes']} processes, a GPU each.\n\n{_table(header, rows)}"
 
 
+def _forms(record: Record) -> str:
+    return "\n".join(attention_matrix.beside_lines(attention_matrix.Matrix.of(record)))
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "linear_h200": ("linear_kl beside its peers", _linear_gpu),
     "linear_cpu": ("linear_kl on a CPU", _linear_cpu),
@@ -164,6 +169,11 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
         "attention_kl on a GPU: after the forward for Hopper and head-averaged teachers changed",
         _native,
     ),
+    "hopper_forms": (
+        "attention_kl on Hopper: masks, head_dims and key heads, beside cuDNN",
+        _forms,
+    ),
+    "hopper_forms_before": ("The same machine and hour, before", _forms),
     "h200-several-gpus": (
         "A training step of the Llama pair on several GPUs, DistributedDataParallel",
         _several_gpus,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def command_line(module: str, arguments: list[str]) -> str:
         if option in shown:
             position = shown.index(option)
             del shown[position : position + 2]
-    return " ".join(["python -m", module, *shown])
+    return f"python -m {module} {shlex.join(shown)}".rstrip()
 
 
 @dataclass
