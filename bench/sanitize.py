@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_streamkl import attention_kl, linear_kl
+from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # cuBLAS reads the padding between the rows of a matrix, and uses none of it
@@ -52,6 +52,31 @@ def _attention(impl: str, head_dim: int = 64, keys: int = 200, **options: object
         for h, n in shapes
     ]
     value = attention_kl(*tensors, impl=impl, **options)  # type: ignore[arg-type]
+    torch.autograd.grad(value.sum(), tensors)
+
+
+def _hopper_forms(**options: object) -> None:
+    """Key lengths of a batch, another head_dim and other key heads on each side."""
+    shapes = ((4, 300, 64), (1, 500, 64), (4, 300, 128), (2, 500, 128))
+    tensors = [
+        torch.randn(2, h, n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h, n, dim in shapes
+    ]
+    lengths = torch.tensor([333, 0], device="cuda", dtype=torch.int32)
+    value = attention_kl(*tensors, impl="hopper", key_lengths=lengths, **options)  # type: ignore[arg-type]
+    torch.autograd.grad(value.sum(), tensors)
+
+
+def _hopper_packed() -> None:
+    offsets = torch.tensor([0, 200, 201, 501], device="cuda", dtype=torch.int32)
+    tensors = [
+        torch.randn(501, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(4)
+    ]
+    value = attention_kl_varlen(
+        *tensors, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=300, max_seqlen_k=300,
+        is_causal=True, impl="hopper",
+    )  # fmt: skip
     torch.autograd.grad(value.sum(), tensors)
 
 
@@ -96,6 +121,9 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper": lambda: _attention("hopper", is_causal=True),
     "hopper, head_dim 128": lambda: _attention("hopper", head_dim=128, keys=1100),
     "hopper, clamped": lambda: _attention("hopper", student_clamp=1e-2, teacher_clamp=1e-2),
+    "hopper, lengths": lambda: _hopper_forms(is_causal=True),
+    "hopper, window": lambda: _hopper_forms(window=(150, 3)),
+    "hopper, packed": _hopper_packed,
     "hopper, any order": lambda: _attention("hopper", deterministic=False, keys=4096),
 }
 
