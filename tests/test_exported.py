@@ -98,7 +98,7 @@ def expected_of(step: Step, x: Tensor, trains: bool) -> list[Tensor]:
 
 def loaded(package: str, saved: Path, imports: str) -> subprocess.CompletedProcess[str]:
     source = LOAD.format(imports=imports)
-    command = [sys.executable, "-c", source, package, str(saved)]
+    command = [sys.executable, "-X", "faulthandler", "-c", source, package, str(saved)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
