@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from bench.offline import TARGETS, looks_like
-from torch_streamkl import devices, launch, tiles
+from torch_streamkl import (
+    attention_kl,
+    devices,
+    launch,
+    linear_kl,
+    linear_ops,
+    linear_problem,
+    linear_rows,
+    tiles,
+)
+from torch_streamkl.functional import DIVERGENCES, Functional
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import AttentionProblem
 from torch_streamkl.tiles import LEAST, Operands, TritonLaunch
@@ -85,7 +96,7 @@ def test_what_a_gpu_cannot_run_goes_to_the_blocks(
     reason: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    launch._warn_once.cache_clear()
+    launch.warn_once.cache_clear()
     p = problem(dtype, head_dim)
     with looks_like(target), caplog.at_level("WARNING", logger="torch_streamkl"):
         chosen = launch.select_implementation(p, "auto")
@@ -102,6 +113,61 @@ def test_a_gpu_below_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
         limit = launch.triton_limit(problem(torch.float16))
     assert limit is not None
     assert limit.startswith("needs compute capability 7.5 or above, got sm_75 of (7, 0)")
+
+
+def test_rows_of_logits_on_a_gpu_below_the_least(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
+    launch.warn_once.cache_clear()
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(8, 16, dtype=torch.float16, device="cuda")
+    head = linear_problem.Head(x, x)
+    kl = Functional.of(DIVERGENCES["forward_kl"])
+    p = linear_problem.LinearProblem(head, head, kl)
+    with looks_like("sm_75"), caplog.at_level("WARNING", logger="torch_streamkl"):
+        assert linear_ops.row_functions(p, "auto") is linear_rows
+        assert "needs compute capability 7.5 or above" in caplog.text
+        with pytest.raises(NotImplementedError, match=r"got sm_75 of \(7, 0\)"):
+            linear_ops.row_functions(p, "triton")
+
+
+@pytest.fixture
+def broken_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU is there, and Triton finds no compiler to build what speaks to its driver."""
+    from triton.runtime.driver import DriverConfig
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC.\nMore.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(DriverConfig, "active", property(refuse))
+    devices.require_driver.cache_clear()
+    yield
+    devices.require_driver.cache_clear()
+
+
+NO_COMPILER = r"takes a C compiler .* impl='streaming'.* RuntimeError: Failed to find C compiler"
+
+
+@pytest.mark.usefixtures("broken_driver")
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_a_driver_without_a_compiler(impl: str) -> None:
+    p = problem(torch.bfloat16)
+    with looks_like("sm_90"):
+        for _ in range(2):  # every call says so, not the first alone
+            with pytest.raises(RuntimeError, match=NO_COMPILER) as error:
+                launch.select_implementation(p, impl)
+            assert "\n" not in str(error.value)
+        assert launch.select_implementation(p, "streaming") == "streaming"
+
+
+@pytest.mark.usefixtures("broken_driver")
+def test_tensors_on_a_cpu_need_no_driver() -> None:
+    q, k = torch.randn(2, 1, 2, 5, 4).requires_grad_().unbind()
+    heads = [torch.randn(5, 4), torch.randn(7, 4)] * 2
+    attention_kl(q, k, k.detach(), q.detach(), reduction="mean").backward()
+    assert linear_kl(*heads, reduction="mean").item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_capability_of_amd_is_not_hoppers() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels import row_source
 from torch_streamkl.kernels.row_source import Source
+from torch_streamkl.launch import matmul_limit
 from torch_streamkl.rows import blocked, derive
 from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.problem import RowProblem
@@ -36,7 +37,9 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
         return f"operands have at most {MAX_DIM} dimensions in kernels, got {dim}"
     if problem.compute_dtype == torch.float64:
         return "kernels compute in float32, and operands are float64"
-    return ""
+    q = problem.operands[0][0]
+    limit = matmul_limit(q.device, q.dtype, dim) if q.device.type == "cuda" else None
+    return "" if limit is None else f"a kernel {limit}"
 
 
 @functools.lru_cache(maxsize=512)
