@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, looks_like
 from torch_streamkl import (
@@ -17,9 +19,11 @@ from torch_streamkl import (
     linear_ops,
     linear_problem,
     linear_rows,
+    ops,
     tiles,
 )
 from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl.fx_passes.reporting import execution
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import AttentionProblem
 from torch_streamkl.tiles import LEAST, Operands, TritonLaunch
@@ -75,7 +79,7 @@ def test_a_small_gpu_gets_small_tiles_where_the_large_ones_do_not_fit() -> None:
 
 
 def problem(dtype: torch.dtype, head_dim: int = 64) -> AttentionProblem:
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         x = torch.empty(1, 1, 64, head_dim, dtype=dtype, device="cuda")
     return problem_of(x, x, x, x)[0]
 
@@ -107,6 +111,28 @@ def test_what_a_gpu_cannot_run_goes_to_the_blocks(
                 launch.select_implementation(p, "triton")
 
 
+def test_the_report_says_why_a_gpu_runs_blocks() -> None:
+    def call(target: str, operator: Any, dtype: torch.dtype) -> str:
+        graph, nodes = torch.fx.Graph(), []
+        with FakeTensorMode() as mode:
+            shape = (1, 1, 8, 64) if operator is ops.attention_kl else (8, 64)
+            for name in "abcd":
+                nodes.append(graph.placeholder(name))
+                nodes[-1].meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
+            result = graph.call_function(operator, tuple(nodes))
+            result.meta |= {execution.SITE: "site", "val": (nodes[0].meta["val"],)}
+        with looks_like(target):
+            return execution.how_sites_run(graph, mode, is_compiled=True)["site"]
+
+    launch.warn_once.cache_clear()
+    attention, words = ops.attention_kl, linear_ops.linear_kl
+    limit = "(the kernel takes bfloat16 from compute capability 8.0 on, got sm_75 of (7, 5))"
+    assert call("sm_75", attention, torch.bfloat16).endswith(f"queries and keys {limit}")
+    for kernels in (call("sm_80", attention, torch.bfloat16), call("sm_75", words, torch.float16)):
+        assert kernels.startswith("as Triton kernels")
+    assert "plain torch (the kernel takes float16," in call("sm_80", words, torch.float64)
+
+
 def test_a_gpu_below_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
     with looks_like("sm_75"):
@@ -120,7 +146,7 @@ def test_rows_of_logits_on_a_gpu_below_the_least(
 ) -> None:
     monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
     launch.warn_once.cache_clear()
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         x = torch.empty(8, 16, dtype=torch.float16, device="cuda")
     head = linear_problem.Head(x, x)
     kl = Functional.of(DIVERGENCES["forward_kl"])

@@ -133,7 +133,7 @@ def problem_of(
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
     """The module that works on rows of logits: Triton's or plain torch."""
-    limit, device = _triton_limit(problem), problem.student.hidden.device.type
+    limit, device = triton_limit(problem), problem.student.hidden.device.type
     if impl == "triton" and limit is not None:
         raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
     if impl == "streaming" or limit is not None:
@@ -155,7 +155,7 @@ def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
     return linear_panels if is_compiled and on_cpu and rows is linear_rows else rows
 
 
-def _triton_limit(problem: LinearProblem) -> str | None:
+def triton_limit(problem: LinearProblem) -> str | None:
     """Why the Triton kernels cannot run a problem, or None."""
     device = problem.student.hidden.device.type
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
