@@ -293,10 +293,16 @@ def compiled(cell: Cell, known: frozenset[tuple[Any, ...]] = frozenset()) -> lis
     return rows
 
 
-def cells(options: argparse.Namespace) -> Iterator[Cell]:
+def cells(
+    work: Sequence[str],
+    variants: Sequence[str],
+    head_dims: Sequence[int],
+    dtypes: Sequence[str],
+    targets: Sequence[str],
+) -> Iterator[Cell]:
     """The ones that say most first: every target before the next variant."""
     for w, variant, dim, dtype, target in itertools.product(
-        options.work, options.variants, (0, *options.head_dims), options.dtypes, options.targets
+        work, variants, (0, *head_dims), dtypes, targets
     ):
         cell = Cell(target, w, dtype, dim, variant)
         if can_run(cell):
@@ -357,8 +363,13 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
 def render() -> None:
     """Write the table of what was compiled into docs/gpus.md."""
     rows = load()
-    targets = len({r.target for r in rows})
-    note = f"{len(rows)} kernels of {len({r.cell for r in rows})} cells, {targets} GPUs."
+    done = {r.cell for r in rows}
+    every = list(cells(WORK, VARIANTS, HEAD_DIMS, tuple(DTYPES), tuple(TARGETS)))
+    counts = [
+        f"{w} {sum(c.work == w for c in done)} of {sum(c.work == w for c in every)}" for w in WORK
+    ]
+    versions = sorted({r.triton for r in rows})
+    note = f"{len(rows)} kernels, by Triton {' and '.join(versions)}. Cells: {', '.join(counts)}."
     lines = [note, "", *markdown_lines(COLUMNS, table(rows))]
     between(DOCUMENT, "matrix", "\n".join(lines))
 
@@ -429,7 +440,10 @@ def main(arguments: list[str] | None = None) -> int:
     launches: dict[Cell, set[tuple[Any, ...]]] = {}
     for r in earlier:
         launches.setdefault(r.cell, set()).add(r.launch)
-    items = [(c, frozenset(launches.get(c, ()))) for c in cells(options)]
+    wanted = cells(
+        options.work, options.variants, options.head_dims, options.dtypes, options.targets
+    )
+    items = [(c, frozenset(launches.get(c, ()))) for c in wanted]
     failed = 0
     found_cells = compile_all(items, options.jobs, options.seconds)
     for cell, found in tqdm(found_cells, total=len(items)):
