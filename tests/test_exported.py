@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -98,11 +99,27 @@ def expected_of(step: Step, x: Tensor, trains: bool) -> list[Tensor]:
 
 def loaded(package: str, saved: Path, imports: str) -> subprocess.CompletedProcess[str]:
     source = LOAD.format(imports=imports)
-    command = [sys.executable, "-c", source, package, str(saved)]
+    command = [sys.executable, "-X", "faulthandler", "-c", source, package, str(saved)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.fixture
+def packages_load(device: str, tmp_path: Path) -> None:
+    """Without us: torch 2.11 crashed when it loaded packages of CUDA code on the H200 tried."""
+    if device == "cpu":
+        return
+    step, x = Step(is_naive=True).to(device), batch(device)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(step, (x,)), package_path=str(tmp_path / "plain.pt2")
+    )
+    torch.save(([x], [step(x).detach()]), tmp_path / "tensors")
+    found = loaded(package, tmp_path / "tensors", "")
+    if found.stdout != "equal\n":
+        pytest.skip(f"torch cannot load its own packages here: exit {found.returncode}")
+
+
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("packages_load")
 def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
     """Exported as it is: the rewrite is one of Inductor's passes."""
     step = Step(is_naive=True).to(device)
@@ -116,13 +133,14 @@ def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
     x = batch(device)
     torch.save(([x], expected_of(step, x, trains=False)), saved)
     found = loaded(package, saved, "import torch_streamkl")
-    assert found.stdout == "equal\n", found.stderr
+    assert found.stdout == "equal\n", (found.returncode, found.stderr)
     alone = loaded(package, saved, "")
     assert "Could not find schema for torch_streamkl::" in alone.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("packages_load")
 def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
     """One graph with the backward in it, for one length and for all of a range."""
     step = Step(is_naive=False).to(device)
@@ -138,7 +156,7 @@ def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
     x = batch(device, 56 if dynamic else 40)
     torch.save(([x], expected_of(step, x, trains=True)), saved)
     found = loaded(package, saved, "import torch_streamkl")
-    assert found.stdout == "equal\n", found.stderr
+    assert found.stdout == "equal\n", (found.returncode, found.stderr)
 
 
 def _value_and_gradients(function: Callable[..., Tensor], step: Step, x: Tensor) -> list[Tensor]:
@@ -158,5 +176,6 @@ def test_cpp_wrapper(device: str) -> None:
         found, codes = run_and_get_code(_value_and_gradients, compiled, step, x)
     torch.testing.assert_close(found, expected_of(step, x, trains=True), rtol=1e-4, atol=1e-5)
     code = "\n".join(codes)
-    assert 'findSchemaOrThrow("torch_streamkl::_attention_kl' in code
+    # by its schema, or in torch 2.11 by its name in Python
+    assert re.search(r'"(torch\.ops\.)?torch_streamkl(::|\.)_attention_kl', code)
     assert "CompiledForward(" not in code

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,9 +73,8 @@ class Outcome:
 
 def fuzz(seeds: Iterable[int], options: dict[str, Any], *, shrinks: bool = True) -> Outcome:
     """Judge the programs of some seeds in this process."""
-    logging.getLogger("torch_streamkl").setLevel(logging.CRITICAL)
     outcome = Outcome()
-    with warnings.catch_warnings():
+    with _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
             with outcome.coverage.counted():
@@ -88,6 +88,18 @@ def fuzz(seeds: Iterable[int], options: dict[str, Any], *, shrinks: bool = True)
             if verdict.difference:
                 outcome.failures.append(_failure(seed, drawn, verdict, options, shrinks))
     return outcome
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without our warnings, which other tests of this process read."""
+    logger = logging.getLogger("torch_streamkl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _kind(verdict: Verdict) -> str:

@@ -284,9 +284,10 @@ def leaves(tensors: dict[str, Any]) -> list[Tensor]:
 def value_and_gradients(function: Callable[..., Tensor], case: Case) -> list[Tensor]:
     """The rows, and the gradients of their weighted sum to every leaf."""
     rows = function(**case.tensors)
-    weight = torch.linspace(-1.0, 2.0, rows.numel(), dtype=rows.dtype).view(rows.shape)
+    weight = torch.linspace(-1.0, 2.0, rows.numel(), dtype=rows.dtype, device=rows.device)
     inputs = leaves(case.tensors)
-    return [rows.detach(), *torch.autograd.grad((rows * weight).sum(), inputs)]
+    loss = (rows * weight.view(rows.shape)).sum()
+    return [rows.detach(), *torch.autograd.grad(loss, inputs)]
 
 
 def cast(case: Case, dtype: torch.dtype, device: str = "cpu") -> Case:
