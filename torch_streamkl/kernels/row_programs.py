@@ -60,7 +60,7 @@ def block_of(problem: RowProblem) -> int:
     # read them from shared memory; and a tile of weights
     copies = 1 if gpu.is_hip else 2 if gpu.operands_in_registers else 3
     most = MOST_ELEMENTS_OF_AMD if gpu.is_hip else MOST_ELEMENTS
-    if q.element_size() == 4:
+    if _is_float32(q):
         most = MOST_ELEMENTS_OF_FLOAT32
     for block in BLOCKS:
         shared = (copies * width + block) * block * q.element_size() + 2048
@@ -68,6 +68,12 @@ def block_of(problem: RowProblem) -> int:
         if is_narrow and shared <= gpu.shared_bytes:
             return block
     return 0
+
+
+def _is_float32(q: Tensor) -> bool:
+    """Whether operands are multiplied in float32, where they lie in registers."""
+    on_gpu = q.device.type == "cuda"
+    return q.element_size() == 4 or (on_gpu and not gpu_of(q.device).multiplies_half)
 
 
 @functools.lru_cache(maxsize=512)
@@ -166,7 +172,7 @@ def _arguments(
     """Every argument that a kernel of the problem may have, by name."""
     is_full = torch.get_float32_matmul_precision() == "highest"
     found: dict[str, Any] = {
-        "num_warps": 8 if problem.operands[0][0].element_size() == 4 else 4,
+        "num_warps": 8 if _is_float32(problem.operands[0][0]) else 4,
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,
         "lengths": problem.lengths,
