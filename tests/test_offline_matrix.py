@@ -18,6 +18,8 @@ ROWS = load()
 MOST_SPILLS = {"bf16": 160, "fp16": 160, "fp32": 512, "tf32": 512}
 OF_TURING = 320
 OF_TWO_LOOPS = 2048
+OF_WORK = {"LM head": 32, "row program": 640}
+MOST_CELLS = 400  # whose tiles are chosen again: as many as take a second
 SAMPLE = [
     Cell("sm_86", "attention", "bf16", 128, "plain"),
     Cell("sm_120", "attention", "fp32", 256, "plain"),
@@ -26,6 +28,8 @@ SAMPLE = [
 
 
 def most_spills(row: Row) -> int:
+    if row.work in OF_WORK:
+        return OF_WORK[row.work]
     if row.target == "sm_75":
         return OF_TURING
     two_loops = row.head_dim > 128 and row.variant in ("clamped", "js")
@@ -49,7 +53,7 @@ def test_the_record_is_of_todays_tiles() -> None:
     known: dict[Cell, dict[str, Row]] = {}
     for row in ROWS:
         known.setdefault(row.cell, {})[row.kernel] = row
-    for cell, rows in known.items():
+    for cell, rows in list(known.items())[:: 1 + len(known) // MOST_CELLS]:
         for name, launch in kernels_of(cell).items():
             row = rows[name]
             found = (row.block_m, row.block_n, row.num_warps, row.num_stages)
