@@ -3,8 +3,9 @@
     python -m bench.sanitize                      # on a machine with a GPU and the tool
     python -m bench.sanitize --tools racecheck --cases hopper
 
-Each case runs in a process of its own under the tool, several at a time. The exit status is 1
-where one complained, and 2 where the tool is not installed. The record is docs/sanitizer.md.
+Each case runs in a process of its own under the tool, several at a time, and says which kernels
+it launched. The exit status is 1 where the tool complained or, with all cases, a kernel of ours
+was not launched, and 2 where the tool is not installed. The record is docs/sanitizer.md.
 
 NOTE [What racecheck does not follow]
 In the Hopper kernels a warp writes to shared memory, its threads meet (bar.warp.sync), one of them
@@ -18,18 +19,32 @@ checked in the compiled code (tests/test_offline_compile.py).
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl
+from torch_streamkl import (
+    attention_kl,
+    attention_kl_varlen,
+    launch,
+    linear_kl,
+    linear_ops,
+    row_program,
+)
+from torch_streamkl.distributed.shard_rows import num_fields
+from torch_streamkl.functional import named
+from torch_streamkl.linear_problem import RowValues
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # cuBLAS reads the padding between the rows of a matrix, and uses none of it
@@ -98,6 +113,53 @@ def _linear(divergence: str, strategy: str) -> None:
     torch.autograd.grad(loss, tensors)
 
 
+def _shards(divergence: str) -> None:
+    """What the ranks of a sharded vocabulary launch, one after the other."""
+    from torch_streamkl.kernels import linear_shards
+
+    tensors = [torch.randn(n, 64, device="cuda").bfloat16() for n in (100, 3001, 100, 3001)]
+    labels = torch.randint(0, 3001, (100,), device="cuda")
+    functional = named(divergence).text
+    whole = linear_ops.problem_of(*tensors, functional=functional, labels=labels)[0]
+    shards = [whole.of_words(slice(*cut)) for cut in ((0, 1500), (1500, 3001))]
+    logits = [[head.hidden @ head.weight.t() for head in shard.heads] for shard in shards]
+    parts = torch.empty(3, num_fields(whole), 100, device="cuda")
+    for shard, pair, part in zip(shards, logits, parts, strict=False):
+        linear_shards.state(shard, *pair, part)
+    linear_shards.empty_state(parts[-1])  # of a rank without words
+    out = RowValues.allocate(whole)
+    linear_shards.merged(whole, parts, 3001, out)
+    if whole.functional.bilinear is None:
+        for shard, pair in zip(shards, logits, strict=True):
+            linear_shards.sums(shard, *pair, out, torch.empty(3, 100, device="cuda"))
+
+
+def _row_program() -> None:
+    """KL weighted by key, with a dense mask."""
+
+    def weighted(e: Any) -> Any:
+        p = torch.where(e.hidden, -torch.inf, e.t).softmax("key") * e.weight
+        return (p * (p.log() - e.s.log_softmax("key"))).sum("key")
+
+    def inputs(n: int) -> Tensor:
+        return torch.randn(1, 2, n, 64, device="cuda").bfloat16().requires_grad_()
+
+    dots = {"s": (inputs(150), inputs(200)), "t": (inputs(150), inputs(200))}
+    weight = torch.rand(1, 1, 200, device="cuda").requires_grad_()
+    hidden = torch.rand(1, 1, 150, 200, device="cuda") > 0.9
+    value = row_program(
+        weighted, dots=dots, keys={"weight": weight}, pairs={"hidden": hidden}, is_causal=True,
+        impl="triton",
+    )  # fmt: skip
+    torch.autograd.grad(value.sum(), [x for pair in dots.values() for x in pair])
+
+
+def _any_order() -> None:
+    """A problem so small adds up dQ apart, unless it is told otherwise."""
+    with mock.patch.object(launch, "ATOMIC_LEAST_FLOP", 0.0):
+        _attention("hopper", deterministic=False, keys=300)
+
+
 def _control() -> None:
     from bench.sanitize_control import hand_over
 
@@ -118,14 +180,52 @@ CASES: dict[str, Callable[[], None]] = {
     "head mean": lambda: _attention("triton", head_reduction="mean", is_causal=True),
     "rows of logits": lambda: _linear("forward_kl", "recompute"),
     "rows of logits, two passes": lambda: _linear("js", "forward"),
+    "shards of words": lambda: _shards("forward_kl"),
+    "shards of words, two passes": lambda: _shards("js"),
+    "row program": _row_program,
     "hopper": lambda: _attention("hopper", is_causal=True),
     "hopper, head_dim 128": lambda: _attention("hopper", head_dim=128, keys=1100),
     "hopper, clamped": lambda: _attention("hopper", student_clamp=1e-2, teacher_clamp=1e-2),
     "hopper, lengths": lambda: _hopper_forms(is_causal=True),
     "hopper, window": lambda: _hopper_forms(window=(150, 3)),
     "hopper, packed": _hopper_packed,
-    "hopper, any order": lambda: _attention("hopper", deterministic=False, keys=4096),
+    "hopper, any order": _any_order,
 }
+LAUNCHED = "launched: "  # what a case says last
+
+
+def kernels() -> set[str]:
+    """Every kernel of torch_streamkl/kernels that is written there, by module and name."""
+    from triton.runtime.jit import JITFunction
+
+    from torch_streamkl import kernels as folder
+
+    modules = [
+        importlib.import_module(f"{folder.__name__}.{info.name}")
+        for info in pkgutil.iter_modules(folder.__path__)
+    ]
+    functions = [x for m in modules for x in vars(m).values() if isinstance(x, JITFunction)]
+    return {_name(x) for x in functions if x.__name__.endswith("_kernel")}
+
+
+def _name(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.split('.')[-1]}.{kernel.__name__}"
+
+
+def run_case(name: str) -> None:
+    """In a process of its own: run a case and print the kernels that it launched."""
+    from triton.runtime.jit import JITFunction
+
+    original, seen = JITFunction.run, set()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.add(_name(self))
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(JITFunction, "run", run):
+        CASES[name]()
+        torch.cuda.synchronize()
+    print(LAUNCHED + " ".join(sorted(seen)))
 
 
 def find_tool() -> str | None:
@@ -142,8 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.inside:
-        CASES[options.inside]()
-        torch.cuda.synchronize()
+        run_case(options.inside)
         return 0
     tool = find_tool()
     if tool is None or not torch.cuda.is_available():
@@ -159,13 +258,22 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {job: pool.submit(_run, tool, *job) for job in jobs}
         verdicts = [_report(kind, name, runs) for kind, name in jobs]
-    return int("FAILED" in verdicts)
+    launched = {x for run in runs.values() for x in run.result()[1]}
+    missing = [] if options.cases else sorted(kernels() - launched)
+    if not hopper:
+        missing = [x for x in missing if not x.startswith("hopper")]
+    if missing:
+        print(f"launched by no case: {', '.join(missing)}")
+    return int("FAILED" in verdicts or bool(missing))
 
 
-def _report(kind: str, name: str, runs: dict[tuple[str, str], Future[str]]) -> str:
+Result = tuple[str, list[str]]  # what the tool says, empty where it finds nothing; the kernels
+
+
+def _report(kind: str, name: str, runs: dict[tuple[str, str], Future[Result]]) -> str:
     """Print what became of a case."""
-    output = runs[kind, name].result()
-    blind = kind == "racecheck" and "hopper" in name and bool(runs[kind, CONTROL].result())
+    output = runs[kind, name].result()[0]
+    blind = kind == "racecheck" and "hopper" in name and bool(runs[kind, CONTROL].result()[0])
     verdict = "clean" if not output else "not judged" if blind or name == CONTROL else "FAILED"
     print(f"| {kind} | {name} | {verdict} |", flush=True)
     if verdict == "FAILED":
@@ -173,14 +281,16 @@ def _report(kind: str, name: str, runs: dict[tuple[str, str], Future[str]]) -> s
     return verdict
 
 
-def _run(tool: str, kind: str, name: str) -> str:
-    """What the tool says of a case; empty where it finds nothing."""
+def _run(tool: str, kind: str, name: str) -> Result:
     # the allocator would hide what is read beyond a tensor's end
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [tool, "--tool", kind, "--error-exitcode", "9", *NOT_OURS,
                sys.executable, "-m", "bench.sanitize", "--inside", name]  # fmt: skip
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return (run.stdout + run.stderr or "no output") if run.returncode else ""
+    lines = [x for x in run.stdout.splitlines() if x.startswith(LAUNCHED)]
+    launched = lines[-1].removeprefix(LAUNCHED).split() if lines else []
+    said = (run.stdout + run.stderr or "no output") if run.returncode else ""
+    return said or ("" if launched else "it launched no kernel"), launched
 
 
 if __name__ == "__main__":

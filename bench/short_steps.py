@@ -31,7 +31,16 @@ from torch import Tensor
 from bench import cases, ceilings, cuda_graphs, machine, table
 from bench.__main__ import measure_all
 from bench.end_to_end import GRAPH_PROVIDERS, with_streamkl
-from bench.measure import MIB, OutOfMemory, Timing, guarded, peak_mib, release, synchronize
+from bench.measure import (
+    MIB,
+    OutOfMemory,
+    Timing,
+    guarded,
+    host_seconds,
+    peak_mib,
+    release,
+    synchronize,
+)
 from bench.providers import choose
 from bench.records import Run, command_line
 from bench.runner import Settings
@@ -80,12 +89,7 @@ class Contender:
     def timed(self, batch: Batch, steps: int) -> float:
         """Milliseconds of a step, of several that follow each other without a wait."""
         self.step(batch)
-        synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step(batch)
-        synchronize(self.device)
-        return (time.perf_counter() - start) / steps * 1e3
+        return host_seconds(lambda: self.step(batch), self.device, steps) * 1e3
 
     def host_ms(self, batch: Batch) -> float:
         """Milliseconds until a step is issued to a device that does not start it yet."""
@@ -156,7 +160,7 @@ def run_step(
 
     Without rounds every provider is compiled and judged, which fills Inductor's caches.
     """
-    device, rounds, steps, profiles = settings
+    device = settings[0]
     torch._dynamo.reset()
     release(device)
     batch = Batch.of(batch_size, seqlen, device, seqlen)
@@ -173,7 +177,9 @@ def run_step(
             **UNTIMED,
         }
         try:
-            made, row = guarded(lambda name=name: _prepared(name, step, batch, gate), device)  # type: ignore[misc]
+            contenders[name], row = guarded(  # type: ignore[misc]
+                lambda name=name: _prepared(name, step, batch, gate), device
+            )
         except OutOfMemory as error:
             rows[name] |= {"status": "oom", "detail": str(error)}
         except Exception as error:  # a provider that breaks is a result
@@ -181,9 +187,25 @@ def run_step(
             rows[name] |= {"status": "error", "detail": detail}
         else:
             rows[name] |= row
-            contenders[name] = made
             print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
         keep(list(rows.values()))
+    _take_turns(contenders, rows, batch, settings)
+    keep(list(rows.values()))
+    with_graphs = [name for name in contenders if name in GRAPH_PROVIDERS]
+    contenders.clear()
+    for name in with_graphs:
+        rows[name] |= _memory_of_graphs(name, step, batch)
+    return list(rows.values())
+
+
+def _take_turns(
+    contenders: dict[str, Contender],
+    rows: dict[str, dict[str, Any]],
+    batch: Batch,
+    settings: tuple[torch.device, int, int, bool],
+) -> None:
+    """Times the contenders in rounds, and writes what they took into their rows."""
+    device, rounds, steps, profiles = settings
     for number in range(rounds):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contender = contenders[name]
@@ -197,28 +219,45 @@ def run_step(
             rows[name] |= _timing(contender, batch)
         if profiles:
             print(f"{name}: operators of 3 steps on the host\n{_profile(contender, batch)}")
-    return list(rows.values())
 
 
 def _prepared(
     name: str, step: ShortStep, batch: Batch, gate: Gate
 ) -> tuple[Contender, dict[str, Any]]:
-    """A provider that has compiled, been judged and weighed."""
+    """A provider that has compiled and been judged, and weighed unless it has CUDA graphs."""
     device = batch.ids.device
     start = time.perf_counter()
     contender = Contender(name, step, device)
     loss, gradients = contender.gradients(batch)
     row = {"loss": loss, "compile_s": time.perf_counter() - start} | gate.judge(loss, gradients)
     del gradients
-    pool = 0.0
     if name in GRAPH_PROVIDERS:
-        before = cuda_graphs.pools_bytes()
         row["graph_replays"] = cuda_graphs.record(lambda: contender.step(batch))
-        pool = (cuda_graphs.pools_bytes() - before) / MIB
+    else:
+        row["peak_mib"] = _peak_mib(contender, batch)
+    return contender, row
+
+
+def _memory_of_graphs(name: str, step: ShortStep, batch: Batch) -> dict[str, Any]:
+    """The peak of a provider with CUDA graphs, made once more and alone.
+
+    All graphs of a device share one memory pool: while another provider's are there, nobody can
+    say whose its memory is.
+    """
+    device = batch.ids.device
+    torch._dynamo.reset()  # drops the graphs
+    release(device)
+    contender = Contender(name, step, device)
+    contender.gradients(batch)
+    cuda_graphs.record(lambda: contender.step(batch))
+    pool = cuda_graphs.pools_bytes() / MIB
+    return {"graph_pool_mib": pool, "peak_mib": _peak_mib(contender, batch) + pool}
+
+
+def _peak_mib(contender: Contender, batch: Batch) -> float:
     contender.step(batch)  # makes the optimiser's state
     contender.optimizer.zero_grad(set_to_none=True)
-    row["peak_mib"] = peak_mib(lambda: contender.step(batch), device) + pool
-    return contender, row
+    return peak_mib(lambda: contender.step(batch), contender.device)
 
 
 def _profile(contender: Contender, batch: Batch) -> str:

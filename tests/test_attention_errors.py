@@ -353,7 +353,7 @@ def test_kernel_limits(
 def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(1, 1, 2, 8, device="meta")
     problem, _ = ops.problem_of(x, x, x, x)
-    launch._warn_once.cache_clear()
+    launch.warn_once.cache_clear()
     with caplog.at_level("WARNING", logger="torch_streamkl"):
         assert launch.select_implementation(problem, "auto") == "streaming"
     assert "which is slower: the kernel needs a GPU" in caplog.text

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +263,36 @@ def test_no_allocation_of_all_pairs(name: str, impl: str) -> None:
         torch.autograd.grad(value.sum(), leaves)
 
     assert largest_allocation(run) < length * length  # a byte a pair would be that much
+
+
+# ------------------------------------------------------------------------- what a machine may lack
+FIRST_CALLS = """
+import torch
+from torch_streamkl import attention_kl, linear_kl
+
+x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+plain = attention_kl(x, x, x, x, impl="streaming")
+assert plain.isfinite().all()
+for call in (attention_kl, linear_kl):
+    tensors = [x] * 4 if call is attention_kl else [x[0, 0]] * 4
+    try:
+        call(*tensors)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_without_a_c_compiler(tmp_path: Path) -> None:
+    """One clear error from each first call; a Triton that needs no compiler just runs."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
+    environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALLS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = done.stdout.splitlines()
+    assert len(errors) in (0, 2)
+    assert all("takes a C compiler" in line and "impl='streaming'" in line for line in errors)
 
 
 # ------------------------------------------------------------------ a check leaves nothing behind

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.problems import CASES, build
-from torch_streamkl import launch, linear_chunks, linear_kl
+from torch_streamkl import (
+    launch,
+    linear_chunks,
+    linear_kl,
+    linear_ops,
+    linear_panels,
+    ops,
+    panels,
+    streaming,
+)
 
 PACKED = ((2, 4), (3, 1))
 
@@ -36,6 +46,23 @@ def test_attention(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return call.run(impl)
 
     assert gradcheck(function, tuple(call.tensors[n] for n in wanted))
+
+
+# those with a limit of panels, and one of many heads that takes as long as all others
+NOT_OF_PANELS = ("teacher_lse", "gqa_few_queries")
+OF_PANELS = [n for n in CASES if "mean" not in n and n not in NOT_OF_PANELS]
+
+
+@pytest.mark.usefixtures("bodies_as_written")
+@pytest.mark.parametrize("name", OF_PANELS)
+def test_panels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled graphs run on a CPU, without compiling it."""
+    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 20)
+    monkeypatch.setattr(panels, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(ops, "_module", lambda _: panels)
+    for function in ("forward", "backward", "forward_with_gradients"):
+        monkeypatch.setattr(streaming, function, None)  # what panels hand on
+    test_attention(name, "streaming", monkeypatch)
 
 
 LINEAR: dict[str, dict[str, Any]] = {
@@ -66,3 +93,12 @@ def test_linear(name: str, impl: str, strategy: str, monkeypatch: pytest.MonkeyP
         return linear_kl(*x[:4], **biases, row_weight=x[6], **LINEAR[name], **how)
 
     assert gradcheck(function, tensors)
+
+
+@pytest.mark.usefixtures("bodies_as_written")
+@pytest.mark.parametrize("strategy", ["forward", "recompute"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_panels(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_panels, "BLOCK_ELEMENTS", 5)
+    monkeypatch.setattr(linear_ops, "rows_of", lambda *_: linear_panels)
+    test_linear(name, "streaming", strategy, monkeypatch)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.offline import TARGETS, compile_launch, record_launches
+from bench.offline import TARGETS, compile_launch, looks_like, record_launches
 from tests.support.interpreter import inside, outside, quiet, run_interpreted
 from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
 from torch_streamkl import row_program
@@ -15,6 +17,7 @@ from torch_streamkl.rows import blocked
 from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
+MOST_SPILLS = 1024  # bytes of a thread: the last of three levels, with its derivatives
 WITHOUT_KERNELS = ("indexer", "top_k_with_ghost", "cached_top_k")
 NAMES = [name for name in CASES if name not in WITHOUT_KERNELS]
 SMALL = Sizes(batch=1, heads=2, rows=33, keys=70, dim=7)
@@ -127,8 +130,10 @@ def test_what_has_no_kernels_says_why() -> None:
 
 
 @outside
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("target", "head_dim"),
+    [("sm_80", 64), ("sm_80", 128), ("sm_90", 64), ("sm_90", 128), ("sm_86", 256)],
+)
 def test_compiles(target: str, head_dim: int) -> None:
     from torch_streamkl.kernels import row_programs
 
@@ -136,6 +141,43 @@ def test_compiles(target: str, head_dim: int) -> None:
     for launch in _launches(text, tensors, target, head_dim, row_programs):
         built = compile_launch(launch, target)
         assert built.shared_bytes <= TARGETS[target].shared_bytes, launch.kernel.__name__
+        assert built.spill_bytes <= MOST_SPILLS, launch.kernel.__name__
+
+
+@outside
+def test_tiles_fit_every_gpu() -> None:
+    from torch_streamkl.kernels import row_programs
+
+    text, _ = _recorded()
+
+    def block(target: str, head_dim: int, dtype: torch.dtype) -> int:
+        with looks_like(target), FakeTensorMode():
+            x = torch.empty(1, 2, 64, head_dim, dtype=dtype, device="cuda")
+            weight = torch.empty(1, 1, 64, device="cuda")
+            return row_programs.block_of(RowProblem.of(text, [*[x] * 4, weight]))
+
+    assert block("sm_90", 128, torch.bfloat16) == 64
+    assert block("gfx942", 128, torch.bfloat16) == 32
+    assert block("sm_80", 128, torch.float32) == 16
+    assert block("sm_86", 256, torch.bfloat16) == 32
+    assert block("sm_75", 128, torch.float16) == 16
+    for target, head_dim in itertools.product(TARGETS, (32, 80, 128, 256)):
+        for dtype in (torch.float16, torch.float32):
+            fits = (target, head_dim, dtype) != ("sm_75", 256, torch.float32)
+            assert block(target, head_dim, dtype) >= (16 if fits else 0)
+
+
+@outside
+def test_a_gpu_without_matrix_units_for_a_dtype() -> None:
+    from torch_streamkl.kernels import row_programs
+
+    text, _ = _recorded()
+    with looks_like("sm_75"), FakeTensorMode():
+        x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
+        problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
+        assert "takes bfloat16 from compute capability 8.0 on" in row_programs.obstacle(
+            problem, True
+        )
 
 
 def _recorded() -> tuple[str, list[torch.Tensor]]:

@@ -49,10 +49,46 @@ def test_rows_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
         TINY, 8, 2, ["eager", "inductor"], (CPU, 0, 1, False),
         lambda rows: kept.append([row["status"] for row in rows]),
     )  # fmt: skip
-    assert kept == [["untimed"], ["untimed", "error"]]
+    assert kept == [["untimed"], *[["untimed", "error"]] * 2]
     assert "gradient_error" in rows[0]
     assert "step_ms" not in rows[0]
     assert "untimed" in short_steps.line(rows[0], rows[1])
+
+
+def test_graphs_are_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two providers whose graphs lie in one pool: each has the memory of its own."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    names, in_pool = end_to_end.GRAPH_PROVIDERS, set()
+
+    def with_graphs(loss_of: Any, name: str, mib: int) -> Any:
+        def loss(*inputs: Any) -> Any:
+            in_pool.add((name, mib))
+            for _ in range(2):
+                graph.replay()
+            return loss_of(*inputs)
+
+        return loss
+
+    def snapshot() -> list[dict[str, Any]]:
+        return [{"segment_pool_id": (0, 1), "total_size": sum(mib for _, mib in in_pool) * 2**20}]
+
+    graph = Graph()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(torch._dynamo, "reset", in_pool.clear)
+    for mib, name in zip((3, 5), names, strict=True):
+        provider = partial(with_graphs, name=name, mib=mib)
+        monkeypatch.setitem(short_steps.PROVIDERS, name, provider)
+    rows = short_steps.run_step(TINY, 8, 2, ["eager", *names], (CPU, 2, 1, False))
+    assert [row["status"] for row in rows] == ["ok"] * 3, rows
+    assert [row.get("graph_pool_mib") for row in rows] == [None, 3.0, 5.0]
+    small = rows[0]["peak_mib"]
+    assert [row["peak_mib"] for row in rows[1:]] == [pytest.approx(small + x) for x in (3, 5)]
 
 
 def test_a_wrong_gradient_is_red() -> None:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, looks_like
-from torch_streamkl import devices, launch, tiles
+from torch_streamkl import (
+    attention_kl,
+    devices,
+    launch,
+    linear_kl,
+    linear_ops,
+    linear_problem,
+    linear_rows,
+    ops,
+    tiles,
+)
+from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl.fx_passes.reporting import execution
 from torch_streamkl.ops import problem_of
 from torch_streamkl.problem import AttentionProblem
 from torch_streamkl.tiles import LEAST, Operands, TritonLaunch
@@ -64,7 +79,7 @@ def test_a_small_gpu_gets_small_tiles_where_the_large_ones_do_not_fit() -> None:
 
 
 def problem(dtype: torch.dtype, head_dim: int = 64) -> AttentionProblem:
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         x = torch.empty(1, 1, 64, head_dim, dtype=dtype, device="cuda")
     return problem_of(x, x, x, x)[0]
 
@@ -85,7 +100,7 @@ def test_what_a_gpu_cannot_run_goes_to_the_blocks(
     reason: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    launch._warn_once.cache_clear()
+    launch.warn_once.cache_clear()
     p = problem(dtype, head_dim)
     with looks_like(target), caplog.at_level("WARNING", logger="torch_streamkl"):
         chosen = launch.select_implementation(p, "auto")
@@ -96,12 +111,89 @@ def test_what_a_gpu_cannot_run_goes_to_the_blocks(
                 launch.select_implementation(p, "triton")
 
 
+def test_the_report_says_why_a_gpu_runs_blocks() -> None:
+    def call(target: str, operator: Any, dtype: torch.dtype) -> str:
+        graph, nodes = torch.fx.Graph(), []
+        with FakeTensorMode() as mode:
+            shape = (1, 1, 8, 64) if operator is ops.attention_kl else (8, 64)
+            for name in "abcd":
+                nodes.append(graph.placeholder(name))
+                nodes[-1].meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
+            result = graph.call_function(operator, tuple(nodes))
+            result.meta |= {execution.SITE: "site", "val": (nodes[0].meta["val"],)}
+        with looks_like(target):
+            return execution.how_sites_run(graph, mode, is_compiled=True)["site"]
+
+    launch.warn_once.cache_clear()
+    attention, words = ops.attention_kl, linear_ops.linear_kl
+    limit = "(the kernel takes bfloat16 from compute capability 8.0 on, got sm_75 of (7, 5))"
+    assert call("sm_75", attention, torch.bfloat16).endswith(f"queries and keys {limit}")
+    for kernels in (call("sm_80", attention, torch.bfloat16), call("sm_75", words, torch.float16)):
+        assert kernels.startswith("as Triton kernels")
+    assert "plain torch (the kernel takes float16," in call("sm_80", words, torch.float64)
+
+
 def test_a_gpu_below_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
     with looks_like("sm_75"):
         limit = launch.triton_limit(problem(torch.float16))
     assert limit is not None
     assert limit.startswith("needs compute capability 7.5 or above, got sm_75 of (7, 0)")
+
+
+def test_rows_of_logits_on_a_gpu_below_the_least(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
+    launch.warn_once.cache_clear()
+    with FakeTensorMode():
+        x = torch.empty(8, 16, dtype=torch.float16, device="cuda")
+    head = linear_problem.Head(x, x)
+    kl = Functional.of(DIVERGENCES["forward_kl"])
+    p = linear_problem.LinearProblem(head, head, kl)
+    with looks_like("sm_75"), caplog.at_level("WARNING", logger="torch_streamkl"):
+        assert linear_ops.row_functions(p, "auto") is linear_rows
+        assert "needs compute capability 7.5 or above" in caplog.text
+        with pytest.raises(NotImplementedError, match=r"got sm_75 of \(7, 0\)"):
+            linear_ops.row_functions(p, "triton")
+
+
+@pytest.fixture
+def broken_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU is there, and Triton finds no compiler to build what speaks to its driver."""
+    from triton.runtime.driver import DriverConfig
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC.\nMore.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(DriverConfig, "active", property(refuse))
+    devices.require_driver.cache_clear()
+    yield
+    devices.require_driver.cache_clear()
+
+
+NO_COMPILER = r"takes a C compiler .* impl='streaming'.* RuntimeError: Failed to find C compiler"
+
+
+@pytest.mark.usefixtures("broken_driver")
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_a_driver_without_a_compiler(impl: str) -> None:
+    p = problem(torch.bfloat16)
+    with looks_like("sm_90"):
+        for _ in range(2):  # every call says so, not the first alone
+            with pytest.raises(RuntimeError, match=NO_COMPILER) as error:
+                launch.select_implementation(p, impl)
+            assert "\n" not in str(error.value)
+        assert launch.select_implementation(p, "streaming") == "streaming"
+
+
+@pytest.mark.usefixtures("broken_driver")
+def test_tensors_on_a_cpu_need_no_driver() -> None:
+    q, k = torch.randn(2, 1, 2, 5, 4).requires_grad_().unbind()
+    heads = [torch.randn(5, 4), torch.randn(7, 4)] * 2
+    attention_kl(q, k, k.detach(), q.detach(), reduction="mean").backward()
+    assert linear_kl(*heads, reduction="mean").item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_capability_of_amd_is_not_hoppers() -> None:

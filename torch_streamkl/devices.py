@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+LEAST_CAPABILITY = (7, 5)
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -50,6 +52,36 @@ def gpu_of(device: torch.device) -> Gpu:
         properties.multi_processor_count,
         properties.warp_size,
     )
+
+
+def gpu_limit(device: torch.device) -> str | None:
+    """Why no kernel runs on a CUDA or HIP device, or None."""
+    gpu = gpu_of(device)
+    if gpu.is_hip or gpu.capability >= LEAST_CAPABILITY:
+        return None
+    return f"needs compute capability 7.5 or above, got {gpu.name} of {gpu.capability}"
+
+
+@functools.cache
+def require_driver() -> None:
+    """Raises where Triton cannot launch on GPUs that are here, before anything is computed.
+
+    Triton's first launch of a process builds a module that speaks to the driver, by a C compiler.
+    """
+    if not torch.cuda.is_available():
+        return  # tensors are fake: nothing is launched
+    try:
+        from triton.runtime.driver import driver
+
+        _ = driver.active
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise RuntimeError(
+            "Triton cannot start on this machine's GPU, and the kernels need it. It takes a C "
+            "compiler (gcc, clang, or what the variable CC names) and Python's headers; plain "
+            "torch, which takes neither, computes the same with impl='streaming'. "
+            f"Triton's error: {type(error).__name__}: {lines[0]}"
+        ) from error
 
 
 @functools.cache

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_streamkl import launch_table, tiles
-from torch_streamkl.devices import Gpu, device_name, gpu_of, multiprocessors
+from torch_streamkl.devices import (
+    device_name,
+    gpu_limit,
+    gpu_of,
+    multiprocessors,
+    require_driver,
+)
 from torch_streamkl.launch_table import LaunchKey, MeasuredLaunch
 from torch_streamkl.tiles import TritonLaunch
 
@@ -66,7 +72,6 @@ def ceil_div(a: int, b: int) -> int:
 
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")
 MAX_TRITON_HEAD_DIM = 256
-LEAST_CAPABILITY = (7, 5)
 MAX_HALF_HEAD_DIM_OF_TURING = 128  # beyond, 2 KB of a thread's registers spill
 # of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
@@ -86,10 +91,18 @@ HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernel
 def select_implementation(problem: AttentionProblem, impl: str) -> str:
     """Which of "hopper", "triton" and "streaming" computes a problem.
 
-    A choice that cannot run raises, a slow automatic one is logged.
+    A choice that cannot run raises, a slow automatic one is logged; a GPU whose driver has no
+    compiler raises at the first call.
     """
     if impl == "streaming":
         return "streaming"
+    chosen = _select(problem, impl)
+    if chosen != "streaming" and problem.student.q.device.type == "cuda":
+        require_driver()
+    return chosen
+
+
+def _select(problem: AttentionProblem, impl: str) -> str:
     if impl == "hopper" or (impl == "auto" and _prefers_hopper(problem)):
         limit = hopper_limit(problem)
         if limit is None:
@@ -104,7 +117,7 @@ def select_implementation(problem: AttentionProblem, impl: str) -> str:
     if limit is None:
         return "triton"
     if problem.student.q.device.type != "cpu":
-        _warn_once(
+        warn_once(
             "attention_kl runs its plain torch implementation here, which is slower: "
             f"the kernel {limit}"
         )
@@ -122,17 +135,14 @@ def triton_limit(problem: AttentionProblem) -> str | None:
     widest = max(problem.student.head_dim, problem.teacher.head_dim)
     if widest > MAX_TRITON_HEAD_DIM:
         return f"takes head_dim up to {MAX_TRITON_HEAD_DIM}, got {widest}"
-    return (
-        _gpu_limit(dtype, widest, gpu_of(problem.student.q.device)) if device == "cuda" else None
-    )
+    return matmul_limit(problem.student.q.device, dtype, widest) if device == "cuda" else None
 
 
-def _gpu_limit(dtype: torch.dtype, head_dim: int, gpu: Gpu) -> str | None:
-    """What this GPU's matrix units, or their absence, do not allow."""
-    if gpu.is_hip or gpu.capability >= (8, 0):
-        return None
-    if gpu.capability < LEAST_CAPABILITY:
-        return f"needs compute capability 7.5 or above, got {gpu.name} of {gpu.capability}"
+def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
+    limit, gpu = gpu_limit(device), gpu_of(device)
+    if limit is not None or gpu.is_hip or gpu.capability >= (8, 0):
+        return limit
     if str(dtype) == "torch.bfloat16":
         return f"takes bfloat16 from compute capability 8.0 on, got {gpu.name} of {gpu.capability}"
     if str(dtype) == "torch.float16" and head_dim > MAX_HALF_HEAD_DIM_OF_TURING:
@@ -462,5 +472,5 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     _log.warning(message)

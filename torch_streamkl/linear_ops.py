@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl import linear_chunks, linear_panels, linear_rows
+from torch_streamkl.devices import gpu_limit, require_driver
 from torch_streamkl.functional import Functional
+from torch_streamkl.launch import warn_once
 from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 
@@ -131,11 +133,15 @@ def problem_of(
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
     """The module that works on rows of logits: Triton's or plain torch."""
-    limit = _triton_limit(problem)
+    limit, device = triton_limit(problem), problem.student.hidden.device.type
     if impl == "triton" and limit is not None:
         raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
     if impl == "streaming" or limit is not None:
+        if impl != "streaming" and device == "cuda":
+            warn_once(f"linear_kl runs in plain torch here, which is slower: the kernel {limit}")
         return linear_rows
+    if device == "cuda":
+        require_driver()
     from torch_streamkl.kernels import linear as kernels
 
     module: ModuleType = kernels
@@ -149,14 +155,14 @@ def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
     return linear_panels if is_compiled and on_cpu and rows is linear_rows else rows
 
 
-def _triton_limit(problem: LinearProblem) -> str | None:
+def triton_limit(problem: LinearProblem) -> str | None:
     """Why the Triton kernels cannot run a problem, or None."""
     device = problem.student.hidden.device.type
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
     if problem.compute_dtype == torch.float64:
         return "takes float16, bfloat16 and float32, got float64"
-    return None
+    return gpu_limit(problem.student.hidden.device) if device == "cuda" else None
 
 
 def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_streamkl import linear_ops, linear_panels, linear_rows, ops, panels
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.launch import adds_queries, select_implementation
+from torch_streamkl.launch import adds_queries, select_implementation, triton_limit
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
 IMPLEMENTATIONS = {
@@ -66,6 +66,8 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
         how = IMPLEMENTATIONS[implementation]
         if is_compiled and implementation == "streaming" and panels.limit(problem) is None:
             how = PANELS
+        if implementation == "streaming":
+            how += _because(problem.student.q, triton_limit(problem))
         if implementation == "hopper" and adds_queries(problem):
             how += f", {ANY_ORDER}"
         if problem.head_mean:
@@ -80,9 +82,16 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
         rows = linear_rows
     names = {linear_rows: PLAIN_ROWS, linear_panels: COMPILED_ROWS}
     where = names.get(rows, IMPLEMENTATIONS["triton"])
+    if rows is linear_rows:
+        where += _because(heads.student.hidden, linear_ops.triton_limit(heads))
     if call.target == linear_ops.linear_kl_sum:
         return f"{where}, {IN_FORWARD}"
     value = example(call)
     assert isinstance(value, tuple)
     needs_gradient = isinstance(value[0], Tensor) and value[0].requires_grad
     return f"{where}, {IN_BACKWARD}" if needs_gradient else where
+
+
+def _because(x: Tensor, limit: str | None) -> str:
+    """Why a GPU that is there has no kernel for it: it is slower."""
+    return "" if x.device.type == "cpu" or limit is None else f" (the kernel {limit})"

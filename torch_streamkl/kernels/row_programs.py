@@ -13,15 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_streamkl.devices import gpu_of
 from torch_streamkl.kernels import row_source
 from torch_streamkl.kernels.row_source import Source
+from torch_streamkl.launch import matmul_limit
 from torch_streamkl.rows import blocked, derive
 from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 
-BLOCK = 64  # rows and keys of a tile
-NUM_WARPS = 4
+BLOCKS = (64, 32, 16)  # rows, and keys, of a tile
+# of a block's rows of all dots, whose gradients are registers: beyond, kilobytes of a thread spill
+MOST_ELEMENTS = 64 * 256
+MOST_ELEMENTS_OF_AMD = 32 * 256
+MOST_ELEMENTS_OF_FLOAT32 = 16 * 256
 MAX_DIM = 256  # of operands, which a tile holds whole
 
 
@@ -36,7 +41,39 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
         return f"operands have at most {MAX_DIM} dimensions in kernels, got {dim}"
     if problem.compute_dtype == torch.float64:
         return "kernels compute in float32, and operands are float64"
-    return ""
+    q = problem.operands[0][0]
+    limit = matmul_limit(q.device, q.dtype, dim) if q.device.type == "cuda" else None
+    if limit is None and block_of(problem) == 0:
+        room = gpu_of(q.device).shared_bytes // 1024
+        limit = f"holds tiles of all dots in {room} KiB, got {len(problem.operands)} of them"
+    return "" if limit is None else f"a kernel {limit}"
+
+
+def block_of(problem: RowProblem) -> int:
+    """Rows and keys of a tile: the most that registers and shared memory hold, 0 if none fits."""
+    q = problem.operands[0][0]
+    width = sum(_padded(x.shape[-1]) for x, _ in problem.operands)
+    gpu = gpu_of(q.device) if q.device.type == "cuda" else None
+    if gpu is None:
+        return BLOCKS[0]
+    # the tiles that stream by are there twice but on AMD GPUs; those that stay, where matrix units
+    # read them from shared memory; and a tile of weights
+    copies = 1 if gpu.is_hip else 2 if gpu.operands_in_registers else 3
+    most = MOST_ELEMENTS_OF_AMD if gpu.is_hip else MOST_ELEMENTS
+    if _is_float32(q):
+        most = MOST_ELEMENTS_OF_FLOAT32
+    for block in BLOCKS:
+        shared = (copies * width + block) * block * q.element_size() + 2048
+        is_narrow = block * width <= most or block == BLOCKS[-1]
+        if is_narrow and shared <= gpu.shared_bytes:
+            return block
+    return 0
+
+
+def _is_float32(q: Tensor) -> bool:
+    """Whether operands are multiplied in float32, where they lie in registers."""
+    on_gpu = q.device.type == "cuda"
+    return q.element_size() == 4 or (on_gpu and not gpu_of(q.device).multiplies_half)
 
 
 @functools.lru_cache(maxsize=512)
@@ -79,7 +116,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     heads = problem.max_heads
     for slot, x in enumerate(every):
         arguments.update(_row_argument(f"out{slot}", x))
-    grid = (triton.cdiv(problem.num_rows, BLOCK), problem.batch * heads)
+    grid = (triton.cdiv(problem.num_rows, arguments["BLOCK_M"]), problem.batch * heads)
     for level in range(1, plan.num_passes + 1):
         source, slots = _level(program, is_differentiated, level)
         if slots:
@@ -115,7 +152,8 @@ def backward(
     if dots:
         for i in dots:
             arguments.update(_operand_argument(f"da{i}", out[2 * i], f"da{i}_out"))
-        grid = (triton.cdiv(problem.num_rows, BLOCK), problem.batch * problem.max_heads)
+        num_blocks = triton.cdiv(problem.num_rows, arguments["BLOCK_M"])
+        grid = (num_blocks, problem.batch * problem.max_heads)
         _launch(_rows(program, dots), grid, {**arguments, "num_heads": problem.max_heads})
     for i in active:
         target = out[2 * i + 1]
@@ -123,7 +161,7 @@ def backward(
             continue
         arguments.update(_operand_argument(f"db{i}", target, f"db{i}_out"))
         kv_heads = target.shape[1]
-        grid = (triton.cdiv(problem.num_keys, BLOCK), problem.batch * kv_heads)
+        grid = (triton.cdiv(problem.num_keys, arguments["BLOCK_N"]), problem.batch * kv_heads)
         _launch(_columns(program, i), grid, {**arguments, "num_heads": kv_heads})
     return out
 
@@ -134,19 +172,20 @@ def _arguments(
     """Every argument that a kernel of the problem may have, by name."""
     is_full = torch.get_float32_matmul_precision() == "highest"
     found: dict[str, Any] = {
+        "num_warps": 8 if _is_float32(problem.operands[0][0]) else 4,
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,
         "lengths": problem.lengths,
         "PRECISION": "ieee" if is_full else "tf32",
-        "BLOCK_M": BLOCK,
-        "BLOCK_N": BLOCK,
+        "BLOCK_M": block_of(problem),
+        "BLOCK_N": block_of(problem),
     }
     for i, (q, k) in enumerate(problem.operands):
         found.update(_operand_argument(f"a{i}", q, f"a{i}"))
         found.update(_operand_argument(f"b{i}", k, f"b{i}"))
         found[f"group{i}"] = q.shape[1] // k.shape[1]
         found[f"SIZE{i}"] = q.shape[-1]
-        found[f"DIM{i}"] = max(16, triton.next_power_of_2(q.shape[-1]))
+        found[f"DIM{i}"] = _padded(q.shape[-1])
     for i, (x, declared) in enumerate(
         zip(problem.captures, problem.program.captures, strict=True)
     ):
@@ -157,6 +196,11 @@ def _arguments(
     if problem.mask is not None:
         found.update(_capture_argument("mask", problem.mask, "pair"))
     return found
+
+
+def _padded(dim: int) -> int:
+    """Dimensions of a tile."""
+    return max(16, triton.next_power_of_2(dim))
 
 
 def _stride(x: Tensor, dim: int) -> int:
@@ -183,4 +227,5 @@ def _row_argument(name: str, x: Tensor) -> dict[str, Any]:
 
 def _launch(source: Source, grid: tuple[int, int], arguments: Mapping[str, Any]) -> None:
     given = {name: arguments[name] for name in source.arguments}
-    _compiled(source)[grid](**given, num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=True)
+    num_warps = arguments["num_warps"]
+    _compiled(source)[grid](**given, num_warps=num_warps, num_stages=2, enable_fp_fusion=True)

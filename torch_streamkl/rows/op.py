@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_streamkl.devices import require_driver
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.rows import blocked
 from torch_streamkl.rows.problem import RowProblem
@@ -40,6 +41,8 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     why = row_programs.obstacle(problem, is_differentiated)
     if why:
         raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'blocked'")
+    if problem.operands[0][0].device.type == "cuda":
+        require_driver()
     return row_programs
 
 
