@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.capture.region import find_region
 from torch_streamkl.fx_passes.capture.retrace import Trace, fake_mode_of, trace_region
 from torch_streamkl.fx_passes.followup.hard_labels import share_labels
 from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
-from torch_streamkl.fx_passes.followup.row_counts import reread_counts
+from torch_streamkl.fx_passes.followup.row_counts import reread_counts, symbols_of_counts
 from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
 from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -134,7 +134,7 @@ def _rewrite_graph(
     unused = {n for n in region.nodes if not n.users}
     kept: list[str] = []
     fused: list[tuple[Candidate, Site]] = []
-    mode, selections = fake_mode_of(region), Selections()
+    mode, selections = fake_mode_of(region), Selections(symbols_of_counts(recognised))
 
     def builder(before: fx.Node) -> Builder:
         return Builder(before, mode, selections)
@@ -150,7 +150,7 @@ def _rewrite_graph(
             fused.append((candidate, site))
         else:
             report.sites.append(site)
-    reread_counts(sizes, selections)
+    reread_counts(sizes, trace, recognised, selections, builder)
     if fused:
         shapes_as_sizes(region, sizes, builder)
     removed = remove_dead(graph, region.nodes, unused)
@@ -197,7 +197,7 @@ def _fuse(
             elements = candidate.plan.rows.elements
             check_nan_readers(node, candidate.inner, elements, recognised.values, outside)
             replacement = emit(build, candidate.plan, value, trace.outer)
-            aliases.check(build.added)
+            aliases.check(build.added, build.selecting)
             mark_site(build.added, node.name)
     except Blocked as reason:
         remedy = remedy_for(str(reason))

@@ -7,13 +7,14 @@ autograd functions, checkpoint regions and autocast, so it is read and thrown aw
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, rebind_unbacked
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -35,6 +36,14 @@ class Trace:
 def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
     """The user's node that a node of the trace has its value from, or else came from."""
     return trace.outer.get(node) or trace.origin.get(node)
+
+
+def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The user's node that holds an ATen node's value."""
+    found = outer.get(node)
+    if found is None:
+        raise Blocked(f"an intermediate value ({node.name}) of a composite operation is needed")
+    return found
 
 
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
@@ -65,9 +74,15 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             assert proxy_mode is not None
             tracer = proxy_mode.tracer
             before = len(tracer.graph.nodes)
-            result = super().run_node(n)
             source = source_of.get(n.name)
+            decided_by_data = source is not None and bool(source.meta.get("unbacked_bindings"))
+            if decided_by_data:
+                mode.epoch += 1  # else a tensor remembers what it gave Dynamo
+            result = super().run_node(n)
             if source is not None:
+                if decided_by_data:
+                    # such sizes get the user's symbols, of which more is known: which are equal
+                    rebind_unbacked(mode.shape_env, source, result)
                 new = list(tracer.graph.nodes)[before:]
                 origin.update({x.name: source for x in new})
                 if isinstance(result, Tensor):

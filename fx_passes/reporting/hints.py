@@ -75,10 +75,15 @@ _REMEDIES = (
     ),
     ("padded to another", "drop the extra rows of the larger LM head instead of padding logits"),
     (
-        "masked_select|gathered by index",
-        "select whole rows by a boolean index, logits[mask]; keys are left out by a mask of -inf",
+        "single entries|gathered by index|composite operation",
+        "select whole rows, logits[mask] or logits[positions], by tensors; keys are left out by a "
+        "mask of -inf",
     ),
-    ("only some of the keys|selects keys", "mask the other keys with -inf"),
+    ("only some of the keys|keys are selected", "mask the other keys with -inf"),
+    (
+        "rows are selected of",
+        "select rows of the logits themselves, in the order that the hidden states have",
+    ),
     ("student's probabilities are averaged", "average the teacher's heads only"),
     (
         "of scores$|of attention or vocabulary probabilities$",
