@@ -39,7 +39,8 @@ _REMEDIES = (
     (
         "modified in place",
         "write to a copy, or take the KL after the write: a fused operator reads its inputs again "
-        "in the backward",
+        "in the backward, but for an LM head whose loss is one weighted sum of rows; a teacher "
+        "that follows its student is updated behind that sum, or behind backward()",
     ),
     (
         "needs a gradient",

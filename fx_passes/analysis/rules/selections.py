@@ -46,7 +46,6 @@ class SelectionRules(ViewRules):
         given = [(d, i) for d, i in enumerate(indices) if i is not None]
         places = [d for d, _ in given]
         tensors = [self.canonical[i] for _, i in given if isinstance(i, fx.Node)]
-        self._stays_blocked(*tensors)
         if len(tensors) < len(given) or places != list(range(places[0], places[0] + len(places))):
             raise Blocked(BY_INDEX)
         types = {i.meta["val"].dtype for i in tensors}
@@ -89,7 +88,6 @@ class SelectionRules(ViewRules):
         x, mask = self.value(a["self"]), self.canonical[a["mask"]]
         if not isinstance(x, (Scores, Elements)):
             return self._no_rule(node, "masked_select")
-        self._stays_blocked(mask)
         if mask.meta["val"].dtype != torch.bool:
             raise Blocked(SINGLE_ENTRIES)
         return self._entries(node, x, a["self"], mask)
@@ -118,7 +116,6 @@ class SelectionRules(ViewRules):
         x, dim, index = self.value(a["self"]), a["dim"], self.canonical[a["index"]]
         if not isinstance(x, (Scores, Elements)):
             return self._no_rule(node, "index_select")
-        self._stays_blocked(index)
         if self.rank[index] != 1 or index.meta["val"].dtype not in POSITION_TYPES:
             raise Blocked(BY_INDEX)
         dim = dim % self.rank[node]
@@ -143,7 +140,6 @@ class SelectionRules(ViewRules):
         x, rank = self.value(source), self.rank[source]
         if not isinstance(x, (Scores, Elements)):
             return self._no_rule(node, name)
-        self._stays_blocked(index)
         sizes, made, given = shape_of(source), shape_of(node), shape_of(index)
         along = dim % rank
         base, dims = self._unrepeated(index)
