@@ -9,12 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, rebind_unbacked
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+)
+from torch.utils import _pytree as pytree
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -81,8 +87,7 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             result = super().run_node(n)
             if source is not None:
                 if decided_by_data:
-                    # such sizes get the user's symbols, of which more is known: which are equal
-                    rebind_unbacked(mode.shape_env, source, result)
+                    _take_symbols(mode, source.meta["unbacked_bindings"], result)
                 new = list(tracer.graph.nodes)[before:]
                 origin.update({x.name: source for x in new})
                 if isinstance(result, Tensor):
@@ -123,6 +128,18 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
         outer=outer,
         module=traced,
     )
+
+
+def _take_symbols(mode: FakeTensorMode, bindings: Mapping[Any, Any], result: object) -> None:
+    """Sizes that data decide get the user's symbols, of which more is known: which are equal."""
+    assert mode.shape_env is not None
+    for symbol, path in bindings.items():
+        made = pytree.key_get(result, path)
+        if not isinstance(made, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            continue
+        fresh = made.node._expr
+        if isinstance(fresh, sympy.Symbol) and free_unbacked_symbols(made) and fresh != symbol:
+            mode.shape_env._rename_unbacked_to(fresh, symbol)
 
 
 def fake_mode_of(region: Region) -> FakeTensorMode:
