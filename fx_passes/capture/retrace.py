@@ -14,17 +14,20 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    free_unbacked_symbols,
-)
-from torch.utils import _pytree as pytree
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    FakeTensor,
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+    get_proxy_mode,
+    get_proxy_slot,
+    key_get,
+    make_fx,
+)
 
 SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
@@ -81,14 +84,14 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             tracer = proxy_mode.tracer
             before = len(tracer.graph.nodes)
             source = source_of.get(n.name)
-            decided_by_data = source is not None and bool(source.meta.get("unbacked_bindings"))
-            if decided_by_data:
+            symbols = source.meta.get("unbacked_bindings") if source is not None else None
+            if symbols:
                 mode.epoch += 1  # else a tensor remembers what it gave Dynamo
             result = super().run_node(n)
             if source is not None:
-                if decided_by_data:
-                    _take_symbols(mode, source.meta["unbacked_bindings"], result)
                 new = list(tracer.graph.nodes)[before:]
+                if symbols and any(map(_selects, new)):
+                    _take_symbols(mode, symbols, result)
                 origin.update({x.name: source for x in new})
                 if isinstance(result, Tensor):
                     slot = get_proxy_slot(result, tracer, None)
@@ -130,11 +133,16 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     )
 
 
+def _selects(node: fx.Node) -> bool:
+    """Whether the entries of a tensor decide how many rows the result has."""
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+
+
 def _take_symbols(mode: FakeTensorMode, bindings: Mapping[Any, Any], result: object) -> None:
-    """Sizes that data decide get the user's symbols, of which more is known: which are equal."""
+    """Numbers of selected rows get the user's symbols, of which more is known: which are equal."""
     assert mode.shape_env is not None
     for symbol, path in bindings.items():
-        made = pytree.key_get(result, path)
+        made = key_get(result, path)
         if not isinstance(made, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             continue
         fresh = made.node._expr

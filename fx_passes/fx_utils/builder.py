@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._sympy.functions import FloorDiv
 
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
+from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
 
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 

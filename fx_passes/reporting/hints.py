@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import torch
-from torch._dynamo.utils import counters
 
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
+from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_streamkl.fx_passes.analysis.casts import Cast
 from torch_streamkl.fx_passes.analysis.context import SINGLE_ENTRIES
@@ -39,6 +38,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     same,
     shape_of,
 )
+from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
 
 aten = torch.ops.aten
 
