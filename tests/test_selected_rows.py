@@ -133,6 +133,9 @@ FUSED: dict[str, Callable[..., Tensor]] = {
     "positions": lambda s, t, b, p: kd(s[b, p], t[b, p]),
     "positions of every sample": lambda s, t, p: kd(s[:, p], t[:, p]),
     "positions, a matrix": lambda s, t, each: rows(s[:, each], t[:, each]).mean(),
+    "transposed positions for the teacher": lambda s, t, each: rows(
+        s[:, each[:, :2]], t[:, each[:, :2].T]
+    ).mean(),
     "positions that broadcast": lambda s, t, each: kd(
         *(x[torch.arange(BATCH)[:, None], each] for x in (s, t))
     ),

@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.domain.row_selection import (
 )
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
 
 
 def selected(
@@ -48,6 +48,8 @@ def selected(
     if selection.kind == GATHER:
         (index,) = tensors
         return _gathered(build, x, dim, build.method("select", index, -1, 0), selection)
+    # transposed positions give transposed rows, of which fake tensors of torch do not know
+    tensors = [t if _is_contiguous(t) else build.method("contiguous", t) for t in tensors]
     return build.call(operator.getitem, x, (*(slice(None),) * dim, *tensors))
 
 
@@ -102,6 +104,18 @@ def _gathered(
             index = build.method("unsqueeze", index, d)
     index = build.method("expand", index, *sizes)
     return build.method("gather", x, dim + selection.along, index)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """As far as it is known without a guard."""
+    value = example(node)
+    assert isinstance(value, Tensor)
+    expected: Size = 1
+    for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
+        if not is_one(size) and not same(stride, expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def _shape(node: fx.Node) -> Shape:
