@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes import ddp, inductor_sites
+from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
@@ -88,12 +89,10 @@ def streamkl(
     if inner == "eager":
         return gm.forward
     if inner == "aot_eager":
-        from torch._dynamo.backends.debugging import aot_eager
-
+        aot_eager = later("torch._dynamo.backends.debugging", "aot_eager")
         return aot_eager(gm, list(example_inputs))
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
+    list_mode_options = later("torch._inductor", "list_mode_options")
+    compile_fx = later("torch._inductor.compile_fx", "compile_fx")
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
@@ -128,9 +127,7 @@ def _options_of(compiler: Any) -> dict[str, Any] | None:
 def _free_cuda_graphs() -> None:
     if not torch.cuda.is_available():
         return
-    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-    reset_cudagraph_trees()
+    later("torch._inductor.cudagraph_trees", "reset_cudagraph_trees")()
 
 
 # torch._dynamo.reset() asks every backend that was used for this

@@ -22,6 +22,7 @@ from torch_streamkl import ops
 from torch_streamkl.attention_gradients import attention_kl_with_gradients
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants
 from torch_streamkl.fx_passes.fx_utils.sizes import same
+from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 log = logging.getLogger("torch_streamkl.rewrite")
@@ -61,9 +62,7 @@ def compute_in_forward(graph: fx.Graph) -> int:
     ]
     replaced = sum(_try_to_replace(forward, backward, late) for forward, backward in pairs)
     if replaced:
-        from torch._inductor.pattern_matcher import stable_topological_sort
-
-        stable_topological_sort(graph)
+        later("torch._inductor.pattern_matcher", "stable_topological_sort")(graph)
         graph.eliminate_dead_code()
     return replaced
 

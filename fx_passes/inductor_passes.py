@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch._inductor.custom_graph_pass
+import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_streamkl
 from torch_streamkl.fx_passes import ddp, inductor_sites
+from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__

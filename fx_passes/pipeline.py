@@ -14,14 +14,15 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
-from torch_streamkl.fx_passes.capture.aliases import Aliases
+from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
 from torch_streamkl.fx_passes.capture.preconditions import obstacle
 from torch_streamkl.fx_passes.capture.region import find_region
 from torch_streamkl.fx_passes.capture.retrace import Trace, fake_mode_of, trace_region
 from torch_streamkl.fx_passes.followup.hard_labels import share_labels
+from torch_streamkl.fx_passes.followup.late_writes import read_after_writes
 from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
-from torch_streamkl.fx_passes.followup.row_counts import reread_counts
+from torch_streamkl.fx_passes.followup.row_counts import reread_counts, symbols_of_counts
 from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
 from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -79,14 +80,17 @@ def rewrite(
             else:
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
-        graph, found = rewrite_checked(
-            gm,
-            copied,
-            lambda graph, refused: _rewrite_graph(
-                gm, graph, deterministic, refused, min_mib, outside, is_compiled
-            ),
-            verify,
-        )
+
+        def attempt(refused: Refused) -> tuple[fx.Graph, Report]:
+            settings = (deterministic, min_mib, outside, is_compiled)
+            while True:
+                graph = copied(gm.graph)
+                left, late = _rewrite_graph(gm, graph, refused, *settings)
+                if not late:
+                    return graph, left
+                refused = {**refused, **late}
+
+        graph, found = rewrite_checked(gm, attempt, verify)
         if found.num_fused:
             graph.lint()
             gm.graph = graph
@@ -101,29 +105,30 @@ def rewrite(
 def _rewrite_graph(
     gm: fx.GraphModule,
     graph: fx.Graph,
-    deterministic: bool,
     refused: Refused,
+    deterministic: bool,
     min_mib: float | None,
     outside: Readers,
     is_compiled: bool,
-) -> Report:
+) -> tuple[Report, dict[str, str]]:
+    """The report, and sites that have to stay after all: the graph is of no use then."""
     report = Report()
     reason = obstacle(graph)
     if reason:
-        return left_alone(reason, graph)
+        return left_alone(reason, graph), {}
     region = find_region(graph)
     if region is None:
-        return report
+        return report, {}
     try:
         trace = trace_region(gm, region)
     except Blocked as blocked:
-        return left_alone(str(blocked), graph)
+        return left_alone(str(blocked), graph), {}
     recognised = Recogniser(trace)
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
     candidates, plans = find_candidates(trace, recognised.values)
     if not found and not candidates:
-        return report
+        return report, {}
     unfused = without_candidate(found, candidates)
     path = [*(c.inner for c in candidates), *unfused]
     sizes = {
@@ -134,7 +139,8 @@ def _rewrite_graph(
     unused = {n for n in region.nodes if not n.users}
     kept: list[str] = []
     fused: list[tuple[Candidate, Site]] = []
-    mode, selections = fake_mode_of(region), Selections()
+    late: dict[str, list[LateWrite]] = {}
+    mode, selections = fake_mode_of(region), Selections(symbols_of_counts(recognised))
 
     def builder(before: fx.Node) -> Builder:
         return Builder(before, mode, selections)
@@ -145,12 +151,12 @@ def _rewrite_graph(
             report.sites.append(left)
             continue
         build = builder(candidate.node)
-        site = _fuse(candidate, build, trace, recognised, aliases, refused, outside)
+        site = _fuse(candidate, build, trace, recognised, aliases, refused, outside, late)
         if site.fused:
             fused.append((candidate, site))
         else:
             report.sites.append(site)
-    reread_counts(sizes, selections)
+    reread_counts(sizes, trace, recognised, selections, builder)
     if fused:
         shapes_as_sizes(region, sizes, builder)
     removed = remove_dead(graph, region.nodes, unused)
@@ -160,6 +166,9 @@ def _rewrite_graph(
         report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
         removed += remove_dead(graph, region.nodes, unused)
+    read_again = read_after_writes(graph, late)
+    if read_again:
+        return report, read_again
     saved = sum(num_bytes(n) for n in removed if n in sizes)
     if not deterministic:
         sum_in_any_order(graph)
@@ -172,7 +181,7 @@ def _rewrite_graph(
     report.remaining = large_tensors_left(graph, sizes, recognised)
     if report.remaining:  # else it is attention whose maps nobody distils
         report.notes += kept
-    return report
+    return report, {}
 
 
 def _fuse(
@@ -183,8 +192,12 @@ def _fuse(
     aliases: Aliases,
     refused: Refused,
     outside: Readers,
+    late: dict[str, list[LateWrite]],
 ) -> Site:
-    """Insert the operators of one site and move its users over, or leave everything as it was."""
+    """Insert the operators of one site and move its users over, or leave everything as it was.
+
+    ``late`` gets what is written behind the site, of what its operators read.
+    """
     node = candidate.node
     location, code = location_of(node)
     kind, form = describe(candidate.plan)
@@ -197,7 +210,7 @@ def _fuse(
             elements = candidate.plan.rows.elements
             check_nan_readers(node, candidate.inner, elements, recognised.values, outside)
             replacement = emit(build, candidate.plan, value, trace.outer)
-            aliases.check(build.added)
+            late[node.name] = aliases.check(build.added, build.selecting, before=node)
             mark_site(build.added, node.name)
     except Blocked as reason:
         remedy = remedy_for(str(reason))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.explain import in_a_new_frame
+from torch_streamkl.fx_passes.fx_utils.torch_names import tree_flatten, tree_map, tree_unflatten
 from torch_streamkl.fx_passes.leaves import closed_over, modules_of, uncompiled
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation.compare import MULTIPLE, distance, largest

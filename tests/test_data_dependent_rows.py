@@ -71,7 +71,8 @@ def branch_in_front(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
 def selected_entries(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
     """HF's DistilBERT distiller: rows are entries that are put together again."""
     mask = keep.unsqueeze(-1).expand_as(s)
-    a, b = (torch.masked_select(x, mask).view(-1, VOCAB) for x in (s, t))
+    a = torch.masked_select(s, mask).view(-1, VOCAB)
+    b = torch.masked_select(t, mask).view(-1, VOCAB)
     return F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean")
 
 
@@ -80,13 +81,8 @@ def gathered_rows(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
     return rows(s[found], t[found]).mean()
 
 
-ONE_GRAPH = (selected_values, selected_rows, selected_logits)
+ONE_GRAPH = (selected_values, selected_rows, selected_logits, selected_entries, gathered_rows)
 NESTED = (branch_on_any, branch_on_the_count, count_as_a_number)
-STAY = {
-    branch_in_front: "",
-    selected_entries: "logits[mask]",
-    gathered_rows: "logits[mask]",
-}
 
 
 def inputs() -> list[Tensor]:
@@ -167,10 +163,9 @@ def test_the_setting_is_named_by_default(loss: Loss) -> None:
         assert "torch_streamkl.enable()" in site.remedy, report
 
 
-@pytest.mark.parametrize("loss", STAY, ids=lambda f: f.__name__)
-def test_what_stays_under_enable(loss: Loss) -> None:
+def test_what_stays_under_enable() -> None:
     with torch_streamkl.enable():
-        report = run(loss)
+        report = run(branch_in_front)
     assert report.num_fused == 0, report
     (site,) = report.sites
-    assert site.reason and STAY[loss] in site.remedy, report
+    assert site.reason, report

@@ -37,6 +37,11 @@ WRITES = [
     ("view", (A, 3), {}, set()),
     (setattr, (A, "data", B), {}, {A}),
     (F.relu, (A, True), {}, {A}),
+    (torch._foreach_lerp_, ([A, B], [C, D], 0.1), {}, {A, B}),
+    (torch._foreach_add_, ([A], [B]), {"alpha": 0.1}, {A}),
+    (torch._foreach_addcdiv_, ([A], [B], [C], 0.1), {}, {A}),
+    (torch._foreach_copy_, ([A, B], [C, D]), {}, {A, B}),
+    (torch._foreach_mul, ([A, B], [C, D]), {}, set()),
 ]
 
 
@@ -76,3 +81,27 @@ def test_weights_written_before_the_loss(way: str, dynamic: bool) -> None:
     shapes = ((24, 16), (64, 16), (24, 16), (64, 16))
     given = [torch.randn(s, requires_grad=i < 2) for i, s in enumerate(shapes)]
     compare(loss, [*given, torch.arange(24)], dynamic=dynamic).check()
+
+
+def _maps(x: Tensor) -> Tensor:
+    return x.view(24, 2, 8).transpose(0, 1)
+
+
+@pytest.mark.parametrize("way", ["bias", "mask"])
+def test_an_input_is_written_between_equal_expressions(way: str) -> None:
+    """The write is no part of the region: the input is one of its leaves."""
+
+    def loss(h: Tensor, ht: Tensor, b: Tensor) -> Tensor:
+        def scores(x: Tensor) -> Tensor:
+            s = _maps(x) @ _maps(x).mT
+            return s + b.exp() if way == "bias" else s.masked_fill(b > 0, -1e4)
+
+        s = scores(h)
+        b.neg_()
+        return F.kl_div(s.log_softmax(-1), scores(ht).softmax(-1), reduction="none").sum(-1)
+
+    make = torch.Generator().manual_seed(0)
+    h, ht = (torch.randn(24, 16, generator=make) for _ in range(2))
+    b = torch.linspace(-1, 1, 24)
+    options = {"streamkl.verify": "never"}
+    compare(loss, [h.requires_grad_(), ht, b], options=options).check()

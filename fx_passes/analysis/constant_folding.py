@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_streamkl.fx_passes.domain.masks import Affine
 from torch_streamkl.fx_passes.domain.values import Number
+from torch_streamkl.fx_passes.fx_utils.torch_names import _disable_current_modes
 
 LIMIT = 2**20  # elements: index vectors, never masks of two sequence dimensions
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
+    Entries,
     Number,
     RowFactor,
     Rows,
@@ -22,7 +22,9 @@ from torch_streamkl.fx_passes.domain.values import (
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one
+
+SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 
 
 class Analysis:
@@ -40,7 +42,9 @@ class Analysis:
     rank: dict[fx.Node, int]
     written: dict[fx.Node, tuple[fx.Node, Scores]]  # by write: the tensor that has new scores
     unrecorded: set[fx.Node]  # the user's nodes that autograd does not record
-    counts: dict[fx.Node, Any]  # number of rows that a boolean index selects
+    selections: dict[object, RowSelection]  # by what they are made of
+    # by operation: its rows, the dimension that counts them, and the entries of each it counts
+    counted: dict[fx.Node, tuple[RowSelection, int, Size]]
 
     def _dtype_of(self, node: fx.Node) -> torch.dtype:
         """What Dynamo recorded, which knows of autocast, or what the trace has."""
@@ -58,6 +62,8 @@ class Analysis:
             raise Blocked(f"{name} of attention or vocabulary probabilities")
         if any(isinstance(v, Scores) for v in known):
             raise Blocked(f"{name} of scores")
+        if any(isinstance(v, Entries) for v in known):
+            raise Blocked(SINGLE_ENTRIES)
         for a in node.all_input_nodes:
             if a in self.reasons:
                 raise Blocked(self.reasons[a])

@@ -8,7 +8,7 @@ reduction, scale, masks, casts and layout are independent of each other.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -19,12 +19,13 @@ from torch_streamkl.fx_passes.analysis.registry import RULES
 from torch_streamkl.fx_passes.analysis.rules.functions import FunctionRules
 from torch_streamkl.fx_passes.analysis.rules.losses import LossRules
 from torch_streamkl.fx_passes.analysis.rules.matmuls import MatmulRules
-from torch_streamkl.fx_passes.analysis.rules.views import ViewRules
+from torch_streamkl.fx_passes.analysis.rules.selections import SelectionRules
 from torch_streamkl.fx_passes.analysis.rules.writes import WriteRules
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.fitting import fitted
 from torch_streamkl.fx_passes.domain.index_values import stored
 from torch_streamkl.fx_passes.domain.masks import Affine
+from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
 from torch_streamkl.fx_passes.domain.values import Number
@@ -35,11 +36,12 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     written_storages,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 T = TypeVar("T")
 
 
-class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
+class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRules):
     """Abstract values of all nodes of a trace, in ``values``, and reasons in ``reasons``."""
 
     def __init__(self, trace: Trace) -> None:
@@ -56,11 +58,15 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, ViewRules, WriteRules):
         self._by_storage: dict[int, list[fx.Node]] = {}
         self._overwritten: set[fx.Node] = set()
         self.written: dict[fx.Node, tuple[fx.Node, Scores]] = {}
-        self._written_storages = written_storages(trace.graph)
-        self.counts: dict[fx.Node, Any] = {}
+        self.selections: dict[object, RowSelection] = {}
+        self.counted: dict[fx.Node, tuple[RowSelection, int, Size]] = {}
         self.folding = Folding()
         source = next(iter(trace.origin.values()), None)
         self.unrecorded = under_no_grad(source.graph) if source is not None else set()
+        # what the region reads from outside may be written by code that is no part of the trace
+        self._written_storages = written_storages(trace.graph)
+        if source is not None:
+            self._written_storages |= written_storages(source.graph)
         self._constants(trace.module)
         for node in trace.graph.nodes:
             self._visit(node)

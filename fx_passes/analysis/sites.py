@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
+    Entries,
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
@@ -164,7 +165,7 @@ def quadratic_nodes(
         behind = families.behind.get(inner, 0)
         if not behind & chosen:
             continue
-        known = isinstance(recognised.values.get(inner), (Scores, Elements, Shifted))
+        known = isinstance(recognised.values.get(inner), (Scores, Elements, Shifted, Entries))
         if known or families.is_as_large(inner, behind):
             result[node] = inner
     return result

@@ -2,19 +2,35 @@
 
 Eager code may change a tensor after its scores were computed. A fused operator reads the tensor
 later (and again in the backward), so a site whose inputs are written to after the scores were made
-stays.
+stays. Only an operator that makes its gradients in the forward reads nothing afterwards: a teacher
+that is updated behind the loss, in the same graph, does not concern it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import location_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, storage_of
+
+
+@dataclass(frozen=True)
+class LateWrite:
+    """A tensor that an inserted operator reads, and the node that writes to it afterwards."""
+
+    tensor: fx.Node
+    write: fx.Node
+    when: str
+
+    @property
+    def reason(self) -> str:
+        where, _ = location_of(self.write)
+        return f"{self.tensor.name} is modified in place {self.when}, at {where}"
 
 
 class Aliases:
@@ -22,11 +38,12 @@ class Aliases:
 
     def __init__(self, graph: fx.Graph, region: Region) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
-        analysed = set(region.nodes)
+        self.analysed = set(region.nodes)
         # what reads a tensor for the scores is in the region; a view made outside does not read
         self.first_use = {
             node: min(
-                (self.position[u] for u in node.users if u in analysed), default=len(self.position)
+                (self.position[u] for u in node.users if u in self.analysed),
+                default=len(self.position),
             )
             for node in graph.nodes
         }
@@ -37,15 +54,46 @@ class Aliases:
                 if storage is not None:
                     self.writes.setdefault(storage, []).append(node)
 
-    def check(self, added: Sequence[fx.Node]) -> None:
-        """Raise when what inserted nodes read is written to after the user's code read it."""
+    def check(
+        self,
+        added: Sequence[fx.Node],
+        selecting: Iterable[tuple[Sequence[fx.Node], Sequence[fx.Node]]] = (),
+        before: fx.Node | None = None,
+    ) -> list[LateWrite]:
+        """Raise when what inserted nodes read is written to after the user's code read it.
+
+        ``selecting`` are tensors that decide which rows are used, which are read at one place for
+        all their uses, and tensors that those were made of: of these, the analysis has seen the
+        writes that are part of the region.
+
+        The nodes are inserted in front of ``before``. Writes behind it do not harm them, but a
+        backward that reads the tensor again: those to tensors without gradient are returned.
+        """
+        late: list[LateWrite] = []
         for node in dict.fromkeys(a for x in added for a in x.all_input_nodes):
             if node not in self.position:
                 continue
-            for write in self.writes.get(storage_of(node), []):
-                if self.position[write] > self.first_use[node]:
-                    where, _ = location_of(write)
-                    raise Blocked(
-                        f"{node.name} is modified in place after the scores are computed, "
-                        f"at {where}"
-                    )
+            for write in self._writes_since(node, self.first_use[node]):
+                found = LateWrite(node, write, "after the scores are computed")
+                is_behind = before is not None and self.position[write] > self.position[before]
+                if not is_behind or _requires_grad(node):
+                    raise Blocked(found.reason)
+                late.append(found)
+        for tensors, made_of in selecting:
+            for node, known in (
+                *((n, ()) for n in tensors),
+                *((n, self.analysed) for n in made_of),
+            ):
+                for write in self._writes_since(node, self.position[node]):
+                    if write not in known:
+                        raise Blocked(LateWrite(node, write, "and selects rows").reason)
+        return late
+
+    def _writes_since(self, node: fx.Node, position: int) -> list[fx.Node]:
+        writes = self.writes.get(storage_of(node), [])
+        return [write for write in writes if self.position[write] > position]
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = example(node)
+    return isinstance(value, Tensor) and value.requires_grad

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 # these see gradients of intermediate tensors, which a fused operator does not have
 _GRADIENTS = {torch.autograd.grad, torch.autograd.backward}

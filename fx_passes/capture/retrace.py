@@ -7,17 +7,27 @@ autograd functions, checkpoint regions and autocast, so it is read and thrown aw
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    FakeTensor,
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+    get_proxy_mode,
+    get_proxy_slot,
+    key_get,
+    make_fx,
+)
 
 SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
@@ -35,6 +45,14 @@ class Trace:
 def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
     """The user's node that a node of the trace has its value from, or else came from."""
     return trace.outer.get(node) or trace.origin.get(node)
+
+
+def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The user's node that holds an ATen node's value."""
+    found = outer.get(node)
+    if found is None:
+        raise Blocked(f"an intermediate value ({node.name}) of a composite operation is needed")
+    return found
 
 
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
@@ -65,10 +83,15 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             assert proxy_mode is not None
             tracer = proxy_mode.tracer
             before = len(tracer.graph.nodes)
-            result = super().run_node(n)
             source = source_of.get(n.name)
+            symbols = source.meta.get("unbacked_bindings") if source is not None else None
+            if symbols:
+                mode.epoch += 1  # else a tensor remembers what it gave Dynamo
+            result = super().run_node(n)
             if source is not None:
                 new = list(tracer.graph.nodes)[before:]
+                if symbols and any(map(_selects, new)):
+                    _take_symbols(mode, symbols, result)
                 origin.update({x.name: source for x in new})
                 if isinstance(result, Tensor):
                     slot = get_proxy_slot(result, tracer, None)
@@ -108,6 +131,23 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
         outer=outer,
         module=traced,
     )
+
+
+def _selects(node: fx.Node) -> bool:
+    """Whether the entries of a tensor decide how many rows the result has."""
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+
+
+def _take_symbols(mode: FakeTensorMode, bindings: Mapping[Any, Any], result: object) -> None:
+    """Numbers of selected rows get the user's symbols, of which more is known: which are equal."""
+    assert mode.shape_env is not None
+    for symbol, path in bindings.items():
+        made = key_get(result, path)
+        if not isinstance(made, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            continue
+        fresh = made.node._expr
+        if isinstance(fresh, sympy.Symbol) and free_unbacked_symbols(made) and fresh != symbol:
+            mode.shape_env._rename_unbacked_to(fresh, symbol)
 
 
 def fake_mode_of(region: Region) -> FakeTensorMode:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_streamkl.functional import Expr, apply, evaluate
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ScoreKey
 from torch_streamkl.fx_passes.domain.values import Elements
+from torch_streamkl.fx_passes.fx_utils.torch_names import unset_fake_temporarily
 
 
 def may_be_infinite(key: ScoreKey) -> bool:

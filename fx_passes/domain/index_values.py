@@ -23,8 +23,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_streamkl.fx_passes.domain.masks import (
     Affine,
@@ -35,6 +33,11 @@ from torch_streamkl.fx_passes.domain.masks import (
 )
 from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    ELEMENTWISE_TYPE_PROMOTION_KIND,
+    elementwise_dtypes,
+    statically_known_true,
+)
 
 # no tensor has as many elements along a dimension
 LARGEST_EXTENT = 2**40

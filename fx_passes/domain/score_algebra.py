@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
-
-from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of, axis_dim, has_shape
+from torch_streamkl.fx_passes.domain.layout import (
+    Dim,
+    Layout,
+    Piece,
+    axes_of,
+    axis_dim,
+    has_shape,
+    merged,
+)
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,
     AxisExcept,
     AxisLiteral,
     AxisTensor,
 )
+from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.domain.scores import (
     Bias,
     Factor,
@@ -29,7 +36,7 @@ from torch_streamkl.fx_passes.domain.scores import (
 from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
 from torch_streamkl.fx_passes.domain.values import CONTRACTED
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same
 
 
 def padded(scores: Scores, size: Size) -> Scores:
@@ -162,47 +169,51 @@ def _part_of_literal(
 
 
 def selected_rows(
-    key: ScoreKey, layout: Layout, dim: int, mask: fx.Node, mask_rank: int, count: Size
+    key: ScoreKey, layout: Layout, dim: int, selection: RowSelection
 ) -> tuple[ScoreKey, Layout]:
-    """``scores[mask]``: rows that a boolean index over mask_rank dimensions from dim selects."""
-    indexed = layout[dim : dim + mask_rank]
-    pieces = [p for d in indexed for p in d]
+    """Scores of the rows that are selected of the dimensions from ``dim`` on."""
+    end = dim + len(selection.sizes)
+    indexed = layout[dim:end]
+    pieces = merged(tuple(p for d in indexed for p in d))
     axes = [p.axis for p in pieces]
     whole = all(is_one(p.stride) and same(p.size, key.size(p.axis)) for p in pieces)
-    exact = whole and has_shape(indexed, shape_of(mask))
+    exact = whole and has_shape(indexed, selection.sizes)
     if not pieces or not exact or len(set(axes)) != len(axes):
-        raise Blocked("a boolean index on part of the rows, or on dimensions of size one")
+        raise Blocked("rows are selected of part of the rows, or of dimensions of size one")
     if any(set(axes) & axes_of_step(x) for x in key.steps if not isinstance(x, Product)):
-        raise Blocked("a boolean index on scores after a mask or a tensor was applied")
-    axis = max(a for a, _ in key.sizes) + 1
-    new: Dim = (Piece(axis, count),)
-    lhs, rhs = _selected(key.lhs, key.rhs, pieces, new, mask)
+        raise Blocked("rows are selected of scores after a mask or a tensor was applied")
+    first = max(a for a, _ in key.sizes) + 1
+    new: Layout = tuple(
+        () if is_one(size) else (Piece(first + i, size),) for i, size in enumerate(selection.shape)
+    )
+    lhs, rhs = _selected(key.lhs, key.rhs, pieces, new, selection)
     steps = []
     for step in key.steps:
         if isinstance(step, Product):
-            one, other = _selected(step.lhs, step.rhs, pieces, new, mask)
+            one, other = _selected(step.lhs, step.rhs, pieces, new, selection)
             step = replace(step, lhs=one, rhs=other)
         steps.append(step)
-    sizes = (*((a, s) for a, s in key.sizes if a not in axes), (axis, count))
-    key = replace(key, sizes=sizes, steps=tuple(steps), lhs=lhs, rhs=rhs)
-    return key, (*layout[:dim], new, *layout[dim + mask_rank :])
+    kept = tuple((a, s) for a, s in key.sizes if a not in axes)
+    made = tuple((p.axis, p.size) for d in new for p in d)
+    key = replace(key, sizes=(*kept, *made), steps=tuple(steps), lhs=lhs, rhs=rhs)
+    return key, (*layout[:dim], *new, *layout[end:])
 
 
 def _selected(
-    lhs: TensorRef, rhs: TensorRef, pieces: list[Piece], new: Dim, mask: fx.Node
+    lhs: TensorRef, rhs: TensorRef, pieces: Dim, new: Layout, selection: RowSelection
 ) -> tuple[TensorRef, TensorRef]:
-    """The operands with the rows that a boolean index over the axes of ``pieces`` selects."""
+    """The operands with the rows that are selected of the axes of ``pieces``."""
     axes = {p.axis for p in pieces}
     holders = [x for x in (lhs, rhs) if axes_of(x.layout) & axes]
     if len(holders) != 1:
-        raise Blocked("a boolean index on a dimension that both operands of the scores have")
+        raise Blocked("rows are selected of a dimension that both operands of the scores have")
     operand = holders[0]
     held = [d for d, dim_pieces in enumerate(operand.layout) if axes_of((dim_pieces,)) & axes]
     first, num_held = held[0], len(held)
-    in_operand = [p for d in operand.layout[first : first + num_held] for p in d]
+    in_operand = merged(tuple(p for d in operand.layout[first : first + num_held] for p in d))
     if in_operand != pieces or held != list(range(first, first + num_held)):
-        raise Blocked("a boolean index on dimensions that the operand has in another order")
-    step = Step("rows", first, length=new[0].size, mask=mask, mask_rank=num_held)
-    layout = (*operand.layout[:first], new, *operand.layout[first + num_held :])
+        raise Blocked("rows are selected of dimensions that the operand has in another order")
+    step = Step("rows", first, selection=selection, num_dims=num_held)
+    layout = (*operand.layout[:first], *new, *operand.layout[first + num_held :])
     changed = replace(operand, layout=layout, steps=(*operand.steps, step))
     return (changed, rhs) if operand is lhs else (lhs, changed)

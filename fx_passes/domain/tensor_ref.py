@@ -11,6 +11,7 @@ from torch import fx
 
 from torch_streamkl.functional import Expr
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece
+from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 T = TypeVar("T")
@@ -18,14 +19,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a tensor that is used: "narrow", "select", or "rows" (a boolean index)."""
+    """A part of a tensor that is used: "narrow", "select", or "rows".
+
+    The latter is a ``selection`` of rows from ``num_dims`` dimensions that begin with ``dim``.
+    """
 
     kind: str
     dim: int
     start: Size = 0
     length: Size = 0
-    mask: fx.Node | None = None
-    mask_rank: int = 0
+    selection: RowSelection | None = None
+    num_dims: int = 0
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,13 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Entries:
+    """The entries of selected rows, one after the other, as masked_select returns them."""
+
+    rows: Scores | Elements
+
+
+@dataclass(frozen=True)
 class Infinite:
     """A boolean tensor that is True where one of these scores is -inf: what a bias may hold."""
 

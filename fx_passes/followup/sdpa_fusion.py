@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.region import MATMULS
-from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.capture.retrace import Trace, outer_node
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ABSORBING
 from torch_streamkl.fx_passes.domain.values import Attention
@@ -37,7 +37,6 @@ from torch_streamkl.fx_passes.lowering.empty_rows import (
 )
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
-    outer_node,
     placed,
     rows_as_user,
     shape,
@@ -88,7 +87,7 @@ def replace_attention(
                     value_of_user = example(node)
                     assert isinstance(value_of_user, Tensor)
                     replacement = with_strides_of(build, replacement, value_of_user)
-                aliases.check(build.added)
+                aliases.check(build.added, build.selecting)
         except Blocked as reason:
             notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
             continue

@@ -13,26 +13,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._sympy.functions import FloorDiv
 
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
+from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
 
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 class Selections:
-    """Row selections by boolean masks: the positions of each mask's True entries, made once.
+    """The positions that masks select, each made once, and where numbers of rows are read.
 
-    Their number is not known before the program runs; ``counts`` finds the positions again by the
-    symbol that the analysis has for it.
+    ``masked`` are the selections by the symbols that the analysis has for their numbers of rows,
+    one for every use of a mask; ``counts`` has tensors of positions and their dimensions by size.
     """
 
-    def __init__(self) -> None:
-        self.positions: dict[fx.Node, fx.Node] = {}
-        self.counts: dict[str, fx.Node] = {}
+    def __init__(self, masked: Mapping[str, object] | None = None) -> None:
+        self.masked = masked or {}
+        self.positions: dict[object, fx.Node] = {}
+        self.counts: dict[str, tuple[fx.Node, int]] = {}
+
+    def positions_of(self, size: str) -> fx.Node | None:
+        """The positions of a mask that selects so many rows."""
+        return self.positions.get(self.masked.get(size))
 
 
 class Builder:
@@ -46,6 +50,8 @@ class Builder:
         self.before = before
         self.mode = mode
         self.added: list[fx.Node] = []
+        # tensors that decide which rows are selected, and what those were made of
+        self.selecting: list[tuple[list[fx.Node], list[fx.Node]]] = []
 
     @contextlib.contextmanager
     def undone_if_blocked(self) -> Iterator[None]:
@@ -109,28 +115,41 @@ class Builder:
         known = expression(size)
         return known if isinstance(known, int) else self._symbolic(known, tensors)
 
-    def positions(self, mask: fx.Node, count: Size) -> fx.Node:
-        """Where a boolean mask is True, as indices into its flattened entries."""
-        made = self.selections.positions.get(mask)
+    def positions(
+        self, selection: object, mask: fx.Node, rows: Callable[[Builder], fx.Node]
+    ) -> fx.Node:
+        """Where a boolean mask is True, as indices into its flattened entries.
+
+        They are made behind the mask, once for each selection; ``rows`` adds the nodes that make
+        one entry a row of it.
+        """
+        made = self.selections.positions.get(selection)
         if made is None:
-            build = Builder(mask.next, self.mode)
-            flat = build.method("flatten", mask)
-            made = build.method("squeeze", build.call(torch.nonzero, flat), 1)
-            self.selections.positions[mask] = made
-        self.selections.counts[str(expression(count))] = made
+            build = Builder(mask.next, self.mode, self.selections)
+            with build.undone_if_blocked():
+                flat = build.method("flatten", rows(build))
+                made = build.method("squeeze", build.call(torch.nonzero, flat), 1)
+            self.selections.positions[selection] = made
         return made
+
+    def count(self, size: Size, tensor: fx.Node, dim: int) -> None:
+        """Remember where a number of selected rows is read."""
+        self.selections.counts[str(expression(size))] = (tensor, dim)
 
     def _symbolic(self, wanted: Any, tensors: Sequence[fx.Node]) -> int | fx.Node:
         if wanted.is_Integer:
             return int(wanted)
-        if str(wanted) in self.selections.counts:
-            return self.method("size", self.selections.counts[str(wanted)], 0)
+        positions = self.selections.positions_of(str(wanted))
+        if positions is not None:
+            return self.method("size", positions, 0)
         for tensor in tensors:
             value = example(tensor)
             assert isinstance(value, Tensor)
             for dim, candidate in enumerate(value.shape):
                 if str(expression(candidate)) == str(wanted):
                     return self.method("size", tensor, dim)
+        if str(wanted) in self.selections.counts:
+            return self.method("size", *self.selections.counts[str(wanted)])
         if wanted.is_Add or wanted.is_Mul:
             first, *rest = (self._symbolic(x, tensors) for x in wanted.args)
             for x in rest:

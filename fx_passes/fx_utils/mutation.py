@@ -60,8 +60,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         or _asks_for_in_place(node)
     )
     if first_is_written:
-        # torch._foreach_addcdiv_ and the fused optimizers write to lists
-        written += node.args if name.startswith(("_foreach", "_fused")) else node.args[:1]
+        # torch._foreach_addcdiv_ and the fused optimizers write to lists: which, their schema says
+        lists = packet is None and name.startswith(("_foreach", "_fused"))
+        written += node.args if lists else node.args[:1]
     return list(dict.fromkeys(nodes_in(written)))
 
 

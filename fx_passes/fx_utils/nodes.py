@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 UNKNOWN = "unknown location"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')

@@ -10,8 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.functions import FloorDiv
+
+from torch_streamkl.fx_passes.fx_utils.torch_names import FloorDiv, free_unbacked_symbols
 
 Size = int | torch.SymInt
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from torch_streamkl import ops
 from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Bias
@@ -26,7 +27,6 @@ from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_
 from torch_streamkl.fx_passes.lowering.operands import (
     canonical,
     materialise,
-    outer_node,
     placed,
     rows_as_user,
 )

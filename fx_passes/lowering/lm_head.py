@@ -17,13 +17,14 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops
 from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.masks import AxisExcept, Mask
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Bias
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, outer_node, weight
+from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, weight
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
 from torch_streamkl.fx_passes.planning.lm_heads import adapter, added_to_logits
 

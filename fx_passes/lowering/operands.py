@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.layout import (
     Layout,
     Piece,
@@ -23,6 +24,7 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, same
+from torch_streamkl.fx_passes.lowering.selections import selected
 from torch_streamkl.fx_passes.planning.dimensions import (
     Geometry,
     SideGeometry,
@@ -30,14 +32,6 @@ from torch_streamkl.fx_passes.planning.dimensions import (
     is_split_of,
     leading_first,
 )
-
-
-def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The user's node that holds an ATen node's value."""
-    found = outer.get(node)
-    if found is None:
-        raise Blocked(f"an intermediate value ({node.name}) of a composite operation is needed")
-    return found
 
 
 def shape(node: fx.Node) -> Sequence[Size]:
@@ -236,12 +230,8 @@ def _one_group(places: Sequence[Place], place: int) -> bool:
 def _with_step(
     build: Builder, x: fx.Node, step: Step, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    if step.kind == "rows":
-        assert step.mask is not None
-        positions = build.positions(outer_node(step.mask, outer), step.length)
-        if step.mask_rank > 1:
-            x = build.method("flatten", x, step.dim, step.dim + step.mask_rank - 1)
-        return build.method("index_select", x, step.dim, positions)
+    if step.selection is not None:
+        return selected(build, x, step.dim, step.num_dims, step.selection, outer)
     if not isinstance(step.start, int) or not isinstance(step.length, int):
         raise Blocked("scores are sliced at a position of unknown size")
     if step.kind == "select":

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_streamkl import linear_ops, linear_panels, linear_rows, ops, panels
 from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode
 from torch_streamkl.launch import adds_queries, select_implementation, triton_limit
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced

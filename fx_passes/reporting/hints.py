@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import torch
-from torch._dynamo.utils import counters
 
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
+from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (
@@ -39,7 +39,8 @@ _REMEDIES = (
     (
         "modified in place",
         "write to a copy, or take the KL after the write: a fused operator reads its inputs again "
-        "in the backward",
+        "in the backward, but for an LM head whose loss is one weighted sum of rows; a teacher "
+        "that follows its student is updated behind that sum, or behind backward()",
     ),
     (
         "needs a gradient",
@@ -75,10 +76,15 @@ _REMEDIES = (
     ),
     ("padded to another", "drop the extra rows of the larger LM head instead of padding logits"),
     (
-        "masked_select|gathered by index",
-        "select whole rows by a boolean index, logits[mask]; keys are left out by a mask of -inf",
+        "single entries|gathered by index|composite operation",
+        "select whole rows, logits[mask] or logits[positions], by tensors; keys are left out by a "
+        "mask of -inf",
     ),
-    ("only some of the keys|selects keys", "mask the other keys with -inf"),
+    ("only some of the keys|keys are selected", "mask the other keys with -inf"),
+    (
+        "rows are selected of",
+        "select rows of the logits themselves, in the order that the hidden states have",
+    ),
     ("student's probabilities are averaged", "average the teacher's heads only"),
     (
         "of scores$|of attention or vocabulary probabilities$",

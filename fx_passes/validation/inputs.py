@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, name_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.fx_passes.validation.sizes import Sizes
 

@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    _disable_current_modes,
+    unset_fake_temporarily,
+)
 
 # NOTE [cuDNN's attention is not run in checks]
 # PyTorch keeps a compiled cuDNN graph for each shape and layout of q, k and v. The one of a

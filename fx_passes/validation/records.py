@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, storage_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
 from torch_streamkl.fx_passes.validation.sizes import Sizes
@@ -140,10 +141,9 @@ def forget() -> None:
 
 def _path(fingerprint: Fingerprint, options: CheckOptions) -> Path | None:
     """A file in Inductor's cache, of this version of the sources, of torch and of the device."""
-    from torch._inductor import config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    if not fingerprint.is_stable or not options.version or config.force_disable_caches:
+    caches = not later("torch._inductor.config", "force_disable_caches")
+    cache_dir = later("torch._inductor.runtime.cache_dir_utils", "cache_dir")
+    if not fingerprint.is_stable or not options.version or not caches:
         return None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     version = f"{options.version} {torch.__version__} {device} {fingerprint.digest}"

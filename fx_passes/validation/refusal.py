@@ -19,8 +19,7 @@ Refused = Mapping[str, str]  # nodes of the user's graph that stay as they are, 
 
 def rewrite_checked(
     gm: fx.GraphModule,
-    copied: Callable[[fx.Graph], fx.Graph],
-    attempt: Callable[[fx.Graph, Refused], Report],
+    attempt: Callable[[Refused], tuple[fx.Graph, Report]],
     options: CheckOptions,
 ) -> tuple[fx.Graph, Report]:
     """The rewritten graph with the sites that passed, and the report of all.
@@ -30,8 +29,7 @@ def rewrite_checked(
     """
     refused: dict[str, str] = {}
     while True:
-        graph = copied(gm.graph)
-        report = attempt(graph, refused)
+        graph, report = attempt(refused)
         verdicts = check(gm.graph, graph, gm, options) if report.num_fused else []
         wrong = {node: reason for v in verdicts for node, reason in _refusals(v, options)}
         new = {node: reason for node, reason in wrong.items() if node not in refused}

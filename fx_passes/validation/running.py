@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
 from torch_streamkl.fx_passes.validation.options import NotChecked
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)

@@ -28,16 +28,16 @@ def planted(edit: Edit) -> Iterator[list[bool]]:
     """Every rewrite meanwhile is followed by ``edit``; whether one was is noted in the list."""
     original, edited = pipeline.rewrite_checked, []
 
-    def rewrite_checked(gm: Any, copied: Any, attempt: Any, options: Any) -> Any:
-        def faulty(graph: fx.Graph, refused: Any) -> Any:
-            report = attempt(graph, refused)
+    def rewrite_checked(gm: Any, attempt: Any, options: Any) -> Any:
+        def faulty(refused: Any) -> Any:
+            graph, report = attempt(refused)
             if report.num_fused:
                 with suppress(StopIteration):  # what it changes was refused before
                     edit(graph)
                     edited.append(True)
-            return report
+            return graph, report
 
-        return original(gm, copied, faulty, options)
+        return original(gm, faulty, options)
 
     pipeline.rewrite_checked = rewrite_checked
     try:

@@ -13,6 +13,7 @@ from torch_streamkl.fx_passes.domain import score_algebra as scores
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
+    Entries,
     ExpSum,
     Rows,
     Shifted,
@@ -101,6 +102,8 @@ class LossRules(Analysis):
                 return ExpSum(x.scores.key, x.axis, rows, x.maximum)
         if isinstance(x, Elements):
             return elements.reduced(x, dims, keepdim, mean)
+        if isinstance(x, Entries) and isinstance(x.rows, Elements) and not keepdim:
+            return elements.reduced(x.rows, (0, 1), keepdim, mean)
         if isinstance(x, Scores) and len(dims) == 1:
             key, _ = scores.summed_over(x, dims[0], mean=mean)
             kept = ((),) if keepdim else ()

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_streamkl.fx_passes.analysis.casts import Cast
+from torch_streamkl.fx_passes.analysis.context import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
+    Entries,
     Number,
     Parts,
     RowMax,
@@ -37,6 +38,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     same,
     shape_of,
 )
+from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
 
 aten = torch.ops.aten
 
@@ -65,7 +67,9 @@ class ViewRules(MaskRules):
         aten.view_as.default,
     )
     def view(self, node: fx.Node, a: Arguments) -> object:
-        shape = shape_of(node)
+        shape, x = shape_of(node), self.value(a["self"])
+        if isinstance(x, Entries):
+            return rows_of_entries(x, shape)
         return self._viewed(node, a["self"], lambda x: lay.reshape(x, shape), "reshape")
 
     @rule(aten.transpose.int)
@@ -251,41 +255,6 @@ class ViewRules(MaskRules):
         assert key_dim is not None
         return replace(x, parts=tuple(parts), layouts=tuple(layouts), key_dim=key_dim, shape=shape)
 
-    @rule(aten.index.Tensor)
-    def index(self, node: fx.Node, a: Arguments) -> object:
-        x, indices = self.value(a["self"]), a["indices"]
-        if not isinstance(x, (Scores, Elements)):
-            return self.mask_index(node, a)
-        given = [(d, i) for d, i in enumerate(indices) if i is not None]
-        if (
-            len(given) != 1
-            or not isinstance(given[0][1], fx.Node)
-            or given[0][1].meta["val"].dtype != torch.bool
-        ):
-            raise Blocked("scores or probabilities are gathered by index")
-        ((dim, index),) = given
-        rank = self.rank[index]
-        count = shape_of(node)[dim]
-        chosen = self.canonical[index]
-        count = self.counts.setdefault(chosen, count)  # each use has a symbol of its own
-        if isinstance(x, Scores):
-            return Scores(*scores.selected_rows(x.key, x.layout, dim, chosen, rank, count))
-        if dim <= x.key_dim < dim + rank:
-            raise Blocked("a boolean index selects keys after the softmax")
-        shape = (*x.shape[:dim], count, *x.shape[dim + rank :])
-        return self._changed_scores(
-            x,
-            shape,
-            lambda key, layout: scores.selected_rows(key, layout, dim, chosen, rank, count),
-        )
-
-    @rule(aten.masked_select.default)
-    def masked_select(self, node: fx.Node, a: Arguments) -> object:
-        x = self.value(a["self"])
-        if isinstance(x, (Scores, Elements)):
-            raise Blocked("masked_select takes single entries of scores or probabilities")
-        return self._no_rule(node, "masked_select")
-
     @rule(aten.stack.default)
     def stack(self, node: fx.Node, a: Arguments) -> object:
         items = [self.value(n) for n in a["tensors"]]
@@ -317,6 +286,15 @@ class ViewRules(MaskRules):
                 f"scores are padded with {value.value:g}, which takes part in the softmax"
             )
         return scores.padded(x, shape_of(node)[-1])
+
+
+def rows_of_entries(x: Entries, shape: Sequence[Size]) -> Scores | Elements:
+    """``masked_select(scores, mask).view(-1, words)``: the rows of the entries."""
+    rows = x.rows
+    sizes = lay.sizes_of(rows.layout) if isinstance(rows, Scores) else rows.shape
+    if len(shape) != 2 or not same(shape[1], sizes[1]):
+        raise Blocked(SINGLE_ENTRIES)
+    return rows
 
 
 def from_front(start: Size, size: Size) -> Size:

@@ -1,0 +1,54 @@
+"""Which rows of a tensor are used: the meaning of `x[mask]`, `x[i, j]`, `masked_select`, `gather`.
+
+NOTE [Selected rows]
+A selection replaces consecutive dimensions of scores, of ``sizes``, by dimensions of ``shape``. It
+commutes with all that is done to each row alone, so it moves to the operand of the scores that has
+those dimensions: ``(h @ w)[mask]`` is ``h[mask] @ w``. There it is the operation that the user
+wrote, applied to the smaller tensor. So negative and repeated positions, gradients that add up and
+errors for positions out of range stay what they are in the user's code.
+
+Two selections are one when they are made of the same tensors by the same operation. Their counts
+are no evidence: two masks may happen to select as many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from torch_streamkl.fx_passes.domain.layout import Shape
+from torch_streamkl.fx_passes.domain.masks import BoolTensor, Opaque
+
+# A boolean tensor over all of the dimensions: the rows where it is True, in their order. The
+# tensor of MASK_ENTRIES has a last dimension more, along which it is constant (`masked_select`).
+MASK, MASK_ENTRIES = "mask", "mask_entries"
+POSITIONS = "positions"  # an integer tensor for each of the dimensions, broadcast together
+INDEX_SELECT = "index_select"  # a vector of positions, none of them negative
+GATHER = "gather"  # positions along dimension ``along``, constant along a last dimension more
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """The selected rows of dimensions ``sizes``, as dimensions ``shape``.
+
+    ``tensors`` are nodes of the trace. ``condition`` is what a mask says, by which two are told
+    to be one; ``tensors`` then has the first of them.
+    """
+
+    kind: str
+    tensors: tuple[fx.Node, ...]
+    sizes: Shape = field(compare=False)
+    shape: Shape = field(compare=False)
+    along: int = 0
+    condition: BoolTensor | None = None
+
+    @property
+    def is_mask(self) -> bool:
+        return self.kind in (MASK, MASK_ENTRIES)
+
+    def condition_tensors(self) -> Iterator[fx.Node]:
+        """What the condition is about."""
+        if self.condition is not None:
+            yield from (x.node for x in self.condition.literals if isinstance(x, Opaque))

@@ -1,0 +1,91 @@
+"""Every private part of torch that the rewrite cannot do without, imported in one place.
+
+A release of torch may move any of them. The error then says which one, and what to do. Parts that
+the rewrite can do without are imported where they are used, and left out where they are missing
+(docs/versions.md). Imported here first of all, so that nothing of ours is half there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_streamkl.version import __version__
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """An error that says what to do in the place of one that says what is missing."""
+    try:
+        yield
+    except (ImportError, AttributeError) as missing:
+        raise ImportError(
+            f"torch_streamkl {__version__} rewrites graphs with a private part of torch that "
+            f"torch {torch.__version__} does not have where it was: {missing}. Install a release "
+            "of torch that docs/versions.md lists, or a newer torch_streamkl. Until then, compile "
+            "without the rewrite; attention_kl and linear_kl do not need it"
+        ) from missing
+
+
+with _explained():
+    from torch._dynamo.utils import counters
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+    from torch.fx.experimental.symbolic_shapes import (
+        GuardOnDataDependentSymNode,
+        ShapeEnv,
+        free_unbacked_symbols,
+        statically_known_true,
+    )
+    from torch.utils._python_dispatch import (
+        _disable_current_modes,
+        is_traceable_wrapper_subclass,
+    )
+    from torch.utils._pytree import key_get, tree_flatten, tree_map, tree_unflatten
+    from torch.utils._sympy.functions import FloorDiv
+
+    for _owner, _name in (
+        (ShapeEnv, "suppress_guards"),
+        (ShapeEnv, "ignore_fresh_unbacked_symbols"),
+        (ShapeEnv, "_rename_unbacked_to"),
+        (FakeTensorMode, "epoch"),
+        (torch.UntypedStorage, "_cdata"),
+    ):
+        getattr(_owner, _name)
+
+
+def later(module: str, name: str) -> Any:
+    """A name of a part of torch that takes long to import, when it is needed."""
+    with _explained():
+        return getattr(importlib.import_module(module), name)
+
+
+__all__ = [
+    "ELEMENTWISE_TYPE_PROMOTION_KIND",
+    "CustomGraphPass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FloorDiv",
+    "GuardOnDataDependentSymNode",
+    "_disable_current_modes",
+    "counters",
+    "elementwise_dtypes",
+    "free_unbacked_symbols",
+    "get_proxy_mode",
+    "get_proxy_slot",
+    "is_traceable_wrapper_subclass",
+    "key_get",
+    "later",
+    "make_fx",
+    "statically_known_true",
+    "tree_flatten",
+    "tree_map",
+    "tree_unflatten",
+    "unset_fake_temporarily",
+]
