@@ -186,3 +186,20 @@ def test_mean_of_no_row(name: str) -> None:
         assert eager is not None
         assert compiled is not None
         assert torch.equal(eager.isnan(), compiled.isnan())
+
+
+# ------------------------------------------------------------------- strides of positions in memory
+TRANSPOSED: dict[str, Program] = {
+    "one dimension": lambda s, t, each: rows(s[:, each.T], t[:, each.T]),
+    "two dimensions": lambda s, t, each: rows(s[each.T % 2, each.T], t[each.T % 2, each.T]),
+    "of one side": lambda s, t, each: rows(s[:, each].transpose(1, 2), t[:, each.T]),
+    "that lie between others": lambda s, t, p: rows(
+        *(x[torch.arange(2), p.expand(2, -1).T] for x in (s, t))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_positions_that_are_transposed(name: str) -> None:
+    """What torch says of the strides of ``x[:, i.T]`` is not what it makes: a view of it fails."""
+    judge(TRANSPOSED[name], 1)

@@ -48,7 +48,9 @@ def selected(
     if selection.kind == GATHER:
         (index,) = tensors
         return _gathered(build, x, dim, build.method("select", index, -1, 0), selection)
-    return build.call(operator.getitem, x, (*(slice(None),) * dim, *tensors))
+    # the strides that torch records for positions that are transposed are not those it makes
+    positions = [n if _rank(n) < 2 else build.method("contiguous", n) for n in tensors]
+    return build.call(operator.getitem, x, (*(slice(None),) * dim, *positions))
 
 
 def _mask_of_rows(build: Builder, mask: fx.Node, selection: RowSelection) -> fx.Node:
@@ -102,6 +104,10 @@ def _gathered(
             index = build.method("unsqueeze", index, d)
     index = build.method("expand", index, *sizes)
     return build.method("gather", x, dim + selection.along, index)
+
+
+def _rank(node: fx.Node) -> int:
+    return len(_shape(node))
 
 
 def _shape(node: fx.Node) -> Shape:
