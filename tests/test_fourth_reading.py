@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
+from torch_streamkl.fx_passes.reporting import execution
+from torch_streamkl.problem import AttentionProblem
 
 WITHOUT_CHECK = {"streamkl.verify": "never"}
 WORDS = 12
@@ -188,7 +190,7 @@ def test_mean_of_no_row(name: str) -> None:
         assert torch.equal(eager.isnan(), compiled.isnan())
 
 
-# ------------------------------------------------------------------- strides of positions in memory
+# ----------------------------------------------------------------- strides of positions in memory
 TRANSPOSED: dict[str, Program] = {
     "one dimension": lambda s, t, each: rows(s[:, each.T], t[:, each.T]),
     "two dimensions": lambda s, t, each: rows(s[each.T % 2, each.T], t[each.T % 2, each.T]),
@@ -203,3 +205,25 @@ TRANSPOSED: dict[str, Program] = {
 def test_positions_that_are_transposed(name: str) -> None:
     """What torch says of the strides of ``x[:, i.T]`` is not what it makes: a view of it fails."""
     judge(TRANSPOSED[name], 1)
+
+
+# ------------------------------------------------------------------- sizes that only data decides
+def some_words(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
+    """Masked words: the operator for attention has them, which chooses its kernels by size."""
+    others = torch.arange(WORDS) % 3 == 0
+    return rows(s[keep].masked_fill(others, -1e9), t[keep].masked_fill(others, -1e9)).sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kernels_that_are_chosen_by_size(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge(some_words, 1, dynamic)
+    chosen: list[object] = []
+
+    def by_size(problem: AttentionProblem, impl: str) -> str:
+        chosen.append(impl)
+        return "triton" if problem.seqlen_q > 2**20 else "streaming"
+
+    monkeypatch.setattr(execution, "select_implementation", by_size)
+    runs = judge(some_words, 1, dynamic).report.sites[0].runs
+    assert chosen
+    assert runs == execution.BY_SIZE or not dynamic

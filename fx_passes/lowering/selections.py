@@ -49,8 +49,8 @@ def selected(
         (index,) = tensors
         return _gathered(build, x, dim, build.method("select", index, -1, 0), selection)
     # the strides that torch records for positions that are transposed are not those it makes
-    positions = [n if _rank(n) < 2 else build.method("contiguous", n) for n in tensors]
-    return build.call(operator.getitem, x, (*(slice(None),) * dim, *positions))
+    lying = [n if _rank(n) < 2 else build.method("contiguous", n) for n in tensors]
+    return build.call(operator.getitem, x, (*(slice(None),) * dim, *lying))
 
 
 def _mask_of_rows(build: Builder, mask: fx.Node, selection: RowSelection) -> fx.Node:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_streamkl import linear_ops, linear_panels, linear_rows, ops, panels
 from torch_streamkl.fx_passes.fx_utils.nodes import example
@@ -24,6 +25,7 @@ PANELS = "as panels of query rows, compiled by Inductor"  # of a compiled graph 
 COMPILED_ROWS = "as blocks of rows, compiled by Inductor"
 MEAN_AGAIN = "the mean of {} teacher heads made again in the backward: maps that fit may be faster"
 ANY_ORDER = "gradients in any order of sums"
+BY_SIZE = "as the number of selected rows decides in each call"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"
 IN_BACKWARD = "logits computed again in the backward"
 
@@ -52,8 +54,15 @@ def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> d
     with shapes.suppress_guards() if shapes is not None else contextlib.nullcontext():
         for node in graph.nodes:
             if SITE in node.meta:
-                found.setdefault(node.meta[SITE], {})[_how(node, is_compiled)] = None
+                found.setdefault(node.meta[SITE], {})[_how_known(node, is_compiled)] = None
     return {site: " and ".join(ways) for site, ways in found.items()}
+
+
+def _how_known(call: fx.Node, is_compiled: bool) -> str:
+    try:
+        return _how(call, is_compiled)
+    except GuardOnDataDependentSymNode:
+        return BY_SIZE
 
 
 def _how(call: fx.Node, is_compiled: bool) -> str:
