@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch_streamkl import ops
 from torch_streamkl.attention_gradients import attention_kl_with_gradients
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants
-from torch_streamkl.fx_passes.fx_utils.sizes import same
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
 from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
@@ -102,6 +102,8 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     fx.map_arg(given, inputs.append)
     if not too_late.isdisjoint(inputs):
         return False
+    if any(is_unknown(size) for size in _value(grad).shape):
+        return False  # there may be no row: the number is infinite then, and the gradients are 0
     with graph.inserting_before(backward):
         factors = _Factors(graph, late, behind).of(grad)
         if factors is None or _value(factors.number).dim() != 0:

@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
+    Entries,
     ExpSum,
     LogSumExp,
     RowMax,
@@ -24,7 +25,7 @@ from torch_streamkl.fx_passes.domain.values import (
 )
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
-Cast = Scores | Elements | Rows | LogSumExp | RowMax | Shifted | ExpSum
+Cast = Scores | Elements | Entries | Rows | LogSumExp | RowMax | Shifted | ExpSum
 
 
 def is_narrower(to: torch.dtype, than: torch.dtype) -> bool:
@@ -70,12 +71,16 @@ def _goes_back(key: ScoreKey, dtype: torch.dtype) -> bool:
     return dtype == key.dtype or all(x == dtype for x in operands)
 
 
-def _keys_of(x: Scores | Elements | LogSumExp | RowMax | Shifted | ExpSum) -> list[ScoreKey]:
+def _keys_of(
+    x: Scores | Elements | Entries | LogSumExp | RowMax | Shifted | ExpSum,
+) -> list[ScoreKey]:
     match x:
         case Scores():
             return [x.key]
         case Elements():
             return [part.scores for part in x.parts]
+        case Entries():
+            return _keys_of(x.rows)
         case Shifted():
             return [x.scores.key]
     return [x.scores]

@@ -41,6 +41,7 @@ class Analysis:
     canonical: dict[fx.Node, fx.Node]
     rank: dict[fx.Node, int]
     written: dict[fx.Node, tuple[fx.Node, Scores]]  # by write: the tensor that has new scores
+    written_storages: set[int | None]  # memory that the trace or the user's graph writes to
     unrecorded: set[fx.Node]  # the user's nodes that autograd does not record
     selections: dict[object, RowSelection]  # by what they are made of
     # by operation: its rows, the dimension that counts them, and the entries of each it counts

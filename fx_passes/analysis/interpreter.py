@@ -64,9 +64,9 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
         source = next(iter(trace.origin.values()), None)
         self.unrecorded = under_no_grad(source.graph) if source is not None else set()
         # what the region reads from outside may be written by code that is no part of the trace
-        self._written_storages = written_storages(trace.graph)
+        self.written_storages = written_storages(trace.graph)
         if source is not None:
-            self._written_storages |= written_storages(source.graph)
+            self.written_storages |= written_storages(source.graph)
         self._constants(trace.module)
         for node in trace.graph.nodes:
             self._visit(node)
@@ -87,7 +87,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
         try:
             if any(a in self._overwritten for a in node.all_input_nodes):
                 raise Blocked(
-                    "a tensor that is modified in place through a view of it is used afterwards"
+                    "a tensor that is modified in place through a view or in a list is used later"
                 )
             if self._hides_its_write(node):
                 raise Blocked("a tensor that has a gradient is modified in place under no_grad")
@@ -118,11 +118,15 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
             self._by_storage.setdefault(value.untyped_storage()._cdata, []).append(node)
 
     def _note_writes(self, node: fx.Node) -> None:
-        """After a write, what the analysis knows of other views of the storage is void."""
+        """After a write, what the analysis knows of the storage is void.
+
+        Who reads the written tensor later reads the result of the write: its node, unless the
+        operation returns nothing, such as ``torch._foreach_mul_``.
+        """
         for target in written_by(node):
             storage = storage_of(target)
             aliases = self._by_storage.get(storage, []) if storage is not None else []
-            self._overwritten.update(a for a in aliases if a is not target)
+            self._overwritten.update((target, *aliases))
         if node in self.written:
             base, scores = self.written[node]
             self._overwritten.discard(base)
@@ -132,7 +136,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
         """The first node that computes the same: equal pure operations on equal inputs."""
         if node.op != "call_function" or not _is_pure(node):
             return node
-        if any(storage_of(n) in self._written_storages for n in (node, *node.all_input_nodes)):
+        if any(storage_of(n) in self.written_storages for n in (node, *node.all_input_nodes)):
             return node  # equal operations at different times see different values
         try:
             arguments = fx.map_arg(

@@ -7,19 +7,21 @@ those dimensions: ``(h @ w)[mask]`` is ``h[mask] @ w``. There it is the operatio
 wrote, applied to the smaller tensor. So negative and repeated positions, gradients that add up and
 errors for positions out of range stay what they are in the user's code.
 
-Two selections are one when they are made of the same tensors by the same operation. Their counts
+Two selections are one when they are made of the same tensors by the same operation, of dimensions
+of the same sizes: ``x.view(4, 3)[i, j]`` and ``x.view(2, 6)[i, j]`` are other rows. Their counts
 are no evidence: two masks may happen to select as many rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from torch_streamkl.fx_passes.domain.layout import Shape
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Opaque
+from torch_streamkl.fx_passes.fx_utils.sizes import expression
 
 # A boolean tensor over all of the dimensions: the rows where it is True, in their order. The
 # tensor of MASK_ENTRIES has a last dimension more, along which it is constant (`masked_select`).
@@ -29,7 +31,7 @@ INDEX_SELECT = "index_select"  # a vector of positions, none of them negative
 GATHER = "gather"  # positions along dimension ``along``, constant along a last dimension more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowSelection:
     """The selected rows of dimensions ``sizes``, as dimensions ``shape``.
 
@@ -39,10 +41,22 @@ class RowSelection:
 
     kind: str
     tensors: tuple[fx.Node, ...]
-    sizes: Shape = field(compare=False)
-    shape: Shape = field(compare=False)
+    sizes: Shape
+    shape: Shape
     along: int = 0
     condition: BoolTensor | None = None
+
+    def key(self) -> tuple[object, ...]:
+        # the size of a single dimension is the operand's
+        groups = self.sizes if len(self.sizes) > 1 else ()
+        sizes = tuple(str(expression(size)) for size in groups)
+        return (self.kind, self.tensors, self.along, self.condition, sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowSelection) and self.key() == other.key()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
 
     @property
     def is_mask(self) -> bool:

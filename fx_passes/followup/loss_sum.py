@@ -8,6 +8,7 @@ weights are then what the same operations make of ones.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, nodes_in, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import same
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
 from torch_streamkl.fx_passes.reporting.execution import SITE
 
 MakeBuilder = Callable[[fx.Node], Builder]
@@ -153,12 +154,15 @@ def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
-    weight = _row_weights(call, chain, build)
+    ones = _ones(call, build)
+    weight = _row_weights(call, chain, ones, build)
     wanted = _wanted(call)
     inputs = dict(zip(GRADIENTS, call.args[:4], strict=True)) | dict(call.kwargs)
     result = build.call(linear_ops.linear_kl_sum, **inputs, row_weight=weight, wanted=wanted)
     result.meta[SITE] = call.meta[SITE]
     total = build.call(operator.getitem, result, 0)
+    if is_unknown(_value(ones).shape[0]):
+        total = _unless_no_row(total, chain, ones, build)
     if _value(total).dtype != _value(chain.total).dtype:
         total = build.method("to", total, _value(chain.total).dtype)
     chain.total.replace_all_uses_with(total)
@@ -167,14 +171,30 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     return total
 
 
-def _row_weights(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
-    """What the steps make of ones, in the order of the rows."""
+def _unless_no_row(total: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
+    """The mean of no row is NaN, and no gradient of it reaches the head, whatever its size is.
+
+    The gradients that the sum keeps are 0 then, and what they are multiplied with, such as the
+    gradient of a quotient by the number of rows, may be infinite.
+    """
+    of_none = math.nan if name_of(chain.total) == "mean" else 0.0
+    return build.call(torch.where, build.call(torch.any, ones), total, of_none)
+
+
+def _ones(call: fx.Node, build: Builder) -> fx.Node:
+    """A one for each row."""
     (rows,) = call.users
     value = _value(rows)
     size = value.shape[0]
     count = size if isinstance(size, int) else build.method("size", call.args[0], 0)
-    copies = {rows: build.call(torch.ones, (count,), dtype=value.dtype, device=value.device)}
-    current = copies[rows]
+    return build.call(torch.ones, (count,), dtype=value.dtype, device=value.device)
+
+
+def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
+    """What the steps make of ones, in the order of the rows."""
+    (rows,) = call.users
+    copies = {rows: ones}
+    current = ones
     sources = []
     for node in chain.steps:
         sources.append(current)

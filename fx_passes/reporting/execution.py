@@ -10,7 +10,10 @@ from torch import Tensor, fx
 
 from torch_streamkl import linear_ops, linear_panels, linear_rows, ops, panels
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+)
 from torch_streamkl.launch import adds_queries, select_implementation, triton_limit
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
@@ -24,6 +27,7 @@ PANELS = "as panels of query rows, compiled by Inductor"  # of a compiled graph 
 COMPILED_ROWS = "as blocks of rows, compiled by Inductor"
 MEAN_AGAIN = "the mean of {} teacher heads made again in the backward: maps that fit may be faster"
 ANY_ORDER = "gradients in any order of sums"
+BY_SIZE = "as the number of selected rows decides in each call"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"
 IN_BACKWARD = "logits computed again in the backward"
 
@@ -52,8 +56,15 @@ def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> d
     with shapes.suppress_guards() if shapes is not None else contextlib.nullcontext():
         for node in graph.nodes:
             if SITE in node.meta:
-                found.setdefault(node.meta[SITE], {})[_how(node, is_compiled)] = None
+                found.setdefault(node.meta[SITE], {})[_how_known(node, is_compiled)] = None
     return {site: " and ".join(ways) for site, ways in found.items()}
+
+
+def _how_known(call: fx.Node, is_compiled: bool) -> str:
+    try:
+        return _how(call, is_compiled)
+    except GuardOnDataDependentSymNode:
+        return BY_SIZE
 
 
 def _how(call: fx.Node, is_compiled: bool) -> str:

@@ -27,6 +27,7 @@ from torch_streamkl.fx_passes.domain.row_selection import (
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import Elements, Entries
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, same, shape_of
 
 aten = torch.ops.aten
@@ -169,6 +170,8 @@ class SelectionRules(ViewRules):
                 new = int(node.args[1]) % self.rank[node]  # type: ignore[arg-type]  # its dim
                 below = [d if d < new else None if d == new else d - 1 for d in range(len(dims))]
             elif node.target is aten.repeat.default:
+                if storage_of(source) in self.written_storages:
+                    return node, dims  # a copy of what it was at this time
                 shape, skipped = shape_of(source), self.rank[node] - self.rank[source]
                 made = shape_of(node)
                 below = [
