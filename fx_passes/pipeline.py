@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.row_elements import RowElements
 from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
 from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
@@ -28,8 +29,15 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, location_of, num_bytes
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    example,
+    is_view,
+    location_of,
+    num_bytes,
+)
 from torch_streamkl.fx_passes.lowering.calls import emit
+from torch_streamkl.fx_passes.lowering.row_programs import emit as emit_program
 from torch_streamkl.fx_passes.planning.candidates import (
     Candidate,
     find_candidates,
@@ -41,8 +49,14 @@ from torch_streamkl.fx_passes.planning.nan_readers import (
     check_nan_readers,
     readers_of_body,
 )
+from torch_streamkl.fx_passes.planning.row_programs import (
+    RowPlan,
+    check_readers_of_program,
+    find_programs,
+    first_of,
+)
 from torch_streamkl.fx_passes.planning.small import least_mib, why_left
-from torch_streamkl.fx_passes.reporting.describe import describe
+from torch_streamkl.fx_passes.reporting.describe import describe, describe_program
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.remaining_tensors import large_tensors_left
@@ -133,7 +147,9 @@ def _rewrite_graph(
     }
     unused = {n for n in region.nodes if not n.users}
     kept: list[str] = []
-    fused: list[tuple[Candidate, Site]] = []
+    fused: list[tuple[fx.Node, Site]] = []
+    stayed: list[tuple[Candidate, Site]] = []
+    handled: set[fx.Node] = set()
     mode, selections = fake_mode_of(region), Selections()
 
     def builder(before: fx.Node) -> Builder:
@@ -143,13 +159,26 @@ def _rewrite_graph(
         left = _left(candidate, min_mib)
         if left is not None:
             report.sites.append(left)
+            handled |= ancestors(candidate.inner)
             continue
         build = builder(candidate.node)
         site = _fuse(candidate, build, trace, recognised, aliases, refused, outside)
         if site.fused:
-            fused.append((candidate, site))
+            fused.append((candidate.node, site))
+            handled |= ancestors(candidate.inner)
         else:
-            report.sites.append(site)
+            stayed.append((candidate, site))
+    if unfused or stayed:
+        programs = find_programs(RowElements(trace, recognised), trace, region, handled)
+        for program in programs:
+            build = builder(first_of(program))
+            sites = _fuse_program(program, build, trace, aliases, refused, outside)
+            fused += [(node, site) for node, site in sites if site.fused]
+            report.sites += [site for _, site in sites if not site.fused]
+            computed = {a for o in program.outputs for a in ancestors(o.inner)}
+            unfused = [n for n in unfused if n not in computed]
+            stayed = [(c, site) for c, site in stayed if c.inner not in computed]
+    report.sites += [site for _, site in stayed]
     reread_counts(sizes, selections)
     if fused:
         shapes_as_sizes(region, sizes, builder)
@@ -164,9 +193,9 @@ def _rewrite_graph(
     if not deterministic:
         sum_in_any_order(graph)
     runs = how_sites_run(graph, mode, is_compiled)
-    for candidate, site in fused:
+    for node, site in fused:
         share = saved // len(fused)
-        how = runs.get(candidate.node.name, "")
+        how = runs.get(node.name, "")
         report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
     report.sites += unfused_sites(unfused, trace, recognised, plans)
     report.remaining = large_tensors_left(graph, sizes, recognised)
@@ -204,6 +233,42 @@ def _fuse(
         return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
     node.replace_all_uses_with(replacement)
     return Site(True, kind, form, "", location, code, node=node.name)
+
+
+def _fuse_program(
+    program: RowPlan,
+    build: Builder,
+    trace: Trace,
+    aliases: Aliases,
+    refused: Refused,
+    outside: Readers,
+) -> list[tuple[fx.Node, Site]]:
+    """Insert one row program, or leave everything as it was; a site for each of its sums."""
+    nodes = [o.node for o in program.outputs]
+    form = describe_program(program)
+    reason = next((refused[n.name] for n in nodes if n.name in refused), "")
+    try:
+        with build.undone_if_blocked():
+            if reason:
+                raise Blocked(reason)
+            check_readers_of_program(program, outside)
+            replacements = emit_program(build, program, trace.outer)
+            aliases.check(build.added)
+            mark_site(build.added, nodes[0].name)
+    except Blocked as blocked:
+        reason, remedy = str(blocked), remedy_for(str(blocked))
+        return [
+            (
+                n,
+                Site(
+                    False, "row_program", form, reason, *location_of(n), remedy=remedy, node=n.name
+                ),
+            )
+            for n in nodes
+        ]
+    for node, replacement in replacements.items():
+        node.replace_all_uses_with(replacement)
+    return [(n, Site(True, "row_program", form, "", *location_of(n), node=n.name)) for n in nodes]
 
 
 def _left(candidate: Candidate, min_mib: float | None) -> Site | None:

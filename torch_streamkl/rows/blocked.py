@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
-from torch_streamkl.rows.program import KEY, LOGSUMEXP, PAIR, ROW, VALUES
-from torch_streamkl.rows.tile import Values
+from torch_streamkl.rows.program import KEY, LOGSUMEXP, PAIR, ROW, VALUES, Program
+from torch_streamkl.rows.tile import RowValues, Values
 
 BLOCK_ELEMENTS = 1 << 20  # of a tile, all heads counted
 MAX_KEYS = 2048  # of a tile
@@ -20,10 +20,39 @@ MAX_KEYS = 2048  # of a tile
 
 @dataclass
 class Result:
-    """Every reduction, and the Jacobians between them that are not 0."""
+    """Every reduction, the two parts of log-sum-exps, and the Jacobians that are not 0."""
 
     reductions: list[Tensor]
+    parts: list[tuple[Tensor, Tensor]]
     jacobians: list[Tensor]
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """All tensors, as the operator returns them."""
+        return [*self.reductions, *(x for pair in self.parts for x in pair), *self.jacobians]
+
+    @staticmethod
+    def of(program: Program, tensors: Sequence[Tensor]) -> Result:
+        """From all tensors."""
+        count, pairs = len(program.reductions), len(program.logsumexps)
+        rest = tensors[count:]
+        parts = [(rest[2 * i], rest[2 * i + 1]) for i in range(pairs)]
+        return Result(list(tensors[:count]), parts, list(rest[2 * pairs :]))
+
+    def parts_of(self, program: Program, c: int) -> tuple[Tensor, Tensor] | None:
+        """Largest element and logarithm of the rest of a log-sum-exp; None for a sum."""
+        if c not in program.logsumexps:
+            return None
+        return self.parts[program.logsumexps.index(c)]
+
+    def usable(self, program: Program, batch: slice, rows: slice) -> RowValues:
+        """All reductions as elements of some rows use them."""
+        found: RowValues = {}
+        for c, value in enumerate(self.reductions):
+            parts = self.parts_of(program, c)
+            cut = None if parts is None else (parts[0][batch, :, rows], parts[1][batch, :, rows])
+            found[c] = tile.usable(value[batch, :, rows], cut)
+        return found
 
 
 def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
@@ -56,13 +85,19 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     plan = derive.forward_plan(problem.program, is_differentiated)
     result = allocate(problem, is_differentiated)
     for batch, rows in row_blocks(problem):
-        known: Values = {}
+        known: RowValues = {}
         for level in range(1, plan.num_passes + 1):
-            gathered = _pass(problem, plan, level, batch, rows, known)
+            gathered, parts = _pass(problem, plan, level, batch, rows, known)
             for slot, value in gathered.items():
                 if slot < len(result.reductions):
-                    known[slot] = tile.usable(problem, slot, value)
+                    known[slot] = tile.usable(value, parts.get(slot))
                     result.reductions[slot][batch, :, rows] = value
+                    for x, target in zip(
+                        parts.get(slot, ()),
+                        result.parts_of(problem.program, slot) or (),
+                        strict=True,
+                    ):
+                        target[batch, :, rows] = x
                 else:
                     target = result.jacobians[slot - len(result.reductions)]
                     target[batch, :, rows] = value
@@ -79,6 +114,10 @@ def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
 
     return Result(
         [empty(r.head) for r in problem.program.reductions],
+        [
+            (empty(problem.program.reductions[c].head), empty(problem.program.reductions[c].head))
+            for c in problem.program.logsumexps
+        ],
         [empty(j.head) for j in plan.jacobians],
     )
 
@@ -89,9 +128,9 @@ def _pass(
     level: int,
     batch: slice,
     rows: slice,
-    known: Values,
-) -> Values:
-    """What one pass gathers, by number: reductions, then Jacobians."""
+    known: RowValues,
+) -> tuple[Values, dict[int, tuple[Tensor, Tensor]]]:
+    """What one pass gathers, by number: reductions, then Jacobians; parts of log-sum-exps."""
     program = problem.program
     count = len(program.reductions)
     sums: dict[int, tuple[int, int]] = {}  # slot: node and axis of heads
@@ -104,7 +143,7 @@ def _pass(
         if jacobian.level == level:
             sums[slot] = (jacobian.node, jacobian.head)
     if not sums and not maxima:
-        return {}
+        return {}, {}
     wanted = [node for node, _ in (*sums.values(), *maxima.values())]
 
     def full(head: int, value: float) -> Tensor:
@@ -131,9 +170,10 @@ def _pass(
                 masses[slot] *= (peaks[slot] - base).exp()
                 masses[slot] += (x - base[..., None]).exp().sum(-1)
                 peaks[slot] = peak
-    for slot, peak in peaks.items():
-        totals[slot] = torch.where(peak == -math.inf, -math.inf, peak + masses[slot].log())
-    return totals
+    parts = {slot: (peak, masses[slot].log()) for slot, peak in peaks.items()}
+    for slot, (peak, mass) in parts.items():
+        totals[slot] = torch.where(peak == -math.inf, -math.inf, peak + mass)
+    return totals, parts
 
 
 def row_gradients(
@@ -191,9 +231,7 @@ def backward(
     ]
     nodes = [node for _, node in (*dots, *captures)]
     for batch, rows in row_blocks(problem) if nodes else ():
-        known = {
-            c: tile.usable(problem, c, x[batch, :, rows]) for c, x in enumerate(result.reductions)
-        }
+        known = result.usable(program, batch, rows)
         seed = {c: x[batch, :, rows] for c, x in seeds.items()}
         for at in key_blocks(problem, batch, rows):
             keep = tile.allowed(problem, at)

@@ -195,6 +195,8 @@ class Graph:
                 return self.as_float(a)
             case "sub" if va == 0:
                 return self.apply("neg", b)
+            case "add" if self.nodes[b].op == "neg":
+                return self.apply("sub", a, self.nodes[b].args[0])
             case "mul" | "mul0" if va == 0 or vb == 0:
                 return self.const(0.0)
             case "mul" | "mul0" if va == 1:
