@@ -252,7 +252,7 @@ def _fuse_program(
             if reason:
                 raise Blocked(reason)
             check_readers_of_program(program, outside)
-            replacements = emit_program(build, program, trace.outer)
+            replacements = emit_program(build, program, trace.outer, aliases.writes)
             aliases.check(build.added)
             mark_site(build.added, nodes[0].name)
     except Blocked as blocked:

@@ -712,8 +712,8 @@ def _kl_div(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
         difference = self.combined("sub", target, x)
         values = self.combined("mul", self.combined("exp", target), difference)
     else:
-        entropy = self.combined("mul0", target, self.combined("log", target))
-        values = self.combined("sub", entropy, self.combined("mul", target, x))
+        difference = self.combined("sub", self.combined("log", target), x)
+        values = self.combined("mul0", target, difference)
     return _total(self, node, values, _shape_of_two(a), a.get("reduction", 1))
 
 

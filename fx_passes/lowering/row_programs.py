@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes.domain.row_elements import Axes, Dim, Formula
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_unknown, same
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
 from torch_streamkl.fx_passes.lowering.operands import (
@@ -33,9 +33,16 @@ Slot = tuple[object, ...]  # ("axis", atom), ("dim", contracted axis, stride) or
 
 
 def emit(
-    build: Builder, plan: RowPlan, outer: Mapping[fx.Node, fx.Node]
+    build: Builder,
+    plan: RowPlan,
+    outer: Mapping[fx.Node, fx.Node],
+    written: Container[int | None],
 ) -> dict[fx.Node, fx.Node]:
-    """The call, and by node of the user's graph what takes its place."""
+    """The call, and by node of the user's graph what takes its place.
+
+    ``written`` is the memory that the graph writes to: the operator keeps its results for the
+    backward, so what is written to is a copy of them.
+    """
     lowering = _Lowering(build, plan, outer)
     tensors: list[fx.Node] = []
     for i in range(len(plan.dots)):
@@ -47,7 +54,11 @@ def emit(
         f: (build.call(operator.getitem, call, slot), heads)
         for f, (slot, heads) in plan.sums.items()
     }
-    return {o.node: lowering.result(o, values) for o in plan.outputs}
+    results: dict[fx.Node, fx.Node] = {}
+    for o in plan.outputs:
+        x = lowering.result(o, values)
+        results[o.node] = build.method("clone", x) if storage_of(o.node) in written else x
+    return results
 
 
 class _Lowering:

@@ -243,7 +243,8 @@ class _Planner:
                 if f in used:
                     self.nodes[f] = self._node(f)
             outputs = [self.tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
-            program = self.tracer.program(outputs)
+            different = list(dict.fromkeys(outputs))  # two sums may be one reduction
+            program = self.tracer.program(different)
             derive.forward_plan(program, True)
             backward = derive.backward_plan(program)
         except (HeadsError, derive.HeadJacobianError, ValueError) as reason:
@@ -257,6 +258,7 @@ class _Planner:
                 raise Blocked("the gradient of a tensor that meets the scores is a constant")
         graph = self.tracer.graph
         head_axes = {number: heads for heads, number in numbers.items()}
+        slots = dict(zip(different, program.outputs, strict=True))
         return RowPlan(
             program,
             tuple(self.dots),
@@ -264,8 +266,8 @@ class _Planner:
             flows,
             groups,
             {
-                f: (slot, head_axes[graph[x].head])
-                for f, x, slot in zip(self.sums, outputs, program.outputs, strict=True)
+                f: (slots[x], head_axes[graph[x].head])
+                for f, x in zip(self.sums, outputs, strict=True)
             },
             tuple(self.captured.values()),
             tuple(Output(r, trace.outer[r], self.elements.placed[r]) for r in roots),

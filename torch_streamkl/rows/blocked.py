@@ -107,9 +107,9 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
     """Uninitialised results."""
     plan = derive.forward_plan(problem.program, is_differentiated)
-    q, dtype = problem.operands[0][0], problem.compute_dtype
+    q = problem.operands[0][0]
 
-    def empty(head: int) -> Tensor:
+    def empty(head: int, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
         return q.new_empty(problem.row_shape(head), dtype=dtype)
 
     return Result(
@@ -118,7 +118,8 @@ def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
             (empty(problem.program.reductions[c].head), empty(problem.program.reductions[c].head))
             for c in problem.program.logsumexps
         ],
-        [empty(j.head) for j in plan.jacobians],
+        # in r_b = sum_c r_c K_cb of a nested softmax, what is left is a small part of the terms
+        [empty(j.head, torch.float64) for j in plan.jacobians],
     )
 
 
@@ -146,12 +147,14 @@ def _pass(
         return {}, {}
     wanted = [node for node, _ in (*sums.values(), *maxima.values())]
 
-    def full(head: int, value: float) -> Tensor:
+    def full(head: int, value: float, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
         size = (batch.stop - batch.start, problem.num_heads(head), rows.stop - rows.start)
-        q = problem.operands[0][0]
-        return q.new_full(size, value, dtype=problem.compute_dtype)
+        return problem.operands[0][0].new_full(size, value, dtype=dtype)
 
-    totals = {slot: full(head, 0.0) for slot, (_, head) in sums.items()}
+    totals = {
+        slot: full(head, 0.0, problem.compute_dtype if slot < count else torch.float64)
+        for slot, (_, head) in sums.items()
+    }
     peaks = {slot: full(head, -math.inf) for slot, (_, head) in maxima.items()}
     masses = {slot: full(head, 0.0) for slot, (_, head) in maxima.items()}
     for at in key_blocks(problem, batch, rows):
@@ -161,7 +164,8 @@ def _pass(
         for slot, x in zip((*sums, *maxima), elements, strict=True):
             if slot in totals:
                 x = x.expand(*totals[slot].shape, num_keys)
-                totals[slot] += (x if keep is None else torch.where(keep, x, 0.0)).sum(-1)
+                x = x if keep is None else torch.where(keep, x, 0.0)
+                totals[slot] += x.sum(-1, dtype=totals[slot].dtype)
             else:
                 x = x.expand(*peaks[slot].shape, num_keys)
                 x = x if keep is None else torch.where(keep, x, -math.inf)
@@ -191,12 +195,12 @@ def row_gradients(
 
     for c, grad in zip(program.outputs, grads, strict=True):
         if grad is not None:
-            accumulate(c, grad.to(problem.compute_dtype))
+            accumulate(c, grad.double())
     for c in range(len(program.reductions) - 1, -1, -1):
         for jacobian, value in zip(jacobians, result.jacobians, strict=True):
             if jacobian.reduction == c and c in r:
                 accumulate(jacobian.by, torch.where(r[c] == 0, 0.0, r[c] * value))
-    return r
+    return {c: x.to(problem.compute_dtype) for c, x in r.items()}
 
 
 def backward(

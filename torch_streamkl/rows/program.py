@@ -233,6 +233,8 @@ def check(program: Program) -> None:
             raise ValueError(f"{node.op} takes {OPERATIONS[node.op].arity} arguments")
     if not program.outputs:
         raise ValueError("a row program must have at least one output")
+    if len(set(program.outputs)) != len(program.outputs):
+        raise ValueError(f"outputs must differ, got {list(program.outputs)}")
     used(program.outputs, len(program.reductions))
 
 
