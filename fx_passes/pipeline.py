@@ -54,8 +54,9 @@ from torch_streamkl.fx_passes.planning.row_programs import (
     check_readers_of_program,
     find_programs,
     first_of,
+    may_have_programs,
 )
-from torch_streamkl.fx_passes.planning.small import least_mib, why_left
+from torch_streamkl.fx_passes.planning.small import least_mib, why_left, why_program_is_left
 from torch_streamkl.fx_passes.reporting.describe import describe, describe_program
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
@@ -136,18 +137,13 @@ def _rewrite_graph(
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
     candidates, plans = find_candidates(trace, recognised.values)
-    if not found and not candidates:
+    if not found and not candidates and not may_have_programs(trace):
         return report
     unfused = without_candidate(found, candidates)
-    path = [*(c.inner for c in candidates), *unfused]
-    sizes = {
-        n: inner
-        for n, inner in quadratic_nodes(trace, recognised, path).items()
-        if not is_view(n) and not _is_scalar(n)
-    }
+    path = [c.inner for c in candidates]
     unused = {n for n in region.nodes if not n.users}
     kept: list[str] = []
-    fused: list[tuple[fx.Node, Site]] = []
+    fused: list[Site] = []
     stayed: list[tuple[Candidate, Site]] = []
     handled: set[fx.Node] = set()
     mode, selections = fake_mode_of(region), Selections()
@@ -164,21 +160,27 @@ def _rewrite_graph(
         build = builder(candidate.node)
         site = _fuse(candidate, build, trace, recognised, aliases, refused, outside)
         if site.fused:
-            fused.append((candidate.node, site))
+            fused.append(site)
             handled |= ancestors(candidate.inner)
         else:
             stayed.append((candidate, site))
-    if unfused or stayed:
+    if may_have_programs(trace):
         programs = find_programs(RowElements(trace, recognised), trace, region, handled)
         for program in programs:
             build = builder(first_of(program))
-            sites = _fuse_program(program, build, trace, aliases, refused, outside)
-            fused += [(node, site) for node, site in sites if site.fused]
-            report.sites += [site for _, site in sites if not site.fused]
+            sites = _fuse_program(program, build, trace, aliases, refused, outside, min_mib)
+            fused += [site for site in sites if site.fused]
+            report.sites += [site for site in sites if not site.fused]
+            path += [o.inner for o in program.outputs]
             computed = {a for o in program.outputs for a in ancestors(o.inner)}
             unfused = [n for n in unfused if n not in computed]
             stayed = [(c, site) for c, site in stayed if c.inner not in computed]
     report.sites += [site for _, site in stayed]
+    sizes = {
+        n: inner
+        for n, inner in quadratic_nodes(trace, recognised, [*path, *unfused]).items()
+        if not is_view(n) and not _is_scalar(n)
+    }
     reread_counts(sizes, selections)
     if fused:
         shapes_as_sizes(region, sizes, builder)
@@ -193,9 +195,9 @@ def _rewrite_graph(
     if not deterministic:
         sum_in_any_order(graph)
     runs = how_sites_run(graph, mode, is_compiled)
-    for node, site in fused:
+    for site in fused:
         share = saved // len(fused)
-        how = runs.get(node.name, "")
+        how = runs.get(site.node, "")
         report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
     report.sites += unfused_sites(unfused, trace, recognised, plans)
     report.remaining = large_tensors_left(graph, sizes, recognised)
@@ -242,33 +244,36 @@ def _fuse_program(
     aliases: Aliases,
     refused: Refused,
     outside: Readers,
-) -> list[tuple[fx.Node, Site]]:
-    """Insert one row program, or leave everything as it was; a site for each of its sums."""
+    min_mib: float | None,
+) -> list[Site]:
+    """Insert one row program, or leave everything as it was; a site for each of its sums.
+
+    All of them are known by the first one's name: they are refused together.
+    """
     nodes = [o.node for o in program.outputs]
-    form = describe_program(program)
-    reason = next((refused[n.name] for n in nodes if n.name in refused), "")
+    name, form = first_of(program).name, describe_program(program)
+    value = example(nodes[0])
+    assert isinstance(value, Tensor)
+    left = why_program_is_left(program, value.device.type, min_mib)
     try:
         with build.undone_if_blocked():
-            if reason:
-                raise Blocked(reason)
+            if name in refused:
+                raise Blocked(refused[name])
             check_readers_of_program(program, outside)
-            replacements = emit_program(build, program, trace.outer, aliases.writes)
-            aliases.check(build.added)
-            mark_site(build.added, nodes[0].name)
+            if not left:
+                replacements = emit_program(build, program, trace.outer, aliases.writes)
+                aliases.check(build.added)
+                mark_site(build.added, name)
+                for node, replacement in replacements.items():
+                    node.replace_all_uses_with(replacement)
+        reason = ""
     except Blocked as blocked:
-        reason, remedy = str(blocked), remedy_for(str(blocked))
-        return [
-            (
-                n,
-                Site(
-                    False, "row_program", form, reason, *location_of(n), remedy=remedy, node=n.name
-                ),
-            )
-            for n in nodes
-        ]
-    for node, replacement in replacements.items():
-        node.replace_all_uses_with(replacement)
-    return [(n, Site(True, "row_program", form, "", *location_of(n), node=n.name)) for n in nodes]
+        reason, left = str(blocked), ""
+    is_fused = not reason and not left
+    site = Site(is_fused, "row_program", form, reason, "", node=name, left=left)
+    site = replace(site, remedy=remedy_for(reason) if reason else "")
+    places = (location_of(node) for node in nodes)
+    return [replace(site, location=location, code=code) for location, code in places]
 
 
 def _left(candidate: Candidate, min_mib: float | None) -> Site | None:

@@ -225,10 +225,10 @@ def test_logarithms_alone_are_no_site() -> None:
     assert outcome.report.sites == []
 
 
-def test_an_entropy_is_no_site() -> None:
+def test_an_entropy_is_a_row_program() -> None:
     outcome = compare(entropy_alone, Program().inputs()).check()
-    assert outcome.report.sites == []
-    assert outcome.report.remaining == []
+    assert [site.kind for site in outcome.report.sites] == ["row_program"]
+    assert outcome.num_fused == 1 and outcome.report.remaining == [], str(outcome.report)
 
 
 # -------------------- fused or not, the value is the user's

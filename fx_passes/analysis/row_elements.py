@@ -11,6 +11,7 @@ formula is held against what its node recorded, as in the interpreter (NOTE [Gra
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -398,7 +399,8 @@ class RowElements:
             if formula.flows:
                 formula = replace(self.formula("detach", formula), flows=frozenset())
             return replace(x, formula=formula)
-        if not formula.flows:
+        # what is inside of one of the user's operations has that operation's record
+        if not formula.flows and node in self.trace.outer:
             raise Blocked("a gradient flows through part of the loss that is a constant")
         return x
 
@@ -752,6 +754,17 @@ def _cross_entropy(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 # ------------------------------------------------------------------ views and casts
 
 
+@rule(operator.getitem)
+def _getitem(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    if source.target != aten.broadcast_tensors.default:
+        raise Blocked(f"{name_of(source)} of scores")
+    tensors: Any = source.args[0]
+    x = self.operand(tensors[index])
+    return Placed(x.formula, ((),) * (len(shape_of(node)) - len(x.dims)) + x.dims)
+
+
 def _moved(self: RowElements, a: Arguments, order: Sequence[int | None]) -> Placed:
     x = self.operand(a["self"])
     return Placed(x.formula, tuple(() if d is None else x.dims[d] for d in order))
@@ -824,10 +837,16 @@ def _expand(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     aten.contiguous.default,
     aten.clone.default,
     aten.alias.default,
-    aten.detach.default,
 )
 def _same(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     return self.operand(a["self"])
+
+
+@rule(aten.detach.default)
+def _detach(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    x = self.operand(a["self"])
+    formula = replace(self.formula("detach", x.formula), flows=frozenset())
+    return replace(x, formula=formula) if x.formula.flows else x
 
 
 @rule(aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default)

@@ -408,6 +408,18 @@ def _value(node: fx.Node) -> Tensor:
     return value
 
 
+SUMS = {
+    "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
+    "linalg_vector_norm",
+}  # fmt: skip
+
+
+def may_have_programs(trace: Trace) -> bool:
+    """Whether there are a product and a sum at all."""
+    names = {name_of(n) for n in trace.graph.nodes if n.op == "call_function"}
+    return bool(names & MATMULS) and bool(names & SUMS)
+
+
 def find_programs(
     elements: RowElements,
     trace: Trace,
@@ -476,6 +488,9 @@ def _joined(
     first = min(position[o.inner] for o in plan.outputs)
     formula = elements.placed[root].formula
     if not formula.dots & set(plan.dots):
+        return None
+    # a tensor that only some of the results depend on would get zeros from the others, not None
+    if formula.flows != elements.placed[plan.outputs[0].inner].formula.flows:
         return None
     leaves = [f for f in formulas_in(formula) if f.op in ("dot", "capture")]
     read = [

@@ -16,6 +16,8 @@ from torch_streamkl.rows.tile import RowValues, Values
 
 BLOCK_ELEMENTS = 1 << 20  # of a tile, all heads counted
 MAX_KEYS = 2048  # of a tile
+# a GPU waits for the launches of small blocks: 32 MiB for each value of a tile
+ON_GPU = 8
 
 
 @dataclass
@@ -55,10 +57,18 @@ class Result:
         return found
 
 
+def _factor(problem: RowProblem) -> int:
+    return ON_GPU if problem.operands[0][0].device.type == "cuda" else 1
+
+
+def _keys_of_block(problem: RowProblem) -> int:
+    return min(problem.num_keys, MAX_KEYS * _factor(problem))
+
+
 def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
     """Blocks of batch and rows."""
-    keys = min(problem.num_keys, MAX_KEYS)
-    budget = max(1, BLOCK_ELEMENTS // (keys * problem.max_heads))
+    keys, factor = _keys_of_block(problem), _factor(problem)
+    budget = max(1, factor * BLOCK_ELEMENTS // (keys * problem.max_heads))
     rows = min(problem.num_rows, budget)
     batch = max(1, budget // rows)
     for b in range(0, problem.batch, batch):
@@ -76,8 +86,9 @@ def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slice
     stop = problem.num_keys
     if keys.right is not None:
         stop = min(stop, rows.stop + shift + keys.right)
-    for j in range(first, stop, MAX_KEYS):
-        yield batch, rows, slice(j, min(j + MAX_KEYS, stop))
+    step = _keys_of_block(problem)
+    for j in range(first, stop, step):
+        yield batch, rows, slice(j, min(j + step, stop))
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:

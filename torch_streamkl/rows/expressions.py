@@ -232,7 +232,7 @@ class Graph:
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
         """Of two products with one exponential: the operation, it, and the other factors.
 
-        P * g - P * sum_j P_j g_j, the gradient of a softmax, loses digits that P * (g - sum) keeps.
+        The gradient of a softmax as P * g - P * sum loses digits that P * (g - sum) keeps.
         """
         x, y = self.nodes[a], self.nodes[b]
         if x.op != y.op or x.op not in ("mul", "mul0"):

@@ -390,7 +390,7 @@ _OPERATIONS = {
     "selected_by_comparison": lambda x: x * (x > 0.0),
     "tril": torch.tril,
     "diagonal": lambda x: x - torch.diag_embed(x.diagonal(dim1=-2, dim2=-1), 0, -2, -1)[..., :1],
-    "double_negation": lambda x: -(-x),
+    "double_negation": lambda x: x.neg().neg(),
     "broadcast_against_rows": lambda x: x - x.logsumexp(-1, keepdim=True).detach(),
     "maximum_subtracted": lambda x: (x - x.amax(-1, keepdim=True)).exp(),
     "maximum_subtracted_detached": lambda x: (x - x.amax(-1, keepdim=True).detach()).exp(),
