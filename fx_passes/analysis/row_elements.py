@@ -203,7 +203,7 @@ class RowElements:
         match value:
             case Number():
                 return self._constant(value.value, x)
-            case BoolTensor() if value.literals and x.meta["val"].dtype == torch.bool:
+            case BoolTensor() if x.meta["val"].dtype == torch.bool:
                 return self._condition(value, shape_of(x))
             case Choice() if x.meta["val"].dtype.is_floating_point:
                 holds = self._condition(value.mask, shape_of(x))
@@ -220,6 +220,9 @@ class RowElements:
 
     def _condition(self, mask: BoolTensor, shape: Sequence[Size]) -> Placed:
         """A mask that the recogniser knows: conditions on indices, and tensors as they were."""
+        if not mask.literals:  # it holds everywhere, or nowhere
+            one, zero = (Formula("const", (), x) for x in (float(not mask.negative), 0.0))
+            return Placed(Formula("ne", (one, zero), is_bool=True), ((),) * len(shape))
         mask = mask.raised(len(shape))
         dims = self.axes.of_shape(shape)
         found: list[Formula] = []
