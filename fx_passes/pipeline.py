@@ -55,6 +55,7 @@ from torch_streamkl.fx_passes.planning.row_programs import (
     find_programs,
     first_of,
     may_have_programs,
+    reads_products,
 )
 from torch_streamkl.fx_passes.planning.small import least_mib, why_left, why_program_is_left
 from torch_streamkl.fx_passes.reporting.describe import describe, describe_program
@@ -173,7 +174,7 @@ def _rewrite_graph(
             report.sites += [site for site in sites if not site.fused]
             path += [o.inner for o in program.outputs]
             computed = {a for o in program.outputs for a in ancestors(o.inner)}
-            unfused = [n for n in unfused if n not in computed]
+            unfused = [n for n in unfused if n not in computed and reads_products(n, program)]
             stayed = [(c, site) for c, site in stayed if c.inner not in computed]
     report.sites += [site for _, site in stayed]
     sizes = {

@@ -262,6 +262,24 @@ class RowElements:
             total = Formula("not", (total,), axes=total.axes, is_bool=True)
         return Placed(total, tuple(dims[d] if d in read else () for d in range(len(dims))))
 
+    def at_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
+        """Whether a position along a dimension is among the ids of its row."""
+        if ids in self._overwritten:
+            raise Blocked("a tensor that was modified in place is used afterwards")
+        known = shape_of(ids)
+        if len(known) != len(shape) or not all(
+            same(a, b) for d, (a, b) in enumerate(zip(known, shape, strict=True)) if d != dim
+        ):
+            raise Blocked("ids of only some of the rows")
+        dims = self.axes.of_shape(shape)
+        if not dims[dim]:
+            raise Blocked("ids of a single key")
+        places = tuple(x for d, x in enumerate(dims) if d != dim)
+        axes = frozenset(a for x in dims for a in x)
+        source = self.recognised.canonical[ids]
+        data = (source, places, dims[dim][0], dim)
+        return Placed(Formula("columns", (), data, axes, is_bool=True), dims, tuple(shape))
+
     def _trained(self, node: fx.Node) -> bool:
         return self.recognised.trained(node)
 
@@ -623,6 +641,36 @@ def _dropout(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     if a["p"] != 0.0 and a["train"]:
         raise Blocked("dropout changes the probabilities after the softmax")
     return self.operand(a["input"])
+
+
+@rule(aten.scatter.value, aten.scatter_.value, aten.scatter.src, aten.scatter_.src)
+def _scatter(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    """A number at given ids of a constant: a mask of labels."""
+    base = self.recognised.values.get(a["self"])
+    value = self.recognised.values.get(a["src"]) if "src" in a else a["value"]
+    if isinstance(value, Number):
+        value = value.value
+    if not isinstance(base, Number) or not isinstance(value, (int, float)):
+        raise Blocked("scatter of scores")
+    dim = a["dim"] % len(shape_of(node))
+    hits = self.at_ids(a["index"], shape_of(node), dim)
+    if node.meta["val"].dtype == torch.bool:
+        if base.value != 0 or value == 0:
+            raise Blocked("scatter into a condition")
+        return hits
+    return self.combined("where", hits, self._number(float(value)), self._number(base.value))
+
+
+@rule(aten.gather.default)
+def _gather(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    """One entry of each row: a sum in which all others are 0."""
+    x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
+    dim = a["dim"] % len(x.dims)
+    if not is_one(shape_of(a["index"])[dim]):
+        raise Blocked("several entries of a row are gathered")
+    hits = self.at_ids(a["index"], x.shape, dim)
+    kept = self.combined("where", hits, x, self._number(0.0))
+    return self.reduced("sum", replace(kept, shape=x.shape), [dim], True)
 
 
 # ------------------------------------------------------------------ softmax and sums

@@ -190,8 +190,9 @@ class Formula:
 
     Leaves: "dot" (data: `Dot`), "const" (a number), "capture" (a node and the axes of each of its
     dimensions), "linear" (coefficients by axis and a constant: whether their sum is not
-    negative). "reduce" has a `Sum`. ``flows`` are the tensors that a gradient reaches, ``key`` is
-    the axis that was summed over inside, if one was.
+    negative), "columns" (a node with ids, its axes and the axis that they are of: whether an
+    index is among the ids of its row). "reduce" has a `Sum`. ``flows`` are the tensors that a
+    gradient reaches, ``key`` is the axis that was summed over inside, if one was.
     """
 
     op: str

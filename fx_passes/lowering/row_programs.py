@@ -27,7 +27,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
 )
 from torch_streamkl.fx_passes.planning.row_programs import Captured, Output, RowPlan
 from torch_streamkl.rows import op
-from torch_streamkl.rows.program import KEY, PAIR, ROW
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW
 
 Slot = tuple[object, ...]  # ("axis", atom), ("dim", contracted axis, stride) or ("one", number)
 
@@ -129,6 +129,8 @@ class _Lowering:
         x = materialise(self.build, TensorRef(c.node, (), (), c.flows), self.outer)
         slots: list[Slot] = []
         sizes: list[Size] = []
+        if c.kind == COLUMNS:
+            x = self._ids_last(x, c.ids_dim)
         for dim in c.dims:
             if not dim:
                 slots.append(("one", len(slots)))
@@ -140,8 +142,17 @@ class _Lowering:
             ROW: [groups.batch, c.heads, groups.rows],
             KEY: [groups.batch, c.heads, (groups.key,)],
             PAIR: [groups.batch, c.heads, groups.rows, (groups.key,)],
+            COLUMNS: [groups.batch, c.heads, groups.rows],
         }[c.kind]
+        if c.kind == COLUMNS:
+            slots.append(("dim", 0, 1))
+            sizes.append(_value(x).shape[-1])
         return self._arranged(x, slots, sizes, wanted, expanded=())
+
+    def _ids_last(self, x: fx.Node, dim: int) -> fx.Node:
+        """Ids of a row in the last dimension."""
+        rank = _value(x).dim()
+        return _permuted(self.build, x, [*(d for d in range(rank) if d != dim), dim])
 
     def _arranged(
         self,

@@ -29,12 +29,12 @@ from torch_streamkl.fx_passes.domain.row_elements import (
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
-from torch_streamkl.fx_passes.fx_utils.shape_reads import reads_metadata
+from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behind
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.expressions import HeadsError
-from torch_streamkl.rows.program import KEY, PAIR, ROW, Capture, Keys, Program
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of
 
 
@@ -58,6 +58,7 @@ class Captured:
     kind: str
     heads: Dim
     flows: bool
+    ids_dim: int = -1  # of ids: the dimension of the tensor that has several for a row
 
 
 @dataclass(frozen=True)
@@ -277,16 +278,17 @@ class _Planner:
     def _captures(self) -> dict[object, Captured]:
         found: dict[object, Captured] = {}
         for f in self.formulas:
-            if f.op == "capture":
+            if f.op in ("capture", "columns"):
                 found.setdefault(self._capture_key(f), self._captured(f))
         return found
 
     def _capture_key(self, f: Formula) -> object:
-        source, places = f.data
-        return source, tuple(self.axes.atoms(d) for d in places), bool(f.flows)
+        source, places = f.data[:2]
+        dims = tuple(self.axes.atoms(d) for d in places)
+        return source, dims, bool(f.flows), f.data[3] if f.op == "columns" else None
 
     def _captured(self, f: Formula) -> Captured:
-        source, places = f.data
+        source, places = f.data[:2]
         dims = tuple(self.axes.atoms(d) for d in places)
         axes = [a for d in dims for a in d]
         if len(set(axes)) != len(axes):
@@ -299,6 +301,10 @@ class _Planner:
         known = {*groups.batch, *heads, *groups.rows, groups.key}
         if not set(axes) <= known:
             raise Blocked("a tensor gives the scores a dimension that no matmul has")
+        if f.op == "columns":
+            if self.axes.atoms((f.data[2],)) != (groups.key,) or groups.key in axes:
+                raise Blocked("ids of what is not the keys")
+            return Captured(source, dims, COLUMNS, heads, False, f.data[3])
         by_key, by_row = groups.key in axes, bool(set(axes) & set(groups.rows))
         kind = PAIR if by_key and by_row else KEY if by_key else ROW
         if kind == PAIR:
@@ -316,7 +322,7 @@ class _Planner:
                 return self.tracer.dot(self.dots.index(f.data))
             case "const":
                 return graph.const(f.data)
-            case "capture":
+            case "capture" | "columns":
                 key = self._capture_key(f)
                 return self.tracer.capture(list(self.captured).index(key))
             case "linear":
@@ -448,6 +454,8 @@ def find_programs(
         else:
             plans.append(alone)
     replaced = {o.node for plan in plans for o in plan.outputs}
+    fused = (trace.outer[n] for n in handled if n in trace.outer)
+    replaced |= {node for node in fused if not node.users}
     found = []
     for plan in plans:
         reason = why_kept(plan, elements, trace, region, replaced)
@@ -462,6 +470,21 @@ def first_of(plan: RowPlan) -> fx.Node:
     """The node of the user's graph in front of which a program has to stand."""
     nodes = {o.node for o in plan.outputs}
     return next(n for n in plan.outputs[0].node.graph.nodes if n in nodes)
+
+
+def reads_products(node: fx.Node, plan: RowPlan) -> bool:
+    """Whether a node needs the products of a program by another way than the program's results."""
+    products = {plan.elements.products[dot] for dot in plan.dots}
+    results = {o.inner for o in plan.outputs}
+    behind: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in behind and current not in results:
+            behind.add(current)
+            stack += current.all_input_nodes
+    is_of_results = bool(ancestors(node) & results)
+    return bool(behind & products) or not is_of_results
 
 
 def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
@@ -519,7 +542,7 @@ def why_kept(
     inside, gone = set(region.nodes), set(gone)
     for node in reversed(region.nodes):
         is_unread = all(
-            user in gone or name_of(user) in MATMULS or reads_second(user, node)
+            user in gone or name_of(user) in MATMULS or read_for_metadata(user) is node
             for user in node.users
         )
         if is_unread and (node.users or is_in_place(node)):
@@ -537,8 +560,3 @@ def why_kept(
                 break
             made = following
     return f"the scores are also read by {kept}"
-
-
-def reads_second(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a node is read for its shape or type alone."""
-    return reads_metadata(user) and user.args[0] is not node

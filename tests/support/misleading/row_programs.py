@@ -513,6 +513,59 @@ def a_word_taken_out(h, w, ht, wt, y):
     return (r.softmax(-1) * (r.log_softmax(-1) - p.log_softmax(-1)) * ~hit).sum(-1).mean()
 
 
+@plain()
+def log_probabilities_of_labels(h, w, y, tw):
+    logs = F.linear(h, w).log_softmax(-1)
+    picked = logs.gather(-1, y[:, None]).squeeze(-1)
+    return -(picked * tw).mean() - 0.1 * (logs.exp() * logs).sum(-1).mean()
+
+
+@plain()
+def labels_of_several_words(h, w, y, tw):
+    logs = F.linear(h, w).log_softmax(-1)
+    ids = torch.stack([y, y, y.flip(0)], 1)  # some of them twice
+    hit = torch.zeros_like(logs, dtype=torch.bool).scatter_(1, ids, True)
+    return (torch.where(hit, logs, 0.0).sum(-1) * tw).mean() - (logs.exp() * logs).mean()
+
+
+@plain()
+def several_words_are_gathered(h, w, y, tw):
+    logs = F.linear(h, w).log_softmax(-1)
+    picked = logs.gather(-1, torch.stack([y, y, y.flip(0)], 1))
+    return -(picked.sum(-1) * tw).mean() - 0.1 * (logs.exp() * logs).sum(-1).mean()
+
+
+@plain()
+def labels_that_are_written(h, w, y, tw):
+    logs, ids = F.linear(h, w).log_softmax(-1), y[:, None] * 1
+    picked = logs.gather(-1, ids).squeeze(-1)
+    ids.zero_()
+    return -(picked * tw).mean() - (logs.exp() * logs).mean() + ids.sum()
+
+
+@plain()
+def words_written_into_a_mask(h, w, y, tw):
+    logs = F.linear(h, w).log_softmax(-1)
+    hit = torch.zeros_like(logs)
+    hit.scatter_(1, y[:, None], 1.0)
+    hit[:, 0] = 0.5
+    return ((hit * logs).sum(-1) * tw).mean()
+
+
+@plain()
+def one_hot_labels(h, w, y, tw):
+    logs = F.linear(h, w).log_softmax(-1)
+    return -((F.one_hot(y, w.shape[0]) * logs).sum(-1) * tw).mean()
+
+
+@plain()
+def ids_of_queries_instead_of_keys(q, k, qt, kt):
+    s, t = student(q, k[..., :QUERIES, :]), student(qt, kt[..., :QUERIES, :])
+    ids = torch.arange(QUERIES).flip(0)[None, None, None].expand(2, 2, 1, -1)
+    hit = torch.zeros_like(s, dtype=torch.bool).scatter_(2, ids, True)
+    return (hit * t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
+
+
 @plain(dynamic=True)
 def keys_weighted_with_sizes_that_vary(q, k, qt, kt, kb):
     return _weighted(student(q, k), student(qt, kt), kb)
