@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.row_elements import RowElements
 from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
@@ -29,8 +30,15 @@ from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, location_of, num_bytes
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    example,
+    is_view,
+    location_of,
+    num_bytes,
+)
 from torch_streamkl.fx_passes.lowering.calls import emit
+from torch_streamkl.fx_passes.lowering.row_programs import emit as emit_program
 from torch_streamkl.fx_passes.planning.candidates import (
     Candidate,
     find_candidates,
@@ -42,8 +50,16 @@ from torch_streamkl.fx_passes.planning.nan_readers import (
     check_nan_readers,
     readers_of_body,
 )
-from torch_streamkl.fx_passes.planning.small import least_mib, why_left
-from torch_streamkl.fx_passes.reporting.describe import describe
+from torch_streamkl.fx_passes.planning.row_programs import (
+    RowPlan,
+    check_readers_of_program,
+    find_programs,
+    first_of,
+    may_have_programs,
+    reads_products,
+)
+from torch_streamkl.fx_passes.planning.small import least_mib, why_left, why_program_is_left
+from torch_streamkl.fx_passes.reporting.describe import describe, describe_program
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.remaining_tensors import large_tensors_left
@@ -127,18 +143,15 @@ def _rewrite_graph(
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
     candidates, plans = find_candidates(trace, recognised.values)
-    if not found and not candidates:
+    if not found and not candidates and not may_have_programs(trace):
         return report, {}
     unfused = without_candidate(found, candidates)
-    path = [*(c.inner for c in candidates), *unfused]
-    sizes = {
-        n: inner
-        for n, inner in quadratic_nodes(trace, recognised, path).items()
-        if not is_view(n) and not _is_scalar(n)
-    }
+    path = [c.inner for c in candidates]
     unused = {n for n in region.nodes if not n.users}
     kept: list[str] = []
-    fused: list[tuple[Candidate, Site]] = []
+    fused: list[Site] = []
+    stayed: list[tuple[Candidate, Site]] = []
+    handled: set[fx.Node] = set()
     late: dict[str, list[LateWrite]] = {}
     mode, selections = fake_mode_of(region), Selections(symbols_of_counts(recognised))
 
@@ -149,13 +162,32 @@ def _rewrite_graph(
         left = _left(candidate, min_mib)
         if left is not None:
             report.sites.append(left)
+            handled |= ancestors(candidate.inner)
             continue
         build = builder(candidate.node)
         site = _fuse(candidate, build, trace, recognised, aliases, refused, outside, late)
         if site.fused:
-            fused.append((candidate, site))
+            fused.append(site)
+            handled |= ancestors(candidate.inner)
         else:
-            report.sites.append(site)
+            stayed.append((candidate, site))
+    if may_have_programs(trace):
+        programs = find_programs(RowElements(trace, recognised), trace, region, handled)
+        for program in programs:
+            build = builder(first_of(program))
+            sites = _fuse_program(program, build, trace, aliases, refused, outside, min_mib)
+            fused += [site for site in sites if site.fused]
+            report.sites += [site for site in sites if not site.fused]
+            path += [o.inner for o in program.outputs]
+            computed = {a for o in program.outputs for a in ancestors(o.inner)}
+            unfused = [n for n in unfused if n not in computed and reads_products(n, program)]
+            stayed = [(c, site) for c, site in stayed if c.inner not in computed]
+    report.sites += [site for _, site in stayed]
+    sizes = {
+        n: inner
+        for n, inner in quadratic_nodes(trace, recognised, [*path, *unfused]).items()
+        if not is_view(n) and not _is_scalar(n)
+    }
     reread_counts(sizes, trace, recognised, selections, builder)
     if fused:
         shapes_as_sizes(region, sizes, builder)
@@ -173,9 +205,9 @@ def _rewrite_graph(
     if not deterministic:
         sum_in_any_order(graph)
     runs = how_sites_run(graph, mode, is_compiled)
-    for candidate, site in fused:
+    for site in fused:
         share = saved // len(fused)
-        how = runs.get(candidate.node.name, "")
+        how = runs.get(site.node, "")
         report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
     report.sites += unfused_sites(unfused, trace, recognised, plans)
     report.remaining = large_tensors_left(graph, sizes, recognised)
@@ -217,6 +249,45 @@ def _fuse(
         return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
     node.replace_all_uses_with(replacement)
     return Site(True, kind, form, "", location, code, node=node.name)
+
+
+def _fuse_program(
+    program: RowPlan,
+    build: Builder,
+    trace: Trace,
+    aliases: Aliases,
+    refused: Refused,
+    outside: Readers,
+    min_mib: float | None,
+) -> list[Site]:
+    """Insert one row program, or leave everything as it was; a site for each of its sums.
+
+    All of them are known by the first one's name: they are refused together.
+    """
+    nodes = [o.node for o in program.outputs]
+    name, form = first_of(program).name, describe_program(program)
+    value = example(nodes[0])
+    assert isinstance(value, Tensor)
+    left = why_program_is_left(program, value.device.type, min_mib)
+    try:
+        with build.undone_if_blocked():
+            if name in refused:
+                raise Blocked(refused[name])
+            check_readers_of_program(program, outside)
+            if not left:
+                replacements = emit_program(build, program, trace.outer, aliases.writes)
+                aliases.check(build.added, build.selecting)
+                mark_site(build.added, name)
+                for node, replacement in replacements.items():
+                    node.replace_all_uses_with(replacement)
+        reason = ""
+    except Blocked as blocked:
+        reason, left = str(blocked), ""
+    is_fused = not reason and not left
+    site = Site(is_fused, "row_program", form, reason, "", node=name, left=left)
+    site = replace(site, remedy=remedy_for(reason) if reason else "")
+    places = (location_of(node) for node in nodes)
+    return [replace(site, location=location, code=code) for location, code in places]
 
 
 def _left(candidate: Candidate, min_mib: float | None) -> Site | None:

@@ -47,6 +47,7 @@ def _nothing_is_recorded() -> None:
 def _fuse_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     # tests are of tiny shapes: those of the choice by size give the option
     monkeypatch.setattr(small, "LEAST_MIB", {})
+    monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", {})
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import math
 
 from torch_streamkl.fx_passes.domain.values import Elements
 from torch_streamkl.fx_passes.planning.candidates import Candidate
+from torch_streamkl.fx_passes.planning.row_programs import RowPlan
 
 MIB = 2**20
 ELEMENT = 4  # bytes: scores are float32 before a softmax
@@ -22,6 +23,12 @@ LEAST_MIB = {"cuda": 0.0, "cpu": 0.0}
 LEAST_ATTENTION_MIB = {"cuda": 32.0, "cpu": 0.0}
 
 
+# The same of row programs, of all products together. On a GPU they run by blocks in plain torch,
+# which takes longer than Inductor's code and far less memory: not measured, so that only what may
+# not fit beside a model is taken.
+LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 0.0}
+
+
 def least_mib(device: str, given: float | None) -> float:
     """What the option `streamkl.min_mib` says for a device."""
     return LEAST_MIB.get(device, 0.0) if given is None else given
@@ -30,6 +37,21 @@ def least_mib(device: str, given: float | None) -> float:
 def least_attention_mib(device: str, given: float | None) -> float:
     """The same for attention that is left over."""
     return LEAST_ATTENTION_MIB.get(device, 0.0) if given is None else given
+
+
+def why_program_is_left(plan: RowPlan, device: str, given: float | None) -> str:
+    """Why a row program is left to Inductor, or nothing; sizes that vary are fused."""
+    least = LEAST_PROGRAM_MIB.get(device, 0.0) if given is None else given
+    axes = plan.elements.axes
+    mib = 0.0
+    for dot in plan.dots:
+        sizes = [axes.size(a) for a in axes.atoms(a for dim in dot.axes for a in dim)]
+        if not all(isinstance(n, int) for n in sizes):
+            return ""
+        mib += math.prod(int(n) for n in sizes) * ELEMENT / MIB
+    if mib >= least:
+        return ""
+    return f"{axes.size(plan.groups.key)} keys, {mib:.2g} MiB"
 
 
 def why_left(candidate: Candidate, least: float) -> str:

@@ -9,6 +9,7 @@ from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
+from torch_streamkl.fx_passes.planning.row_programs import RowPlan
 
 
 def describe(planned: Plan) -> tuple[str, str]:
@@ -56,3 +57,13 @@ def _spoken(functional: Functional) -> str:
             clamps = [f"{side} clamped at {least:.3g}" for side, least in used.items()]
             return ", ".join([name, *clamps])
     return "js" if functional == named("js") else functional.text
+
+
+def describe_program(planned: RowPlan) -> str:
+    """The form of a row program."""
+    products, levels = len(planned.dots), max(planned.program.levels)
+    what = "the product" if products == 1 else f"{products} products"
+    form = f"a sum over keys of {what}"
+    if planned.groups.is_summed:
+        form += ", summed over heads"
+    return f"{form}, {levels} passes" if levels > 1 else form

@@ -15,12 +15,17 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
     GuardOnDataDependentSymNode,
 )
 from torch_streamkl.launch import adds_queries, select_implementation, triton_limit
+from torch_streamkl.rows import op as row_op
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
 IMPLEMENTATIONS = {
     "streaming": "in plain torch, by blocks of queries and keys",
     "triton": "as Triton kernels",
     "hopper": "as kernels for Hopper GPUs",
+}
+PROGRAMS = {
+    "blocked": "in plain torch, by blocks of rows and keys: bounded memory, no kernels",
+    "triton": "as Triton kernels written for it",
 }
 PLAIN_ROWS = "in plain torch"
 PANELS = "as panels of query rows, compiled by Inductor"  # of a compiled graph on a CPU
@@ -35,7 +40,7 @@ IN_BACKWARD = "logits computed again in the backward"
 def mark_site(added: Iterable[fx.Node], site: str) -> None:
     """Remember which site the inserted operators compute."""
     for node in added:
-        if node.target in (ops.attention_kl, linear_ops.linear_kl):
+        if node.target in (ops.attention_kl, linear_ops.linear_kl, row_op.row_program):
             node.meta[SITE] = site
 
 
@@ -71,6 +76,8 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
     look_up: Any = example
     given: Any = fx.map_arg((call.args, call.kwargs), look_up)
     args, kwargs = given
+    if call.target == row_op.row_program:
+        return PROGRAMS[row_op.chosen(*args)]
     if call.target == ops.attention_kl:
         problem, impl = ops.problem_of(*args, **kwargs)
         implementation = select_implementation(problem, impl)

@@ -26,6 +26,7 @@ from tests.support.misleading import (  # noqa: F401  # they register their prog
     indices,
     operators,
     plain_losses,
+    row_programs,
     score_steps,
     values_and_labels,
 )

@@ -110,9 +110,12 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     """A launch for each level."""
     program = problem.program
     result = blocked.allocate(problem, is_differentiated)
+    arguments_of_parts: dict[str, Any] = {}
     every = [*result.reductions, *result.jacobians]
+    for c, parts in zip(program.logsumexps, result.parts, strict=True):
+        arguments_of_parts.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})
     plan = derive.forward_plan(program, is_differentiated)
-    arguments = _arguments(problem, result.reductions, {})
+    arguments = {**_arguments(problem, result, {}), **arguments_of_parts}
     heads = problem.max_heads
     for slot, x in enumerate(every):
         arguments.update(_row_argument(f"out{slot}", x))
@@ -140,7 +143,7 @@ def backward(
         if c not in seeds:
             seeds[c] = result.reductions[c].new_zeros(problem.row_shape(reduction.head))
         seeds[c] = seeds[c].contiguous()
-    arguments = _arguments(problem, result.reductions, seeds)
+    arguments = _arguments(problem, result, seeds)
     out: list[Tensor | None] = [None] * (2 * len(problem.operands) + len(problem.captures))
     for i, pair in enumerate(problem.operands):
         for side, x in enumerate(pair):
@@ -166,9 +169,7 @@ def backward(
     return out
 
 
-def _arguments(
-    problem: RowProblem, reductions: Sequence[Tensor], seeds: Mapping[int, Tensor]
-) -> dict[str, Any]:
+def _arguments(problem: RowProblem, result: Result, seeds: Mapping[int, Tensor]) -> dict[str, Any]:
     """Every argument that a kernel of the problem may have, by name."""
     is_full = torch.get_float32_matmul_precision() == "highest"
     found: dict[str, Any] = {
@@ -190,7 +191,9 @@ def _arguments(
         zip(problem.captures, problem.program.captures, strict=True)
     ):
         found.update(_capture_argument(f"c{i}", x, declared.kind))
-    for prefix, values in (("r", dict(enumerate(reductions))), ("g", seeds)):
+    for c, (peak, mass) in zip(problem.program.logsumexps, result.parts, strict=True):
+        found.update({f"rp{c}": peak, f"rs{c}": mass})  # which lie as the reduction does
+    for prefix, values in (("r", dict(enumerate(result.reductions))), ("g", seeds)):
         for i, x in values.items():
             found.update(_row_argument(f"{prefix}{i}", x))
     if problem.mask is not None:

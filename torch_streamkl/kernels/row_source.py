@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from torch_streamkl.rows.derive import BackwardPlan, ForwardPlan
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.operations import OPERATIONS
-from torch_streamkl.rows.program import COLUMNS, KEY, LOGSUMEXP, PAIR, ROW, VALUES, Program
+from torch_streamkl.rows.program import (
+    COLUMNS,
+    KEY,
+    LOGSUMEXP,
+    MAX,
+    PAIR,
+    ROW,
+    VALUES,
+    Program,
+)
 
 SUM_HEADS = ("sum_heads", "expand_heads")
 
@@ -35,6 +44,8 @@ def obstacle(program: Program, plan: BackwardPlan | None) -> str:
     nodes = list(program.nodes)
     if plan is not None:
         nodes += [plan.nodes[i] for i in _used_by(plan.nodes, [x for x in plan.dots if x])]
+    if any(reduction.kind == MAX for reduction in program.reductions):
+        return "maxima"
     if any(node.op in SUM_HEADS for node in nodes):
         return "sums over heads"
     return ""
@@ -46,6 +57,14 @@ class _Writer:
     def __init__(self, program: Program, nodes: Sequence[Node], wanted: Sequence[int]) -> None:
         self.program, self.nodes = program, nodes
         self.order = _used_by(nodes, wanted)
+        # log-sum-exps that something is compared with, which needs their two parts
+        self.in_parts = {
+            a
+            for i in self.order
+            if nodes[i].op == "sub"
+            for a in nodes[i].args
+            if nodes[a].op == "reduction" and int(nodes[a].value) in program.logsumexps
+        }
         self.arguments: list[str] = []
         self.lines: list[str] = []
         self.depth = 1
@@ -79,10 +98,8 @@ class _Writer:
         for kind, prefix in (("reduction", "r"), ("seed", "g")):
             for i in self.leaves(kind):
                 self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
-                self.line(
-                    f"{prefix}{i}_p = {prefix}{i} + {batch} * {prefix}{i}_b"
-                    f" + {head} * {prefix}{i}_h"
-                )
+                self.line(f"{prefix}{i}_at = {batch} * {prefix}{i}_b + {head} * {prefix}{i}_h")
+                self.line(f"{prefix}{i}_p = {prefix}{i} + {prefix}{i}_at")
         keys = self.program.keys
         self.take("num_rows", "num_keys")
         self.line("valid = num_keys")
@@ -111,11 +128,22 @@ class _Writer:
                 place = f"{prefix}{i}_p + m64"
                 self.line(f"v{index} = tl.load({place}, mask=in_rows, other=0.0)")
                 if prefix == "r" and self.program.reductions[i].kind == LOGSUMEXP:
+                    self._load_parts(index, i)
                     self.line(f"v{index} = tl.where(v{index} == float('-inf'), 0.0, v{index})")
             elif node.op == "capture" and self.program.captures[i].kind == ROW:
                 self._load(index, f"c{i}_p + m64 * c{i}_m", "in_rows")
             elif node.op == "row_index":
                 self.line(f"v{index} = m[:, None]")
+
+    def _load_parts(self, index: int, i: int) -> None:
+        """Largest element and logarithm of the rest of a log-sum-exp, 0 where it has no keys."""
+        if index not in self.in_parts:
+            return
+        for part in "ps":
+            self.take(f"r{part}{i}")
+            place = f"r{part}{i} + r{i}_at + m64"
+            self.line(f"v{index}{part} = tl.load({place}, mask=in_rows, other=0.0)")
+            self.line(f"v{index}{part} = tl.where(v{index} == float('-inf'), 0.0, v{index}{part})")
 
     def load_columns(self) -> None:
         """Column operands, as rows of keys, and captured tensors of keys."""
@@ -165,6 +193,12 @@ class _Writer:
                     if self.program.captures[i].kind == PAIR:
                         place = f"c{i}_p + m64 * c{i}_m + n64[None, :] * c{i}_n"
                         self._load(index, place, "(in_rows & in_keys[None, :])")
+                case "sub" if node.args[1] in self.in_parts:
+                    a = node.args[1]
+                    self.line(f"v{index} = ({args[0]} - v{a}p) - v{a}s")
+                case "sub" if node.args[0] in self.in_parts:
+                    a = node.args[0]
+                    self.line(f"v{index} = v{a}s - ({args[1]} - v{a}p)")
                 case "pow":
                     self.line(f"v{index} = {_power(args[0], node.value)}")
                 case op:
@@ -275,10 +309,12 @@ def level_kernel(program: Program, plan: ForwardPlan, level: int) -> tuple[Sourc
         if kind == LOGSUMEXP:
             value = f"tl.where({value} == 0.0, float('-inf'), peak{slot} + tl.log({value}))"
         # without heads every head finds and writes the same
-        w.line(
-            f"tl.store(out{slot} + batch * out{slot}_b + head * out{slot}_h + m, {value}, "
-            "mask=m < num_rows)"
-        )
+        place = f"batch * out{slot}_b + head * out{slot}_h + m"
+        w.line(f"tl.store(out{slot} + {place}, {value}, mask=m < num_rows)")
+        if kind == LOGSUMEXP:
+            w.take(f"outp{slot}", f"outs{slot}")
+            w.line(f"tl.store(outp{slot} + {place}, peak{slot}, mask=m < num_rows)")
+            w.line(f"tl.store(outs{slot} + {place}, tl.log(sum{slot}), mask=m < num_rows)")
     return w.source(f"row_program_level_{level}"), list(slots)
 
 

@@ -11,25 +11,65 @@ from torch import Tensor
 
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
-from torch_streamkl.rows.program import KEY, LOGSUMEXP, PAIR, ROW, VALUES
-from torch_streamkl.rows.tile import Values
+from torch_streamkl.rows.program import KEY, PAIR, ROW, SUM, VALUES, Program
+from torch_streamkl.rows.tile import RowValues, Values
 
 BLOCK_ELEMENTS = 1 << 20  # of a tile, all heads counted
 MAX_KEYS = 2048  # of a tile
+# a GPU waits for the launches of small blocks: 32 MiB for each value of a tile
+ON_GPU = 8
 
 
 @dataclass
 class Result:
-    """Every reduction, and the Jacobians between them that are not 0."""
+    """Every reduction, the two parts of log-sum-exps, and the Jacobians that are not 0."""
 
     reductions: list[Tensor]
+    parts: list[tuple[Tensor, Tensor]]
     jacobians: list[Tensor]
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """All tensors, as the operator returns them."""
+        return [*self.reductions, *(x for pair in self.parts for x in pair), *self.jacobians]
+
+    @staticmethod
+    def of(program: Program, tensors: Sequence[Tensor]) -> Result:
+        """From all tensors."""
+        count, pairs = len(program.reductions), len(program.logsumexps)
+        rest = tensors[count:]
+        parts = [(rest[2 * i], rest[2 * i + 1]) for i in range(pairs)]
+        return Result(list(tensors[:count]), parts, list(rest[2 * pairs :]))
+
+    def parts_of(self, program: Program, c: int) -> tuple[Tensor, Tensor] | None:
+        """Largest element and logarithm of the rest of a log-sum-exp; None for a sum."""
+        if c not in program.logsumexps:
+            return None
+        return self.parts[program.logsumexps.index(c)]
+
+    def usable(self, program: Program, batch: slice, rows: slice) -> RowValues:
+        """All reductions as elements of some rows use them."""
+        found: RowValues = {}
+        for c, value in enumerate(self.reductions):
+            parts = self.parts_of(program, c)
+            cut = None if parts is None else (parts[0][batch, :, rows], parts[1][batch, :, rows])
+            is_sum = program.reductions[c].kind == SUM
+            found[c] = tile.usable(value[batch, :, rows], cut, is_sum)
+        return found
+
+
+def _factor(problem: RowProblem) -> int:
+    return ON_GPU if problem.operands[0][0].device.type == "cuda" else 1
+
+
+def _keys_of_block(problem: RowProblem) -> int:
+    return min(problem.num_keys, MAX_KEYS * _factor(problem))
 
 
 def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
     """Blocks of batch and rows."""
-    keys = min(problem.num_keys, MAX_KEYS)
-    budget = max(1, BLOCK_ELEMENTS // (keys * problem.max_heads))
+    keys, factor = _keys_of_block(problem), _factor(problem)
+    budget = max(1, factor * BLOCK_ELEMENTS // (keys * problem.max_heads))
     rows = min(problem.num_rows, budget)
     batch = max(1, budget // rows)
     for b in range(0, problem.batch, batch):
@@ -47,8 +87,9 @@ def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slice
     stop = problem.num_keys
     if keys.right is not None:
         stop = min(stop, rows.stop + shift + keys.right)
-    for j in range(first, stop, MAX_KEYS):
-        yield batch, rows, slice(j, min(j + MAX_KEYS, stop))
+    step = _keys_of_block(problem)
+    for j in range(first, stop, step):
+        yield batch, rows, slice(j, min(j + step, stop))
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
@@ -56,13 +97,20 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     plan = derive.forward_plan(problem.program, is_differentiated)
     result = allocate(problem, is_differentiated)
     for batch, rows in row_blocks(problem):
-        known: Values = {}
+        known: RowValues = {}
         for level in range(1, plan.num_passes + 1):
-            gathered = _pass(problem, plan, level, batch, rows, known)
+            gathered, parts = _pass(problem, plan, level, batch, rows, known)
             for slot, value in gathered.items():
                 if slot < len(result.reductions):
-                    known[slot] = tile.usable(problem, slot, value)
+                    is_sum = problem.program.reductions[slot].kind == SUM
+                    known[slot] = tile.usable(value, parts.get(slot), is_sum)
                     result.reductions[slot][batch, :, rows] = value
+                    for x, target in zip(
+                        parts.get(slot, ()),
+                        result.parts_of(problem.program, slot) or (),
+                        strict=True,
+                    ):
+                        target[batch, :, rows] = x
                 else:
                     target = result.jacobians[slot - len(result.reductions)]
                     target[batch, :, rows] = value
@@ -72,14 +120,19 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
     """Uninitialised results."""
     plan = derive.forward_plan(problem.program, is_differentiated)
-    q, dtype = problem.operands[0][0], problem.compute_dtype
+    q = problem.operands[0][0]
 
-    def empty(head: int) -> Tensor:
+    def empty(head: int, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
         return q.new_empty(problem.row_shape(head), dtype=dtype)
 
     return Result(
         [empty(r.head) for r in problem.program.reductions],
-        [empty(j.head) for j in plan.jacobians],
+        [
+            (empty(problem.program.reductions[c].head), empty(problem.program.reductions[c].head))
+            for c in problem.program.logsumexps
+        ],
+        # in r_b = sum_c r_c K_cb of a nested softmax, what is left is a small part of the terms
+        [empty(j.head, torch.float64) for j in plan.jacobians],
     )
 
 
@@ -89,32 +142,36 @@ def _pass(
     level: int,
     batch: slice,
     rows: slice,
-    known: Values,
-) -> Values:
-    """What one pass gathers, by number: reductions, then Jacobians."""
+    known: RowValues,
+) -> tuple[Values, dict[int, tuple[Tensor, Tensor]]]:
+    """What one pass gathers, by number: reductions, then Jacobians; parts of log-sum-exps."""
     program = problem.program
     count = len(program.reductions)
     sums: dict[int, tuple[int, int]] = {}  # slot: node and axis of heads
     maxima: dict[int, tuple[int, int]] = {}
     for c, reduction in enumerate(program.reductions):
         if program.levels[c] == level:
-            into = maxima if reduction.kind == LOGSUMEXP else sums
+            into = sums if reduction.kind == SUM else maxima
             into[c] = (reduction.node, reduction.head)
     for slot, jacobian in enumerate(plan.jacobians, start=count):
         if jacobian.level == level:
             sums[slot] = (jacobian.node, jacobian.head)
     if not sums and not maxima:
-        return {}
+        return {}, {}
     wanted = [node for node, _ in (*sums.values(), *maxima.values())]
 
-    def full(head: int, value: float) -> Tensor:
+    def full(head: int, value: float, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
         size = (batch.stop - batch.start, problem.num_heads(head), rows.stop - rows.start)
-        q = problem.operands[0][0]
-        return q.new_full(size, value, dtype=problem.compute_dtype)
+        return problem.operands[0][0].new_full(size, value, dtype=dtype)
 
-    totals = {slot: full(head, 0.0) for slot, (_, head) in sums.items()}
+    totals = {
+        slot: full(head, 0.0, problem.compute_dtype if slot < count else torch.float64)
+        for slot, (_, head) in sums.items()
+    }
     peaks = {slot: full(head, -math.inf) for slot, (_, head) in maxima.items()}
-    masses = {slot: full(head, 0.0) for slot, (_, head) in maxima.items()}
+    masses = {
+        slot: full(head, 0.0) for slot, (_, head) in maxima.items() if slot in program.logsumexps
+    }
     for at in key_blocks(problem, batch, rows):
         keep = tile.allowed(problem, at)
         elements = tile.evaluate(problem, plan.nodes, wanted, at, known, {})
@@ -122,18 +179,22 @@ def _pass(
         for slot, x in zip((*sums, *maxima), elements, strict=True):
             if slot in totals:
                 x = x.expand(*totals[slot].shape, num_keys)
-                totals[slot] += (x if keep is None else torch.where(keep, x, 0.0)).sum(-1)
+                x = x if keep is None else torch.where(keep, x, 0.0)
+                totals[slot] += x.sum(-1, dtype=totals[slot].dtype)
             else:
                 x = x.expand(*peaks[slot].shape, num_keys)
                 x = x if keep is None else torch.where(keep, x, -math.inf)
                 peak = torch.maximum(peaks[slot], x.amax(-1))
                 base = torch.where(peak == -math.inf, 0.0, peak)
-                masses[slot] *= (peaks[slot] - base).exp()
-                masses[slot] += (x - base[..., None]).exp().sum(-1)
+                if slot in masses:
+                    masses[slot] *= (peaks[slot] - base).exp()
+                    masses[slot] += (x - base[..., None]).exp().sum(-1)
                 peaks[slot] = peak
-    for slot, peak in peaks.items():
-        totals[slot] = torch.where(peak == -math.inf, -math.inf, peak + masses[slot].log())
-    return totals
+    parts = {slot: (peaks[slot], mass.log()) for slot, mass in masses.items()}
+    totals |= {slot: peak for slot, peak in peaks.items() if slot not in masses}
+    for slot, (peak, mass) in parts.items():
+        totals[slot] = torch.where(peak == -math.inf, -math.inf, peak + mass)
+    return totals, parts
 
 
 def row_gradients(
@@ -151,12 +212,12 @@ def row_gradients(
 
     for c, grad in zip(program.outputs, grads, strict=True):
         if grad is not None:
-            accumulate(c, grad.to(problem.compute_dtype))
+            accumulate(c, grad.double())
     for c in range(len(program.reductions) - 1, -1, -1):
         for jacobian, value in zip(jacobians, result.jacobians, strict=True):
             if jacobian.reduction == c and c in r:
                 accumulate(jacobian.by, torch.where(r[c] == 0, 0.0, r[c] * value))
-    return r
+    return {c: x.to(problem.compute_dtype) for c, x in r.items()}
 
 
 def backward(
@@ -191,9 +252,7 @@ def backward(
     ]
     nodes = [node for _, node in (*dots, *captures)]
     for batch, rows in row_blocks(problem) if nodes else ():
-        known = {
-            c: tile.usable(problem, c, x[batch, :, rows]) for c, x in enumerate(result.reductions)
-        }
+        known = result.usable(program, batch, rows)
         seed = {c: x[batch, :, rows] for c, x in seeds.items()}
         for at in key_blocks(problem, batch, rows):
             keep = tile.allowed(problem, at)

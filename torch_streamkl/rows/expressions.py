@@ -195,6 +195,13 @@ class Graph:
                 return self.as_float(a)
             case "sub" if va == 0:
                 return self.apply("neg", b)
+            case "add" | "sub" if (shared := self._shared_probability(a, b)) is not None:
+                product, probability, x, y = shared
+                return self.apply(product, self.apply(op, x, y), probability)
+            case "add" if (parts := self._of_row_first(a, b)) is not None:
+                return self.apply("add", parts[0], self.apply("add", *parts[1:]))
+            case "add" if self.nodes[b].op == "neg":
+                return self.apply("sub", a, self.nodes[b].args[0])
             case "mul" | "mul0" if va == 0 or vb == 0:
                 return self.const(0.0)
             case "mul" | "mul0" if va == 1:
@@ -220,6 +227,30 @@ class Graph:
                 return args[1] if va else args[2]
             case "where" if args[1] == args[2]:
                 return b
+        return None
+
+    def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
+        """Of two products with one exponential: the operation, it, and the other factors.
+
+        The gradient of a softmax as P * g - P * sum loses digits that P * (g - sum) keeps.
+        """
+        x, y = self.nodes[a], self.nodes[b]
+        if x.op != y.op or x.op not in ("mul", "mul0"):
+            return None
+        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            if x.args[i] == y.args[j] and self.nodes[x.args[i]].op == "exp":
+                return x.op, x.args[i], x.args[1 - i], y.args[1 - j]
+        return None
+
+    def _of_row_first(self, a: int, b: int) -> tuple[int, int, int] | None:
+        """An element and two values of its row, which are added to each other first."""
+        for x, row in ((a, b), (b, a)):
+            inner = self.nodes[x]
+            if self.nodes[row].by_key or inner.op != "add" or not inner.by_key:
+                continue
+            for i in (0, 1):
+                if not self.nodes[inner.args[i]].by_key and self.nodes[inner.args[1 - i]].by_key:
+                    return inner.args[1 - i], inner.args[i], row
         return None
 
     def as_float(self, x: int) -> int:

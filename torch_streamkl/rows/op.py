@@ -16,8 +16,9 @@ from torch_streamkl.rows.problem import RowProblem
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
-# The tensors are those of `Program.tensor_names`. What comes back are all reductions, then the
-# Jacobians that the backward reads; outputs are among the reductions.
+# The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
+# parts of each log-sum-exp, then the Jacobians that the backward reads; outputs are among the
+# reductions.
 _lib.define(
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -32,8 +33,14 @@ row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
 
 
+# kernels are chosen by name only until they have been seen right, and measured, on a GPU
+AUTO_TAKES_KERNELS = False
+
+
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """What computes a problem; an explicit choice that cannot run is an error."""
+    if impl == "auto":
+        impl = _automatic(problem, is_differentiated)
     if impl != "triton":
         return blocked
     from torch_streamkl.kernels import row_programs
@@ -46,19 +53,34 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     return row_programs
 
 
+def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
+    """Kernels where there are some, on a GPU; else blocks in plain torch."""
+    if not AUTO_TAKES_KERNELS or problem.operands[0][0].device.type != "cuda":
+        return "blocked"
+    from torch_streamkl.kernels import row_programs
+
+    return "blocked" if row_programs.obstacle(problem, is_differentiated) else "triton"
+
+
+def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:
+    """The implementation that a call's arguments lead to."""
+    if impl != "auto":
+        return impl
+    return _automatic(RowProblem.of(program, tensors), is_differentiated)
+
+
 def _forward(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
     result = _module(problem, impl, is_differentiated).forward(problem, is_differentiated)
-    return [*result.reductions, *result.jacobians]
+    return result.flat
 
 
 def _forward_fake(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
-    result = blocked.allocate(RowProblem.of(program, tensors), is_differentiated)
-    return [*result.reductions, *result.jacobians]
+    return blocked.allocate(RowProblem.of(program, tensors), is_differentiated).flat
 
 
 def _backward(
@@ -71,8 +93,7 @@ def _backward(
     impl: str,
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
-    count = len(problem.program.reductions)
-    result = blocked.Result(list(saved[:count]), list(saved[count:]))
+    result = blocked.Result.of(problem.program, saved)
     given = dict(zip(grad_of, grads, strict=True))
     out = _module(problem, impl, True).backward(
         problem, result, [given.get(c) for c in problem.program.outputs], wanted

@@ -12,6 +12,12 @@ With g the gradients to the outputs, values of rows give r_c = g_c + sum_{c' > c
 one pass over the keys, however many levels there are, the gradient of everything else:
 
     sum_c r_c (de_c/dx for a sum, exp(e_c - R_c) de_c/dx for a log-sum-exp)
+
+NOTE [Two parts of a log-sum-exp]
+In a row of which a mask has replaced every score by the lowest number, R_c is that number: the
+logarithm of the count of keys is lost in it, and exp(e - R_c) is 1 where a softmax is 1 / count.
+A log-sum-exp is therefore kept as its largest element and the logarithm of the sum of the others
+relative to it, and e - R_c is (e - peak) - mass.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from dataclasses import dataclass, replace
 from torch_streamkl.rows.expressions import Graph, Node
 from torch_streamkl.rows.operations import OPERATIONS
 
-SUM, LOGSUMEXP = "sum", "logsumexp"
+SUM, LOGSUMEXP, MAX = "sum", "logsumexp", "max"
 ROW, KEY, PAIR, COLUMNS, VALUES = "row", "key", "pair", "columns", "values"
 CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
 
@@ -61,7 +67,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A value of a row, over the keys that it has."""
+    """A value of a row, over the keys that it has. A maximum has no derivative here."""
 
     kind: str
     node: int
@@ -127,6 +133,11 @@ class Program:
         while len(levels) < len(self.reductions):
             levels.append(below[self.reductions[len(levels)].node] + 1)
         return tuple(levels)
+
+    @functools.cached_property
+    def logsumexps(self) -> tuple[int, ...]:
+        """The numbers of the log-sum-exps."""
+        return tuple(c for c, r in enumerate(self.reductions) if r.kind == LOGSUMEXP)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -222,6 +233,8 @@ def check(program: Program) -> None:
             raise ValueError(f"{node.op} takes {OPERATIONS[node.op].arity} arguments")
     if not program.outputs:
         raise ValueError("a row program must have at least one output")
+    if len(set(program.outputs)) != len(program.outputs):
+        raise ValueError(f"outputs must differ, got {list(program.outputs)}")
     used(program.outputs, len(program.reductions))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import LOGSUMEXP
-from torch_streamkl.rows.tile import Values, allowed, evaluate, whole
+from torch_streamkl.rows.program import LOGSUMEXP, MAX
+from torch_streamkl.rows.tile import RowValue, RowValues, Values, allowed, evaluate, whole
 
 # NOTE [Zero annihilates] in expressions.py, for autograd: a gradient of 0 stays 0 beside an
 # infinite slope.
@@ -84,7 +84,7 @@ def forward(problem: RowProblem) -> list[Tensor]:
     """The outputs, [batch, heads or 1, rows] each."""
     program, at = problem.program, whole(problem)
     keep = allowed(problem, at)
-    values: Values = {}
+    values: RowValues = {}
     results: Values = {}
     for c, reduction in enumerate(program.reductions):
         (x,) = evaluate(problem, program.nodes, [reduction.node], at, values, {}, run=GUARDED)
@@ -95,13 +95,22 @@ def forward(problem: RowProblem) -> list[Tensor]:
             if keep is not None:
                 x = torch.where(keep, x, -math.inf)
             is_empty = (x == -math.inf).all(-1)
-            lse = torch.where(is_empty[..., None], 0.0, x).logsumexp(-1)
-            values[c] = torch.where(is_empty, 0.0, lse)
+            x = torch.where(is_empty[..., None], 0.0, x)
+            peak = x.amax(-1).detach()
+            mass = (x - peak[..., None]).logsumexp(-1)
+            lse = peak + mass
             results[c] = torch.where(is_empty, -math.inf, lse)
+            zero_if_empty = (torch.where(is_empty, 0.0, y) for y in (lse, peak, mass))
+            values[c] = RowValue(*zero_if_empty)
+        elif reduction.kind == MAX:
+            x = x if keep is None else torch.where(keep, x, -math.inf)
+            results[c] = x.amax(-1).detach()
+            values[c] = RowValue(torch.where(results[c] == -math.inf, 0.0, results[c]))
         else:
             if keep is not None:
                 x = torch.where(keep, x, 0.0)
-            values[c] = results[c] = x.sum(-1)
+            results[c] = x.sum(-1)
+            values[c] = RowValue(results[c])
     return [results[c] for c in program.outputs]
 
 
@@ -112,6 +121,7 @@ def of_rows(
     is_plain = all(nodes[i].op == "reduction" for i in wanted)
     if is_plain:
         return [values[int(nodes[i].value)] for i in wanted]
-    found = evaluate(problem, nodes, wanted, whole(problem), values, {}, run=GUARDED)
+    rows = {c: RowValue(x) for c, x in values.items()}
+    found = evaluate(problem, nodes, wanted, whole(problem), rows, {}, run=GUARDED)
     size = (problem.batch, -1, problem.num_rows)
     return [x.expand(problem.batch, -1, -1, 1)[..., 0].expand(size) for x in found]

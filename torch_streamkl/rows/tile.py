@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,9 +15,27 @@ from torch import Tensor
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.operations import OPERATIONS
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
-from torch_streamkl.rows.program import COLUMNS, KEY, LOGSUMEXP, PAIR, ROW
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW
 
 Values = dict[int, Tensor]  # of reductions, or gradients to them, by number: [batch, heads, rows]
+
+
+@dataclass(frozen=True)
+class RowValue:
+    """A reduction as elements use it, a log-sum-exp in its two parts (program.py)."""
+
+    value: Tensor
+    peak: Tensor | None = None
+    mass: Tensor | None = None
+
+    def taken_from(self, x: Tensor) -> Tensor:
+        """Elements minus the value of their row."""
+        if self.peak is None or self.mass is None:
+            return x - self.value[..., None]
+        return (x - self.peak[..., None]) - self.mass[..., None]
+
+
+RowValues = dict[int, RowValue]
 
 
 def whole(problem: RowProblem) -> Slices:
@@ -98,11 +117,14 @@ def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
     return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()
 
 
-def usable(problem: RowProblem, number: int, value: Tensor) -> Tensor:
+def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
     """A reduction as elements use it: 0 for the log-sum-exp of no keys, whose exp(-inf) is 0."""
-    if problem.program.reductions[number].kind != LOGSUMEXP:
-        return value
-    return torch.where(value == -math.inf, 0.0, value)
+    if is_sum:
+        return RowValue(value)
+    is_empty = value == -math.inf
+    if parts is None:
+        return RowValue(torch.where(is_empty, 0.0, value))
+    return RowValue(*(torch.where(is_empty, 0.0, x) for x in (value, *parts)))
 
 
 def evaluate(
@@ -110,7 +132,7 @@ def evaluate(
     nodes: Sequence[Node],
     wanted: Sequence[int],
     at: Slices,
-    reductions: Values,
+    reductions: RowValues,
     seeds: Values,
     dot: Callable[[RowProblem, int, Slices], Tensor] = dots,
     captured: Callable[[RowProblem, int, Slices], Tensor] = capture,
@@ -139,7 +161,7 @@ def evaluate(
             case "capture":
                 x = captured(problem, number, at)
             case "reduction":
-                x = reductions[number][..., None]
+                x = reductions[number].value[..., None]
             case "seed":
                 x = seeds[number][..., None]
             case "key_index":
@@ -156,6 +178,12 @@ def evaluate(
                     x = x.expand(1, problem.num_heads(node.head), 1, 1)
             case "float":
                 x = results[node.args[0]].to(dtype)
+            case "sub" if nodes[node.args[1]].op == "reduction":
+                row = reductions[int(nodes[node.args[1]].value)]
+                x = row.taken_from(results[node.args[0]])
+            case "sub" if nodes[node.args[0]].op == "reduction":
+                row = reductions[int(nodes[node.args[0]].value)]
+                x = -row.taken_from(results[node.args[1]])
             case "pow":
                 x = (run or {}).get("pow", torch.pow)(results[node.args[0]], node.value)
             case op:

@@ -16,6 +16,7 @@ from torch_streamkl.rows.program import (
     COLUMNS,
     KEY,
     LOGSUMEXP,
+    MAX,
     PAIR,
     SUM,
     VALUES,
@@ -52,12 +53,16 @@ class Tracer:
         return self.graph.capture(number, dtype, x.head, by_key)
 
     def reduce(self, kind: str, x: int) -> int:
-        """The node of the value of a row: a sum or a log-sum-exp over its keys."""
+        """The node of the value of a row: a sum, log-sum-exp or maximum over its keys.
+
+        A maximum is a constant for the derivative.
+        """
         x = self.graph.as_float(x)
         reduction = Reduction(kind, x, self.graph[x].head)
         if reduction not in self.reductions:
             self.reductions.append(reduction)
-        return self.graph.reduction(self.reductions.index(reduction), reduction.head)
+        node = self.graph.reduction(self.reductions.index(reduction), reduction.head)
+        return self.graph.apply("detach", node) if kind == MAX else node
 
     def program(self, outputs: list[int]) -> Program:
         """The program with these reductions, given as nodes, as its outputs."""

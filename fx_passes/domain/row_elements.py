@@ -1,0 +1,234 @@
+"""What a tensor's elements are, as a formula over dot products: the raw material of row programs.
+
+A `Formula` says how the element at one index of its axes is computed; a `Placed` formula says
+which dimension of a tensor each axis is in. Views change places only. Axes have no names: those
+that meet position by position in one operation become one (`Axes.unify`), and an axis that is
+reshaped into two is split, for every formula that has it. What cannot be split is an atom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_streamkl.fx_passes.domain.layout import Layout
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, quotient, same
+
+Dim = tuple[int, ...]  # axes, the leading one first; () is a dimension without an index
+
+
+class Axes:
+    """Axes by number, their sizes, and which of them are one."""
+
+    def __init__(self) -> None:
+        self._sizes: list[Size] = []
+        self._same_as: dict[int, int] = {}
+        self._parts: dict[int, tuple[int, int]] = {}
+
+    def new(self, size: Size) -> int:
+        self._sizes.append(size)
+        return len(self._sizes) - 1
+
+    def of_shape(self, shape: Sequence[Size]) -> tuple[Dim, ...]:
+        """A new axis for each dimension that has an index."""
+        return tuple(() if is_one(size) else (self.new(size),) for size in shape)
+
+    def atoms(self, axes: Iterable[int]) -> Dim:
+        """What the axes consist of today."""
+        found: list[int] = []
+        for axis in axes:
+            while axis in self._same_as:
+                axis = self._same_as[axis]
+            found += self.atoms(self._parts[axis]) if axis in self._parts else (axis,)
+        return tuple(found)
+
+    def size(self, atom: int) -> Size:
+        return self._sizes[atom]
+
+    def extent(self, axes: Iterable[int]) -> Size:
+        return product(self._sizes[a] for a in self.atoms(axes))
+
+    def split(self, atom: int, trailing: Size) -> tuple[int, int]:
+        """An atom as two: index = leading * size of trailing + trailing."""
+        leading = quotient(self._sizes[atom], trailing)
+        if leading is None:
+            raise Blocked(
+                "an axis of the scores is split into parts of sizes that do not divide it"
+            )
+        self._parts[atom] = (self.new(leading), self.new(trailing))
+        return self._parts[atom]
+
+    def unify(self, a: Dim, b: Dim) -> None:
+        """Two dimensions that have one index."""
+        left, right = list(self.atoms(a)), list(self.atoms(b))
+        while left and right:
+            x, y = left.pop(0), right.pop(0)
+            if x == y:
+                continue
+            if same(self._sizes[x], self._sizes[y]):
+                self._same_as[y] = x
+                if y in left or y in right or x in left or x in right:
+                    raise Blocked("an axis of the scores meets itself in another place")
+                continue
+            rest = quotient(self._sizes[x], self._sizes[y])
+            if rest is not None:
+                leading, trailing = self.split(x, rest)
+                left[:0] = [leading, trailing]
+                right.insert(0, y)
+                continue
+            rest = quotient(self._sizes[y], self._sizes[x])
+            if rest is None:
+                raise Blocked("scores meet a tensor whose dimensions are other axes")
+            leading, trailing = self.split(y, rest)
+            right[:0] = [leading, trailing]
+            left.insert(0, x)
+        if left or right:
+            raise Blocked("scores meet a tensor of another shape")
+
+    def digits(self, axis: int, size: Size, stride: Size) -> Dim:
+        """The atoms of a digit of an axis, which is split where that needs it."""
+        outer, _ = self._cut(self.atoms((axis,)), stride)
+        return self._cut(outer, size)[1]
+
+    def _cut(self, atoms: Dim, trailing: Size) -> tuple[Dim, Dim]:
+        """The leading atoms, and the trailing ones, which have this extent together."""
+        rest, taken = list(atoms), list[int]()
+        remaining = trailing
+        while not is_one(remaining):
+            if not rest:
+                raise Blocked("an operand's axis is longer than that of the scores")
+            last = rest.pop()
+            left_over = quotient(remaining, self._sizes[last])
+            if left_over is not None:
+                taken.insert(0, last)
+                remaining = left_over
+                continue
+            leading, behind = self.split(last, remaining)
+            rest.append(leading)
+            taken.insert(0, behind)
+            remaining = 1
+        return tuple(rest), tuple(taken)
+
+    def reshaped(self, dims: Sequence[Dim], shape: Sequence[Size]) -> tuple[Dim, ...]:
+        """The places of axes after a view or reshape."""
+        atoms = [a for dim in dims for a in self.atoms(dim)]
+        result: list[Dim] = []
+        for size in shape:
+            dim: list[int] = []
+            remaining: Size = size
+            while not is_one(remaining):
+                if not atoms:
+                    raise Blocked("reshape that mixes the axes of the scores")
+                first = atoms.pop(0)
+                rest = quotient(remaining, self._sizes[first])
+                if rest is not None:
+                    dim.append(first)
+                    remaining = rest
+                    continue
+                behind = quotient(self._sizes[first], remaining)
+                if behind is None:
+                    raise Blocked("reshape that mixes the axes of the scores")
+                leading, trailing = self.split(first, behind)
+                dim.append(leading)
+                atoms.insert(0, trailing)
+                remaining = 1
+            result.append(tuple(dim))
+        if atoms:
+            raise Blocked("reshape that mixes the axes of the scores")
+        return tuple(result)
+
+
+@dataclass(frozen=True, eq=False)
+class Dot:
+    """A product of two operands: which of its axes each of their dimensions has.
+
+    Layouts number the dimensions of the product; ``axes`` are those dimensions' axes.
+    """
+
+    lhs: TensorRef
+    rhs: TensorRef
+    axes: tuple[Dim, ...]
+
+    def dims(self, layout: Layout, axes: Axes) -> list[Dim]:
+        """The axes in each dimension of an operand; contracted ones are negative numbers."""
+        found: list[Dim] = []
+        for dim in layout:
+            parts: list[int] = []
+            for piece in dim:
+                if piece.axis < 0:
+                    parts.append(piece.axis)
+                else:
+                    (axis,) = self.axes[piece.axis]
+                    parts += axes.digits(axis, piece.size, piece.stride)
+            found.append(tuple(parts))
+        return found
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a reduction is over: ``scale`` times the sum, divided by sizes.
+
+    ``dims`` are dimensions of the tensor whose axes are ``places``. A log-sum-exp has no scale.
+    """
+
+    kind: str  # "sum", "logsumexp" or "max"
+    over: Dim
+    places: tuple[Dim, ...]
+    shape: tuple[Size, ...]
+    dims: tuple[int, ...]
+    keepdim: bool = False
+    scale: float = 1.0
+    divisors: tuple[Size, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Formula:
+    """One operation, by the name of `rows.operations`, or a leaf.
+
+    Leaves: "dot" (data: `Dot`), "const" (a number), "capture" (a node and the axes of each of its
+    dimensions), "linear" (coefficients by axis and a constant: whether their sum is not
+    negative), "columns" (a node with ids, its axes and the axis that they are of: whether an
+    index is among the ids of its row). "reduce" has a `Sum`. ``flows`` are the tensors that a
+    gradient reaches, ``key`` is the axis that was summed over inside, if one was.
+    """
+
+    op: str
+    args: tuple[Formula, ...] = ()
+    data: Any = None
+    axes: frozenset[int] = frozenset()
+    flows: frozenset[object] = frozenset()
+    dots: frozenset[Dot] = frozenset()
+    key: int | None = None
+    is_bool: bool = False
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor whose elements a formula gives."""
+
+    formula: Formula
+    dims: tuple[Dim, ...]
+    shape: tuple[Size, ...] = field(compare=False, default=())
+
+
+def formulas_in(root: Formula) -> list[Formula]:
+    """A formula and all that it is made of, operands first."""
+    order: list[Formula] = []
+    seen: set[Formula] = set()
+    stack = [root]
+    while stack:
+        current = stack[-1]
+        if current in seen:
+            stack.pop()
+            continue
+        waiting = [a for a in current.args if a not in seen]
+        if waiting:
+            stack += waiting
+            continue
+        seen.add(current)
+        order.append(current)
+        stack.pop()
+    return order

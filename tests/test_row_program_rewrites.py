@@ -1,0 +1,318 @@
+"""Losses that are no divergence of the kernels become row programs, as exact as eager's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import Outcome, compare
+from torch_streamkl.fx_passes.explain import explain
+from torch_streamkl.rows import blocked
+
+BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 7, 9, 4
+
+
+def inputs(
+    gradient: str = "student", dtype: torch.dtype = torch.float32, keys: int = KEYS
+) -> list[Tensor]:
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, dtype=torch.float64).to(dtype)
+
+    pairs = [normal(BATCH, HEADS, n, DIM) for n in (ROWS, keys, ROWS, keys)]
+    weight = normal(keys).abs() + 0.5
+    trained = {"student": pairs[:2], "teacher": pairs[2:], "all": [*pairs, weight]}[gradient]
+    for x in trained:
+        x.requires_grad_()
+    pad = torch.arange(keys) < torch.tensor([[keys], [keys // 2]])
+    return [*pairs, weight, pad]
+
+
+def scores(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> tuple[Tensor, Tensor]:
+    return sq @ sk.mT * 0.5, tq @ tk.mT * 0.5
+
+
+def weights_of_keys(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").mul(w).sum(-1).mean()
+
+
+def renormalised(sq, sk, tq, tk, w, pad):
+    p, r = (x.softmax(-1) * pad[:, None, None] for x in scores(sq, sk, tq, tk))
+    p, r = (x / (x.sum(-1, keepdim=True) + 1e-6) for x in (p, r))
+    return (r * ((r + 1e-6).log() - (p + 1e-6).log())).sum(-1).mean()
+
+
+def mse_of_maps(sq, sk, tq, tk, w, pad):
+    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+    return F.mse_loss(s, t) + F.kl_div(s.log() * w, t, reduction="sum")
+
+
+def cosine_of_maps(sq, sk, tq, tk, w, pad):
+    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+    cosine = (F.normalize(s, dim=-1) * F.normalize(t, dim=-1)).sum(-1)
+    return (1 - cosine).mean() - (w * t * s.log()).sum(-1).mean()
+
+
+def minimum_of_maps(sq, sk, tq, tk, w, pad):
+    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+    return -(torch.minimum(s, t) * s.log()).sum(-1).mean()
+
+
+def powers_of_maps(sq, sk, tq, tk, w, pad):
+    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+    return (s**0.3 * t**1.7 * (s.log() - t.log())).sum(-1).mean()
+
+
+def indexer(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2])
+    t = t.masked_fill(~keep, torch.finfo(t.dtype).min).softmax(-1).sum(1)
+    t = t / t.sum(-1, keepdim=True)
+    s = s.relu().sum(1).masked_fill(~keep, torch.finfo(s.dtype).min)
+    return (t * ((t + 1e-6).log() - s.log_softmax(-1))).sum(-1).mean()
+
+
+def linear_attention(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2])
+    s = (sq.exp() @ sk.exp().mT).masked_fill(~keep, 0.0)
+    s = s / (s.sum(-1, keepdim=True) + 1e-6)
+    t = t.masked_fill(~keep, float("-inf")).softmax(-1)
+    return -(t * s.clamp_min(1e-6).log()).sum(-1).mean()
+
+
+def softmax_twice(sq, sk, tq, tk, w, pad):
+    s, t = (x.softmax(-1) / 0.5 for x in scores(sq, sk, tq, tk))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+def standardised_scores(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    s, t = (
+        (x - x.mean(-1, keepdim=True)) * (x.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
+        for x in (s, t)
+    )
+    return (w * t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1).mean()
+
+
+def keys_by_their_score(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    p = torch.where(t <= -1e-3, torch.zeros_like(t), t.softmax(-1))
+    return -(p * s.log_softmax(-1)).sum(-1).mean()
+
+
+def mse_of_scores(sq, sk, tq, tk, w, pad):
+    """TinyBERT's loss: scores that a mask has lowered count as 0."""
+    bias = (1.0 - pad[:, None, None].to(sq.dtype)) * -10000.0
+    s, t = (x + bias for x in scores(sq, sk, tq, tk))
+    s, t = (torch.where(x <= -1e2, torch.zeros_like(x), x) for x in (s, t))
+    return F.mse_loss(s, t)
+
+
+def largest_subtracted(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    e = (t - t.amax(-1, keepdim=True).detach()).exp() * w
+    p = e / e.sum(-1, keepdim=True).clamp_min(1e-6)
+    return (p * (p.clamp_min(1e-6).log() - s.log_softmax(-1))).sum(-1).mean()
+
+
+FORMS: list[Callable[..., Tensor]] = [
+    weights_of_keys,
+    renormalised,
+    mse_of_maps,
+    cosine_of_maps,
+    minimum_of_maps,
+    powers_of_maps,
+    indexer,
+    linear_attention,
+    softmax_twice,
+    standardised_scores,
+    keys_by_their_score,
+    largest_subtracted,
+]
+
+
+def streamed(program: Any, given: list[Any], **options: Any) -> Outcome:
+    """Compare, and require that all of it is in row programs and nothing quadratic is left."""
+    outcome = compare(program, given, **options).check()
+    kinds = {site.kind for site in outcome.report.sites if site.fused}
+    assert kinds == {"row_program"}, str(outcome.report)
+    assert outcome.num_fused == len(outcome.report.sites), str(outcome.report)
+    assert outcome.report.remaining_quadratic == 0, str(outcome.report)
+    return outcome
+
+
+@pytest.mark.parametrize("gradient", ["student", "teacher", "all"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_forms(form: Any, gradient: str) -> None:
+    streamed(form, inputs(gradient))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_without_gradient(form: Any) -> None:
+    streamed(form, inputs(), training=False)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_through_aot_autograd(form: Any) -> None:
+    streamed(form, inputs("all"), inner="aot_eager")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_with_sizes_that_vary(form: Any) -> None:
+    outcome = compare(form, inputs("all"), dynamic=True).check()
+    assert not outcome.report.failures
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_narrow_types(form: Any, dtype: torch.dtype) -> None:
+    compare(form, inputs("all", dtype)).check()
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("how", ["filled", "added"])
+def test_rows_in_which_every_key_is_masked(how: str, low: float) -> None:
+    """Eager's softmax is uniform there, or that of the scores, and so are its gradients."""
+
+    def program(sq, sk, tq, tk, w, pad):
+        masked = torch.zeros(ROWS, KEYS, dtype=torch.bool)
+        masked[2], masked[3, :4] = True, True
+        s, t = (
+            x.masked_fill(masked, low) if how == "filled" else x + masked * low
+            for x in scores(sq, sk, tq, tk)
+        )
+        return -(w * t.softmax(-1) * s.softmax(-1).square()).sum(-1)
+
+    compare(program, inputs("all")).check()
+
+
+def test_losses_that_share_scores_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        p, r = s.softmax(-1), t.softmax(-1)
+        return (w * (p - r) ** 2).sum(-1).mean() - 0.1 * (w * r * s.log_softmax(-1)).sum(-1).mean()
+
+    outcome = streamed(program, inputs("all"))
+    assert outcome.num_fused == 2
+    calls = []
+    forward = blocked.forward
+    monkeypatch.setattr(blocked, "forward", lambda *args: calls.append(args) or forward(*args))
+    options = {"streamkl.inner": "eager", "streamkl.verify": "never"}
+    torch._dynamo.reset()
+    torch.compile(program, backend="streamkl", options=options)(*inputs("all"))
+    assert len(calls) == 1
+
+
+def test_a_result_that_is_written_to() -> None:
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        rows = (w * t.softmax(-1) * s.log_softmax(-1)).sum(-1)
+        rows[:, 0] = 1.0
+        return rows.mean()
+
+    streamed(program, inputs("all"), inner="aot_eager")
+
+
+@pytest.mark.parametrize("gradient", ["student", "all"])
+def test_squared_errors_of_scores(gradient: str) -> None:
+    given = [
+        x.repeat(1, 1, 8, 1).detach().requires_grad_(x.requires_grad) if x.dim() == 4 else x
+        for x in inputs(gradient)
+    ]
+    given[4], given[5] = given[4].repeat(8), given[5].repeat(1, 8)
+    streamed(mse_of_scores, given)
+
+
+def test_squared_errors_of_projected_states_stay() -> None:
+    def program(h, w, ht, wt):
+        return F.mse_loss(F.linear(h, w), F.linear(ht, wt))
+
+    make = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=make) for s in ((6, 8), (8, 8), (6, 12), (8, 12))]
+    outcome = compare(program, [x.requires_grad_() for x in given]).check()
+    assert outcome.num_fused == 0 and not outcome.report.sites, str(outcome.report)
+
+
+# ------------------------------------------------------------ left alone
+def scores_are_returned(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    return (w * t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean(), s, t
+
+
+def elements_are_written(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    el = w * t.softmax(-1) * s.log_softmax(-1)
+    el[..., 0] = 0.0
+    return el.sum(-1).mean()
+
+
+def both_axes_are_normalised(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    p = s.exp()
+    p = p / p.sum(-1, keepdim=True)
+    p = p / p.sum(-2, keepdim=True)
+    return (t.softmax(-1) * p.log() * w).sum(-1).mean()
+
+
+def against_its_transpose(sq, sk, tq, tk, w, pad):
+    s = sq @ sq.mT
+    return (s.softmax(-1) * (s + s.mT.relu()).log_softmax(-1)).sum(-1).mean()
+
+
+def nan_is_asked_for(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    s = s.masked_fill(~pad[:, None, None], float("-inf"))
+    rows = (w * t.softmax(-1) * s.softmax(-1)).sum(-1)
+    return rows.nan_to_num(3.0).mean() + torch.isnan(rows).sum()
+
+
+def a_cumulative_sum(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    return (t.softmax(-1) - s.softmax(-1)).cumsum(-1).square().sum(-1).mean() + (
+        w * t.softmax(-1) * s.log_softmax(-1).cumsum(-1)
+    ).sum()
+
+
+LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
+    (scores_are_returned, ""),
+    (elements_are_written, ""),
+    (both_axes_are_normalised, ""),
+    (against_its_transpose, ""),
+    (nan_is_asked_for, ""),
+    (a_cumulative_sum, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"), LEFT_ALONE, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_is_left_alone(program: Any, reason: str) -> None:
+    outcome = compare(program, inputs("all")).check()
+    assert outcome.num_fused == 0, str(outcome.report)
+    assert all(reason in r for r in outcome.reasons), outcome.reasons
+
+
+def test_the_report_says_that_there_is_no_kernel() -> None:
+    report = str(explain(weights_of_keys, *inputs()))
+    assert "row_program: a sum over keys of 2 products" in report
+    assert "in plain torch, by blocks of rows and keys: bounded memory, no kernels" in report
+
+
+def test_the_cache_of_compiled_graphs_tells_programs_apart() -> None:
+    """The program is an argument of the call, so two programs are two graphs."""
+
+    def program(power, sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        return (w * t.softmax(-1) ** power * s.log_softmax(-1)).sum(-1).mean()
+
+    for power in (1.5, 2.5):
+        streamed(functools.partial(program, power), inputs("all"), inner="inductor")
