@@ -118,11 +118,15 @@ def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
 
 
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None) -> RowValue:
-    """A reduction as elements use it: 0 for the log-sum-exp of no keys, whose exp(-inf) is 0."""
+    """A reduction as elements use it.
+
+    The log-sum-exp of no keys is -inf; what is subtracted from elements is 0 then, so that the
+    exponential of their difference is 0 as well.
+    """
     if parts is None:
         return RowValue(value)
     is_empty = value == -math.inf
-    return RowValue(*(torch.where(is_empty, 0.0, x) for x in (value, *parts)))
+    return RowValue(value, *(torch.where(is_empty, 0.0, x) for x in parts))
 
 
 def evaluate(

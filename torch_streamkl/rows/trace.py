@@ -57,7 +57,10 @@ class Tracer:
         reduction = Reduction(kind, x, self.graph[x].head)
         if reduction not in self.reductions:
             self.reductions.append(reduction)
-        return self.graph.reduction(self.reductions.index(reduction), reduction.head)
+        number = self.reductions.index(reduction)
+        if kind == LOGSUMEXP:
+            return self.graph.log_sum_exp(number, reduction.head, x)
+        return self.graph.reduction(number, reduction.head)
 
     def program(self, outputs: list[int]) -> Program:
         """The program with these reductions, given as nodes, as its outputs."""
