@@ -148,6 +148,7 @@ def _rewrite_graph(
     unfused = without_candidate(found, candidates)
     path = [c.inner for c in candidates]
     unused = {n for n in region.nodes if not n.users}
+    views = {n for n in graph.nodes if is_view(n)}
     kept: list[str] = []
     fused: list[Site] = []
     stayed: list[tuple[Candidate, Site]] = []
@@ -191,13 +192,13 @@ def _rewrite_graph(
     reread_counts(sizes, trace, recognised, selections, builder)
     if fused:
         shapes_as_sizes(region, sizes, builder)
-    removed = remove_dead(graph, region.nodes, unused)
+    removed = remove_dead(graph, region.nodes, unused, views)
     if fused:
         values = recognised.values
         kept = replace_attention(graph, trace, values, aliases, builder, refused, min_mib)
         report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
-        removed += remove_dead(graph, region.nodes, unused)
+        removed += remove_dead(graph, region.nodes, unused, views)
     read_again = read_after_writes(graph, late)
     if read_again:
         return report, read_again

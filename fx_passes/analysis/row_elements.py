@@ -412,6 +412,7 @@ class RowElements:
             raise Blocked("elements are in a tensor of another shape")
         self._check_rounding(node, x.formula, made)
         formula = x.formula
+        self._check_integers(node, made.dtype)
         if formula.is_bool or not made.dtype.is_floating_point:
             if formula.is_bool != (made.dtype == torch.bool):
                 raise Blocked("scores are cast to an integer type")
@@ -424,6 +425,21 @@ class RowElements:
         if not formula.flows and node in self.trace.outer:
             raise Blocked("a gradient flows through part of the loss that is a constant")
         return x
+
+    def _check_integers(self, node: fx.Node, made: torch.dtype) -> None:
+        """Integers are counts of conditions, which formulas have exactly; nothing is truncated."""
+        if made == torch.bool:
+            return
+        values = [a.meta.get("val") for a in node.all_input_nodes]
+        dtypes = [v.dtype for v in values if isinstance(v, Tensor)]
+        if made.is_floating_point:
+            is_rounded = made.itemsize < 4 and any(
+                d.itemsize > 1 for d in dtypes if _is_integer(d)
+            )
+            if is_rounded:
+                raise Blocked("a count is rounded to a narrow type")
+        elif made.itemsize < 4 or any(d.is_floating_point for d in dtypes):
+            raise Blocked("scores are cast to an integer type")
 
     def _check_rounding(self, node: fx.Node, formula: Formula, made: Tensor) -> None:
         if made.dtype.is_complex:
@@ -448,6 +464,10 @@ class RowElements:
 CONDITIONS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
 
 
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 def _is_dot(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in MATMULS
 
@@ -465,7 +485,7 @@ def _plain(op: str, *names: str) -> Rule:
     return lambda self, node, a: self.pointwise(op, *(a[name] for name in names))
 
 
-_UNARY = {
+_UNARY: dict[str, tuple[object, ...]] = {
     "exp": (aten.exp.default,),
     "log": (aten.log.default,),
     "log1p": (aten.log1p.default,),
@@ -475,9 +495,8 @@ _UNARY = {
     "tanh": (aten.tanh.default,),
     "sigmoid": (aten.sigmoid.default,),
     "relu": (aten.relu.default,),
-    "not": (aten.logical_not.default, aten.bitwise_not.default),
 }
-_BINARY = {
+_BINARY: dict[str, tuple[object, ...]] = {
     "mul": (aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor, aten.multiply.Scalar),
     "div": (aten.div.Tensor, aten.div.Scalar, aten.divide.Tensor, aten.true_divide.Tensor),
     "minimum": (aten.minimum.default,),
@@ -506,6 +525,17 @@ for _op, _overloads in _BINARY.items():
         return self.combined(op, *operands)
 
     rule(*_overloads)(_binary)
+
+
+@rule(aten.logical_not.default, aten.bitwise_not.default)
+def _not(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    x = self.operand(a["self"])
+    if x.formula.is_bool:
+        return self.combined("not", x)
+    if node.target is not aten.logical_not.default:
+        raise Blocked("a logical operation on numbers that are made of scores")
+    _check_comparison([x])
+    return self.combined("eq", x, self.operand(0.0))
 
 
 def _check_comparison(operands: Sequence[Placed]) -> None:

@@ -40,8 +40,9 @@ def emit(
 ) -> dict[fx.Node, fx.Node]:
     """The call, and by node of the user's graph what takes its place.
 
-    ``written`` is the memory that the graph writes to: the operator keeps its results for the
-    backward, so what is written to is a copy of them.
+    ``written`` is the memory that the graph writes to. The operator keeps its results for the
+    backward, so what is written to, here or by whoever the graph returns it to, is a copy of them.
+    Two of the user's tensors are never one.
     """
     lowering = _Lowering(build, plan, outer)
     tensors: list[fx.Node] = []
@@ -55,9 +56,14 @@ def emit(
         for f, (slot, heads) in plan.sums.items()
     }
     results: dict[fx.Node, fx.Node] = {}
+    returned = {storage_of(x) for x in build.graph.output_node().all_input_nodes}
+    made: set[int | None] = set()
     for o in plan.outputs:
-        x = lowering.result(o, values)
-        results[o.node] = build.method("clone", x) if storage_of(o.node) in written else x
+        x, memory = lowering.result(o, values), storage_of(o.node)
+        if memory in written or memory in returned or storage_of(x) in made:
+            x = build.method("clone", x)
+        made.add(storage_of(x))
+        results[o.node] = x
     return results
 
 
@@ -204,7 +210,7 @@ class _Lowering:
         """Values of rows as the user's graph has them."""
         build, like = self.build, _value(output.node)
         dims = [self.axes.atoms(d) for d in output.placed.dims]
-        x = self._of_rows(output.placed.formula, dims, values)
+        x = self._of_rows(output.placed.formula, dims, values, like.dtype)
         if isinstance(x, float):
             raise Blocked("the sum is a constant")
         made = _value(x).shape
@@ -231,13 +237,14 @@ class _Lowering:
         f: Formula,
         dims: Sequence[Dim],
         values: Mapping[Formula, tuple[fx.Node, Dim]],
+        like: torch.dtype,
     ) -> fx.Node | float:
         """A value of rows in the dimensions of an output."""
         if f.op == "const":
             return float(f.data)
         if f in values:
-            return self._summed(f, dims, *values[f])
-        arguments = [self._of_rows(a, dims, values) for a in f.args]
+            return self._summed(f, dims, *values[f], like)
+        arguments = [self._of_rows(a, dims, values, like) for a in f.args]
         if f.op == "pow":
             return self.build.call(torch.pow, arguments[0], f.data)
         if f.op == "detach":
@@ -247,11 +254,15 @@ class _Lowering:
             raise Blocked(f"{f.op} of a value of rows, inside of an operation")
         return self.build.call(OF_ROWS[f.op], *arguments)
 
-    def _summed(self, f: Formula, dims: Sequence[Dim], value: fx.Node, heads: Dim) -> fx.Node:
+    def _summed(
+        self, f: Formula, dims: Sequence[Dim], value: fx.Node, heads: Dim, like: torch.dtype
+    ) -> fx.Node:
         """A sum over keys and perhaps rows, from the program's values of rows."""
         build, what, groups = self.build, f.data, self.plan.groups
         order = [*groups.batch, *heads, *groups.rows]
         x = _reshaped(build, value, [self.axes.size(a) for a in order] or [1], self.tensors)
+        if not like.is_floating_point:
+            x = build.method("to", x, like)  # counts, which a float would round
         over = set(self.axes.atoms(what.over)) - {groups.key}
         places = [i for i, a in enumerate(order) if a in over]
         if not over <= set(order):

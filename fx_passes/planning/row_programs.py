@@ -32,6 +32,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behind
+from torch_streamkl.fx_passes.planning.special_elements import check_readers_inside
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.expressions import HeadsError
 from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
@@ -95,6 +96,19 @@ def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.N
     mapped = set(trace.outer.values()) | set(trace.origin.values())
     roots = []
     hidden: set[Formula] = set()
+
+    def is_read(node: fx.Node) -> bool:
+        """Whether other code uses a value of rows, or what is computed from it alone."""
+        if node in trace.outer and _leaves(trace.outer[node], inside, mapped):
+            return True
+        for user in node.users:
+            if user.op == "output":
+                continue
+            placed = elements.placed.get(user)
+            if placed is None or (is_row_level(placed, elements.axes) and is_read(user)):
+                return True
+        return False
+
     for node, placed in elements.placed.items():
         if not is_row_level(placed, elements.axes):
             continue
@@ -104,20 +118,9 @@ def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.N
             continue
         if node not in trace.outer:
             hidden.add(placed.formula)
-        elif _is_read(node, elements) or _leaves(trace.outer[node], inside, mapped):
+        elif is_read(node):
             roots.append(node)
     return roots
-
-
-def _is_read(node: fx.Node, elements: RowElements) -> bool:
-    """Whether anything but elements uses a value of rows, or what is computed from it alone."""
-    for user in node.users:
-        if user.op == "output":
-            continue
-        placed = elements.placed.get(user)
-        if placed is None or (is_row_level(placed, elements.axes) and _is_read(user, elements)):
-            return True
-    return False
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node], mapped: set[fx.Node]) -> bool:
@@ -245,6 +248,7 @@ class _Planner:
                 if f in used:
                     self.nodes[f] = self._node(f)
             outputs = [self.tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
+            check_readers_inside(self.formulas, self.nodes, self.tracer.graph)
             different = list(dict.fromkeys(outputs))  # two sums may be one reduction
             program = self.tracer.program(different)
             derive.forward_plan(program, True)

@@ -129,7 +129,6 @@ class _Writer:
                 self.line(f"v{index} = tl.load({place}, mask=in_rows, other=0.0)")
                 if prefix == "r" and self.program.reductions[i].kind == LOGSUMEXP:
                     self._load_parts(index, i)
-                    self.line(f"v{index} = tl.where(v{index} == float('-inf'), 0.0, v{index})")
             elif node.op == "capture" and self.program.captures[i].kind == ROW:
                 self._load(index, f"c{i}_p + m64 * c{i}_m", "in_rows")
             elif node.op == "row_index":

@@ -71,7 +71,7 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
 def _softmax(graph: Graph, program: Program, c: int) -> int:
     """exp(e_c - R_c)."""
     reduction = program.reductions[c]
-    value = graph.reduction(c, reduction.head)
+    value = graph.log_sum_exp(c, reduction.head, reduction.node)
     return graph.apply("exp", graph.apply("sub", reduction.node, value))
 
 

@@ -89,8 +89,12 @@ class Graph:
         is_finite = dtype != FLOAT or not by_key
         return self.add(Node("capture", (), number, dtype, head, by_key, is_finite))
 
-    def reduction(self, number: int, head: int) -> int:
-        return self.add(Node("reduction", value=number, head=head))
+    def reduction(self, number: int, head: int, is_finite: bool = True) -> int:
+        return self.add(Node("reduction", value=number, head=head, is_finite=is_finite))
+
+    def log_sum_exp(self, number: int, head: int, of: int) -> int:
+        """The value of a log-sum-exp, which is -inf in a row where all elements are."""
+        return self.reduction(number, head, self.nodes[of].is_finite)
 
     def seed(self, number: int, head: int) -> int:
         """The gradient to a reduction."""

@@ -100,8 +100,8 @@ def forward(problem: RowProblem) -> list[Tensor]:
             mass = (x - peak[..., None]).logsumexp(-1)
             lse = peak + mass
             results[c] = torch.where(is_empty, -math.inf, lse)
-            zero_if_empty = (torch.where(is_empty, 0.0, y) for y in (lse, peak, mass))
-            values[c] = RowValue(*zero_if_empty)
+            zero_if_empty = (torch.where(is_empty, 0.0, y) for y in (peak, mass))
+            values[c] = RowValue(results[c], *zero_if_empty)
         elif reduction.kind == MAX:
             x = x if keep is None else torch.where(keep, x, -math.inf)
             results[c] = x.amax(-1).detach()

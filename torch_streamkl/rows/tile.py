@@ -118,13 +118,17 @@ def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
 
 
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
-    """A reduction as elements use it: 0 for the log-sum-exp of no keys, whose exp(-inf) is 0."""
+    """A reduction as elements use it.
+
+    The log-sum-exp of no keys is -inf; what is subtracted from elements is 0 then, so that the
+    exponential of their difference is 0 as well. So is the maximum of no keys.
+    """
     if is_sum:
         return RowValue(value)
     is_empty = value == -math.inf
     if parts is None:
         return RowValue(torch.where(is_empty, 0.0, value))
-    return RowValue(*(torch.where(is_empty, 0.0, x) for x in (value, *parts)))
+    return RowValue(value, *(torch.where(is_empty, 0.0, x) for x in parts))
 
 
 def evaluate(

@@ -61,7 +61,10 @@ class Tracer:
         reduction = Reduction(kind, x, self.graph[x].head)
         if reduction not in self.reductions:
             self.reductions.append(reduction)
-        node = self.graph.reduction(self.reductions.index(reduction), reduction.head)
+        number = self.reductions.index(reduction)
+        if kind == LOGSUMEXP:
+            return self.graph.log_sum_exp(number, reduction.head, x)
+        node = self.graph.reduction(number, reduction.head)
         return self.graph.apply("detach", node) if kind == MAX else node
 
     def program(self, outputs: list[int]) -> Program:

@@ -1,0 +1,121 @@
+"""Operations on elements that ask for NaN or infinity, where eager has them and programs do not.
+
+As in nan_readers.py, but between scores and sums. Two values of a program differ from eager's:
+
+- The softmax of a row without any key is 0, and its logarithm -inf, where eager has NaN. So is 0
+  times infinity. What keeps NaN leaves the sum NaN: a comparison is all that can tell.
+- The logarithm of a probability that underflows is what its score gives, where eager has -inf.
+  What makes a number of infinity can tell, unless it gives the same for the smallest logarithms.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from torch_streamkl.fx_passes.domain.row_elements import Formula
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.rows.expressions import Graph
+
+COMPARISONS = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+BOUNDS = {"minimum", "maximum", "clamp_min", "clamp_max"}
+SATURATING = {"exp", "sigmoid", "tanh", "softplus"}  # they have it long before infinity
+SUMS = {"add", "sub", "neg", "detach"}
+UNDERFLOWN = "the logarithm of a probability that may underflow"
+# what is above has not underflown: the logarithm of the smallest number, by type
+SMALLEST = {torch.float16: -16.0}
+SMALLEST_OF_OTHERS = -103.0
+
+
+def check_readers_inside(
+    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph
+) -> None:
+    """Blocked where an operation on elements would see another number than in eager."""
+    _check_comparisons(formulas, nodes, graph)
+    _check_logarithms(formulas, nodes, graph)
+
+
+def _check_comparisons(
+    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph
+) -> None:
+    may_be_nan: set[Formula] = set()
+    for f in formulas:
+        if f.op in COMPARISONS:
+            for i, a in enumerate(f.args):
+                if a in may_be_nan and not _compares_as_nan(f, i, nodes, graph):
+                    raise Blocked("a comparison reads NaN, which eager has in a row without keys")
+        elif any(a in may_be_nan for a in f.args) or _may_be_nan(f, nodes, graph):
+            may_be_nan.add(f)
+
+
+def _check_logarithms(
+    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph
+) -> None:
+    logs: set[Formula] = set()  # of what may underflow
+    behind: set[Formula] = set()
+    scaled: set[Formula] = set()  # of those, what is no sum or difference of logarithms
+    for f in formulas:
+        asks = f.op in COMPARISONS or f.op in BOUNDS
+        for a, b in (f.args, f.args[::-1]) if asks else ():
+            if a in behind and not (a in logs and _constant(b) >= _smallest(a)):
+                raise Blocked(f"{f.op} of {UNDERFLOWN}")
+        if _is_inverse(f) and f.args[-1] in behind:
+            raise Blocked(f"the inverse of {UNDERFLOWN}")
+        if f.op in SATURATING or _is_logsumexp(f):
+            if f.args[0] in scaled:
+                raise Blocked(f"{f.op} of {UNDERFLOWN}")
+        elif f.op == "log" and f.args[0] in nodes and graph[nodes[f.args[0]]].op == "exp":
+            logs.add(f)
+            behind.add(f)
+        elif any(a in behind for a in f.args) and f.op not in COMPARISONS:
+            behind.add(f)
+            if f.op not in SUMS or any(a in scaled for a in f.args):
+                scaled.add(f)
+
+
+def _may_be_nan(f: Formula, nodes: Mapping[Formula, int], graph: Graph) -> bool:
+    """Whether eager has NaN, and the program a number, first here."""
+    if _is_logsumexp(f):
+        return not graph[nodes[f.args[0]]].is_finite
+    return f in nodes and graph[nodes[f]].op in ("mul0", "div0")
+
+
+def _is_logsumexp(f: Formula) -> bool:
+    return f.op == "reduce" and f.data.kind == "logsumexp"
+
+
+def _is_inverse(f: Formula) -> bool:
+    return f.op == "div" or (f.op == "pow" and f.data < 0)
+
+
+def _smallest(f: Formula) -> float:
+    dtypes = [ref.node.meta["val"].dtype for dot in f.dots for ref in (dot.lhs, dot.rhs)]
+    return max(SMALLEST.get(dtype, SMALLEST_OF_OTHERS) for dtype in dtypes)
+
+
+def _constant(f: Formula) -> float:
+    return float(f.data) if f.op == "const" else -math.inf
+
+
+def _compares_as_nan(
+    f: Formula, position: int, nodes: Mapping[Formula, int], graph: Graph
+) -> bool:
+    """Whether the number that an argument is in an empty row compares as NaN does."""
+    a, b = f.args[position], f.args[1 - position]
+    here = {"exp": 0.0, "sub": -math.inf}.get(graph[nodes[a]].op)
+    if _is_logsumexp(a):
+        return True  # -inf in eager too
+    if here is None or b.op != "const":
+        return False
+    pair = (here, b.data) if position == 0 else (b.data, here)
+    return bool(COMPARISONS[f.op](*pair)) == (f.op == "ne")
