@@ -798,6 +798,9 @@ def _shape_of_two(a: Arguments) -> tuple[Size, ...]:
 
 @rule(aten.kl_div.default)
 def _kl_div(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    types = [a[name].meta["val"].dtype for name in ("self", "target")]
+    if types[0] != types[1]:
+        raise Blocked("the input and the target of kl_div are of two types")
     x, target = self.operand(a["self"]), self.operand(a["target"])
     if a.get("log_target"):
         difference = self.combined("sub", target, x)
