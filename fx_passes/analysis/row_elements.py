@@ -412,7 +412,7 @@ class RowElements:
             raise Blocked("elements are in a tensor of another shape")
         self._check_rounding(node, x.formula, made)
         formula = x.formula
-        self._check_integers(node, made.dtype)
+        self._check_integers(node, made.dtype, formula)
         if formula.is_bool or not made.dtype.is_floating_point:
             if formula.is_bool != (made.dtype == torch.bool):
                 raise Blocked("scores are cast to an integer type")
@@ -426,20 +426,25 @@ class RowElements:
             raise Blocked("a gradient flows through part of the loss that is a constant")
         return x
 
-    def _check_integers(self, node: fx.Node, made: torch.dtype) -> None:
-        """Integers are counts of conditions, which formulas have exactly; nothing is truncated."""
+    def _check_integers(self, node: fx.Node, made: torch.dtype, formula: Formula) -> None:
+        """Integers are counts of conditions, which formulas have exactly; nothing is truncated.
+
+        What is computed of them alone has torch's default type, whatever the scores have.
+        """
         if made == torch.bool:
             return
         values = [a.meta.get("val") for a in node.all_input_nodes]
         dtypes = [v.dtype for v in values if isinstance(v, Tensor)]
-        if made.is_floating_point:
-            is_rounded = made.itemsize < 4 and any(
-                d.itemsize > 1 for d in dtypes if _is_integer(d)
-            )
-            if is_rounded:
-                raise Blocked("a count is rounded to a narrow type")
-        elif made.itemsize < 4 or any(d.is_floating_point for d in dtypes):
-            raise Blocked("scores are cast to an integer type")
+        if not made.is_floating_point:
+            if made.itemsize < 4 or any(d.is_floating_point for d in dtypes):
+                raise Blocked("scores are cast to an integer type")
+            return
+        is_cast = RULES.get(node.target) is _cast and dtypes[0] == torch.bool
+        operands = [
+            ref.node.meta["val"].dtype for dot in formula.dots for ref in (dot.lhs, dot.rhs)
+        ]
+        if not is_cast and any(d.is_floating_point and is_narrower(made, d) for d in operands):
+            raise Blocked("what is made of conditions on scores has a narrower type than they")
 
     def _check_rounding(self, node: fx.Node, formula: Formula, made: Tensor) -> None:
         if made.dtype.is_complex:
@@ -462,10 +467,6 @@ class RowElements:
 
 
 CONDITIONS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _is_dot(node: fx.Node) -> bool:

@@ -30,6 +30,7 @@ COMPARISONS = {
 }
 BOUNDS = {"minimum", "maximum", "clamp_min", "clamp_max"}
 SATURATING = {"exp", "sigmoid", "tanh", "softplus"}  # they have it long before infinity
+CUT = {*COMPARISONS, "maximum", "clamp_min"}  # nothing that was below the bound is left
 SUMS = {"add", "sub", "neg", "detach"}
 UNDERFLOWN = "the logarithm of a probability that may underflow"
 # what is above has not underflown: the logarithm of the smallest number, by type
@@ -74,10 +75,12 @@ def _check_logarithms(
         if f.op in SATURATING or _is_logsumexp(f):
             if f.args[0] in scaled:
                 raise Blocked(f"{f.op} of {UNDERFLOWN}")
-        elif f.op == "log" and f.args[0] in nodes and graph[nodes[f.args[0]]].op == "exp":
+        elif (f.op == "log" and f.args[0] in nodes and graph[nodes[f.args[0]]].op == "exp") or (
+            f.op == "detach" and f.args[0] in logs
+        ):
             logs.add(f)
             behind.add(f)
-        elif any(a in behind for a in f.args) and f.op not in COMPARISONS:
+        elif any(a in behind for a in f.args) and f.op not in CUT:
             behind.add(f)
             if f.op not in SUMS or any(a in scaled for a in f.args):
                 scaled.add(f)

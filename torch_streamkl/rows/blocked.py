@@ -274,9 +274,9 @@ def _add_operand_gradients(
     q, k = tile.operand_blocks(problem, i, at)
     heads = problem.operands[i][0].shape[1]
     rows, keys = at[1].stop - at[1].start, at[2].stop - at[2].start
-    d = d.expand(q.shape[0], heads, rows, keys).reshape(q.shape[0], k.shape[1], -1, keys)
+    d = d.expand(q.shape[0], heads, rows, keys).reshape(q.shape[0], k.shape[1], q.shape[2], keys)
     if dq is not None:
-        dq[at[0], :, at[1]] += (d @ k).view(q.shape[0], heads, rows, -1)
+        dq[at[0], :, at[1]] += (d @ k).view(q.shape[0], heads, rows, k.shape[3])
     if dk is not None:
         dk[at[0], :, at[2]] += d.mT @ q
 

@@ -51,14 +51,16 @@ def operand_blocks(problem: RowProblem, number: int, at: Slices) -> tuple[Tensor
     q, k = problem.operands[number]
     q, k = part(q, at[0], ALL, at[1]), part(k, at[0], ALL, at[2])
     dtype = problem.compute_dtype
-    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]).to(dtype), k.to(dtype)
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    return q.reshape(q.shape[0], k.shape[1], rows, q.shape[3]).to(dtype), k.to(dtype)
 
 
 def dots(problem: RowProblem, number: int, at: Slices) -> Tensor:
     """Dot products [batch, heads, rows, keys]."""
     q, k = operand_blocks(problem, number, at)
     heads = problem.operands[number][0].shape[1]
-    return (q @ k.mT).view(q.shape[0], heads, -1, k.shape[2])
+    rows = at[1].stop - at[1].start
+    return (q @ k.mT).view(q.shape[0], heads, rows, k.shape[2])
 
 
 def allowed(problem: RowProblem, at: Slices) -> Tensor | None:
