@@ -1,6 +1,7 @@
 """rewrite(gm): find the KL sites of a Dynamo graph and replace each by a streaming operator.
 
 Stages: capture -> analysis -> planning -> lowering -> followup -> validation, each a folder.
+A graph of DTensors goes through them as one of whole tensors (`sharded`).
 The work is done on a copy of the graph, which takes the original's place only when everything
 succeeded: a program that compiles without the rewrite compiles with it.
 """
@@ -8,6 +9,7 @@ succeeded: a program that compiles without the rewrite compiles with it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -24,10 +26,11 @@ from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
 from torch_streamkl.fx_passes.followup.row_counts import reread_counts
 from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
 from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked, Fatal
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
+from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, location_of, num_bytes
 from torch_streamkl.fx_passes.lowering.calls import emit
 from torch_streamkl.fx_passes.planning.candidates import (
@@ -79,7 +82,7 @@ def rewrite(
             else:
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
-        graph, found = rewrite_checked(
+        graph, found = _checked_with(gm)(
             gm,
             copied,
             lambda graph, refused: _rewrite_graph(
@@ -92,10 +95,23 @@ def rewrite(
             gm.graph = graph
             gm.recompile()
         report.extend(found)
+    except Fatal:
+        raise
+    except Blocked as reason:
+        report.extend(left_alone(str(reason), gm.graph))
     except Exception as error:
         log.warning("the analysis failed and the graph is left as it was", exc_info=True)
         report.failures.append(f"{type(error).__name__}: {error}")
     return report
+
+
+def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:
+    """How the rewrite of a graph is checked: DTensors are seen as whole tensors, by all ranks."""
+    if not has_dtensors(gm.graph):
+        return rewrite_checked
+    from torch_streamkl.fx_passes.sharded.rewriting import rewrite_sharded  # needs DTensor
+
+    return rewrite_sharded
 
 
 def _rewrite_graph(
