@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_streamkl import linear_ops
@@ -249,7 +250,7 @@ class PutBack:
         args, kwargs = given
         shapes = self.mode.shape_env
         guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
-        with self.mode, guards, torch.enable_grad():
+        with self.mode, guards, enable_python_dispatcher(), torch.enable_grad():
             if node.op == "call_method":
                 made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -40,7 +41,7 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
     shapes = mode.shape_env
     # what a stand-in compares of sizes is no guard of the program
     guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
-    with mode, guards, modes_restored():
+    with mode, guards, enable_python_dispatcher(), modes_restored():
         for node in result.nodes:
             if dtensors_in(example(node)):
                 node.meta[PLACED] = True
