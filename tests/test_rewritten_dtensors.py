@@ -308,6 +308,42 @@ def parallelized_modules(me: Rank) -> None:
             torch.testing.assert_close(whole(mine.grad).double(), truth.grad, atol=1e-5, rtol=1e-4)
 
 
+@on_ranks
+def linear_layers_of_own_words(me: Rank) -> None:
+    """What transformers' tp_plan runs under no_grad: a linear layer of a rank's own words.
+
+    The hidden states are whatever a rank has, and their gradient is this rank's share.
+    """
+
+    def logits(x: Any, w: Any) -> Any:
+        made = F.linear(x, w.to_local())
+        return DTensor.from_local(made, w.device_mesh, [Shard(-1)], run_check=False)
+
+    def teacher_alone(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        with torch.no_grad():
+            teacher = local(logits(x_t, w_t))
+        return kl(whole(logits(x_s, w_s)), teacher)
+
+    def used_elsewhere(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        student = whole(logits(x_s * (1 + me.rank), w_s))
+        return kl(student, whole(logits(x_t, w_t))) + student.square().mean()
+
+    for program in (teacher_alone, used_elsewhere):
+        case = Case(program, num_words=24)
+
+        def results(run: Program, case: Case = case) -> dict[str, Any]:
+            placed = {k: whole(x) if k[0] == "x" else x for k, x in case.placed(me).items()}
+            return case.results(run, placed)
+
+        torch._dynamo.reset()
+        with backend.collected() as report:
+            compiled = torch.compile(program, backend="streamkl", options=AS_IT_IS)
+            ours = results(compiled)
+        assert report.num_fused == 1, str(report)
+        for name, x in results(program).items():
+            torch.testing.assert_close(whole(ours[name]), whole(x))
+
+
 # --------------------------------------------------------------------------- what is communicated
 @on_ranks
 def no_logits_are_gathered(me: Rank) -> None:

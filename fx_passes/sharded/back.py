@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, name_o
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque, same
 from torch_streamkl.fx_passes.reporting.execution import SITE
-from torch_streamkl.fx_passes.sharded.whole import conversion
+from torch_streamkl.fx_passes.sharded.whole import OWN_ROWS, conversion
 from torch_streamkl.fx_passes.validation.changes import Change, compare_graphs
 from torch_streamkl.fx_passes.validation.regions import replacement_of
 
@@ -54,6 +54,11 @@ class PutBack:
         comparison = compare_graphs(whole, rewritten)
         self.changes = comparison.changes
         self.replaced = {c: replacement_of(c, comparison) for c in comparison.changes}
+        self.own = {
+            (n.args[0].name, n.args[1].name)  # hidden states that a rank has, and their head
+            for n in whole.nodes
+            if OWN_ROWS in n.meta
+        }
         self.rows: set[fx.Node] = set()  # operators of ours on DTensors, and what is made of them
         self.how: dict[str, str] = {}  # by site: how ranks share it
 
@@ -74,8 +79,17 @@ class PutBack:
                 sites = {n.meta[SITE] for n in self.replaced[change] if SITE in n.meta}
                 raise DoesNotFit(_first_line(reason), frozenset(sites)) from reason
         for node in reversed(list(self.graph.nodes)):
-            if node.target is same and not node.users:
+            was_used = node.name in self.user and self.user[node.name].users
+            is_left_over = node.target is same or (was_used and self._is_of_own_words(node))
+            if is_left_over and not node.users:
                 self.graph.erase_node(node)
+
+    def _is_of_own_words(self, node: fx.Node) -> bool:
+        """Whether a node makes, of a rank's own words, logits that are not read any more."""
+        heads = {n for n in self.user.values() if conversion(n) == "from_local"}
+        chain = {a for n in heads for a in n.all_input_nodes if name_of(a) == "linear"}
+        chain |= {a for n in chain for a in n.all_input_nodes if conversion(a) == "to_local"}
+        return self.user[node.name] in chain
 
     def _sites_of(self, node: fx.Node) -> frozenset[str]:
         return frozenset(n.meta[SITE] for n in descendants([node]) if SITE in n.meta)
@@ -83,6 +97,7 @@ class PutBack:
     # -------------------------------------------------------------------- the user's own nodes
     def _as_it_was(self, node: fx.Node) -> None:
         old = self.user[node.name]
+        restored: Any
         if node.target in (same, opaque):
             # a stand-in has some of the inputs, in their order; the others are nodes of the user's
             given = dict(zip(old.all_input_nodes, node.all_input_nodes, strict=False))
@@ -91,7 +106,11 @@ class PutBack:
                 return given[n] if n in given else self.present[n.name]
 
             node.op, node.target = old.op, old.target
-            restored: Any = fx.map_arg((old.args, old.kwargs), now)
+            restored = fx.map_arg((old.args, old.kwargs), now)
+            node.args, node.kwargs = restored
+        elif OWN_ROWS in node.meta:
+            node.op, node.target = old.op, old.target
+            restored = fx.map_arg((old.args, old.kwargs), lambda n: self.present[n.name])
             node.args, node.kwargs = restored
         if "example_value" in old.meta:
             node.meta["example_value"] = old.meta["example_value"]
@@ -173,17 +192,42 @@ class PutBack:
     def _call_together(self, node: fx.Node) -> None:
         from torch_streamkl.distributed import graph_calls
 
+        names = [argument.name for argument in linear_ops.linear_kl._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        own = [side for side in ("student", "teacher") if self._is_own(side, given)]
+        if own:
+            node.kwargs = {**node.kwargs, "own_rows": own}
         is_sum = node.target is linear_ops.linear_kl_sum
         node.target = graph_calls.linear_kl_sum if is_sum else graph_calls.linear_kl
         self._record(node)
         self.rows.add(node)
-        names = {a.name: a for a in linear_ops.linear_kl._schema.arguments}
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         heads: Any = [given[f"{side}_weight"] for side in ("student", "teacher")]
         count = graph_calls.num_ranks([_dtensor(head) for head in heads])
         self.how[node.meta[SITE]] = (
             f"words shared by {count} ranks, one gather of row statistics" if count > 1 else ""
         )
+
+    def _is_own(self, side: str, given: dict[str, Any]) -> bool:
+        """Whether hidden states are plain, and what a rank multiplied its words by."""
+        hidden, head = (self._sources(given[f"{side}_{x}"]) for x in ("hidden", "weight"))
+        return (
+            not is_dtensor(example(given[f"{side}_hidden"]))
+            and len(hidden) == len(head) == 1
+            and (*hidden, *head) in self.own
+        )
+
+    def _sources(self, node: fx.Node) -> set[str]:
+        """The user's tensors that a new node is made of."""
+        found, stack = set(), [node]
+        while stack:
+            current = stack.pop()
+            if not isinstance(example(current), Tensor):
+                continue
+            if current.name in self.user:
+                found.add(current.name)
+            else:
+                stack.extend(current.all_input_nodes)
+        return found
 
     def _of_rows(self, node: fx.Node) -> None:
         """What is made of rows is plain: weights of rows become what every rank has."""
@@ -203,7 +247,7 @@ class PutBack:
             if not self._is_constant(source):
                 raise Blocked(
                     f"{source.name} is a plain tensor beside DTensors, and nothing says that "
-                    "ranks have the same; DTensor.from_local(x, mesh, [Replicate()]) does"
+                    "ranks have the same"
                 )
             from torch_streamkl.distributed import graph_calls
 

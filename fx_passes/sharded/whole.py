@@ -13,6 +13,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -28,6 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque, same
 from torch_streamkl.fx_passes.validation.kinds import sets_state
 from torch_streamkl.fx_passes.validation.running import modes_restored
 
+OWN_ROWS = "streamkl_own_rows"  # of logits whose hidden states are what a rank has, plain
 log = logging.getLogger("torch_streamkl.sharded")
 _OF_REDISTRIBUTE = {"device_mesh", "placements", "async_op"}
 
@@ -38,6 +40,8 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
     result = copied(graph)
     mode = fake_mode(graph)
     values: dict[fx.Node, Any] = {}
+    copies = dict(zip(graph.nodes, result.nodes, strict=True))
+    heads = {copies[n]: _head_of_own_words(n) for n in graph.nodes}
     shapes = mode.shape_env
     # what a stand-in compares of sizes is no guard of the program
     guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
@@ -52,6 +56,12 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
             recorded = example(node)
             if not dtensors_in([recorded, *map(example, node.all_input_nodes)]):
                 values[node] = recorded
+                continue
+            head = heads[node]
+            if head is not None:
+                _replace(node, F.linear, tuple(copies[n] for n in head))
+                node.meta[OWN_ROWS] = True
+                values[node] = _run(node, values)
                 continue
             values[node] = _stand_in(node, recorded, values)
         for node in result.nodes:
@@ -166,6 +176,59 @@ def _moves_data_only(node: fx.Node) -> bool:
     gradients = named.get("grad_placements")
     # a gradient that is summed over ranks is another one
     return gradients is None or not given.requires_grad or all(p.is_replicate() for p in gradients)
+
+
+def _head_of_own_words(node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Hidden states, weight and bias of ``from_local(linear(x, w.to_local(), b.to_local()))``.
+
+    Every rank multiplies what it has of ``x`` by its words: whole logits as much as those of
+    DTensors. None where the node is something else.
+    """
+    made = example(node)
+    if conversion(node) != "from_local" or not is_dtensor(made) or not _are_sums(made):
+        return None
+    arguments = _arguments(node)
+    if arguments is None or arguments[1].get("grad_placements") is not None:
+        return None
+    if not any(p.is_shard() for p in made.placements):
+        return None
+    product = node.all_input_nodes[0]
+    if name_of(product) != "linear" or product.kwargs or len(product.args) not in (2, 3):
+        return None
+    hidden, *parts = product.args
+    if not isinstance(hidden, fx.Node) or not isinstance(example(hidden), Tensor):
+        return None
+    heads = []
+    for part in parts:
+        if part is None:
+            continue
+        whole = _whole_of_own_part(part)
+        x = example(whole) if whole is not None else None
+        if whole is None or not is_dtensor(x) or x.device_mesh != made.device_mesh:
+            return None
+        for have, words in zip(made.placements, x.placements, strict=True):
+            if (have.is_shard(made.dim() - 1), have.is_replicate()) != (
+                words.is_shard(0),
+                words.is_replicate(),
+            ):
+                return None
+        if not same_size(x.shape[0], made.shape[-1]):
+            return None
+        heads.append(whole)
+    return (hidden, *heads) if heads else None
+
+
+def _whole_of_own_part(part: Any) -> fx.Node | None:
+    """The DTensor whose local part a node is, with the gradient of that part."""
+    if not isinstance(part, fx.Node) or conversion(part) != "to_local":
+        return None
+    whole, arguments = part.all_input_nodes[0], _arguments(part)
+    if arguments is None or arguments[0]:
+        return None
+    gradients = arguments[1].get("grad_placements")
+    x = example(whole)
+    given = is_dtensor(x) and (not x.requires_grad or gradients in (None, x.placements))
+    return whole if given and not arguments[1].keys() - {"grad_placements"} else None
 
 
 def _are_sums(x: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Hidden states and heads are DTensors; rows come back whole, as plain tensors that every rank has,
 with the order of the operators' results. The gradient of a row is taken as each rank has it: what
-a rank does with whole logits, it does with whole rows.
+a rank does with whole logits, it does with whole rows. Hidden states of ``own_rows`` are plain:
+what a rank multiplies its words by, whatever the others have.
 """
 
 from __future__ import annotations
@@ -105,6 +106,9 @@ def _local(
     """This rank's tensors of a call and its options; raises where placements do not fit."""
     options = {**dict(zip(_TENSORS, args, strict=False)), **kwargs}
     given = {name: options.pop(name, None) for name in _TENSORS}
+    own = {f"{side}_hidden": given[f"{side}_hidden"] for side in options.pop("own_rows", ())}
+    for name, x in own.items():  # plain: its gradient is this rank's
+        given[name] = replicated_like(x.detach(), given["student_weight"])
     _check(given, options)
     dims = {words_dim_of(name, given[name]) for name in _PER_WORD if given[name] is not None}
     dims.discard(None)
@@ -121,6 +125,7 @@ def _local(
     local = {
         **{name: local_hidden(given[name], layout) for name in HIDDEN},
         **{name: local_words(given[name], layout) for name in _PER_WORD},
+        **own,
         "labels": _local_labels(given["labels"], layout),
     }
     return [local[name] for name in _TENSORS], options, layout
@@ -131,7 +136,7 @@ def _check(given: dict[str, Any], options: dict[str, Any]) -> None:
         if x is not None and not isinstance(x, DTensor):
             raise NotImplementedError(
                 f"{name} is a plain tensor beside DTensors, and nothing says that ranks have the "
-                "same; DTensor.from_local(x, mesh, [Replicate()]) does"
+                "same"
             )
     words = [given[name].shape[0] for name in ("student_weight", "teacher_weight")]
     if words[0] != words[1]:
