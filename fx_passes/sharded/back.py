@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_streamkl import linear_ops
+from torch_streamkl import linear_ops, ops
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
@@ -182,6 +182,8 @@ class PutBack:
         inputs = node.all_input_nodes
         if not any(dtensors_in(example(a)) for a in inputs) and not self.rows & set(inputs):
             return  # its value is the one that is recorded
+        if node.target == ops.attention_kl or name_of(node) == "scaled_dot_product_attention":
+            raise Blocked("attention maps of DTensors; attention_kl takes DTensors as they are")
         if node.target in OPERATORS:
             self._call_together(node)
         elif self.rows & set(inputs):
