@@ -109,6 +109,21 @@ def keys_by_their_score(sq, sk, tq, tk, w, pad):
     return -(p * s.log_softmax(-1)).sum(-1).mean()
 
 
+def mse_of_scores(sq, sk, tq, tk, w, pad):
+    """TinyBERT's loss: scores that a mask has lowered count as 0."""
+    bias = (1.0 - pad[:, None, None].to(sq.dtype)) * -10000.0
+    s, t = (x + bias for x in scores(sq, sk, tq, tk))
+    s, t = (torch.where(x <= -1e2, torch.zeros_like(x), x) for x in (s, t))
+    return F.mse_loss(s, t)
+
+
+def largest_subtracted(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    e = (t - t.amax(-1, keepdim=True).detach()).exp() * w
+    p = e / e.sum(-1, keepdim=True).clamp_min(1e-6)
+    return (p * (p.clamp_min(1e-6).log() - s.log_softmax(-1))).sum(-1).mean()
+
+
 FORMS: list[Callable[..., Tensor]] = [
     weights_of_keys,
     renormalised,
@@ -121,6 +136,7 @@ FORMS: list[Callable[..., Tensor]] = [
     softmax_twice,
     standardised_scores,
     keys_by_their_score,
+    largest_subtracted,
 ]
 
 
@@ -204,6 +220,26 @@ def test_a_result_that_is_written_to() -> None:
         return rows.mean()
 
     streamed(program, inputs("all"), inner="aot_eager")
+
+
+@pytest.mark.parametrize("gradient", ["student", "all"])
+def test_squared_errors_of_scores(gradient: str) -> None:
+    given = [
+        x.repeat(1, 1, 8, 1).detach().requires_grad_(x.requires_grad) if x.dim() == 4 else x
+        for x in inputs(gradient)
+    ]
+    given[4], given[5] = given[4].repeat(8), given[5].repeat(1, 8)
+    streamed(mse_of_scores, given)
+
+
+def test_squared_errors_of_projected_states_stay() -> None:
+    def program(h, w, ht, wt):
+        return F.mse_loss(F.linear(h, w), F.linear(ht, wt))
+
+    make = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=make) for s in ((6, 8), (8, 8), (6, 12), (8, 12))]
+    outcome = compare(program, [x.requires_grad_() for x in given]).check()
+    assert outcome.num_fused == 0 and not outcome.report.sites, str(outcome.report)
 
 
 # ------------------------------------------------------------ left alone

@@ -342,9 +342,9 @@ class RowElements:
         for d in dims:
             if not self.axes.atoms(x.dims[d]) and not is_one(x.shape[d]):
                 count = expression(x.shape[d])
-                if kind != "sum" or not isinstance(count, int):
+                if kind == "logsumexp" or not isinstance(count, int):
                     raise Blocked("a sum over a dimension along which nothing varies")
-        if kind == "logsumexp" and len(over) != 1:
+        if kind != "sum" and len(over) != 1:
             raise Blocked("a softmax over a dimension that is not one axis of the scores")
         what = Sum(kind, over, x.dims, x.shape, tuple(dims), keepdim, scale, divisors)
         removed = set(over)
@@ -366,10 +366,10 @@ class RowElements:
             (key,) = self.axes.atoms((x.key,)) if len(self.axes.atoms((x.key,))) == 1 else (None,)
             if key is None or key not in self.axes.atoms(x.axes):
                 raise Blocked("a sum over rows: it stays as it is")  # the user's own code
-            if kind == "logsumexp" and over != (key,):
+            if kind != "sum" and over != (key,):
                 raise Blocked("softmaxes over different axes")
             return key
-        if kind == "logsumexp":
+        if kind != "sum":
             return over[0] if len(over) == 1 else None
         last = next((d for d in reversed(placed.dims) if self.axes.atoms(d)), ())
         candidates = [
@@ -732,6 +732,14 @@ def _logsumexp(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     return self.reduced("logsumexp", x, dims, bool(a.get("keepdim", False)))
 
 
+@rule(aten.amax.default)
+def _amax(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
+    given = a.get("dim", [])
+    dims = [d % len(x.dims) for d in ([given] if isinstance(given, int) else given)]
+    return self.reduced("max", x, dims or range(len(x.dims)), bool(a.get("keepdim", False)))
+
+
 @rule(aten.sum.dim_IntList, aten.sum.default)
 def _sum(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     return _summed(self, a, mean=False)
@@ -791,6 +799,9 @@ def _shape_of_two(a: Arguments) -> tuple[Size, ...]:
 
 @rule(aten.kl_div.default)
 def _kl_div(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    types = [a[name].meta["val"].dtype for name in ("self", "target")]
+    if types[0] != types[1]:
+        raise Blocked("the input and the target of kl_div are of two types")
     x, target = self.operand(a["self"]), self.operand(a["target"])
     if a.get("log_target"):
         difference = self.combined("sub", target, x)
@@ -840,6 +851,9 @@ def _cross_entropy(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 def _getitem(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     source, index = node.args
     assert isinstance(source, fx.Node)
+    if source.target == aten.max.dim and index == 0:
+        of = named_arguments(source)
+        return _amax(self, source, of)
     if source.target != aten.broadcast_tensors.default:
         raise Blocked(f"{name_of(source)} of scores")
     tensors: Any = source.args[0]

@@ -52,7 +52,12 @@ def find_region(graph: fx.Graph) -> Region | None:
         n
         for n in graph.nodes
         if _is_operation(n)
-        and (name_of(n) in SEEDS or _is_softmax_by_hand(n) or compared_by_hand(n))
+        and (
+            name_of(n) in SEEDS
+            or _is_softmax_by_hand(n)
+            or compared_by_hand(n)
+            or _compares_products(n)
+        )
     ]
     if not seeds:
         return None
@@ -119,8 +124,19 @@ def _is_operation(node: fx.Node) -> bool:
 
 def _is_softmax_by_hand(node: fx.Node) -> bool:
     """``exp(scores - max)``: an exponential of what a matmul made, up to a few steps."""
-    if name_of(node) != "exp" or not is_tensor(node):
-        return False
+    return name_of(node) == "exp" and is_tensor(node) and _is_of_product(node)
+
+
+def _compares_products(node: fx.Node) -> bool:
+    """``mse_loss`` of scores, as they are: both arguments are what matmuls made."""
+    tensors = node.all_input_nodes
+    return name_of(node) == "mse_loss" and len(tensors) == 2 and all(map(_is_of_product, tensors))
+
+
+def _is_of_product(node: fx.Node) -> bool:
+    """Whether a node is a matmul's result, up to a few steps."""
+    if name_of(node) in MATMULS:
+        return True
     frontier = list(node.all_input_nodes)
     for _ in range(12):
         if not frontier:

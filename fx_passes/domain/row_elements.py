@@ -174,7 +174,7 @@ class Sum:
     ``dims`` are dimensions of the tensor whose axes are ``places``. A log-sum-exp has no scale.
     """
 
-    kind: str  # "sum" or "logsumexp"
+    kind: str  # "sum", "logsumexp" or "max"
     over: Dim
     places: tuple[Dim, ...]
     shape: tuple[Size, ...]

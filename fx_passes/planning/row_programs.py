@@ -35,7 +35,7 @@ from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behin
 from torch_streamkl.fx_passes.planning.special_elements import check_readers_inside
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.expressions import HeadsError
-from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, Capture, Keys, Program
+from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of
 
 
@@ -233,6 +233,7 @@ class _Planner:
         numbers = {heads: i for i, heads in enumerate(dict.fromkeys(groups.heads), 1)}
         numbers[()] = 0
         self.head_of = numbers
+        self._check_maxima()
         self.captured = self._captures()
         declared = tuple(
             Capture(c.kind, dtype_of(_value(c.node)), numbers[c.heads])
@@ -278,6 +279,15 @@ class _Planner:
             tuple(Output(r, trace.outer[r], self.elements.placed[r]) for r in roots),
             self.elements,
         )
+
+    def _check_maxima(self) -> None:
+        """A maximum is a constant of a program: its gradient has to be cut."""
+        for f in self.formulas:
+            for a in f.args:
+                if a.op == "reduce" and a.data.kind == MAX and a.flows and f.op != "detach":
+                    raise Blocked("the gradient of a maximum over the keys")
+        if any(f.data.kind == MAX for f in self.sums):
+            raise Blocked("a maximum over the keys leaves the elements")
 
     def _captures(self) -> dict[object, Captured]:
         found: dict[object, Captured] = {}
@@ -392,6 +402,8 @@ class _Planner:
             x = graph.sum_heads(x)
         if self.key in over:
             x = self.tracer.reduce(what.kind, x)
+        if what.kind != "sum":
+            return x
         factor = what.scale * math.prod(_number(n) for n in self._repeats(what))
         factor /= math.prod(_number(n) for n in what.divisors)
         return x if factor == 1.0 else graph.apply("mul", graph.as_float(x), graph.const(factor))
@@ -462,7 +474,7 @@ def find_programs(
     replaced |= {node for node in fused if not node.users}
     found = []
     for plan in plans:
-        reason = why_kept(plan, elements, trace, region, replaced)
+        reason = why_small(plan) or why_kept(plan, elements, trace, region, replaced)
         for output in plan.outputs if reason else ():
             elements.reasons[output.inner] = reason
         if not reason:
@@ -533,6 +545,31 @@ def _joined(
         return plan_program([*(o.inner for o in plan.outputs), root], elements, trace)
     except Blocked:
         return None
+
+
+def why_small(plan: RowPlan) -> str:
+    """Why a program saves nothing; a softmax is always worth it.
+
+    Products without one may be layers of a network, compared with others: projected hidden states,
+    which are no larger than what they are computed from.
+    """
+    axes = plan.elements.axes
+    if plan.program.logsumexps or any(n.op == "exp" for n in plan.program.nodes):
+        return ""
+    for dot in plan.dots:
+        made = _num_elements(axes.size(a) for dim in dot.axes for a in axes.atoms(dim))
+        operands = [
+            _num_elements(piece.size for dim in ref.layout for piece in dim)
+            for ref in (dot.lhs, dot.rhs)
+        ]
+        if made is None or any(n is None or made < 2 * n for n in operands):
+            return "products that are not larger than what they are computed from"
+    return ""
+
+
+def _num_elements(sizes: Iterable[Size]) -> int | None:
+    known = [expression(n) for n in sizes]
+    return math.prod(known) if all(isinstance(n, int) for n in known) else None
 
 
 def why_kept(

@@ -181,6 +181,16 @@ MEAN_SCORE_STEPS = (
     "({0} * {mask})",
     "torch.baddbmm({0}.flatten(0, -3), {0}.flatten(0, -3), {0}.flatten(0, -3).mT @ "
     "{0}.flatten(0, -3), beta=0.5).view({0}.shape)",
+    "F.softplus({0})",
+    "F.logsigmoid({0})",
+    "{0}.sigmoid()",
+    "torch.minimum({0}, {0} * 0.5)",
+    "({0} * kw).relu()",
+    "({0} * ({0} > 0.1))",
+    "{0}.softmax(-1)",
+    "{0}.relu().sum(1, keepdim=True)",
+    "({0} * ({0}.square().mean(-1, keepdim=True) + 0.1).rsqrt())",
+    "{0}.scatter(-1, {0}.argmax(-1, keepdim=True), 0.0)",
     "{0}.add(1).mul_(0.5)",
     "{0}.mul(0.5).masked_fill_(~{mask}, {fill})",
 )
@@ -239,6 +249,16 @@ DISTRIBUTION_STEPS = (  # probabilities or their logarithms
     "({0} - {0}.mean(-1, keepdim=True))",
     "({0} * kw)",
     "{0}[:, :, :2]",
+    "({0} ** 1.5)",
+    "({0} + 1).reciprocal()",
+    "({0} + 1).rsqrt()",
+    "torch.minimum({0}, {0} * 0.5)",
+    "F.normalize({0}, dim=-1)",
+    "F.normalize({0}, p=1, dim=-1)",
+    "({0} * kw / (({0} * kw).sum(-1, keepdim=True).abs() + 0.1))",
+    "torch.where(torch.zeros_like({0}, dtype=torch.bool).scatter_(-1, "
+    "torch.zeros({0}.shape[:-1], dtype=torch.long)[..., None], True), 0.0, {0})",
+    "({0} - {0}.amax(-1, keepdim=True).detach())",
 )
 ELEMENT_STEPS = (
     "({0} * rw[:, None])",
@@ -279,6 +299,10 @@ ELEMENT_STEPS = (
     "({0} + {0})",
     "({0} - {0}.detach())",
     "{0}.clone().masked_fill_(~{mask}, 0.0)",
+    "torch.minimum({0}, {0} * 0.5)",
+    "({0} ** 3)",
+    "({0} / ({0}.abs().sum(-1, keepdim=True) + 0.1))",
+    "{0}.gather(-1, torch.zeros({0}.shape[:-1], dtype=torch.long)[..., None])",
 )
 ROW_STEPS = (
     "({0} * rw)",

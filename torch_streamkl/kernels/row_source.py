@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from torch_streamkl.rows.derive import BackwardPlan, ForwardPlan
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.operations import OPERATIONS
-from torch_streamkl.rows.program import COLUMNS, KEY, LOGSUMEXP, PAIR, ROW, VALUES, Program
+from torch_streamkl.rows.program import (
+    COLUMNS,
+    KEY,
+    LOGSUMEXP,
+    MAX,
+    PAIR,
+    ROW,
+    VALUES,
+    Program,
+)
 
 SUM_HEADS = ("sum_heads", "expand_heads")
 
@@ -35,6 +44,8 @@ def obstacle(program: Program, plan: BackwardPlan | None) -> str:
     nodes = list(program.nodes)
     if plan is not None:
         nodes += [plan.nodes[i] for i in _used_by(plan.nodes, [x for x in plan.dots if x])]
+    if any(reduction.kind == MAX for reduction in program.reductions):
+        return "maxima"
     if any(node.op in SUM_HEADS for node in nodes):
         return "sums over heads"
     return ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
-from torch_streamkl.rows.program import KEY, LOGSUMEXP, PAIR, ROW, VALUES, Program
+from torch_streamkl.rows.program import KEY, PAIR, ROW, SUM, VALUES, Program
 from torch_streamkl.rows.tile import RowValues, Values
 
 BLOCK_ELEMENTS = 1 << 20  # of a tile, all heads counted
@@ -53,7 +53,8 @@ class Result:
         for c, value in enumerate(self.reductions):
             parts = self.parts_of(program, c)
             cut = None if parts is None else (parts[0][batch, :, rows], parts[1][batch, :, rows])
-            found[c] = tile.usable(value[batch, :, rows], cut)
+            is_sum = program.reductions[c].kind == SUM
+            found[c] = tile.usable(value[batch, :, rows], cut, is_sum)
         return found
 
 
@@ -101,7 +102,8 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
             gathered, parts = _pass(problem, plan, level, batch, rows, known)
             for slot, value in gathered.items():
                 if slot < len(result.reductions):
-                    known[slot] = tile.usable(value, parts.get(slot))
+                    is_sum = problem.program.reductions[slot].kind == SUM
+                    known[slot] = tile.usable(value, parts.get(slot), is_sum)
                     result.reductions[slot][batch, :, rows] = value
                     for x, target in zip(
                         parts.get(slot, ()),
@@ -149,7 +151,7 @@ def _pass(
     maxima: dict[int, tuple[int, int]] = {}
     for c, reduction in enumerate(program.reductions):
         if program.levels[c] == level:
-            into = maxima if reduction.kind == LOGSUMEXP else sums
+            into = sums if reduction.kind == SUM else maxima
             into[c] = (reduction.node, reduction.head)
     for slot, jacobian in enumerate(plan.jacobians, start=count):
         if jacobian.level == level:
@@ -167,7 +169,9 @@ def _pass(
         for slot, (_, head) in sums.items()
     }
     peaks = {slot: full(head, -math.inf) for slot, (_, head) in maxima.items()}
-    masses = {slot: full(head, 0.0) for slot, (_, head) in maxima.items()}
+    masses = {
+        slot: full(head, 0.0) for slot, (_, head) in maxima.items() if slot in program.logsumexps
+    }
     for at in key_blocks(problem, batch, rows):
         keep = tile.allowed(problem, at)
         elements = tile.evaluate(problem, plan.nodes, wanted, at, known, {})
@@ -182,10 +186,12 @@ def _pass(
                 x = x if keep is None else torch.where(keep, x, -math.inf)
                 peak = torch.maximum(peaks[slot], x.amax(-1))
                 base = torch.where(peak == -math.inf, 0.0, peak)
-                masses[slot] *= (peaks[slot] - base).exp()
-                masses[slot] += (x - base[..., None]).exp().sum(-1)
+                if slot in masses:
+                    masses[slot] *= (peaks[slot] - base).exp()
+                    masses[slot] += (x - base[..., None]).exp().sum(-1)
                 peaks[slot] = peak
-    parts = {slot: (peak, masses[slot].log()) for slot, peak in peaks.items()}
+    parts = {slot: (peaks[slot], mass.log()) for slot, mass in masses.items()}
+    totals |= {slot: peak for slot, peak in peaks.items() if slot not in masses}
     for slot, (peak, mass) in parts.items():
         totals[slot] = torch.where(peak == -math.inf, -math.inf, peak + mass)
     return totals, parts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch_streamkl.rows.expressions import Graph, Node
 from torch_streamkl.rows.operations import OPERATIONS
-from torch_streamkl.rows.program import LOGSUMEXP, Program
+from torch_streamkl.rows.program import LOGSUMEXP, MAX, Program
 
 
 class HeadJacobianError(ValueError):
@@ -52,7 +52,10 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
     jacobians = []
     for c, reduction in enumerate(program.reductions):
         for b in range(len(program.reductions)):
-            if program.levels[b] >= program.levels[c]:
+            if program.levels[b] >= program.levels[c] or MAX in (
+                reduction.kind,
+                program.reductions[b].kind,
+            ):
                 continue
             node = _tangent(graph, program, reduction.node, b)
             if graph.constant(node) == 0:
@@ -135,6 +138,8 @@ def backward_plan(program: Program) -> BackwardPlan:
         adjoints[index] = t
 
     for c, reduction in enumerate(program.reductions):
+        if reduction.kind == MAX:
+            continue
         seed = graph.seed(c, reduction.head)
         if reduction.kind == LOGSUMEXP:
             seed = graph.apply("mul", seed, _softmax(graph, program, c))

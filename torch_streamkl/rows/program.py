@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from torch_streamkl.rows.expressions import Graph, Node
 from torch_streamkl.rows.operations import OPERATIONS
 
-SUM, LOGSUMEXP = "sum", "logsumexp"
+SUM, LOGSUMEXP, MAX = "sum", "logsumexp", "max"
 ROW, KEY, PAIR, COLUMNS, VALUES = "row", "key", "pair", "columns", "values"
 CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
 
@@ -67,7 +67,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A value of a row, over the keys that it has."""
+    """A value of a row, over the keys that it has. A maximum has no derivative here."""
 
     kind: str
     node: int

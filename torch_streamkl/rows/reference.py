@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import LOGSUMEXP
+from torch_streamkl.rows.program import LOGSUMEXP, MAX
 from torch_streamkl.rows.tile import RowValue, RowValues, Values, allowed, evaluate, whole
 
 # NOTE [Zero annihilates] in expressions.py, for autograd: a gradient of 0 stays 0 beside an
@@ -102,6 +102,10 @@ def forward(problem: RowProblem) -> list[Tensor]:
             results[c] = torch.where(is_empty, -math.inf, lse)
             zero_if_empty = (torch.where(is_empty, 0.0, y) for y in (peak, mass))
             values[c] = RowValue(results[c], *zero_if_empty)
+        elif reduction.kind == MAX:
+            x = x if keep is None else torch.where(keep, x, -math.inf)
+            results[c] = x.amax(-1).detach()
+            values[c] = RowValue(torch.where(results[c] == -math.inf, 0.0, results[c]))
         else:
             if keep is not None:
                 x = torch.where(keep, x, 0.0)

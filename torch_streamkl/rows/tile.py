@@ -119,15 +119,17 @@ def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
     return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()
 
 
-def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None) -> RowValue:
+def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
     """A reduction as elements use it.
 
     The log-sum-exp of no keys is -inf; what is subtracted from elements is 0 then, so that the
-    exponential of their difference is 0 as well.
+    exponential of their difference is 0 as well. A maximum is only subtracted.
     """
-    if parts is None:
+    if is_sum:
         return RowValue(value)
     is_empty = value == -math.inf
+    if parts is None:
+        return RowValue(torch.where(is_empty, 0.0, value))
     return RowValue(value, *(torch.where(is_empty, 0.0, x) for x in parts))
 
 

@@ -16,6 +16,7 @@ from torch_streamkl.rows.program import (
     COLUMNS,
     KEY,
     LOGSUMEXP,
+    MAX,
     PAIR,
     SUM,
     VALUES,
@@ -52,7 +53,10 @@ class Tracer:
         return self.graph.capture(number, dtype, x.head, by_key)
 
     def reduce(self, kind: str, x: int) -> int:
-        """The node of the value of a row: a sum or a log-sum-exp over its keys."""
+        """The node of the value of a row: a sum, log-sum-exp or maximum over its keys.
+
+        A maximum is a constant for the derivative.
+        """
         x = self.graph.as_float(x)
         reduction = Reduction(kind, x, self.graph[x].head)
         if reduction not in self.reductions:
@@ -60,7 +64,8 @@ class Tracer:
         number = self.reductions.index(reduction)
         if kind == LOGSUMEXP:
             return self.graph.log_sum_exp(number, reduction.head, x)
-        return self.graph.reduction(number, reduction.head)
+        node = self.graph.reduction(number, reduction.head)
+        return self.graph.apply("detach", node) if kind == MAX else node
 
     def program(self, outputs: list[int]) -> Program:
         """The program with these reductions, given as nodes, as its outputs."""

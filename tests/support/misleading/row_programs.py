@@ -538,8 +538,9 @@ def several_words_are_gathered(h, w, y, tw):
 @plain()
 def labels_that_are_written(h, w, y, tw):
     logs, ids = F.linear(h, w).log_softmax(-1), y[:, None] * 1
-    picked = logs.gather(-1, ids).squeeze(-1)
-    ids.zero_()
+    with torch.no_grad():
+        picked = logs.gather(-1, ids).squeeze(-1)
+        ids.zero_()
     return -(picked * tw).mean() - (logs.exp() * logs).mean() + ids.sum()
 
 
