@@ -278,3 +278,21 @@ def test_products_of_no_width(masked: bool) -> None:
         return (w * x.softmax(-1) * student(r, s)).sum(-1)
 
     judge(step, tensors())
+
+
+# ------------------------------------------------------ gradients of zeros
+@pytest.mark.parametrize("beta", [0, 0.0, -1.0])
+def test_a_bias_that_is_added_no_times(beta: float) -> None:
+    """Eager's gradient of the bias is zeros, not None."""
+
+    def step(q, k, r, s, w, keep):
+        x = torch.baddbmm(w, q[0], k[0].mT, beta=beta, alpha=0.5)
+        return (x.softmax(-1) - student(r[0], s[0]).softmax(-1)).square().sum(-1)
+
+    judge(step, tensors())
+
+    def distil(q, k, r, s, w, keep):
+        x = torch.baddbmm(w, q[0], k[0].mT, beta=beta, alpha=0.5)
+        return F.kl_div(x.log_softmax(-1), student(r[0], s[0]).softmax(-1), reduction="sum")
+
+    judge(distil, tensors())

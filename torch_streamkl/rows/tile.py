@@ -123,7 +123,7 @@ def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> 
     """A reduction as elements use it.
 
     The log-sum-exp of no keys is -inf; what is subtracted from elements is 0 then, so that the
-    exponential of their difference is 0 as well. So is the maximum of no keys.
+    exponential of their difference is 0 as well. A maximum is only subtracted.
     """
     if is_sum:
         return RowValue(value)
