@@ -61,7 +61,7 @@ def _check_comparisons(
 
 
 def _check_maxima(formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph) -> None:
-    """The maximum of a row without keys is 0 as a program has it, which only a difference hides."""
+    """The maximum of a row without keys is 0 in a program: it may be subtracted, no more."""
     maxima: set[Formula] = set()
     for f in formulas:
         is_maximum = f.op == "reduce" and f.data.kind == "max"
