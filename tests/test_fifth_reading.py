@@ -296,3 +296,13 @@ def test_a_bias_that_is_added_no_times(beta: float) -> None:
         return F.kl_div(x.log_softmax(-1), student(r[0], s[0]).softmax(-1), reduction="sum")
 
     judge(distil, tensors())
+
+
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "comparison"])
+def test_the_maximum_of_a_row_without_keys(name: str) -> None:
+    def step(q, k, r, s, w, keep):
+        x = student(q, k)
+        peak = x.masked_fill(~keep, -INFINITY).amax(-1, keepdim=True).detach()
+        return (w * x.softmax(-1) * student(r, s).softmax(-1) * OF_LSE[name](peak)).sum(-1)
+
+    judge(step, tensors(), 0)

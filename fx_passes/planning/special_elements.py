@@ -43,6 +43,7 @@ def check_readers_inside(
 ) -> None:
     """Blocked where an operation on elements would see another number than in eager."""
     _check_comparisons(formulas, nodes, graph)
+    _check_maxima(formulas, nodes, graph)
     _check_logarithms(formulas, nodes, graph)
 
 
@@ -57,6 +58,19 @@ def _check_comparisons(
                     raise Blocked("a comparison reads NaN, which eager has in a row without keys")
         elif any(a in may_be_nan for a in f.args) or _may_be_nan(f, nodes, graph):
             may_be_nan.add(f)
+
+
+def _check_maxima(formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph) -> None:
+    """The maximum of a row without keys is 0 in a program: it may be subtracted, no more."""
+    maxima: set[Formula] = set()
+    for f in formulas:
+        is_maximum = f.op == "reduce" and f.data.kind == "max"
+        if (is_maximum and not graph[nodes[f.args[0]]].is_finite) or (
+            f.op == "detach" and f.args[0] in maxima
+        ):
+            maxima.add(f)
+        elif any(a in maxima for a in f.args) and (f.op != "sub" or f.args[0] in maxima):
+            raise Blocked("the maximum of a row that may have no key is more than subtracted")
 
 
 def _check_logarithms(
