@@ -1,6 +1,7 @@
 """rewrite(gm): find the KL sites of a Dynamo graph and replace each by a streaming operator.
 
 Stages: capture -> analysis -> planning -> lowering -> followup -> validation, each a folder.
+A graph of DTensors goes through them as one of whole tensors (`sharded`).
 The work is done on a copy of the graph, which takes the original's place only when everything
 succeeded: a program that compiles without the rewrite compiles with it.
 """
@@ -8,6 +9,7 @@ succeeded: a program that compiles without the rewrite compiles with it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -25,10 +27,11 @@ from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
 from torch_streamkl.fx_passes.followup.row_counts import reread_counts, symbols_of_counts
 from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
 from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked, Fatal
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
+from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, location_of, num_bytes
 from torch_streamkl.fx_passes.lowering.calls import emit
 from torch_streamkl.fx_passes.planning.candidates import (
@@ -81,25 +84,38 @@ def rewrite(
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
 
-        def attempt(refused: Refused) -> tuple[fx.Graph, Report]:
+        def attempt(source: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
             settings = (deterministic, min_mib, outside, is_compiled)
             while True:
-                graph = copied(gm.graph)
+                graph = copied(source)
                 left, late = _rewrite_graph(gm, graph, refused, *settings)
                 if not late:
                     return graph, left
                 refused = {**refused, **late}
 
-        graph, found = rewrite_checked(gm, attempt, verify)
+        graph, found = _checked_with(gm)(gm, attempt, verify)
         if found.num_fused:
             graph.lint()
             gm.graph = graph
             gm.recompile()
         report.extend(found)
+    except Fatal:
+        raise
+    except Blocked as reason:
+        report.extend(left_alone(str(reason), gm.graph))
     except Exception as error:
         log.warning("the analysis failed and the graph is left as it was", exc_info=True)
         report.failures.append(f"{type(error).__name__}: {error}")
     return report
+
+
+def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:
+    """How the rewrite of a graph is checked: DTensors are seen as whole tensors, by all ranks."""
+    if not has_dtensors(gm.graph):
+        return rewrite_checked
+    from torch_streamkl.fx_passes.sharded.rewriting import rewrite_sharded  # needs DTensor
+
+    return rewrite_sharded
 
 
 def _rewrite_graph(
@@ -137,6 +153,7 @@ def _rewrite_graph(
         if not is_view(n) and not _is_scalar(n)
     }
     unused = {n for n in region.nodes if not n.users}
+    views = {n for n in graph.nodes if is_view(n)}
     kept: list[str] = []
     fused: list[tuple[Candidate, Site]] = []
     late: dict[str, list[LateWrite]] = {}
@@ -159,13 +176,13 @@ def _rewrite_graph(
     reread_counts(sizes, trace, recognised, selections, builder)
     if fused:
         shapes_as_sizes(region, sizes, builder)
-    removed = remove_dead(graph, region.nodes, unused)
+    removed = remove_dead(graph, region.nodes, unused, views)
     if fused:
         values = recognised.values
         kept = replace_attention(graph, trace, values, aliases, builder, refused, min_mib)
         report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
-        removed += remove_dead(graph, region.nodes, unused)
+        removed += remove_dead(graph, region.nodes, unused, views)
     read_again = read_after_writes(graph, late)
     if read_again:
         return report, read_again

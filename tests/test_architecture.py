@@ -25,6 +25,7 @@ STAGES = (
     "reporting",
     "followup",
     "validation",
+    "sharded",
     "pipeline",
     "ddp",
     "inductor_sites",

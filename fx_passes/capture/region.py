@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque
 
 SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
 # inputs of these are operands of a score matmul: leaves of the region
@@ -25,6 +26,7 @@ WALLS = {
     "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
     "layer_norm", "rms_norm", "group_norm", "batch_norm", "gelu", "silu",
     "conv1d", "conv2d", "conv3d", "conv_transpose2d", "checkpoint", "all_reduce", "all_gather",
+    f"{opaque.__module__}.{opaque.__name__}",
 }  # fmt: skip
 DTYPES = {"to", "float", "double", "half", "bfloat16"}
 OPERAND_VIEWS = DTYPES | {

@@ -29,8 +29,10 @@ from torch_streamkl.fx_passes.domain.scores import (
 )
 from torch_streamkl.fx_passes.domain.tensor_ref import flows
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
     example,
     location_of,
     name_of,
@@ -79,6 +81,15 @@ def share_labels(
                     )
                 )
                 break
+            if _may_differ(call, _labels(node)):
+                notes.append(
+                    _note(
+                        node,
+                        "its labels are a plain tensor beside DTensors, and nothing says that "
+                        "ranks have the same",
+                    )
+                )
+                break
             place = _place(graph, call, node)
             if place is not None:
                 _share(call, node, inner, temperature, builder(place))
@@ -89,6 +100,12 @@ def share_labels(
 
 def _note(node: fx.Node, reason: str) -> str:
     return f"the cross-entropy at {location_of(node)[0]} keeps the student's logits: {reason}"
+
+
+def _may_differ(call: fx.Node, labels: fx.Node) -> bool:
+    """Whether ranks share the words of a call and may have labels of their own."""
+    shared = any(PLACED in n.meta for a in call.all_input_nodes for n in ancestors(a))
+    return shared and PLACED not in labels.meta
 
 
 def _is_plain(inner: fx.Node, node: fx.Node) -> bool:

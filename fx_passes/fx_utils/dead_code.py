@@ -10,10 +10,13 @@ from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 
 
-def remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node]) -> list[fx.Node]:
+def remove_dead(
+    graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node], views: set[fx.Node]
+) -> list[fx.Node]:
     """Erase what only the replaced code used; a write stays while its target is seen.
 
-    What was unused before stays too: it may draw random numbers.
+    What was unused before stays too: it may draw random numbers. ``views`` are the nodes that were
+    views before anything was replaced.
     """
     removed: list[fx.Node] = []
     alive = {n for n in nodes if not n._erased}
@@ -24,7 +27,7 @@ def remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node])
             if node not in alive or node.users:
                 continue
             if is_in_place(node):
-                if not _writes_to_dead(node, alive):
+                if not _writes_to_dead(node, alive, views):
                     continue
             elif node in unused:
                 continue
@@ -35,13 +38,15 @@ def remove_dead(graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node])
     return removed
 
 
-def _writes_to_dead(node: fx.Node, alive: set[fx.Node]) -> bool:
+def _writes_to_dead(node: fx.Node, alive: set[fx.Node], views: set[fx.Node]) -> bool:
     """Whether the memory that a node writes to has no other use, through any view of it."""
     (target, *others) = written_by(node)
     storage = storage_of(target)
     if others or storage is None:
         return False
     aliases = {n for n in node.graph.nodes if storage_of(n) == storage}
+    if any(n in views and not aliases.intersection(n.all_input_nodes) for n in aliases):
+        return False  # a view of what took the place of a value, and of that one's memory
     return all(
         alias in alive
         and alias.op in ("call_function", "call_method")

@@ -32,6 +32,7 @@ def _explained() -> Iterator[None]:
 
 
 with _explained():
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.utils import counters
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
@@ -47,7 +48,13 @@ with _explained():
         _disable_current_modes,
         is_traceable_wrapper_subclass,
     )
-    from torch.utils._pytree import key_get, tree_flatten, tree_map, tree_unflatten
+    from torch.utils._pytree import (
+        key_get,
+        tree_flatten,
+        tree_leaves,
+        tree_map,
+        tree_unflatten,
+    )
     from torch.utils._sympy.functions import FloorDiv
 
     for _owner, _name in (
@@ -76,6 +83,7 @@ __all__ = [
     "_disable_current_modes",
     "counters",
     "elementwise_dtypes",
+    "enable_python_dispatcher",
     "free_unbacked_symbols",
     "get_proxy_mode",
     "get_proxy_slot",
@@ -85,6 +93,7 @@ __all__ = [
     "make_fx",
     "statically_known_true",
     "tree_flatten",
+    "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "unset_fake_temporarily",

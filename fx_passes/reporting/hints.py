@@ -61,6 +61,12 @@ _REMEDIES = (
     ("transform of torch.func", "compile the loss and differentiate it with backward()"),
     ("in the body of", "take the KL outside of it, of what the body returns"),
     ("asks for gradients", "call backward() outside of the compiled function"),
+    (
+        "plain tensor beside DTensors",
+        "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same",
+    ),
+    ("would gather it", "cut or place the tensor once, before the loss"),
+    ("compiles another graph", "ranks that share DTensors must compile the same loss and options"),
     ("tensor subclass", "take the KL of plain tensors, such as the local parts of a DTensor"),
     (
         "of unknown size|is not the size of any input",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque
 from torch_streamkl.fx_passes.validation.sizes import Sizes
 
 # what a check does not look behind for the origin of a leaf
@@ -26,7 +27,7 @@ def is_leaf(node: fx.Node) -> bool:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.target is opaque:
         return True
     if name_of(node) == "getitem" and isinstance(node.args[0], fx.Node):
         source = node.args[0]

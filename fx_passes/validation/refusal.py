@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -15,27 +15,42 @@ from torch_streamkl.fx_passes.validation.options import CheckOptions
 
 log = logging.getLogger("torch_streamkl.validation")
 Refused = Mapping[str, str]  # nodes of the user's graph that stay as they are, and why
+Agree = Callable[[Sequence[str], Refused], Mapping[str, str]]  # fused sites, refused ones
+
+Attempt = Callable[[fx.Graph, Refused], tuple[fx.Graph, Report]]  # of a copy
+
+
+def _alone(sites: Sequence[str], refused: Refused) -> Mapping[str, str]:
+    return refused
 
 
 def rewrite_checked(
     gm: fx.GraphModule,
-    attempt: Callable[[Refused], tuple[fx.Graph, Report]],
+    attempt: Attempt,
     options: CheckOptions,
+    *,
+    original: fx.Graph | None = None,
+    agree: Agree = _alone,
 ) -> tuple[fx.Graph, Report]:
     """The rewritten graph with the sites that passed, and the report of all.
 
-    ``attempt`` rewrites a copy of the graph but for what is refused. What it leaves is analysed
-    anew and checked anew, so that a site is judged in the graph that it is part of.
+    ``attempt`` rewrites a copy of the graph (of ``original``, where that stands for it) but for
+    what is refused. What it leaves is analysed anew and checked anew, so that a site is judged in
+    the graph that it is part of. ``agree`` gives what other processes refuse as well; it is asked
+    wherever there are sites.
     """
+    original = original or gm.graph
     refused: dict[str, str] = {}
     while True:
-        graph, report = attempt(refused)
-        verdicts = check(gm.graph, graph, gm, options) if report.num_fused else []
+        graph, report = attempt(original, refused)
+        verdicts = check(original, graph, gm, options) if report.num_fused else []
         wrong = {node: reason for v in verdicts for node, reason in _refusals(v, options)}
+        if report.sites:
+            wrong = dict(agree([site.node for site in report.sites if site.fused], wrong))
         new = {node: reason for node, reason in wrong.items() if node not in refused}
         if not wrong:
             report.sites = [_with_verdict(site, verdicts) for site in report.sites]
-            nodes = {n.name: n for n in gm.graph.nodes}
+            nodes = {n.name: n for n in original.nodes}
             known = {site.node for site in report.sites}
             report.sites += [
                 Site(False, "", "", reason, *location_of(nodes[name]), node=name)

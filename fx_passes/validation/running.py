@@ -59,7 +59,7 @@ def run(
     values: dict[str, Any] = dict(given)
     last_use = {a.name: n.name for n in nodes for a in n.all_input_nodes}
     kept = _kept_dtypes(leaves)
-    with _modes_restored():
+    with modes_restored():
         for node in nodes:
             made = _run_node(node, values, node.name in dependent, wide, kept, finite)
             if (
@@ -245,7 +245,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _modes_restored() -> Iterator[None]:
+def modes_restored() -> Iterator[None]:
     """Gradient mode and autocast as they were, however the nodes left them."""
     devices = [d for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()]
     before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]

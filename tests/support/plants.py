@@ -29,8 +29,8 @@ def planted(edit: Edit) -> Iterator[list[bool]]:
     original, edited = pipeline.rewrite_checked, []
 
     def rewrite_checked(gm: Any, attempt: Any, options: Any) -> Any:
-        def faulty(refused: Any) -> Any:
-            graph, report = attempt(refused)
+        def faulty(source: Any, refused: Any) -> Any:
+            graph, report = attempt(source, refused)
             if report.num_fused:
                 with suppress(StopIteration):  # what it changes was refused before
                     edit(graph)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _get_default_store,
     _resolve_process_group,
 )
 
@@ -38,6 +39,13 @@ def group_of(group: ProcessGroup | DeviceMesh, argument: str = "group") -> Proce
 def resolve(group_name: str) -> ProcessGroup:
     group: ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     return group
+
+
+def default_store() -> Any:
+    """The store through which ranks found each other; None where there are no other processes."""
+    if torch.distributed.get_backend() == "fake":
+        return None
+    return _get_default_store()
 
 
 def all_gather(x: Tensor, num_ranks: int, group_name: str) -> Tensor:

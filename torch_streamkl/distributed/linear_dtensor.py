@@ -38,8 +38,8 @@ def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any
     tokens = given["student_hidden"].shape[:-1]
     local = {
         **given,
-        **{name: _local_rows_of_hidden(given[name], layout) for name in HIDDEN},
-        **{name: _local_words(given.get(name), layout) for name in _PER_WORD},
+        **{name: local_hidden(given[name], layout) for name in HIDDEN},
+        **{name: local_words(given.get(name), layout) for name in _PER_WORD},
         **{name: _local_per_token(given.get(name), tokens, layout) for name in _PER_TOKEN},
     }
     if layout.words_dim is not None:
@@ -59,7 +59,7 @@ def _whole(layout: Layout) -> list[Replicate]:
     return [Replicate()] * layout.mesh.ndim
 
 
-def _local_rows_of_hidden(x: DTensor, layout: Layout) -> Tensor:
+def local_hidden(x: DTensor, layout: Layout) -> Tensor:
     """This rank's tokens; every rank that shares words has a part of the gradient."""
     gradients = [
         Partial() if dim == layout.words_dim else placement
@@ -68,7 +68,7 @@ def _local_rows_of_hidden(x: DTensor, layout: Layout) -> Tensor:
     return x.redistribute(placements=layout.rows).to_local(grad_placements=gradients)
 
 
-def _local_words(x: Tensor | None, layout: Layout) -> Tensor | None:
+def local_words(x: Tensor | None, layout: Layout) -> Tensor | None:
     """This rank's words, whose gradient is summed over the ranks that have other tokens."""
     local = words_as_local(x)
     if local is None or not (local.requires_grad and torch.is_grad_enabled()):

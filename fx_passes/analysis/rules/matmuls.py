@@ -50,6 +50,8 @@ class MatmulRules(ArithmeticRules):
         lhs, rhs = (self.canonical[a[name]] for name in ("batch1", "batch2"))
         product = scores_of_matmul(lhs, rhs, shape_of(node), self.reference)
         product = product.then(Scale(float(alpha)))
+        if beta == 0 and self.trained(a["self"]):
+            raise Blocked("baddbmm with a factor of 0 on its input, whose gradient is zeros")
         if beta == 0:
             return product  # the input is not even read
         if beta != 1:

@@ -1,0 +1,15 @@
+"""What stands in a graph for a node that is not to be analysed, or that changes no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def same(x: Any) -> Any:
+    """The same numbers: placements and memory may differ (DTensor.redistribute, full_tensor)."""
+    return x
+
+
+def opaque(*inputs: Any) -> Any:
+    """What is made of the inputs in a way that is not looked into; never run."""
+    raise RuntimeError("a node that stands for another one was run")

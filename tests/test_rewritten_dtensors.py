@@ -1,0 +1,515 @@
+"""Naive divergences on DTensors of LM heads, rewritten on two processes.
+
+The truth is the same code in float64 on whole tensors of one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.ranks import (
+    Rank,
+    assert_passed,
+    checks_of,
+    close,
+    keeping_graphs,
+    largest_tensor,
+    on_ranks,
+    outcomes,
+)
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.sharded import agreement
+from torch_streamkl.fx_passes.validation import check, refusal
+
+NUM_TOKENS, NUM_WORDS, WIDTH = 12, 23, 8  # words that two ranks do not share evenly
+Program = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return outcomes([__name__])
+
+
+def kl(student: Any, teacher: Any, reduction: str = "batchmean") -> Any:
+    return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction=reduction)
+
+
+def whole(x: Any) -> Any:
+    """Of a DTensor; the same code runs on whole tensors for the truth."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def local(x: Any) -> Any:
+    """What every rank has, through a redistribution."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
+
+
+@dataclass
+class Case:
+    """A program of hidden states and weights of student and teacher, and their placements."""
+
+    program: Program
+    placements: dict[str, list[Any]] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ("x_s", "w_s")
+    shape: tuple[int, ...] = (NUM_TOKENS,)
+    num_words: int = NUM_WORDS
+    mesh: tuple[int, ...] | None = None
+    compiled: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self, me: Rank) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        hidden, words = (*self.shape, WIDTH), (self.num_words, WIDTH)
+        shapes = {"x_s": hidden, "w_s": words, "x_t": hidden, "w_t": words}
+        return {name: me.randn(*shape) for name, shape in shapes.items()}
+
+    def placed(self, me: Rank) -> dict[str, Tensor]:
+        # one mesh for all checks: compiled graphs mix up meshes that are equal
+        mesh = me.mesh if self.mesh is None else _mesh(me, self.mesh)
+        default = {"x": [Replicate()] * mesh.ndim, "w": [Shard(0)]}
+        return {
+            name: distribute_tensor(x, mesh, self.placements.get(name, default[name[0]]))
+            for name, x in self.tensors(me).items()
+        }
+
+    def results(self, program: Program, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        inputs = {k: x.detach().requires_grad_(k in self.wanted) for k, x in tensors.items()}
+        value = program(**inputs)
+        whole(value).sum().backward()
+        gradients = {name: inputs[name].grad for name in self.wanted}
+        return {"value": value, **gradients}
+
+    def report(self, me: Rank) -> Report:
+        """Compiled on every rank; value and gradients are checked."""
+        torch._dynamo.reset()
+        options = {"streamkl.inner": "aot_eager", **self.options}
+        with backend.collected() as report:
+            compiled = torch.compile(
+                self.program, backend="streamkl", fullgraph=True, options=options, **self.compiled
+            )
+            ours = self.results(compiled, self.placed(me))
+        naive = self.results(self.program, self.placed(me))
+        double = {name: x.double() for name, x in self.tensors(me).items()}
+        truth, single = (self.results(self.program, x) for x in (double, self.tensors(me)))
+        for name, x in ours.items():
+            close(whole(x).detach(), whole(truth[name]).detach(), whole(single[name]).detach(),
+                  what=name)  # fmt: skip
+        got, expected = ours["value"], naive["value"]
+        assert isinstance(got, DTensor) == isinstance(expected, DTensor)
+        if isinstance(got, DTensor):
+            assert got.placements == expected.placements
+        return report
+
+    def fuses(self, me: Rank, num_sites: int = 1) -> Report:
+        report = self.report(me)
+        assert report.num_fused == num_sites and not report.num_unfused, str(report)
+        assert not report.failures, report.failures
+        return report
+
+    def stays(self, me: Rank, reason: str) -> None:
+        report = self.report(me)
+        assert not report.num_fused and not report.failures, str(report)
+        assert any(reason in site.reason for site in report.sites), str(report)
+
+
+_meshes: dict[Any, Any] = {}
+
+
+def _mesh(me: Rank, shape: tuple[int, ...]) -> Any:
+    if (shape, me.group) not in _meshes:
+        _meshes[shape, me.group] = init_device_mesh(me.device.type, shape)
+    return _meshes[shape, me.group]
+
+
+# ---------------------------------------------------------------------------- the forms of a loss
+def on_dtensors(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    return kl(x_s @ w_s.T, x_t @ w_t.T)
+
+
+def summed_on_dtensors(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    """Ranks that have tokens of their own have terms of the sum (Partial)."""
+    return whole(kl(x_s @ w_s.T, x_t @ w_t.T, "sum") * 0.5)
+
+
+def on_whole_logits(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    return kl(whole(x_s @ w_s.T) / 2, whole(x_t @ w_t.T) / 2)
+
+
+def on_local_copies(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    student = local(F.linear(x_s, w_s))
+    with torch.no_grad():
+        teacher = local(F.linear(x_t, w_t))
+    return kl(student, teacher, "none").sum(-1).mean()
+
+
+def two_losses(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    student, teacher = whole(x_s @ w_s.T), whole(x_t @ w_t.T).detach()
+    return kl(student, teacher) + 0.5 * kl(student / 4, teacher / 4)
+
+
+def jensen_shannon(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    p, q = whole(x_s @ w_s.T).softmax(-1), whole(x_t @ w_t.T).softmax(-1)
+    middle = (p + q) / 2
+    first = (p * (p.log() - middle.log())).sum(-1)
+    return 0.5 * (first + (q * (q.log() - middle.log())).sum(-1)).mean()
+
+
+def rows_as_dtensor(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    return kl(x_s @ w_s.T, x_t @ w_t.T, "none").sum(-1)
+
+
+def logits_used_elsewhere(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    student = whole(x_s @ w_s.T)
+    labels = torch.arange(student.shape[0], device=student.device) % NUM_WORDS
+    return kl(student, whole(x_t @ w_t.T)) + F.cross_entropy(student, labels)
+
+
+def softcapped(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    student, teacher = (torch.tanh(x @ w.T / 5) * 5 for x, w in ((x_s, w_s), (x_t, w_t)))
+    return kl(student, teacher, "sum") * 0.25
+
+
+def checkpointed(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    return checkpoint(on_whole_logits, x_s, w_s, x_t, w_t, use_reentrant=False)
+
+
+@on_ranks
+def forms(me: Rank) -> None:
+    for program in (on_dtensors, on_whole_logits, on_local_copies):
+        report = Case(program).fuses(me)
+        site = report.sites[0]
+        assert "words shared by 2 ranks" in site.runs, site.runs
+        assert site.check.startswith("same value and gradients"), site.check
+    Case(two_losses).fuses(me, num_sites=2)
+    Case(on_dtensors, wanted=("x_s", "w_s", "x_t", "w_t")).fuses(me)
+    Case(on_dtensors, wanted=("x_s",)).fuses(me)
+
+
+@on_ranks
+def other_divergences(me: Rank) -> None:
+    Case(jensen_shannon).fuses(me, num_sites=2)
+    Case(softcapped).fuses(me)
+    Case(checkpointed).fuses(me)
+
+
+@on_ranks
+def logits_that_stay(me: Rank) -> None:
+    report = Case(logits_used_elsewhere).report(me)
+    assert report.num_fused == 1 and report.remaining
+    assert any("nothing says that ranks have the same" in note for note in report.notes)
+
+
+@on_ranks
+def placements(me: Rank) -> None:
+    shared, everywhere = [Shard(0)], [Replicate()]
+    for hidden in (shared, everywhere):
+        for student, teacher in ((shared, shared), (shared, everywhere), (everywhere, shared)):
+            case = {"x_s": hidden, "x_t": hidden, "w_s": student, "w_t": teacher}
+            Case(on_whole_logits, case).fuses(me)
+    for program in (summed_on_dtensors, rows_as_dtensor):  # data parallel
+        rows = {"x_s": shared, "x_t": shared, "w_s": everywhere, "w_t": everywhere}
+        Case(program, rows).fuses(me)
+    Case(on_whole_logits, num_words=3).fuses(me)
+
+
+@on_ranks
+def two_mesh_dimensions(me: Rank) -> None:
+    for mesh in ((1, me.size), (me.size, 1)):
+        for program in (summed_on_dtensors, on_whole_logits, rows_as_dtensor):
+            for other in (Replicate(), Shard(0)):
+                hidden, words = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+                case = {"x_s": [Shard(0), other], "x_t": hidden, "w_s": words, "w_t": words}
+                if program is not rows_as_dtensor or other == Replicate():
+                    Case(program, case, mesh=mesh).fuses(me)
+
+
+@on_ranks
+def sizes_that_vary(me: Rank) -> None:
+    Case(on_whole_logits, compiled={"dynamic": True}).fuses(me)
+    Case(on_whole_logits, shape=(3, 4), compiled={"dynamic": True}).fuses(me)
+
+
+@on_ranks
+def weights_of_a_rank(me: Rank) -> None:
+    """What a rank does with whole rows is its own: every rank may weigh them otherwise."""
+
+    def weighted(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        rows = kl(whole(x_s @ w_s.T), whole(x_t @ w_t.T), "none").sum(-1)
+        weight = torch.arange(rows.shape[0], dtype=rows.dtype, device=rows.device) + me.rank
+        return (rows * weight).sum()
+
+    def results(program: Program) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        case = Case(weighted)
+        return case.results(program, case.placed(me))
+
+    with backend.collected() as report:
+        ours = results(torch.compile(weighted, backend="streamkl", options=AS_IT_IS))
+    assert report.num_fused == 1
+    for name, x in results(weighted).items():
+        torch.testing.assert_close(whole(ours[name]), whole(x))
+
+
+AS_IT_IS = {"streamkl.inner": "aot_eager"}
+
+
+class Head(nn.Module):
+    def __init__(self, num_words: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, num_words)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.lm_head(self.body(x))
+
+
+@on_ranks
+def parallelized_modules(me: Rank) -> None:
+    for layout in (
+        {"output_layouts": Shard(-1), "use_local_output": False},
+        {"output_layouts": Replicate()},
+        {"output_layouts": Replicate(), "use_local_output": False},
+    ):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        models = [Head(NUM_WORDS).to(me.device) for _ in range(2)]
+        copies = [Head(NUM_WORDS).to(me.device, torch.float64) for _ in range(2)]
+        for model, copy in zip(models, copies, strict=True):
+            copy.load_state_dict(model.state_dict())
+            parallelize_module(model, me.mesh, {"lm_head": ColwiseParallel(**layout)})
+
+        def loss(student: nn.Module, teacher: nn.Module, x: Tensor) -> Any:
+            with torch.no_grad():
+                target = teacher(x)
+            return whole(kl(student(x), target))
+
+        x = me.randn(2, 6, WIDTH)
+        loss(*copies, x.double()).backward()
+        with backend.collected() as report:
+            compiled = torch.compile(loss, backend="streamkl", options=AS_IT_IS, fullgraph=True)
+            compiled(*models, x).backward()
+        assert report.num_fused == 1 and not report.num_unfused, str(report)
+        for mine, truth in zip(models[0].parameters(), copies[0].parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad).double(), truth.grad, atol=1e-5, rtol=1e-4)
+
+
+@on_ranks
+def linear_layers_of_own_words(me: Rank) -> None:
+    """What transformers' tp_plan runs under no_grad: a linear layer of a rank's own words.
+
+    The hidden states are whatever a rank has, and their gradient is this rank's share.
+    """
+
+    def logits(x: Any, w: Any) -> Any:
+        made = F.linear(x, w.to_local())
+        return DTensor.from_local(made, w.device_mesh, [Shard(-1)], run_check=False)
+
+    def teacher_alone(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        with torch.no_grad():
+            teacher = local(logits(x_t, w_t))
+        return kl(whole(logits(x_s, w_s)), teacher)
+
+    def used_elsewhere(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        student = whole(logits(x_s * (1 + me.rank), w_s))
+        return kl(student, whole(logits(x_t, w_t))) + student.square().mean()
+
+    for program in (teacher_alone, used_elsewhere):
+        case = Case(program, num_words=24)
+
+        def results(run: Program, case: Case = case) -> dict[str, Any]:
+            placed = {k: whole(x) if k[0] == "x" else x for k, x in case.placed(me).items()}
+            return case.results(run, placed)
+
+        torch._dynamo.reset()
+        with backend.collected() as report:
+            compiled = torch.compile(program, backend="streamkl", options=AS_IT_IS)
+            ours = results(compiled)
+        assert report.num_fused == 1, str(report)
+        for name, x in results(program).items():
+            torch.testing.assert_close(whole(ours[name]), whole(x))
+
+
+# --------------------------------------------------------------------------- what is communicated
+@on_ranks
+def no_logits_are_gathered(me: Rank) -> None:
+    ours = backend.split_options({})[0]
+    for program in (on_dtensors, on_whole_logits, on_local_copies):
+        torch._dynamo.reset()
+        graphs: list[torch.fx.GraphModule] = []
+        keep = keeping_graphs(graphs)
+
+        def rewritten(gm: Any, inputs: Any, keep: Any = keep) -> Any:
+            backend.rewrite_and_report(gm, ours)
+            return keep(gm, inputs)
+
+        case = Case(program)
+        case.results(torch.compile(program, backend=rewritten, fullgraph=True), case.placed(me))
+        targets = [str(n.target) for graph in graphs for n in graph.graph.nodes]
+        assert not any("all_gather" in t or "all_to_all" in t for t in targets), targets
+        assert sum("all_reduce" in t for t in targets) == 1, targets  # hidden states' gradient
+        assert sum("linear_kl_sharded" in t for t in targets) == 1, targets
+        assert largest_tensor(graphs) < NUM_TOKENS * NUM_WORDS
+
+
+# ------------------------------------------------------------------------------- what stays, why
+@on_ranks
+def what_does_not_fit(me: Rank) -> None:
+    def plain_teacher(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(x_s @ w_s.T), whole(x_t) @ whole(w_t).T)
+
+    def fewer_words(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(x_s @ w_s.T)[..., :20], whole(x_t @ w_t.T)[..., :20])
+
+    def chosen_rows(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        student, teacher = whole(x_s @ w_s.T), whole(x_t @ w_t.T)
+        keep = torch.arange(student.shape[0], device=student.device) % 3 != 0
+        return kl(student[keep], teacher[keep])
+
+    def plain_scale(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(x_s @ w_s.T) * whole(x_t).square().mean(), whole(x_t @ w_t.T))
+
+    def in_place(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(x_s @ w_s.T), whole(x_t @ w_t.T).div_(2))
+
+    Case(plain_teacher).stays(me, "is a plain tensor beside DTensors")
+    Case(fewer_words).stays(me, "would gather it")
+    Case(chosen_rows).stays(me, "whose number only the data decides")
+    Case(plain_scale).stays(me, "is a plain tensor beside DTensors")
+    Case(in_place).stays(me, "modified in place")
+    by_width = [Shard(1)]
+    Case(on_whole_logits, {"w_s": by_width, "w_t": by_width}).stays(me, "student_weight may be")
+
+
+@on_ranks
+def gradients_that_ranks_add_up(me: Rank) -> None:
+    """With grad_placements of Partial the gradient is summed over ranks: left as it is."""
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        student = (x_s @ w_s.T).redistribute(placements=[Replicate()])
+        return kl(student.to_local(grad_placements=[Partial()]), whole(x_t @ w_t.T))
+
+    case = Case(program)
+    with backend.collected() as report:
+        ours = case.results(
+            torch.compile(program, backend="streamkl", options=AS_IT_IS), case.placed(me)
+        )
+    assert not report.num_fused
+    for name, x in case.results(program, case.placed(me)).items():
+        torch.testing.assert_close(whole(ours[name]), whole(x))
+
+
+# ------------------------------------------------------------------------------------- agreement
+@on_ranks
+def a_check_that_fails_on_one_rank(me: Rank) -> None:
+    """No rank rewrites what another one refuses; the reason names it on all of them."""
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return whole(kl(x_s @ w_s.T, x_t @ w_t.T, "sum")) * 0.125
+
+    original = refusal.check
+
+    def failing(*args: Any) -> list[check.Verdict]:
+        verdicts = original(*args)
+        if me.rank != me.size - 1:
+            return verdicts
+        return [check.Verdict(v.node, v.sites, "the value is off") for v in verdicts]
+
+    refusal.check = failing
+    try:
+        Case(program).stays(me, "rank 1: the check failed: the value is off")
+    finally:
+        refusal.check = original
+
+
+@on_ranks
+def a_check_that_one_rank_cannot_run(me: Rank) -> None:
+    """With verify="always" nothing is fused that a rank could not check, on any rank."""
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(x_s @ w_s.T) / 3, whole(x_t @ w_t.T) / 3)
+
+    original = check._check_region
+
+    def failing(*args: Any) -> str:
+        if me.rank == 0:
+            raise torch.OutOfMemoryError
+        return original(*args)
+
+    check._check_region = failing
+    try:
+        always = {"streamkl.verify": "always"}
+        Case(program, options=always).stays(me, "rank 0: streamkl.verify is")
+    finally:
+        check._check_region = original
+
+
+@on_ranks
+def ranks_that_compile_other_losses(me: Rank) -> None:
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(x_s @ w_s.T) / (2 + me.rank), whole(x_t @ w_t.T))
+
+    with backend.collected() as report:
+        case = Case(program)
+        case.results(torch.compile(program, backend="streamkl", options=AS_IT_IS), case.placed(me))
+    assert not report.num_fused
+    assert "rank 1 compiles another graph than rank 0" in str(report), str(report)
+
+
+@on_ranks
+def an_analysis_that_fails_on_one_rank(me: Rank) -> None:
+    from torch_streamkl.fx_passes.sharded import rewriting
+
+    original = rewriting.whole_graph
+
+    def failing(graph: Any) -> Any:
+        if me.rank == 1:
+            raise IndexError("of a test")
+        return original(graph)
+
+    rewriting.whole_graph = failing
+    try:
+        with backend.collected() as report:
+            case = Case(on_dtensors, num_words=31)
+            compiled = torch.compile(on_dtensors, backend="streamkl", options=AS_IT_IS)
+            case.results(compiled, case.placed(me))
+    finally:
+        rewriting.whole_graph = original
+    assert not report.num_fused
+    if me.rank == 0:
+        assert "rank 1: IndexError: of a test" in str(report), str(report)
+
+
+@on_ranks
+def a_rank_that_does_not_compile(me: Rank) -> None:
+    """The last check: the others raise, and do not wait for ever."""
+    if me.rank != 0:
+        return
+    graph = torch.fx.Graph()
+    alone = agreement.Agreement(graph)
+    alone.ranks = tuple(range(me.size))
+    alone.store = torch.distributed.PrefixStore("alone", agreement.default_store())
+    import datetime
+
+    alone.store.set_timeout(datetime.timedelta(seconds=1))
+    with pytest.raises(agreement.RanksDisagreeError, match="rank 1 did not say within 1 s"):
+        alone.refusals([], {})
+
+
+@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
+def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
+    assert_passed(found, name)
