@@ -41,6 +41,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its def
     "streamkl.inner": INNER_BACKENDS,
     "streamkl.deterministic": (True, False),
     "streamkl.verify": MODES,
+    "streamkl.row_programs": (False, True),
 }
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
@@ -80,7 +81,8 @@ def streamkl(
     be checked, or "never". ``streamkl.min_mib`` leaves a site, or attention whose map is not
     compared any more, to Inductor where tensors of queries x keys take less than that many MiB: 0
     fuses all, None is what was measured on the device (0 for sites, 32 for such attention on a
-    GPU). Everything else goes to Inductor.
+    GPU). ``streamkl.row_programs`` also fuses sums that are no divergence, as row programs.
+    Everything else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
@@ -143,6 +145,7 @@ def inductor_options(
     verify_max_mib: float | None = None,
     verify_max_seconds: float = 1.0,
     min_mib: float | None = None,
+    row_programs: bool = False,
 ) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 
@@ -159,6 +162,7 @@ def inductor_options(
             "streamkl.verify_max_mib": verify_max_mib,
             "streamkl.verify_max_seconds": verify_max_seconds,
             "streamkl.min_mib": min_mib,
+            "streamkl.row_programs": row_programs,
         }
     )
     config = torch._inductor.config
@@ -213,6 +217,7 @@ def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
         _check_options(ours),
         min_mib,
         is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
+        row_programs=ours["streamkl.row_programs"],
     )
     if report.num_fused and ours["streamkl.inner"] == "inductor" and not inductor_sites.install():
         report.notes.append(inductor_sites.WITHOUT_TABLE)

@@ -81,11 +81,13 @@ def rewrite(
     min_mib: float | None = 0.0,
     outside: Readers = NO_READERS,
     is_compiled: bool = True,
+    row_programs: bool = False,
 ) -> Report:
     """Rewrite a Dynamo graph module in place and report every KL-like site.
 
     ``outside`` is what reads the module's results where it is the body of a checkpoint.
     ``is_compiled`` says whether Inductor compiles what is left: the report depends on it.
+    ``row_programs`` also takes sums over keys that are no divergence.
     """
     verify = verify or CheckOptions()
     report = Report()
@@ -95,16 +97,18 @@ def rewrite(
                 continue
             if is_plain_body(gm, name):
                 readers = readers_of_body(gm, name, outside)
-                report.extend(rewrite(child, deterministic, verify, min_mib, readers, is_compiled))
+                settings = (deterministic, verify, min_mib, readers, is_compiled, row_programs)
+                report.extend(rewrite(child, *settings))
             else:
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
 
         def attempt(source: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
-            settings = (deterministic, min_mib, outside, is_compiled)
             while True:
                 graph = copied(source)
-                left, late = _rewrite_graph(gm, graph, refused, *settings)
+                left, late = _rewrite_graph(
+                    gm, graph, refused, deterministic, min_mib, outside, is_compiled, row_programs
+                )
                 if not late:
                     return graph, left
                 refused = {**refused, **late}
@@ -142,6 +146,7 @@ def _rewrite_graph(
     min_mib: float | None,
     outside: Readers,
     is_compiled: bool,
+    row_programs: bool,
 ) -> tuple[Report, dict[str, str]]:
     """The report, and sites that have to stay after all: the graph is of no use then."""
     report = Report()
@@ -159,7 +164,8 @@ def _rewrite_graph(
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
     candidates, plans = find_candidates(trace, recognised.values)
-    if not found and not candidates and not may_have_programs(trace):
+    row_programs = row_programs and may_have_programs(trace)
+    if not found and not candidates and not row_programs:
         return report, {}
     unfused = without_candidate(found, candidates)
     path = [c.inner for c in candidates]
@@ -188,7 +194,7 @@ def _rewrite_graph(
             handled |= ancestors(candidate.inner)
         else:
             stayed.append((candidate, site))
-    if may_have_programs(trace):
+    if row_programs:
         programs = find_programs(RowElements(trace, recognised), trace, region, handled)
         for program in programs:
             build = builder(first_of(program))

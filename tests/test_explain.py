@@ -269,7 +269,7 @@ def test_strict_counts_a_failed_analysis(monkeypatch: pytest.MonkeyPatch) -> Non
         (
             {"streamkl.strikt": True},
             "streamkl.deterministic, streamkl.explain, streamkl.inner, streamkl.min_mib, "
-            "streamkl.strict",
+            "streamkl.row_programs, streamkl.strict",
         ),
         ({"streamkl.strict": "yes"}, "streamkl.strict must be False or True, got 'yes'"),
         ({"streamkl.inner": "nvcc"}, "'inductor' or 'aot_eager' or 'eager', got 'nvcc'"),
