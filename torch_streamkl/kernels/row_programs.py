@@ -25,7 +25,8 @@ from torch_streamkl.rows.program import Program
 BLOCKS = (64, 32, 16)  # rows, and keys, of a tile
 # of a block's rows of all dots, whose gradients are registers: beyond, kilobytes of a thread spill
 MOST_ELEMENTS = 64 * 256
-MOST_ELEMENTS_OF_REGISTERS = 32 * 256  # where matrix units read operands from registers
+MOST_ELEMENTS_OF_AMD = 32 * 256
+WIDEST_OF_REGISTERS = 128  # of a tile of 64, where matrix units read operands from registers
 MOST_ELEMENTS_OF_FLOAT32 = 16 * 256
 MAX_DIM = 256  # of operands, which a tile holds whole
 
@@ -59,10 +60,11 @@ def block_of(problem: RowProblem) -> int:
     # the tiles that stream by are there twice but on AMD GPUs; those that stay, where matrix units
     # read them from shared memory; and a tile of weights
     copies = 1 if gpu.is_hip else 2 if gpu.operands_in_registers else 3
-    most = MOST_ELEMENTS_OF_REGISTERS if gpu.operands_in_registers else MOST_ELEMENTS
+    most = MOST_ELEMENTS_OF_AMD if gpu.is_hip else MOST_ELEMENTS
     if _is_float32(q):
         most = MOST_ELEMENTS_OF_FLOAT32
-    for block in BLOCKS:
+    is_wide = gpu.operands_in_registers and width > WIDEST_OF_REGISTERS
+    for block in BLOCKS[1:] if is_wide else BLOCKS:
         shared = (copies * width + block) * block * q.element_size() + 2048
         is_narrow = block * width <= most or block == BLOCKS[-1]
         if is_narrow and shared <= gpu.shared_bytes:
