@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.analysis.casts import is_narrower
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.analysis.registry import Arguments
+from torch_streamkl.fx_passes.analysis.rules.views import RESHAPES
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, Linear, Opaque
 from torch_streamkl.fx_passes.domain.row_elements import (
@@ -866,14 +867,7 @@ def _moved(self: RowElements, a: Arguments, order: Sequence[int | None]) -> Plac
     return Placed(x.formula, tuple(() if d is None else x.dims[d] for d in order))
 
 
-@rule(
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.view_as.default,
-)
+@rule(*RESHAPES)
 def _view(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     x = self.operand(a["self"])
     before = shape_of(a["self"])

@@ -42,6 +42,15 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
 
 aten = torch.ops.aten
 
+RESHAPES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.view_as.default,
+)
+
 
 class ViewRules(MaskRules):
     """The part of the recogniser for what moves values without changing them."""
@@ -58,14 +67,7 @@ class ViewRules(MaskRules):
         self._stays_blocked(source)
         return None
 
-    @rule(
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.flatten.using_ints,
-        aten.unflatten.int,
-        aten.view_as.default,
-    )
+    @rule(*RESHAPES)
     def view(self, node: fx.Node, a: Arguments) -> object:
         shape, x = shape_of(node), self.value(a["self"])
         if isinstance(x, Entries):
