@@ -178,7 +178,8 @@ def attention_rates(row: Row) -> tuple[float, float]:
 
 def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
     """What computes the cell, of those masks that decide about it without their contents."""
-    from torch_streamkl import launch, ops
+    from torch_streamkl.attention import ops
+    from torch_streamkl.launches import launch
 
     options = cell.options(inputs[0].device)
     known: dict[str, dict[str, object]] = {

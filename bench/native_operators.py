@@ -20,7 +20,8 @@ import torch
 from bench.machine import describe
 from bench.measure import host_seconds, median_ms
 from bench.records import command_line
-from torch_streamkl import attention_kl, ops
+from torch_streamkl import attention_kl
+from torch_streamkl.attention import ops
 
 CUDA = torch.device("cuda")
 COPIES = 50  # of a call in one CUDA graph

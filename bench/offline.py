@@ -134,7 +134,7 @@ class Resources:
 @contextlib.contextmanager
 def looks_like(target: str) -> Iterator[None]:
     """Inside, torch tells of one GPU, the target."""
-    from torch_streamkl import devices, launch_table
+    from torch_streamkl.launches import devices, launch_table
 
     def forget() -> None:
         devices.gpu_of.cache_clear()
@@ -157,7 +157,7 @@ def looks_like(target: str) -> Iterator[None]:
 @contextlib.contextmanager
 def record_launches(target: str) -> Iterator[list[Launch]]:
     """Inside, launches are recorded and tensors fake, on a device that looks like the target."""
-    from torch_streamkl.kernels import hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper
 
     launches: list[Launch] = []
 
@@ -170,7 +170,7 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
 
     with (
         looks_like(target),
-        mock.patch.object(hopper_attention, "TensorDescriptor", Descriptor),
+        mock.patch.object(hopper, "TensorDescriptor", Descriptor),
         mock.patch.object(JITFunction, "run", run),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):

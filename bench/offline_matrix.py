@@ -29,15 +29,15 @@ from tqdm import tqdm
 
 from bench.offline import TARGETS, Launch, compile_launch, record_launches
 from bench.table import markdown_lines
-from torch_streamkl.functional import DIVERGENCES, Functional, named
-from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights
-from torch_streamkl.linear_problem import Wanted as OfHeads
-from torch_streamkl.ops import problem_of
-from torch_streamkl.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
+from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights
+from torch_streamkl.linear.problem import Wanted as OfHeads
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.tensors import Inputs, keys_of, normalised
 from torch_streamkl.rows.trace import Tracer, trace
-from torch_streamkl.streaming import Wanted
 
 RECORD = Path("docs/gpus.csv")
 DOCUMENT = Path("docs/gpus.md")
@@ -167,26 +167,27 @@ def lm_head(cell: Cell) -> LinearProblem:
 
 
 def _launch_lm_head(cell: Cell) -> None:
-    from torch_streamkl.kernels import linear, linear_shards
+    from torch_streamkl.linear.triton import launches as row_kernels
+    from torch_streamkl.linear.triton import shards as shard_kernels
 
     p = lm_head(cell)
     logits = [torch.empty(512, 152064, dtype=DTYPES[cell.dtype], device="cuda") for _ in range(2)]
     each = torch.empty(512, device="cuda")
     weights = RowWeights(each, None if p.labels is None else each)
     out, both = RowValues.allocate(p), OfHeads(student_hidden=True, student_weight=True)
-    linear.values(p, *logits, out)
-    linear.values_and_gradient(p, *logits, out, weights, both)
-    linear.gradient(p, *logits, out, weights, both)
+    row_kernels.values(p, *logits, out)
+    row_kernels.values_and_gradient(p, *logits, out, weights, both)
+    row_kernels.gradient(p, *logits, out, weights, both)
     if p.functional.bilinear is not None:
-        linear_shards.state(p, *logits, torch.empty(8, 512, device="cuda"))
-        linear_shards.merged(p, torch.empty(4, 8, 512, device="cuda"), 152064, out)
+        shard_kernels.state(p, *logits, torch.empty(8, 512, device="cuda"))
+        shard_kernels.merged(p, torch.empty(4, 8, 512, device="cuda"), 152064, out)
     else:
-        linear_shards.sums(p, *logits, out, torch.empty(3, 512, device="cuda"))
+        shard_kernels.sums(p, *logits, out, torch.empty(3, 512, device="cuda"))
 
 
 def _launch_row_program(cell: Cell) -> None:
     """KL weighted by key; with "masks" also a dense mask and a dense bias."""
-    from torch_streamkl.kernels import row_programs
+    from torch_streamkl.rows.triton import launches as row_programs
 
     def weighted(e: Any) -> Any:
         scores = torch.where(e.hidden, -torch.inf, e.t + e.bias) if more else e.t
@@ -212,7 +213,9 @@ def _launch_row_program(cell: Cell) -> None:
 
 def launches_of(cell: Cell) -> list[Launch]:
     """What our launchers would run, the choice of tiles included."""
-    from torch_streamkl.kernels import attention, head_mean_launch, hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper
+    from torch_streamkl.attention.triton import head_mean_launches
+    from torch_streamkl.attention.triton import launches as portable
 
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if cell.dtype == "tf32" else "highest")
@@ -230,18 +233,18 @@ def launches_of(cell: Cell) -> list[Launch]:
             of_student = Wanted(True, True, False, False)
             match cell.work:
                 case "attention":
-                    attention.forward(p)
-                    attention.backward(p, stats, grad, of_student)
+                    portable.forward(p)
+                    portable.backward(p, stats, grad, of_student)
                 case "teacher":
-                    attention.backward(p, stats, grad, Wanted(False, False, True, True))
+                    portable.backward(p, stats, grad, Wanted(False, False, True, True))
                 case "few queries":
-                    attention.forward(p)
+                    portable.forward(p)
                 case "head mean":
-                    head_mean_launch.forward(p)
-                    head_mean_launch.backward(p, stats, grad, Wanted(True, True, True, True))
+                    head_mean_launches.forward(p)
+                    head_mean_launches.backward(p, stats, grad, Wanted(True, True, True, True))
                 case "hopper":
-                    hopper_attention.forward(p)
-                    hopper_attention.backward(p, stats, grad, of_student)
+                    hopper.forward(p)
+                    hopper.backward(p, stats, grad, of_student)
     finally:
         torch.set_float32_matmul_precision(precision)
     return launches

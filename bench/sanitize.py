@@ -34,18 +34,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from torch_streamkl import (
-    attention_kl,
-    attention_kl_varlen,
-    launch,
-    linear_kl,
-    linear_ops,
-    row_program,
-)
+from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.distributed.shard_rows import num_fields
-from torch_streamkl.functional import named
-from torch_streamkl.linear_problem import RowValues
+from torch_streamkl.divergences.functional import named
+from torch_streamkl.launches import launch
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear.problem import RowValues
 
+FOLDERS = ("kernels", "attention.triton", "attention.hopper", "linear.triton", "rows.triton")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # cuBLAS reads the padding between the rows of a matrix, and uses none of it
 NOT_OURS = [
@@ -115,7 +111,7 @@ def _linear(divergence: str, strategy: str) -> None:
 
 def _shards(divergence: str) -> None:
     """What the ranks of a sharded vocabulary launch, one after the other."""
-    from torch_streamkl.kernels import linear_shards
+    from torch_streamkl.linear.triton import shards as shard_kernels
 
     tensors = [torch.randn(n, 64, device="cuda").bfloat16() for n in (100, 3001, 100, 3001)]
     labels = torch.randint(0, 3001, (100,), device="cuda")
@@ -125,13 +121,13 @@ def _shards(divergence: str) -> None:
     logits = [[head.hidden @ head.weight.t() for head in shard.heads] for shard in shards]
     parts = torch.empty(3, num_fields(whole), 100, device="cuda")
     for shard, pair, part in zip(shards, logits, parts, strict=False):
-        linear_shards.state(shard, *pair, part)
-    linear_shards.empty_state(parts[-1])  # of a rank without words
+        shard_kernels.state(shard, *pair, part)
+    shard_kernels.empty_state(parts[-1])  # of a rank without words
     out = RowValues.allocate(whole)
-    linear_shards.merged(whole, parts, 3001, out)
+    shard_kernels.merged(whole, parts, 3001, out)
     if whole.functional.bilinear is None:
         for shard, pair in zip(shards, logits, strict=True):
-            linear_shards.sums(shard, *pair, out, torch.empty(3, 100, device="cuda"))
+            shard_kernels.sums(shard, *pair, out, torch.empty(3, 100, device="cuda"))
 
 
 def _row_program() -> None:
@@ -194,14 +190,14 @@ CASES: dict[str, Callable[[], None]] = {
 LAUNCHED = "launched: "  # what a case says last
 
 
-def kernels() -> set[str]:
-    """Every kernel of torch_streamkl/kernels that is written there, by module and name."""
+def written_kernels() -> set[str]:
+    """Every kernel that is written in torch_streamkl, by module and name."""
     from triton.runtime.jit import JITFunction
 
-    from torch_streamkl import kernels as folder
-
+    folders = [importlib.import_module(f"torch_streamkl.{name}") for name in FOLDERS]
     modules = [
         importlib.import_module(f"{folder.__name__}.{info.name}")
+        for folder in folders
         for info in pkgutil.iter_modules(folder.__path__)
     ]
     functions = [x for m in modules for x in vars(m).values() if isinstance(x, JITFunction)]
@@ -209,7 +205,7 @@ def kernels() -> set[str]:
 
 
 def _name(kernel: Any) -> str:
-    return f"{kernel.fn.__module__.split('.')[-1]}.{kernel.__name__}"
+    return f"{kernel.fn.__module__.removeprefix('torch_streamkl.')}.{kernel.__name__}"
 
 
 def run_case(name: str) -> None:
@@ -259,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
         runs = {job: pool.submit(_run, tool, *job) for job in jobs}
         verdicts = [_report(kind, name, runs) for kind, name in jobs]
     launched = {x for run in runs.values() for x in run.result()[1]}
-    missing = [] if options.cases else sorted(kernels() - launched)
+    missing = [] if options.cases else sorted(written_kernels() - launched)
     if not hopper:
         missing = [x for x in missing if not x.startswith("hopper")]
     if missing:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl import ops
-from torch_streamkl.attention_gradients import attention_kl_with_gradients
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
 from torch_streamkl.fx_passes.fx_utils.torch_names import later

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch_streamkl import ops
+from torch_streamkl.attention import ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 IMPORT = "from torch_streamkl.sites import CompiledBackward, CompiledForward"

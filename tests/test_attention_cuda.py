@@ -40,9 +40,9 @@ def test_few_rows(name: str) -> None:
 @pytest.mark.parametrize("name", ["head_mean", "head_mean_groups"])
 def test_head_mean_in_chunks(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block of the mean at a time: the first compiled kernel serves those behind it, too."""
-    from torch_streamkl.kernels import head_mean_launch
+    from torch_streamkl.attention.triton import head_mean_launches
 
-    monkeypatch.setattr(head_mean_launch, "MEAN_BYTES", 1)
+    monkeypatch.setattr(head_mean_launches, "MEAN_BYTES", 1)
     call = build(replace(CASES[name], dtype=DTYPES[dtype], batch=2, seqlen_q=300, seqlen_k=500))
     check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
 

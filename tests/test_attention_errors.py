@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_streamkl import attention_kl, attention_kl_varlen, launch, ops, reference
+from torch_streamkl import attention_kl, attention_kl_varlen
+from torch_streamkl.attention import ops, reference
+from torch_streamkl.launches import launch
 
 
 def inputs(**changed: Tensor) -> dict[str, Tensor]:

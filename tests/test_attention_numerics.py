@@ -10,8 +10,10 @@ from torch import Tensor
 
 from tests.support.denominators import check_denominators, denominators
 from tests.support.problems import INPUTS
-from torch_streamkl import attention_kl, ops, reference, rowstate
-from torch_streamkl.functional import named
+from torch_streamkl import attention_kl
+from torch_streamkl.attention import ops, reference
+from torch_streamkl.divergences import row_state
+from torch_streamkl.divergences.functional import named
 
 IMPLS = ["reference", "streaming"]
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
@@ -223,7 +225,7 @@ def test_filled_rows_are_uniform_whatever_the_value(fill: float, impl: str) -> N
 def test_filled_keys_near_and_far(
     name: str, fill: float, places: tuple[float, ...], num_keys: int, impl: str
 ) -> None:
-    """NOTE [Masked keys far below] in rowstate.py: a row for every two places of its scores."""
+    """NOTE [Masked keys far below] in row_state.py: a row for every two places of its scores."""
     torch.manual_seed(5)
     offsets = torch.cartesian_prod(*[torch.tensor((*places, 0.0))] * 2)
     num_rows = len(offsets)
@@ -267,5 +269,5 @@ def test_denominators_of_any_two_sizes() -> None:
     zero = torch.zeros_like(l_t)
     form = named("forward_kl").bilinear
     assert form is not None
-    sums = rowstate.finish(rowstate.RowState(zero, l_t, zero, l_s, zero, zero), form)
+    sums = row_state.finish(row_state.RowState(zero, l_t, zero, l_s, zero, zero), form)
     check_denominators(sums.value, expected)

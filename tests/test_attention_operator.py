@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import budget, check
-from torch_streamkl import attention, attention_kl, checks, inductor_options, ops
+from torch_streamkl import attention_kl, checks, inductor_options
+from torch_streamkl.attention import interface, ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 SMALL = Spec(heads=2, seqlen_q=5, seqlen_k=7, student_dim=4, teacher_dim=4)
@@ -59,20 +60,20 @@ def arguments_of(spec: Spec) -> tuple[Any, ...]:
     call = build(spec)
     options = call.options
     public = {**call.tensors, **options}
-    inputs = attention.Inputs(*(public.get(n) for n in attention.Inputs._fields))
-    layout = attention.PACKED if spec.packed is not None else spec.layout
-    settings = attention.Settings(
+    inputs = interface.Inputs(*(public.get(n) for n in interface.Inputs._fields))
+    layout = interface.PACKED if spec.packed is not None else spec.layout
+    settings = interface.Settings(
         *(
             public.get(n, {"layout": layout, "impl": "streaming"}.get(n, 0))
-            for n in attention.Settings._fields
+            for n in interface.Settings._fields
         )
     )
     settings = settings._replace(layout=layout, impl="streaming")
     settings = settings._replace(head_reduction=public.get("head_reduction"))
-    checked = list(attention._checked_options(inputs, settings))
+    checked = list(interface._checked_options(inputs, settings))
     if call.fill is not None:
         checked[6] = call.fill
-    return (*attention._operands(inputs, settings), *checked)
+    return (*interface._operands(inputs, settings), *checked)
 
 
 # ----------------------------------------------------------------------------------------- opcheck

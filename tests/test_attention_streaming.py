@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
-from torch_streamkl import launch, ops, streaming
-from torch_streamkl.divergence import functional_text
+from torch_streamkl.attention import blocked, ops
+from torch_streamkl.divergences.names import functional_text
+from torch_streamkl.launches import launch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,12 +72,10 @@ def test_any_call() -> None:
 def test_padded_rows_take_a_second_pass_where_padding_counts(
     fill: float, clamped: str, num_passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NOTE [Masked keys far below] in rowstate.py."""
+    """NOTE [Masked keys far below] in divergences/row_state.py."""
     calls = [1]
-    original = streaming._second_pass
-    monkeypatch.setattr(
-        streaming, "_second_pass", lambda *args: calls.append(2) or original(*args)
-    )
+    original = blocked._second_pass
+    monkeypatch.setattr(blocked, "_second_pass", lambda *args: calls.append(2) or original(*args))
     torch.manual_seed(0)
     tensors = torch.randn(4, 2, 1, 40, 8).unbind(0)
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
@@ -117,8 +116,8 @@ def test_memory_is_a_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     text = functional_text(call.spec.divergence, 0.5, 0.0, 0.0, call.spec.student_clamp, 0.0)
     problem, _ = ops.problem_of(*tensors, functional=text, **options)
     with LargestTensor(*tensors, mask) as largest:
-        value, stats = streaming.forward(problem)
-        streaming.backward(problem, stats, value, streaming.Wanted(True, True, True, True))
+        value, stats = blocked.forward(problem)
+        blocked.backward(problem, stats, value, blocked.Wanted(True, True, True, True))
     gradients = max(x.untyped_storage().nbytes() for x in tensors)
     block = 4 * 2**12
     assert largest.size <= max(block, gradients)

@@ -22,10 +22,11 @@ from tests.support.poison import padded, poisoned_memory
 from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
-from torch_streamkl import attention_kl, launch
-from torch_streamkl.functional import named
-from torch_streamkl.ops import problem_of
-from torch_streamkl.problem import RowStatistics
+from torch_streamkl import attention_kl
+from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.problem import RowStatistics
+from torch_streamkl.divergences.functional import named
+from torch_streamkl.launches import launch
 
 pytestmark = quiet
 KL = named("forward_kl").text
@@ -57,7 +58,7 @@ def test_float16(name: str) -> None:
 @inside
 def test_sums_in_the_order_of_registers() -> None:
     """The gradient of sums that lie as a wgmma accumulator does: NOTE [Order of sums]."""
-    from torch_streamkl.kernels import hopper_atomic
+    from torch_streamkl.attention.hopper import atomic
 
     heads, seqlen, head_dim, scale = 3, 150, 64, 0.5
     gradient = torch.randn(heads, 192, head_dim)
@@ -65,7 +66,7 @@ def test_sums_in_the_order_of_registers() -> None:
     tiles = gradient.view(heads, 3, 4, 2, 8, head_dim // 8, 4, 2)
     sums = tiles.permute(0, 1, 2, 5, 4, 6, 3, 7).reshape(heads * 3, -1).contiguous()
     out = torch.empty(1, heads, seqlen, head_dim)
-    hopper_atomic.gradient_kernel[(heads * 3, 1, 1)](
+    atomic.gradient_kernel[(heads * 3, 1, 1)](
         sums, out, out.stride(1), out.stride(2), scale, seqlen, 64, head_dim
     )
     assert torch.equal(out[0], gradient[:, :seqlen] * scale)
@@ -77,10 +78,15 @@ def test_sums_in_the_order_of_registers() -> None:
 )
 def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the kernel for Hopper, whose rows may fail (hopper_forward.py)."""
-    from torch_streamkl.kernels import attention, attention_forward, hopper_attention, plans
+    from torch_streamkl.attention.hopper import launches as hopper
+    from torch_streamkl.attention.triton import forward as attention_forward
+    from torch_streamkl.attention.triton import launches as portable
+    from torch_streamkl.attention.triton import (
+        plans,
+    )
 
-    forward, problems = attention.forward, []
-    monkeypatch.setattr(attention, "forward", lambda p: (problems.append(p), forward(p))[1])
+    forward, problems = portable.forward, []
+    monkeypatch.setattr(portable, "forward", lambda p: (problems.append(p), forward(p))[1])
     build(replace(CASES[name], heads=2)).run("triton")
     (p,) = problems
     value, stats = forward(p)
@@ -91,7 +97,7 @@ def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.Mo
         x.fill_(7.0)
     value[-1, 1, rows.stop - 1] = math.nan
     plan, config = plans.plan_of(p), plans.config_of(p, launch.HOPPER_AGAIN)
-    blocks = launch.ceil_div(hopper_attention._longest(p)[0], config.BLOCK_M)
+    blocks = launch.ceil_div(hopper._longest(p)[0], config.BLOCK_M)
     attention_forward.forward_again_kernel[(blocks * 2 * plan.num_sequences, 1, 1)](
         *plan.arguments(p), *found, plan.stats_stride, blocks, 2, plan.inv_temperature, plan.fill,
         plan.form, plan.helper, config,
@@ -105,19 +111,19 @@ def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.Mo
 @inside
 def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks are computed in shares, which add up to what one program gives."""
-    from torch_streamkl.kernels import head_mean_launch
+    from torch_streamkl.attention.triton import head_mean_launches
 
-    original, splits = head_mean_launch.head_mean_splits, []
+    original, splits = head_mean_launches.head_mean_splits, []
 
     def counted(*arguments: Any) -> int:
         splits.append(original(*arguments))
         return splits[-1]
 
     call = build(replace(CASES["head_mean"], batch=1, seqlen_q=37, seqlen_k=70))
-    monkeypatch.setattr(head_mean_launch, "head_mean_splits", counted)
+    monkeypatch.setattr(head_mean_launches, "head_mean_splits", counted)
     shared = call.value_and_gradients("triton")
     assert min(splits[:3]) > 1  # of the sums, and of the student's dQ and dK
-    monkeypatch.setattr(head_mean_launch, "head_mean_splits", lambda *_: 1)
+    monkeypatch.setattr(head_mean_launches, "head_mean_splits", lambda *_: 1)
     for name, x in call.value_and_gradients("triton").items():
         torch.testing.assert_close(shared[name], x)
 
@@ -135,9 +141,9 @@ def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that does not fit its memory is made for some rows after the others."""
-    from torch_streamkl.kernels import head_mean_launch
+    from torch_streamkl.attention.triton import head_mean_launches
 
-    original, chunks = head_mean_launch.Launcher.chunks, []
+    original, chunks = head_mean_launches.Launcher.chunks, []
 
     def counted(launcher: Any) -> Any:
         chunks.append(launcher.num_chunks)
@@ -145,8 +151,8 @@ def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPat
 
     call = build(replace(CASES[name], batch=2, seqlen_q=70, seqlen_k=40))
     whole = call.value_and_gradients("triton")
-    monkeypatch.setattr(head_mean_launch, "MEAN_BYTES", 4 * rows * 48)  # 40 keys are three tiles
-    monkeypatch.setattr(head_mean_launch.Launcher, "chunks", counted)
+    monkeypatch.setattr(head_mean_launches, "MEAN_BYTES", 4 * rows * 48)  # 40 keys are three tiles
+    monkeypatch.setattr(head_mean_launches.Launcher, "chunks", counted)
     found = call.value_and_gradients("triton")
     blocks = 2 * call.spec.heads * 3  # of 32 rows
     assert chunks == [blocks // (rows // 32)] * 2  # forward and backward
@@ -159,19 +165,19 @@ def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["gqa", "mqa", "mqa_causal", "varlen_causal"])
 def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dK whose heads are shared by programs is what one program gives."""
-    from torch_streamkl.kernels import attention
+    from torch_streamkl.attention.triton import launches as portable
 
-    original, shares = attention.key_shares, []
+    original, shares = portable.key_shares, []
 
     def counted(*arguments: Any, **options: Any) -> int:
         shares.append(original(*arguments, **options))
         return shares[-1]
 
     call = build(CASES[name])
-    monkeypatch.setattr(attention, "key_shares", counted)
+    monkeypatch.setattr(portable, "key_shares", counted)
     shared = call.value_and_gradients("triton")
     assert (max(shares) > 1) == name.endswith(("qa", "qa_causal"))
-    monkeypatch.setattr(attention, "key_shares", lambda *_, **__: 1)
+    monkeypatch.setattr(portable, "key_shares", lambda *_, **__: 1)
     for tensor, x in call.value_and_gradients("triton").items():
         torch.testing.assert_close(shared[tensor], x)
 
@@ -179,11 +185,11 @@ def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @inside
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("gqa", "mqa"))])
 def test_few_queries_of_a_group_are_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_streamkl.kernels import attention
+    from torch_streamkl.attention.triton import launches as portable
 
-    original, found = attention.heads_as_rows, []
+    original, found = portable.heads_as_rows, []
     monkeypatch.setattr(
-        attention, "heads_as_rows", lambda problem: found.append(original(problem)) or found[-1]
+        portable, "heads_as_rows", lambda problem: found.append(original(problem)) or found[-1]
     )
     build(CASES[name]).value_and_gradients("triton")
     sizes = {rows.student.q.shape[1:3] for rows in found if rows is not None}
@@ -194,7 +200,7 @@ def test_few_queries_of_a_group_are_rows(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("split_keys")])
 def test_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases meant for split keys do split them, and one program gives the same."""
-    from torch_streamkl.kernels.plans import clear_plans
+    from torch_streamkl.attention.triton.plans import clear_plans
 
     clear_plans()
     splits = []
@@ -232,11 +238,15 @@ def test_a_kept_plan_takes_the_tensors_of_the_call() -> None:
 @inside
 @pytest.mark.parametrize("window_right", [None, 0])
 def test_only_blocks_with_nan_are_computed_again(window_right: int | None) -> None:
-    from torch_streamkl.kernels import attention, attention_forward, plans
+    from torch_streamkl.attention.triton import forward as attention_forward
+    from torch_streamkl.attention.triton import launches as portable
+    from torch_streamkl.attention.triton import (
+        plans,
+    )
 
     q, k = torch.randn(2, 1, 2, 70, 16).unbind(0)
     problem = problem_of(q, k, k, q, window_right=window_right)[0]
-    expected, _ = attention.forward(problem)
+    expected, _ = portable.forward(problem)
     value, stats = RowStatistics.allocate(problem)
     value.fill_(7.0)
     for head, row in ((0, 16), (1, 69), (1, 64)):
@@ -257,7 +267,7 @@ def test_only_blocks_with_nan_are_computed_again(window_right: int | None) -> No
 @pytest.mark.parametrize(("clamp", "is_reached"), [(1e-30, False), (1e-3, True)])
 def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool) -> None:
     """NOTE [Rows without a clamped key] in hopper_backward.py: even where P is 0 below it."""
-    from torch_streamkl.kernels import attention
+    from torch_streamkl.attention.triton import launches as portable
 
     q, k = torch.randn(2, 1, 2, 40, 16).unbind(0)
     lowest = F.log_softmax(q @ k.mT, -1).amin(-1)
@@ -267,7 +277,7 @@ def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool)
         problem = problem_of(q, k, size * q, k, functional=functional)[0]
         form = problem.functional.closed_form
         assert form is not None and form.ts == -1.0
-        _, stats = attention.forward(problem)
+        _, stats = portable.forward(problem)
         assert ((stats.student_sum != form.ts) == is_reached).all()
         assert size == 0.5 or (stats.student_sum + 1.0).abs().max() < 1e-4
 
@@ -275,14 +285,14 @@ def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool)
 @inside
 @pytest.mark.parametrize(("fill", "is_reached"), [(-1e4, False), (-3e38, False), (-80.0, True)])
 def test_padded_rows_reach_a_clamp_where_padding_counts(fill: float, is_reached: bool) -> None:
-    """NOTE [Masked keys far below] in rowstate.py, seen as in the test before."""
-    from torch_streamkl.kernels import attention
+    """NOTE [Masked keys far below] in divergences/row_state.py, seen as in the test before."""
+    from torch_streamkl.attention.triton import launches as portable
 
     q, k = torch.randn(2, 1, 2, 40, 16).unbind(0)
     mask = (torch.arange(40) < 30)[None, None, None]
     functional = named("forward_kl", student_clamp=1e-30).text
     problem = problem_of(q, k, k, q, mask=mask, mask_value=fill, functional=functional)[0]
-    _, stats = attention.forward(problem)
+    _, stats = portable.forward(problem)
     assert ((stats.student_sum != -1.0) == is_reached).all()
 
 
@@ -290,9 +300,9 @@ def test_padded_rows_reach_a_clamp_where_padding_counts(fill: float, is_reached:
 @pytest.mark.filterwarnings("ignore:overflow")  # of the ratio that is not used then
 def test_denominators_of_any_two_sizes() -> None:
     """As in test_attention_numerics.py; sums relative to a fixed base may be far apart."""
-    from torch_streamkl.kernels import hopper_parts
-    from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
-    from torch_streamkl.kernels.plans import plan_of
+    from torch_streamkl.attention.hopper import parts as hopper_parts
+    from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
+    from torch_streamkl.attention.triton.plans import plan_of
 
     l_t, l_s, expected = denominators()
     n = len(l_t)
@@ -318,10 +328,11 @@ def test_parts_of_rows_are_united(
 
     Rows below a clamp, and those that a part had doubts about, get NaN: computed again.
     """
-    from torch_streamkl.kernels import attention_forward, hopper_parts
+    from torch_streamkl.attention.hopper import parts as hopper_parts
+    from torch_streamkl.attention.triton import forward as attention_forward
+    from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
+    from torch_streamkl.attention.triton.plans import plan_of
     from torch_streamkl.kernels.arguments import State
-    from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
-    from torch_streamkl.kernels.plans import plan_of
 
     q, k, q_t, k_t = (torch.randn(2, 3, n, 16) for n in (19, 37, 19, 37))
     functional = named(divergence, student_clamp=clamp, teacher_clamp=clamp)

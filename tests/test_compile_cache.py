@@ -75,7 +75,7 @@ def test_changed_code_or_option_is_a_miss_and_the_same_a_hit(tmp_path: Path) -> 
     for result in (backend_option, inductor_option):
         assert _uses(result) == (0, 1, 0)
 
-    operators = package / "ops.py"
+    operators = package / "attention" / "ops.py"
     text, count = FORMULA.subn(NEGATED, operators.read_text())
     assert count == 1
     operators.write_text(text)

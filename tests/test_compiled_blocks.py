@@ -19,10 +19,13 @@ from torch import Tensor
 from tests.support.problems import CASES, Spec, build
 from tests.support.tolerances import budget, check
 from tests.test_panels import linear_problem
-from torch_streamkl import compiled, linear_panels, linear_rows, ops, panels, streaming
-from torch_streamkl.linear_problem import RowValues, RowWeights
-from torch_streamkl.linear_problem import Wanted as LinearWanted
-from torch_streamkl.streaming import Wanted
+from torch_streamkl.attention import blocked, ops, panels
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.cpu import compiled
+from torch_streamkl.linear import panels as linear_panels
+from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.problem import RowValues, RowWeights
+from torch_streamkl.linear.problem import Wanted as LinearWanted
 
 STUDENT = Wanted(True, True, False, False)
 MASKED = replace(CASES["mask_padding"], student_clamp=1e-4, is_causal=True, heads=2)
@@ -35,11 +38,11 @@ def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "LEAST_QUERIES", 4)
     monkeypatch.setattr(ops, "_module", lambda _: panels)
     for name in ("forward", "backward", "forward_with_gradients"):
-        monkeypatch.setattr(streaming, name, _refuse)
+        monkeypatch.setattr(blocked, name, _refuse)
 
 
 def _refuse(*_: Any) -> None:
-    raise AssertionError("the blocks of streaming.py were asked")
+    raise AssertionError("the blocks of attention/blocked.py were asked")
 
 
 def problem_of(seqlen: int = 33, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -73,7 +76,7 @@ def test_against_the_blocks_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(35, torch.float64, window_right=0, window_left=9, mask_value=-1e4)
     weight = torch.randn(2, 3, 35, dtype=torch.float64)
     value, stats, grads = panels.forward_with_gradients(problem, weight, STUDENT)
-    expected = streaming.forward_with_gradients(problem, weight, STUDENT)
+    expected = blocked.forward_with_gradients(problem, weight, STUDENT)
     again = panels.backward(problem, stats, weight, STUDENT)
     for got, x in zip((value, *grads[:2]), (expected[0], *expected[2][:2]), strict=True):
         torch.testing.assert_close(got, x, rtol=1e-9, atol=1e-10)
@@ -157,7 +160,7 @@ def test_without_a_compiler_it_says_so_once_and_runs_the_blocks(
     compiled._runs.clear()
     messages = [r.message for r in caplog.records if "Inductor cannot compile" in r.message]
     assert len(messages) == 1 and "eager mode instead" in messages[0], messages
-    expected = streaming.forward_with_gradients(problem, None, STUDENT)
+    expected = blocked.forward_with_gradients(problem, None, STUDENT)
     assert torch.equal(value, expected[0])
     assert grads[0] is not None and expected[2][0] is not None
     assert torch.equal(grads[0], expected[2][0])

@@ -1,13 +1,13 @@
-"""cpu_math.py against torch's own operations."""
+"""cpu/elementwise.py against torch's own operations."""
 
 import math
 
 import pytest
 import torch
 
-from torch_streamkl import cpu_math
-from torch_streamkl.functional import DIVERGENCES, Functional
-from torch_streamkl.rowstate import state_of_scores
+from torch_streamkl.cpu import elementwise
+from torch_streamkl.divergences.functional import DIVERGENCES, Functional
+from torch_streamkl.divergences.row_state import state_of_scores
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -17,20 +17,20 @@ DTYPES = [torch.float32, torch.float64]
 def test_exp(dtype: torch.dtype, size: int) -> None:
     """Equal to the bit, but for denormal results, which are 0."""
     torch.manual_seed(0)
-    least = cpu_math._LEAST[dtype]
+    least = elementwise._LEAST[dtype]
     for spread in (1.0, -least / 2, -2 * least):
         x = torch.randn(3, size, dtype=dtype) * spread
         x.view(-1)[::5] = -math.inf
         expected = x.exp().masked_fill(x <= least, 0.0)
-        assert torch.equal(cpu_math.exp(x), expected)
-        assert torch.equal(cpu_math.exp_(x.clone()), expected)
+        assert torch.equal(elementwise.exp(x), expected)
+        assert torch.equal(elementwise.exp_(x.clone()), expected)
 
 
 def test_exp_keeps_nan_and_infinity() -> None:
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
-    torch.testing.assert_close(cpu_math.exp(x), x.exp(), equal_nan=True)
+    torch.testing.assert_close(elementwise.exp(x), x.exp(), equal_nan=True)
     x = torch.tensor([math.inf, -math.inf, -100.0, 0.0])
-    assert cpu_math.exp(x).tolist() == [math.inf, 0.0, 0.0, 1.0]
+    assert elementwise.exp(x).tolist() == [math.inf, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +42,7 @@ def test_mask(hidden: float, dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 5, 9, dtype=dtype)
     expected = x.masked_fill(~allowed, -math.inf)
     x = torch.where(allowed, x, hidden)
-    assert cpu_math.mask_(x, cpu_math.limits(allowed)) == math.isfinite(hidden)
+    assert elementwise.mask_(x, elementwise.limits(allowed)) == math.isfinite(hidden)
     assert torch.equal(x, expected)
 
 

@@ -23,7 +23,8 @@ from tests.support.ranks import (
     outcomes,
     same_error,
 )
-from torch_streamkl import attention_kl, ops
+from torch_streamkl import attention_kl
+from torch_streamkl.attention import ops
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 32, 16

@@ -282,8 +282,8 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_order_of_sums(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_streamkl import launch
     from torch_streamkl.fx_passes.reporting import execution
+    from torch_streamkl.launches import launch
 
     found: list[bool] = []
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
+from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.reporting import execution
-from torch_streamkl.problem import AttentionProblem
 
 WITHOUT_CHECK = {"streamkl.verify": "never"}
 WORDS = 12

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_streamkl.functional import (
+from torch_streamkl.divergences.functional import (
     DIVERGENCES,
     LOG_P,
     LOG_S,

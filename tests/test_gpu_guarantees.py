@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.support.problems import CASES, Spec, build
-from torch_streamkl import attention_kl, launch, linear_kl
+from torch_streamkl import attention_kl, linear_kl
+from torch_streamkl.launches import launch
 
 pytestmark = [
     pytest.mark.gpu,

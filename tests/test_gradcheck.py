@@ -12,16 +12,12 @@ from torch.autograd import gradcheck
 
 from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.problems import CASES, build
-from torch_streamkl import (
-    launch,
-    linear_chunks,
-    linear_kl,
-    linear_ops,
-    linear_panels,
-    ops,
-    panels,
-    streaming,
-)
+from torch_streamkl import linear_kl
+from torch_streamkl.attention import blocked, ops, panels
+from torch_streamkl.launches import launch
+from torch_streamkl.linear import chunks as linear_chunks
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear import panels as linear_panels
 
 PACKED = ((2, 4), (3, 1))
 
@@ -61,7 +57,7 @@ def test_panels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "LEAST_QUERIES", 1)
     monkeypatch.setattr(ops, "_module", lambda _: panels)
     for function in ("forward", "backward", "forward_with_gradients"):
-        monkeypatch.setattr(streaming, function, None)  # what panels hand on
+        monkeypatch.setattr(blocked, function, None)  # what panels hand on
     test_attention(name, "streaming", monkeypatch)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
 from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
-from torch_streamkl import attention_kl, ops, panels
-from torch_streamkl.attention_gradients import attention_kl_with_gradients
+from torch_streamkl import attention_kl
+from torch_streamkl.attention import ops, panels
+from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.fx_passes import gradients_in_forward, inductor_passes
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 

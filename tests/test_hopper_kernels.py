@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.offline import looks_like
 from tests.support.problems import Call, Spec, build
 from tests.support.tolerances import budget, check
-from torch_streamkl import attention_kl, launch
-from torch_streamkl.devices import gpu_of
-from torch_streamkl.functional import DIVERGENCES, Functional, named
-from torch_streamkl.kernels import plans
-from torch_streamkl.ops import problem_of
+from torch_streamkl import attention_kl
+from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.triton import plans
+from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
+from torch_streamkl.launches import launch
+from torch_streamkl.launches.devices import gpu_of
 
 hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper
 on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")
@@ -305,10 +306,10 @@ def test_parts_of_last_round(blocks: int, tiles: int, expected: tuple[int, int])
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Which rows each call marked to be computed again."""
-    from torch_streamkl.kernels import attention_forward
+    from torch_streamkl.attention.triton import forward
 
     seen: list[torch.Tensor] = []
-    kernel = attention_forward.forward_again_kernel
+    kernel = forward.forward_again_kernel
 
     class Recording:
         def __getitem__(self, grid: Any) -> Any:
@@ -318,7 +319,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
             return run
 
-    monkeypatch.setattr(attention_forward, "forward_again_kernel", Recording())
+    monkeypatch.setattr(forward, "forward_again_kernel", Recording())
     return seen
 
 
@@ -355,7 +356,7 @@ CLAMPED = [
 @pytest.mark.gpu
 @on_hopper
 def test_a_late_key_far_above_the_first_tile() -> None:
-    from torch_streamkl.kernels import hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper_attention
 
     # sums of 2^125 and 2^110 relative to the bases: they are finite, their products are not
     q, k_s, k_t = (
@@ -532,7 +533,7 @@ def test_incoming_gradients(kind: str, clamp: float, head_dim: int) -> None:
 @pytest.mark.parametrize("clamp", [0.0, 1e-3])  # the second has another kernel
 def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """dK of eight heads that share keys: in four shares, and in one."""
-    from torch_streamkl.kernels import hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper_attention
 
     case = spec(
         128, heads=8, student_kv_heads=1, teacher_kv_heads=1, seqlen_q=150, seqlen_k=333,

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from torch_streamkl.kernels import hopper, hopper_backward, hopper_forward, scores
+from torch_streamkl.attention.hopper import backward, forward, warp_groups
+from torch_streamkl.kernels import scores
 from torch_streamkl.kernels.arguments import MaskArgs, Sequence
 
 Pairs = NDArray[np.int64]
@@ -33,12 +34,12 @@ RANGES = {
     "rows_of_keys": on_numbers(scores.rows_of_keys, tiles=tiles),
 }
 in_window = on_numbers(scores.in_window)
-without_offset = on_numbers(hopper.without_offset)
-pairs_met = on_numbers(hopper_forward.pairs_met, **RANGES)
-keys_met = on_numbers(hopper_forward.keys_met)
-pairs_without_mask = on_numbers(hopper_forward.pairs_without_mask, **RANGES)
-tiles_met = on_numbers(hopper_backward.tiles_met, **RANGES)
-tiles_without_mask = on_numbers(hopper_backward.tiles_without_mask, **RANGES)
+without_offset = on_numbers(warp_groups.without_offset)
+pairs_met = on_numbers(forward.pairs_met, **RANGES)
+keys_met = on_numbers(forward.keys_met)
+pairs_without_mask = on_numbers(forward.pairs_without_mask, **RANGES)
+tiles_met = on_numbers(backward.tiles_met, **RANGES)
+tiles_without_mask = on_numbers(backward.tiles_without_mask, **RANGES)
 
 
 def sequences() -> Iterator[tuple[int, int, int, int | None, int | None]]:

@@ -11,7 +11,8 @@ from torch._inductor.codegen import custom_extern_kernel_codegen as table
 from torch._inductor.utils import run_and_get_code
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_streamkl import attention_kl, panels
+from torch_streamkl import attention_kl
+from torch_streamkl.attention import panels
 from torch_streamkl.fx_passes import backend, inductor_sites
 
 OPERATORS = ("torch.ops.torch_streamkl._attention_kl.default(", "_attention_kl_backward.default(")

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_streamkl import linear_chunks, linear_ops
-from torch_streamkl.linear_problem import RowWeights, Wanted
+from torch_streamkl.linear import chunks as linear_chunks
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear.problem import RowWeights, Wanted
 
 TOKENS, WORDS, WIDTHS, RANKS = 41, 300, (24, 40), (4, 3)
 NAMES = ("hidden", "weight", "adapter_hidden", "adapter_weight")

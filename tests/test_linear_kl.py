@@ -13,9 +13,12 @@ from torch.library import opcheck
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_streamkl import LinearKL, linear_chunks, linear_kl, linear_ops, rowstate
-from torch_streamkl.functional import named
-from torch_streamkl.linear_problem import (
+from torch_streamkl import LinearKL, linear_kl
+from torch_streamkl.divergences import row_state
+from torch_streamkl.divergences.functional import named
+from torch_streamkl.linear import chunks as linear_chunks
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear.problem import (
     MAX_LOW_PRECISION_SUMS,
     Head,
     LinearProblem,
@@ -432,7 +435,7 @@ def test_shards_of_the_vocabulary_merge(divergence):
     whole = LinearProblem(Head(xs, ws), Head(xt, wt), functional, temperature=2.0, labels=labels)
     shards = [whole.of_words(slice(0, 13)), whole.of_words(slice(13, 40))]
     (a, hard_a), (b, hard_b) = (linear_chunks.partial_state(shard) for shard in shards)
-    sums = rowstate.finish(rowstate.merge(a, b, functional.bilinear), functional.bilinear)
+    sums = row_state.finish(row_state.merge(a, b, functional.bilinear), functional.bilinear)
     expected = linear_chunks.forward(whole, 0)
     torch.testing.assert_close(sums.value, expected.value)
     lses = (sums.student_lse, sums.teacher_lse, sums.student_sum, sums.teacher_sum)

@@ -11,7 +11,8 @@ import torch
 
 from tests.support.interpreter import inside, outside, quiet, run_interpreted
 from tests.test_linear_kl import DIVERGENCES, heads, limit_workspace, outcome
-from torch_streamkl import linear_chunks, linear_kl
+from torch_streamkl import linear_kl
+from torch_streamkl.linear import chunks as linear_chunks
 
 pytestmark = quiet
 

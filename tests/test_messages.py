@@ -15,15 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_streamkl import (
-    attention_kl,
-    attention_kl_varlen,
-    linear_kl,
-    linear_ops,
-    nitrobrew,
-    ops,
-    reference,
-)
+from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, nitrobrew
+from torch_streamkl.attention import ops, reference
+from torch_streamkl.linear import ops as linear_ops
 
 SNAPSHOT = Path(__file__).parent / "messages.txt"
 LEAST = 200

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.problems import CASES, build
-from torch_streamkl import attention_kl, attention_kl_varlen, launch, rowstate
-from torch_streamkl.functional import Functional, named
+from torch_streamkl import attention_kl, attention_kl_varlen
+from torch_streamkl.divergences import row_state
+from torch_streamkl.divergences.functional import Functional, named
+from torch_streamkl.launches import launch
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")
 IMPLS = ("streaming", "reference")
@@ -181,16 +183,16 @@ def test_states_split_and_merge(divergence: str) -> None:
         excluded = torch.rand(5, keys, generator=generator) < 0.3
         t, s = (x.masked_fill(excluded, -math.inf) for x in (t, s))
 
-        def state(part: slice) -> rowstate.RowState:
+        def state(part: slice) -> row_state.RowState:
             if t[:, part].shape[1] == 0:
-                return rowstate.RowState.empty((5,), t)
+                return row_state.RowState.empty((5,), t)
             scores = (t[:, part].clone(), s[:, part].clone())
-            return rowstate.state_of_scores(*scores, form, finite=False)
+            return row_state.state_of_scores(*scores, form, finite=False)
 
-        whole = rowstate.finish(state(slice(None)), form)
+        whole = row_state.finish(state(slice(None)), form)
         left, right = state(slice(cut)), state(slice(cut, None))
         for parts in ((left, right), (right, left)):
-            merged = rowstate.finish(rowstate.merge(*parts, form), form)
+            merged = row_state.finish(row_state.merge(*parts, form), form)
             for name in ("value", "student_lse", "teacher_lse", "student_sum", "teacher_sum"):
                 found, expected = getattr(merged, name), getattr(whole, name)
                 has_keys = ~excluded.all(-1)
@@ -214,7 +216,7 @@ def test_a_scaled_value_has_a_scaled_gradient(name: str) -> None:
 
 def test_mixtures_of_functionals_are_linear() -> None:
     """The value of a sum of expressions is the sum of their values."""
-    from torch_streamkl import ops
+    from torch_streamkl.attention import ops
 
     tensors = inputs(0, 9, 20)
     first, second = named("forward_kl").text, named("js").text

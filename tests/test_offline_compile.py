@@ -15,12 +15,12 @@ from bench.offline import (
     record_launches,
     stack_in_main_loops,
 )
-from torch_streamkl import linear_problem
-from torch_streamkl.functional import DIVERGENCES, Functional, named
-from torch_streamkl.launch import HopperLaunch
-from torch_streamkl.ops import problem_of
-from torch_streamkl.problem import AttentionProblem, RowStatistics
-from torch_streamkl.streaming import Wanted
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
+from torch_streamkl.launches.launch import HopperLaunch
+from torch_streamkl.linear import problem as linear_problem
 
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
 # any two of the choices meet without these
@@ -58,13 +58,13 @@ def problem(
 def portable_launches(
     target: str, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
 ) -> list[Launch]:
-    from torch_streamkl.kernels import attention
+    from torch_streamkl.attention.triton import launches as portable
 
     with record_launches(target) as launches:
         p = problem(head_dim, window_right=0, dtype=dtype)
-        _, stats = attention.forward(p)
+        _, stats = portable.forward(p)
         grad = torch.empty(1, 32, 1024, device="cuda")
-        attention.backward(p, stats, grad, Wanted(True, True, False, False))
+        portable.backward(p, stats, grad, Wanted(True, True, False, False))
     return launches
 
 
@@ -100,7 +100,7 @@ def test_full_float32(head_dim: int) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_head_mean(target: str) -> None:
-    from torch_streamkl.kernels import head_mean_launch
+    from torch_streamkl.attention.triton import head_mean_launches
 
     shapes = ((1, 128), (1, 128), (128, 192), (128, 192))  # heads and head_dim of both sides
     scales = {"student_scale": 0.1, "teacher_scale": 0.1}
@@ -111,9 +111,9 @@ def test_head_mean(target: str) -> None:
             for heads, dim in shapes
         )
         p = problem_of(q, k, tq, tk, functional=kl, window_right=0, head_mean=True, **scales)[0]
-        _, stats = head_mean_launch.forward(p)
+        _, stats = head_mean_launches.forward(p)
         grad = torch.empty(1, 1, 4096, device="cuda")
-        head_mean_launch.backward(p, stats, grad, Wanted(True, True, False, False))
+        head_mean_launches.backward(p, stats, grad, Wanted(True, True, False, False))
     assert Counter(launch.kernel.__name__ for launch in launches) == {
         "lse_kernel": 2,  # of both sides
         "mean_kernel": 2,  # forward and backward
@@ -186,10 +186,10 @@ WINDOW = {"window_left": 511, "window_right": 0}
     ],
 )
 def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen: int) -> None:
-    from torch_streamkl.kernels import hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper
 
     with record_launches("sm_90") as launches:
-        hopper_attention.forward(problem(head_dim, divergence, seqlen, **options))
+        hopper.forward(problem(head_dim, divergence, seqlen, **options))
     forward, *others = launches
     check_hopper(forward, HOPPER_FORWARD_STACK)
     expected = ["forward_again_kernel"]
@@ -215,14 +215,14 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
 def test_hopper_backward(
     head_dim: int, divergence: str, options: dict[str, Any], seqlen: int, of_student: bool
 ) -> None:
-    from torch_streamkl.kernels import hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper
 
     with record_launches("sm_90") as launches:
         p = problem(head_dim, divergence, seqlen, **options)
         _, stats = RowStatistics.allocate(p)
         grad = torch.empty(1, 32, seqlen, device="cuda")
         wanted = Wanted(of_student, of_student, not of_student, not of_student)
-        hopper_attention.backward(p, stats, grad, wanted)
+        hopper.backward(p, stats, grad, wanted)
     assert len(launches) == 2
     stack = WIDER_TEACHER_STACK if "student_dim" in options else STACK["sm_90", "backward_kernel"]
     for launch in launches:
@@ -239,13 +239,13 @@ def test_hopper_backward(
     ],
 )
 def test_hopper_sums_in_any_order(window_right: int | None, divergence: str) -> None:
-    from torch_streamkl.kernels import hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper
 
     with record_launches("sm_90") as launches:
         p = problem(64, divergence, 4096, window_right=window_right, deterministic=False)
         _, stats = RowStatistics.allocate(p)
         grad = torch.empty(1, 32, 4096, device="cuda")
-        hopper_attention.backward(p, stats, grad, Wanted(True, True, False, False))
+        hopper.backward(p, stats, grad, Wanted(True, True, False, False))
     both, in_order = launches
     check_hopper(both, 0)
     assert in_order.kernel.__name__ == "gradient_kernel"
@@ -256,12 +256,12 @@ def test_hopper_sums_in_any_order(window_right: int | None, divergence: str) -> 
 
 @pytest.mark.parametrize("groups", [2, 4])
 def test_other_hopper_launch(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_streamkl.kernels import hopper_attention
+    from torch_streamkl.attention.hopper import launches as hopper
 
     launch = HopperLaunch(64, 64, groups, slots=2)
-    monkeypatch.setattr(hopper_attention, "hopper_launch", lambda _: launch)
+    monkeypatch.setattr(hopper, "hopper_launch", lambda _: launch)
     with record_launches("sm_90") as launches:
-        hopper_attention.forward(problem(64, window_right=0))
+        hopper.forward(problem(64, window_right=0))
     check_hopper(launches[0], HOPPER_FORWARD_STACK)
     assert launches[0].grid == (32 * 1024 // (groups * 64), 1, 1)
 
@@ -282,7 +282,7 @@ def head(width: int) -> linear_problem.Head:
     ],
 )
 def test_rows_of_logits(target: str, divergence: str) -> None:
-    from torch_streamkl.kernels import linear
+    from torch_streamkl.linear.triton import launches as row_kernels
 
     with record_launches(target) as launches:
         p = linear_problem.LinearProblem(
@@ -292,7 +292,7 @@ def test_rows_of_logits(target: str, divergence: str) -> None:
         weights = linear_problem.RowWeights(torch.empty(512, device="cuda"), None)
         wanted = linear_problem.Wanted(student_hidden=True, student_weight=True)
         out = linear_problem.RowValues.allocate(p)
-        linear.values_and_gradient(p, student, teacher, out, weights, wanted)
+        row_kernels.values_and_gradient(p, student, teacher, out, weights, wanted)
     (launch,) = launches
     built = compile_launch(launch, target)
     assert built.shared_bytes <= TARGETS[target].shared_bytes

@@ -16,9 +16,10 @@ from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.problems import CASES
 from tests.support.strategies import specs
 from tests.test_attention_operator import arguments_of, operator_arguments
-from torch_streamkl import linear_ops, ops
-from torch_streamkl.attention_gradients import attention_kl_with_gradients
-from torch_streamkl.functional import DIVERGENCES, named
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
+from torch_streamkl.divergences.functional import DIVERGENCES, named
+from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.rows import op as rows_op
 from torch_streamkl.rows.expressions import FLOAT

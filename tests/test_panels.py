@@ -15,11 +15,13 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
 from tests.test_attention_operator import operator_arguments
-from torch_streamkl import linear_panels, linear_rows, ops, panels, streaming
-from torch_streamkl.functional import named
-from torch_streamkl.linear_problem import Head, LinearProblem, RowValues, RowWeights
-from torch_streamkl.linear_problem import Wanted as LinearWanted
-from torch_streamkl.streaming import Wanted
+from torch_streamkl.attention import blocked, ops, panels
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.divergences.functional import named
+from torch_streamkl.linear import panels as linear_panels
+from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights
+from torch_streamkl.linear.problem import Wanted as LinearWanted
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.usefixtures("bodies_as_written", "small_panels")
@@ -76,7 +78,7 @@ def test_gradients_in_the_forward(name: str, has_weights: bool, wanted: Wanted) 
     problem, _ = ops.problem_of(*wide)
     weight = torch.randn(problem.student.q.shape[:3], dtype=torch.float64) if has_weights else None
     value, stats, grads = panels.forward_with_gradients(problem, weight, wanted)
-    expected = streaming.forward_with_gradients(problem, weight, wanted)
+    expected = blocked.forward_with_gradients(problem, weight, wanted)
     _close(value, expected[0])
     _close(stats.student, expected[1].student)
     _close(stats.teacher, expected[1].teacher)

@@ -15,8 +15,9 @@ from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_i
 from tests.support.poison import padded, poisoned_memory
 from tests.support.problems import CASES, build
 from tests.support.tolerances import budget, check
-from torch_streamkl import launch, linear_kl
-from torch_streamkl.problem import RowStatistics
+from torch_streamkl import linear_kl
+from torch_streamkl.attention.problem import RowStatistics
+from torch_streamkl.launches import launch
 
 pytestmark = quiet
 
@@ -33,7 +34,7 @@ def test_in_the_interpreter() -> None:
 
 
 def test_allocations_are_poisoned() -> None:
-    from torch_streamkl.ops import problem_of
+    from torch_streamkl.attention.ops import problem_of
 
     x = torch.randn(1, 1, 4, 8)
     value, stats = RowStatistics.allocate(problem_of(x, x, x, x)[0])

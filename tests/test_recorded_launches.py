@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_interpreted
 from tests.support.problems import CASES, Spec, build
-from torch_streamkl import checks, ops, sites
+from torch_streamkl import checks
+from torch_streamkl.attention import ops, sites
 
 pytestmark = quiet
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -118,12 +119,13 @@ def _by_address(x: Any) -> Any:
 @pytest.mark.parametrize("mask", [False, True])
 def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a program passes is what a launch by the usual way is given, addresses for tensors."""
-    from torch_streamkl.kernels import attention_backward, attention_forward, plans, recorded
+    from torch_streamkl.attention.triton import backward, forward, plans
+    from torch_streamkl.launches import recorded
 
     kernels = {
-        "forward_kernel": (attention_forward, FakeKernel()),
-        "dq_kernel": (attention_backward, FakeKernel()),
-        "dk_kernel": (attention_backward, FakeKernel()),
+        "forward_kernel": (forward, FakeKernel()),
+        "dq_kernel": (backward, FakeKernel()),
+        "dk_kernel": (backward, FakeKernel()),
     }
     for name, (module, kernel) in kernels.items():
         monkeypatch.setattr(module, name, kernel)
@@ -177,7 +179,7 @@ def test_an_address_that_is_not_aligned_takes_the_usual_path() -> None:
 
 @inside
 def test_launches_that_are_chosen_anew_are_not_the_recorded_ones() -> None:
-    from torch_streamkl.kernels import plans
+    from torch_streamkl.attention.triton import plans
 
     site, tensors = _recorded_site("cpu")
     assert isinstance(site._forward, sites.Repeated)
@@ -195,7 +197,7 @@ def test_launches_that_are_chosen_anew_are_not_the_recorded_ones() -> None:
 
 @inside
 def test_what_cannot_be_written_down_is_not_recorded() -> None:
-    from torch_streamkl.kernels import recorded
+    from torch_streamkl.launches import recorded
 
     site, tensors = _recorded_site("cpu")
     elsewhere = torch.ones(2, 2, 24)

@@ -135,10 +135,10 @@ def test_what_has_no_kernels_says_why() -> None:
     [("sm_80", 64), ("sm_80", 128), ("sm_90", 64), ("sm_90", 128), ("sm_86", 256)],
 )
 def test_compiles(target: str, head_dim: int) -> None:
-    from torch_streamkl.kernels import row_programs
+    from torch_streamkl.rows.triton import launches as row_kernels
 
     text, tensors = _recorded()
-    for launch in _launches(text, tensors, target, head_dim, row_programs):
+    for launch in _launches(text, tensors, target, head_dim, row_kernels):
         built = compile_launch(launch, target)
         assert built.shared_bytes <= TARGETS[target].shared_bytes, launch.kernel.__name__
         assert built.spill_bytes <= MOST_SPILLS, launch.kernel.__name__
@@ -146,7 +146,7 @@ def test_compiles(target: str, head_dim: int) -> None:
 
 @outside
 def test_tiles_fit_every_gpu() -> None:
-    from torch_streamkl.kernels import row_programs
+    from torch_streamkl.rows.triton import launches as row_kernels
 
     text, _ = _recorded()
 
@@ -154,7 +154,7 @@ def test_tiles_fit_every_gpu() -> None:
         with looks_like(target), FakeTensorMode():
             x = torch.empty(1, 2, 64, head_dim, dtype=dtype, device="cuda")
             weight = torch.empty(1, 1, 64, device="cuda")
-            return row_programs.block_of(RowProblem.of(text, [*[x] * 4, weight]))
+            return row_kernels.block_of(RowProblem.of(text, [*[x] * 4, weight]))
 
     assert block("sm_90", 128, torch.bfloat16) == 64
     assert block("gfx942", 128, torch.bfloat16) == 32
@@ -169,13 +169,13 @@ def test_tiles_fit_every_gpu() -> None:
 
 @outside
 def test_a_gpu_without_matrix_units_for_a_dtype() -> None:
-    from torch_streamkl.kernels import row_programs
+    from torch_streamkl.rows.triton import launches as row_kernels
 
     text, _ = _recorded()
     with looks_like("sm_75"), FakeTensorMode():
         x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
         problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
-        assert "takes bfloat16 from compute capability 8.0 on" in row_programs.obstacle(
+        assert "takes bfloat16 from compute capability 8.0 on" in row_kernels.obstacle(
             problem, True
         )
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.support.interpreter import inside, outside, quiet, run_interpreted
-from torch_streamkl import linear_chunks, linear_rows
 from torch_streamkl.distributed import shard_rows
-from torch_streamkl.functional import named
-from torch_streamkl.linear_ops import problem_of
-from torch_streamkl.linear_problem import LinearProblem, RowValues, RowWeights, Wanted
+from torch_streamkl.divergences.functional import named
+from torch_streamkl.linear import chunks as linear_chunks
+from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.ops import problem_of
+from torch_streamkl.linear.problem import LinearProblem, RowValues, RowWeights, Wanted
 
 pytestmark = quiet
 
@@ -75,7 +76,7 @@ def sharded(whole: LinearProblem, module: Any, cuts: list[int]) -> tuple[RowValu
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("divergence", ["forward_kl", "jeffreys", "js", "tv"])
 def test_interpreted(divergence: str, labels: bool) -> None:
-    from torch_streamkl.kernels import linear_shards
+    from torch_streamkl.linear.triton import shards as shard_kernels
 
     options: dict[str, Any] = {"bias": labels}
     if labels:
@@ -84,7 +85,7 @@ def test_interpreted(divergence: str, labels: bool) -> None:
     whole = problem(divergence, **options)
     cuts = [0, 40, 40 + 64, NUM_WORDS]
     torch.manual_seed(1)
-    out, gradients = sharded(whole, linear_shards, cuts)
+    out, gradients = sharded(whole, shard_kernels, cuts)
     torch.manual_seed(1)
     expected, expected_gradients = sharded(whole, shard_rows, cuts)
     log2e = 1.4426950408889634
@@ -103,7 +104,7 @@ def test_interpreted(divergence: str, labels: bool) -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles_offline(target: str) -> None:
     from bench.offline import compile_launch, record_launches
-    from torch_streamkl.kernels import linear_shards
+    from torch_streamkl.linear.triton import shards as shard_kernels
 
     with record_launches(target) as launches:
         tensors = [
@@ -117,9 +118,9 @@ def test_compiles_offline(target: str) -> None:
             s, t = (torch.empty(512, 76032, dtype=torch.bfloat16, device="cuda") for _ in "st")
             parts = torch.empty(2, shard_rows.num_fields(whole), 512, device="cuda")
             out = RowValues.allocate(whole)
-            linear_shards.state(whole, s, t, torch.empty(8, 512, device="cuda"))
-            linear_shards.merged(whole, parts, 152064, out)
-            linear_shards.sums(whole, s, t, out, torch.empty(3, 512, device="cuda"))
+            shard_kernels.state(whole, s, t, torch.empty(8, 512, device="cuda"))
+            shard_kernels.merged(whole, parts, 152064, out)
+            shard_kernels.sums(whole, s, t, out, torch.empty(3, 512, device="cuda"))
     assert len(launches) == 6
     for launch in launches:
         assert compile_launch(launch, target).spill_bytes == 0, launch.kernel.__name__

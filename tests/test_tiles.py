@@ -11,22 +11,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, looks_like
-from torch_streamkl import (
-    attention_kl,
-    devices,
-    launch,
-    linear_kl,
-    linear_ops,
-    linear_problem,
-    linear_rows,
-    ops,
-    tiles,
-)
-from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl import attention_kl, linear_kl
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.problem import AttentionProblem
+from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.reporting import execution
-from torch_streamkl.ops import problem_of
-from torch_streamkl.problem import AttentionProblem
-from torch_streamkl.tiles import LEAST, Operands, TritonLaunch
+from torch_streamkl.launches import devices, launch, tiles
+from torch_streamkl.launches.tiles import LEAST, Operands, TritonLaunch
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear import problem as linear_problem
+from torch_streamkl.linear import rows as linear_rows
 
 CUDA = torch.device("cuda")
 HEAD_DIMS = (32, 64, 128, 256)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.support.interpreter import inside, outside, run_interpreted
-from torch_streamkl import attention_kl, launch, launch_table, tune
-from torch_streamkl.tiles import TritonLaunch
+from torch_streamkl import attention_kl, tune
+from torch_streamkl.launches import launch, launch_table
+from torch_streamkl.launches.tiles import TritonLaunch
 
 DEFAULT, FAST, SLOW = (TritonLaunch(n, 16, 4, 1) for n in (16, 32, 64))
 SHAPE = tune.Shape(1, 2, 1, 16, 20, 40, True, "float32", "cpu")

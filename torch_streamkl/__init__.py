@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torch_streamkl.attention import attention_kl, attention_kl_varlen
-from torch_streamkl.linear import LinearKL, linear_kl
+from torch_streamkl.attention.interface import attention_kl, attention_kl_varlen
+from torch_streamkl.linear.interface import LinearKL, linear_kl
 from torch_streamkl.rows.interface import row_program
 from torch_streamkl.version import __version__
 

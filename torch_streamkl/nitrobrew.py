@@ -10,8 +10,8 @@ import math
 
 from torch import Tensor
 
-from torch_streamkl.linear import linear_kl
-from torch_streamkl.linear_problem import MIB
+from torch_streamkl.linear.interface import linear_kl
+from torch_streamkl.linear.problem import MIB
 
 
 def forward_kl(

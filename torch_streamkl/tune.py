@@ -5,7 +5,7 @@
 Every candidate runs first in a process of its own kind (--jobs of them, which also compile in
 parallel): one that does not compile, fit or come back is skipped. Of the others those count whose
 results agree with the default launch's, and the fastest is timed against the default once more.
-The winners go to a JSON file (launch_table.py) that later processes load.
+The winners go to a JSON file (launches/launch_table.py) that later processes load.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl import launch, launch_table, ops
-from torch_streamkl.devices import device_name
-from torch_streamkl.launch_table import KERNELS, LaunchKey, LaunchTable, MeasuredLaunch
-from torch_streamkl.problem import AttentionProblem, RowStatistics
-from torch_streamkl.streaming import Wanted
-from torch_streamkl.tiles import TritonLaunch
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.launches import launch, launch_table
+from torch_streamkl.launches.devices import device_name
+from torch_streamkl.launches.launch_table import (
+    KERNELS,
+    LaunchKey,
+    LaunchTable,
+    MeasuredLaunch,
+)
+from torch_streamkl.launches.tiles import TritonLaunch
 
 TIMED_MS = 60.0  # of device time for a candidate
 LEAST_GAIN = 1.02  # over the default; less is noise
@@ -104,13 +110,13 @@ class Workload:
     """One shape on the device: its kernels, and what the default launches gave."""
 
     def __init__(self, shape: Shape) -> None:
-        from torch_streamkl.kernels import attention
+        from torch_streamkl.attention.triton import launches as portable
 
         self.problem = shape.problem()
         self.device = device_name(self.problem.student.q.device)
         with launch_table.replaced(launch_table.new_table(self.device)):  # the defaults
             self.defaults = {k: launch.triton_launch(self.problem, k) for k in KERNELS}
-            self.value, self.stats = attention.forward(self.problem)
+            self.value, self.stats = portable.forward(self.problem)
         self.grad = torch.ones_like(self.value)
 
     def key(self, kernel: str) -> LaunchKey:
@@ -118,12 +124,12 @@ class Workload:
 
     def run(self, kernel: str) -> tuple[Tensor, ...]:
         """The results of a kernel, as the launchers choose its tiles."""
-        from torch_streamkl.kernels import attention
+        from torch_streamkl.attention.triton import launches as portable
 
-        return self._run(attention, kernel)
+        return self._run(portable, kernel)
 
     def run_hopper(self, kernel: str) -> tuple[Tensor, ...]:
-        from torch_streamkl.kernels import hopper_attention
+        from torch_streamkl.attention.hopper import launches as hopper_attention
 
         return self._run(hopper_attention, kernel)
 

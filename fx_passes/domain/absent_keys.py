@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from torch_streamkl.functional import Expr, apply, evaluate
+from torch_streamkl.divergences.functional import Expr, apply, evaluate
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ScoreKey
 from torch_streamkl.fx_passes.domain.values import Elements

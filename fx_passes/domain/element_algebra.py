@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
+from torch_streamkl.divergences.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.layout import Layout, Shape, axis_dim
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Mask, axes_in, to_axes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch_streamkl.functional import ZERO, const
+from torch_streamkl.divergences.functional import ZERO, const
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.element_algebra import aligned, collected, with_rank
 from torch_streamkl.fx_passes.domain.values import LogSumExp, Rows

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from torch_streamkl.functional import Expr
+from torch_streamkl.divergences.functional import Expr
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece
 from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.fx_utils.sizes import Size

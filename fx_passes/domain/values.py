@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torch_streamkl.functional import Expr, apply
+from torch_streamkl.divergences.functional import Expr, apply
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
 from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
@@ -41,6 +40,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
 from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.linear import ops as linear_ops
 
 MEAN, SUM = 1, 2
 # their results have the types of their operands, under autocast as without

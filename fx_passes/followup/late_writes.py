@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.capture.aliases import LateWrite
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.linear import ops as linear_ops
 
 
 def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:

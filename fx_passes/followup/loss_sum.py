@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl import linear_ops
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, nodes_in, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
 from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.linear import ops as linear_ops
 
 MakeBuilder = Callable[[fx.Node], Builder]
 VIEWS = {"reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to"}

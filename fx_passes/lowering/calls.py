@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl import ops
-from torch_streamkl.functional import DIVERGENCES, Functional
+from torch_streamkl.attention import ops
+from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
 from torch_streamkl.fx_passes.domain.score_form import read

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch_streamkl.functional import DIVERGENCES, LOG_P, LOG_S, Expr, Functional, P, S, const
+from torch_streamkl.divergences.functional import (
+    DIVERGENCES,
+    LOG_P,
+    LOG_S,
+    Expr,
+    Functional,
+    P,
+    S,
+    const,
+)
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 

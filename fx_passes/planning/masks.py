@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_streamkl.functional import ZERO, Expr, Functional, apply, evaluate
+from torch_streamkl.divergences.functional import ZERO, Expr, Functional, apply, evaluate
 from torch_streamkl.fx_passes.domain.layout import Piece
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.functional import (
+from torch_streamkl.divergences.functional import (
     FLOOR_OF_EXP,
     LOG_P,
     LOG_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torch_streamkl.functional import DIVERGENCES, Functional, named, render
+from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named, render
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero

@@ -8,13 +8,16 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from torch_streamkl import linear_ops, linear_panels, linear_rows, ops, panels
+from torch_streamkl.attention import ops, panels
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensorMode,
     GuardOnDataDependentSymNode,
 )
-from torch_streamkl.launch import adds_queries, select_implementation, triton_limit
+from torch_streamkl.launches.launch import adds_queries, select_implementation, triton_limit
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear import panels as linear_panels
+from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.rows import op as row_op
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl import linear_ops, ops
+from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
@@ -26,6 +26,7 @@ from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.sharded.whole import OWN_ROWS, conversion
 from torch_streamkl.fx_passes.validation.changes import Change, compare_graphs
 from torch_streamkl.fx_passes.validation.regions import replacement_of
+from torch_streamkl.linear import ops as linear_ops
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

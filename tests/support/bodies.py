@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from torch_streamkl import compiled
+from torch_streamkl.cpu import compiled
 
 
 @pytest.fixture

@@ -25,15 +25,15 @@ def _triton(*names: str) -> str:
     return " ".join(f"{file}::test_feature[{name}]" for name in names)
 
 
-FUNCTIONAL = "torch_streamkl/functional.py"
-ROWSTATE = "torch_streamkl/rowstate.py"
-STREAMING = "torch_streamkl/streaming.py"
-ATTENTION = "torch_streamkl/attention.py"
-LINEAR = "torch_streamkl/linear_rows.py"
-ROWS = "torch_streamkl/kernels/rows.py"
+FUNCTIONAL = "torch_streamkl/divergences/functional.py"
+ROWSTATE = "torch_streamkl/divergences/row_state.py"
+STREAMING = "torch_streamkl/attention/blocked.py"
+ATTENTION = "torch_streamkl/attention/interface.py"
+LINEAR = "torch_streamkl/linear/rows.py"
+ROWS = "torch_streamkl/kernels/row_state.py"
 SCORES = "torch_streamkl/kernels/scores.py"
-FORWARD = "torch_streamkl/kernels/attention_forward.py"
-BACKWARD = "torch_streamkl/kernels/attention_backward.py"
+FORWARD = "torch_streamkl/attention/triton/forward.py"
+BACKWARD = "torch_streamkl/attention/triton/backward.py"
 REWRITE = "test_rewrite_forms.py::"
 
 FAULTS = (
@@ -329,13 +329,13 @@ FAULTS = (
     ),
     # -------------------------------------------------------------------------------- launches
     Fault(
-        "torch_streamkl/tiles.py",
+        "torch_streamkl/launches/tiles.py",
         "return total + operands.of_rows(stays)",
         "return total",
         "test_tiles.py",
     ),
     Fault(
-        "torch_streamkl/devices.py",
+        "torch_streamkl/launches/devices.py",
         "return not self.is_hip and self.capability == (9, 0)",
         "return self.capability == (9, 0)",
         "test_tiles.py",

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from torch_streamkl import linear_ops, ops
+from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes import pipeline
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.linear import ops as linear_ops
 
 CALLS = (ops.attention_kl, linear_ops.linear_kl, linear_ops.linear_kl_sum)
 Edit = Callable[[fx.Graph], None]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl import attention_kl, attention_kl_varlen, ops
-from torch_streamkl.divergence import functional_text
+from torch_streamkl import attention_kl, attention_kl_varlen
+from torch_streamkl.attention import ops
+from torch_streamkl.divergences.names import functional_text
 
 INPUTS = ("student_q", "student_k", "teacher_q", "teacher_k")
 SINKS = ("student_sink", "teacher_sink")
@@ -148,7 +149,7 @@ def _run_filled(call: Call, impl: str) -> Tensor:
         options["window_right"] = 0
     args = [t[name] for name in INPUTS]
     if impl == "reference":
-        from torch_streamkl import reference
+        from torch_streamkl.attention import reference
 
         return reference.attention_kl_rows(ops.problem_of(*args, **options)[0])
     return ops.attention_kl(*args, **options, impl=impl)[0]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch_streamkl.distributed import sharding
 
 if TYPE_CHECKING:
-    from torch_streamkl.attention import Inputs, Settings
+    from torch_streamkl.attention.interface import Inputs, Settings
 
 
 def prepared(inputs: Inputs, settings: Settings) -> list[Any]:

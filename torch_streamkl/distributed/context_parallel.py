@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_streamkl import attention, checks
+from torch_streamkl import checks
+from torch_streamkl.attention import interface
 from torch_streamkl.distributed.agreement import agree, refused_together
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.sequence import (
@@ -107,7 +108,7 @@ def attention_kl_context_parallel(
     for name in _SINKS:
         if options.get(name) is not None:
             options[name] = with_summed_gradient(options[name], ranks.name)
-    left, right = attention.window_bounds(is_causal, window)
+    left, right = interface.window_bounds(is_causal, window)
     if method == "heads":
         value = _by_heads(given, ranks, (is_causal, window), key_lengths, options)
     else:
@@ -136,7 +137,7 @@ def _by_rows(
     keys = {side: whole_sequence(given[f"{side}_k"], *how) for side in ("student", "teacher")}
     queries = {side: given[f"{side}_q"] for side in ("student", "teacher")}
     if left is None and right is None:  # where a row stands does not matter
-        return attention.attention_kl(
+        return interface.attention_kl(
             queries["student"],
             keys["student"],
             queries["teacher"],
@@ -158,7 +159,7 @@ def _by_rows(
         rows = slice(index * num_rows, (index + 1) * num_rows)
         lengths = None if key_lengths is None else (key_lengths - start).clamp(0, stop - start)
         values.append(
-            attention.attention_kl(
+            interface.attention_kl(
                 queries["student"][:, :, rows],
                 keys["student"][:, :, start:stop],
                 queries["teacher"][:, :, rows],
@@ -187,7 +188,7 @@ def _by_heads(
     for name in _SINKS:
         if options.get(name) is not None:
             options[name] = options[name].chunk(ranks.size)[ranks.rank]
-    value = attention.attention_kl(
+    value = interface.attention_kl(
         *whole, is_causal=bounds[0], window=bounds[1], key_lengths=key_lengths, **options
     )
     return some_rows(value, *how)
@@ -211,7 +212,7 @@ def _check(
             )
     checks.one_of("method", method, METHODS)
     checks.one_of("load_balance", ranks.load_balance, LOAD_BALANCES)
-    checks.one_of("reduction", reduction, attention.REDUCTIONS)
+    checks.one_of("reduction", reduction, interface.REDUCTIONS)
     for name, x in given.items():
         checks.check_tensor(name, x, ndim=4)
         if hasattr(x, "device_mesh"):
@@ -232,7 +233,7 @@ def _check(
                     f"method='heads' needs a multiple of {ranks.size} heads, got {x.shape[1]} of "
                     f"{name}; method='gather' takes any number"
                 )
-    attention.window_bounds(*bounds)
+    interface.window_bounds(*bounds)
     sizes = {
         f"{what} of {name}": x.shape[dim]
         for name, x in given.items()

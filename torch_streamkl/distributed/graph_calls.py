@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torch_streamkl import linear_ops
 from torch_streamkl.distributed import linear_ops as sharded_ops
 from torch_streamkl.distributed.linear_dtensor import local_hidden, local_words
 from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, words_dim_of
+from torch_streamkl.linear import ops as linear_ops
 
 _TENSORS = (
     "student_hidden",

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl import linear_rows
 from torch_streamkl.distributed import collectives, shard_loops, shard_rows
 from torch_streamkl.distributed.agreement import agree
 from torch_streamkl.distributed.shard_loops import Shard
 from torch_streamkl.distributed.word_ranges import Shards
-from torch_streamkl.linear_ops import (
+from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.ops import (
     GRADIENTS,
     INPUTS,
     NUM_TENSORS,
@@ -42,7 +42,7 @@ from torch_streamkl.linear_ops import (
     sum_flops,
     weighted_sum,
 )
-from torch_streamkl.linear_problem import (
+from torch_streamkl.linear.problem import (
     LinearProblem,
     RowValues,
     RowWeights,
@@ -129,9 +129,9 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
     """The module for states of rows that goes with a module for rows."""
     if rows is linear_rows:
         return shard_rows
-    from torch_streamkl.kernels import linear_shards
+    from torch_streamkl.linear.triton import shards as shard_kernels
 
-    module: ModuleType = linear_shards
+    module: ModuleType = shard_kernels
     return module
 
 

@@ -1,4 +1,4 @@
-"""The chunk loops of `linear_chunks.py` over this rank's words: what ranks exchange is row states.
+"""The chunk loops of `linear/chunks.py` over this rank's words: what ranks exchange is row states.
 
 - `forward` of a functional that is linear in log-probabilities: states of all rows, one
   all-gather. Any other needs the merged log-sum-exps while the logits are there: an all-gather for
@@ -18,11 +18,11 @@ from types import ModuleType
 
 from torch import Tensor
 
-from torch_streamkl import linear_chunks
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.shard_rows import num_fields
-from torch_streamkl.linear_chunks import Gradients, GradientSums, logits_buffer, logits_of
-from torch_streamkl.linear_problem import (
+from torch_streamkl.linear import chunks as linear_chunks
+from torch_streamkl.linear.chunks import Gradients, GradientSums, logits_buffer, logits_of
+from torch_streamkl.linear.problem import (
     MIB,
     LinearProblem,
     RowValues,
@@ -143,7 +143,7 @@ def forward_with_gradients(
     chunks = shard.chunks(2 * student_bytes + num_teacher_buffers * teacher_bytes)
     if len(chunks) == 1:
         chunks = shard.chunks(student_bytes + teacher_bytes)
-    if len(chunks) > max_sums(problem):  # NOTE [Sums over chunks] in linear_problem.py
+    if len(chunks) > max_sums(problem):  # NOTE [Sums over chunks] in linear/problem.py
         values = forward(shard)
         return values, backward(shard, values, weights, wanted)
     out = RowValues.allocate(problem)

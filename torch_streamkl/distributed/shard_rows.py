@@ -4,7 +4,7 @@ The state of a row on one rank is a column of ``parts`` [fields, num_tokens]: th
 `rowstate.RowState`, and with labels the log-sum-exp of the student's y over the rank's words and
 the label's y (-inf where another rank has the word). States of all ranks [ranks, fields,
 num_tokens] merge into the statistics of whole rows, which `gradient` reads as ever.
-`kernels/linear_shards.py` is the same for a GPU.
+`linear/triton/shards.py` is the same for a GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import math
 import torch
 from torch import Tensor
 
-from torch_streamkl import linear_rows
-from torch_streamkl.functional import Bilinear
-from torch_streamkl.linear_problem import LinearProblem, RowValues
-from torch_streamkl.linear_rows import gradient
-from torch_streamkl.rowstate import RowState, finish, merge
+from torch_streamkl.divergences.functional import Bilinear
+from torch_streamkl.divergences.row_state import RowState, finish, merge
+from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.problem import LinearProblem, RowValues
+from torch_streamkl.linear.rows import gradient
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
 

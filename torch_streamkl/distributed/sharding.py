@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from torch_streamkl import ops
+from torch_streamkl.attention import ops
 
 ARGUMENTS = [argument.name for argument in ops.attention_kl._schema.arguments]
 _INDEX = {name: index for index, name in enumerate(ARGUMENTS)}

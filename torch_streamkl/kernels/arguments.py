@@ -54,7 +54,7 @@ class MaskArgs(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """log2 of the mean over teacher heads, of some blocks of query rows (head_mean.py)."""
+    """log2 of the mean over teacher heads, of some blocks of query rows (triton/head_mean.py)."""
 
     ptr: Any  # [rows, keys], float32
     stride: Any  # of a row
@@ -82,7 +82,7 @@ class Config(NamedTuple):
     HAS_RIGHT: bool
     DENSE: bool  # a mask tensor, a bias, full float32: every tile is looked at element by element
     FILLED: bool  # keys that are not allowed have a finite score and count
-    FILL_VANISHES: bool  # ... but not where they have no probability: NOTE in rowstate.py
+    FILL_VANISHES: bool  # ... but not where they have no probability: NOTE in row_state.py
     TWO_PASS: bool  # the functional is not linear in the log-probabilities
     GUARDED: bool  # ... but is where the clamps are not reached
     T_FLOOR: float  # log-probabilities above which they are not

@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from torch_streamkl.functional import Expr, Functional, is_weight
+from torch_streamkl.divergences.functional import Expr, Functional, is_weight
 
 _CALLS = {
     "exp": "tl.exp({0})",

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_streamkl.kernels.arguments import Bound, Sequence
-from torch_streamkl.kernels.rows import LOG2E
+from torch_streamkl.kernels.row_state import LOG2E
 
 
 @triton.jit

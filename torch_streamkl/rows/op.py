@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl.devices import require_driver
+from torch_streamkl.launches.devices import require_driver
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.rows import blocked
 from torch_streamkl.rows.problem import RowProblem
@@ -43,23 +43,23 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
         impl = _automatic(problem, is_differentiated)
     if impl != "triton":
         return blocked
-    from torch_streamkl.kernels import row_programs
+    from torch_streamkl.rows.triton import launches as row_kernels
 
-    why = row_programs.obstacle(problem, is_differentiated)
+    why = row_kernels.obstacle(problem, is_differentiated)
     if why:
         raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'blocked'")
     if problem.operands[0][0].device.type == "cuda":
         require_driver()
-    return row_programs
+    return row_kernels
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
     """Kernels where there are some, on a GPU; else blocks in plain torch."""
     if not AUTO_TAKES_KERNELS or problem.operands[0][0].device.type != "cuda":
         return "blocked"
-    from torch_streamkl.kernels import row_programs
+    from torch_streamkl.rows.triton import launches as row_kernels
 
-    return "blocked" if row_programs.obstacle(problem, is_differentiated) else "triton"
+    return "blocked" if row_kernels.obstacle(problem, is_differentiated) else "triton"
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.functional import ZERO
+from torch_streamkl.divergences.functional import ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.softmax import (
     SoftmaxRules,

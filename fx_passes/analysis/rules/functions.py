@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from torch_streamkl.functional import ZERO, apply, const
+from torch_streamkl.divergences.functional import ZERO, apply, const
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements

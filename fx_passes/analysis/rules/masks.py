@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.functional import ONE, ZERO
+from torch_streamkl.divergences.functional import ONE, ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.indices import IndexRules
 from torch_streamkl.fx_passes.domain.index_values import first_index, is_exact, promote, promoted

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.functional import ONE, ZERO, apply
+from torch_streamkl.divergences.functional import ONE, ZERO, apply
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements

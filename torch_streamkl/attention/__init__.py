@@ -1,0 +1,1 @@
+"""`attention_kl`: the divergence between two attention maps."""

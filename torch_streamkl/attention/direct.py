@@ -1,0 +1,61 @@
+"""Eager calls in one step, without the dispatcher.
+
+Two trips through the dispatcher with 28 arguments cost several times what a small kernel does. A
+call on plain tensors (`checks.is_plain`) that nothing watches (no compiler, no mode, no functorch
+transform, no tensor subclass) goes straight to the implementation; whatever wants to see the
+operator still does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.sites import Site
+
+
+def attention_kl(
+    tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], sites: dict[Any, Site]
+) -> Tensor:
+    """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
+
+    ``sites`` is what earlier calls with such tensors have left, and the same options. Under
+    autocast the dtype of the tensors may be another one.
+    """
+    q = tensors[0]
+    assert q is not None
+    site = sites.get(q.dtype)
+    if site is None:
+        site = sites[q.dtype] = Site(options)
+    inputs = ops.differentiable(tensors)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        # Function.apply itself would look for functorch's wrappers among the arguments
+        apply = super(torch.autograd.Function, _AttentionKL).apply
+        value: Tensor = apply(tensors, site, *inputs)
+        return value
+    rows: Tensor = ops.without_autocast(site.forward, *tensors)[0]
+    return rows
+
+
+class _AttentionKL(torch.autograd.Function):
+    # Autograd looks at every argument, and takes a tuple as one. So it gets those tensors again
+    # that it has to know of.
+    @staticmethod
+    def forward(
+        ctx: Any, tensors: tuple[Tensor | None, ...], site: Site, *_inputs: Tensor | None
+    ) -> Tensor:
+        value: Tensor
+        value, student_stats, teacher_stats = ops.without_autocast(site.forward, *tensors)
+        ctx.save_for_backward(student_stats, teacher_stats, *tensors)
+        ctx.site = site
+        ctx.set_materialize_grads(False)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        site, needs = ctx.site, ctx.needs_input_grad[2:]
+        grads = ops.gradients(grad, needs, ctx.saved_tensors, site.options, site.backward)
+        return (None, None, *grads)

@@ -1,0 +1,68 @@
+"""The operator that a CPU's compiled graphs call where a loss fixes the weight of every row.
+
+It returns what `attention_kl` does and the gradients of the weighted sum of its values: each
+product is then computed once, while separate forward and backward passes compute those of the
+scores twice. The rewrite puts it into a graph whose backward it knows
+(fx_passes/gradients_in_forward.py); it has no autograd of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.attention import blocked, ops, panels
+from torch_streamkl.attention.blocked import Gradients, Wanted
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.registration import NAMESPACE, register
+
+Compute = Callable[
+    [AttentionProblem, Tensor | None, Wanted], tuple[Tensor, RowStatistics, Gradients]
+]
+_lib = Library(NAMESPACE, "FRAGMENT")
+_lib.define(
+    f"attention_kl_with_gradients(Tensor? row_weight, bool[] wanted, {ops.ARGUMENTS})"
+    " -> (Tensor value, Tensor student_stats, Tensor teacher_stats, Tensor student_q, "
+    "Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+attention_kl_with_gradients = torch.ops.torch_streamkl.attention_kl_with_gradients.default
+
+
+def _run(
+    compute: Compute, row_weight: Tensor | None, wanted: list[bool], *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    problem, _ = ops.problem_of(*args, **kwargs)
+    if row_weight is not None:
+        row_weight = row_weight.expand(problem.student.q.shape[:3])
+    value, stats, grads = compute(problem, row_weight, Wanted(*wanted))
+    nothing = value.new_empty
+    return value, stats.student, stats.teacher, *(nothing(0) if g is None else g for g in grads)
+
+
+def _fake(
+    row_weight: Tensor | None, wanted: list[bool], *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    problem, _ = ops.problem_of(*args, **kwargs)
+    value, stats = RowStatistics.allocate(problem)
+    grads = (
+        x.new_empty(x.shape if need else (0,), dtype=problem.compute_dtype)
+        for x, need in zip(problem.queries_and_keys, wanted, strict=True)
+    )
+    return value, stats.student, stats.teacher, *grads
+
+
+def _flops(_w: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any) -> int:
+    """The two score matmuls and one for each gradient."""
+    return ops.backward_flops(None, None, None, wanted, sq, sk, tq, tk)
+
+
+_PLAIN, _COMPILED = (
+    functools.partial(_run, module.forward_with_gradients) for module in (blocked, panels)
+)
+register(_lib, "attention_kl_with_gradients", _PLAIN, _fake, _flops, _COMPILED)

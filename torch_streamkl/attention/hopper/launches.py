@@ -1,0 +1,329 @@
+"""Launchers of the Hopper kernels: an AttentionProblem to descriptors, grid and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.hopper import atomic
+from torch_streamkl.attention.hopper import backward as bwd
+from torch_streamkl.attention.hopper import forward as fwd
+from torch_streamkl.attention.hopper.parts import unite_rows_kernel
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.attention.triton import forward as portable
+from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
+from torch_streamkl.attention.triton.plans import LOG2E, Plan, config_of, plan_of
+from torch_streamkl.kernels.shares import as_heads, new_shares, sum_of_shares
+from torch_streamkl.launches.launch import (
+    HOPPER_AGAIN,
+    HopperLaunch,
+    adds_queries,
+    ceil_div,
+    hopper_backward_launch,
+    hopper_launch,
+    key_shares,
+    parts_of_last_round,
+    plain_clamp,
+)
+
+UNITED_ROWS = 128  # of a program
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of rows of a forward; those from num_whole on are computed in parts."""
+
+    of_head: int
+    num_whole: int
+    parts: int
+    num_programs: int
+    first_row: int  # of those computed in parts, counted over all heads
+    num_rows: int  # of those computed in parts
+
+
+def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+    """Per-row values and statistics, float32."""
+    value, stats = RowStatistics.allocate(problem)
+    plan, launch = plan_of(problem), hopper_launch(problem)
+    form, options = plan.form, HOPPER_AGAIN.options()
+    by_teacher = form.TT != 0.0 or form.TS != 0.0
+    student, teacher = problem.student, problem.teacher
+    other, weight = (student, teacher) if by_teacher else (teacher, student)
+    blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
+    outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    state, strides = value, (0, 0)  # nobody writes it
+    if blocks.parts > 1:
+        state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
+        strides = (state.stride(1), state.stride(0))
+    config, again_config = plan.kept(
+        "configs", lambda: (config_of(problem, launch), config_of(problem, HOPPER_AGAIN))
+    )
+    plan.run(
+        "hopper",
+        fwd.forward_kernel,
+        (blocks.num_programs, 1, 1),
+        (
+            descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
+            descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
+            *outputs, state, *strides, blocks.first_row,
+            blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
+            *_masks(problem), _log2_scale(problem, other), _log2_scale(problem, weight),
+        ),
+        (
+            by_teacher, launch.groups, launch.slots, blocks.parts, form, config,
+        ),
+        {"num_warps": 4},
+        _mask_tensors(problem),
+    )  # fmt: skip
+    if blocks.parts > 1:
+        plan.run(
+            "unite",
+            unite_rows_kernel,
+            (ceil_div(blocks.num_rows, UNITED_ROWS), 1, 1),
+            (state, *strides, blocks.first_row, blocks.num_rows, *outputs),
+            (blocks.parts, UNITED_ROWS, form, config),
+            {"num_warps": 4},
+            (),
+        )
+    again_blocks = ceil_div(_longest(problem)[0], HOPPER_AGAIN.block_m)
+    plan.run(
+        "again",
+        portable.forward_again_kernel,
+        (again_blocks * problem.num_heads * plan.num_sequences, 1, 1),
+        (
+            *plan.arguments(problem), *outputs,
+            again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
+        ),
+        (form, plan.helper, again_config),
+        options,
+        _mask_tensors(problem),
+    )  # fmt: skip
+    return value, stats
+
+
+def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Blocks:
+    heads = problem.num_heads * plan.num_sequences
+    of_head = ceil_div(_longest(problem)[0], launch.groups * launch.block_m)
+    num_whole, parts = of_head * heads, 1
+    # blocks under a causal mask get shorter, those of a window are short: so is the last round
+    whole_rows = problem.window_left is None and problem.window_right is None
+    if whole_rows and not problem.is_packed:
+        tiles = ceil_div(problem.seqlen_k, launch.block_n)
+        num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
+    first_row = num_whole // of_head * problem.seqlen_q
+    first_row += num_whole % of_head * launch.groups * launch.block_m
+    return Blocks(
+        of_head,
+        num_whole,
+        parts,
+        num_whole + (of_head * heads - num_whole) * parts,
+        first_row,
+        heads * problem.seqlen_q - first_row,
+    )
+
+
+def backward(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted gradients, each summed in a fixed order unless the problem allows another."""
+    grad = grad.to(torch.float32).contiguous()
+    gradients: dict[tuple[bool, bool], Tensor] = {}
+    sums = None
+    if wanted.student_q and wanted.student_k and adds_queries(problem):
+        head_dim = problem.student.head_dim
+        launch = hopper_backward_launch(head_dim, has_logarithms=False, adds=True)
+        sums = atomic.new_sums(problem.student.q, launch.block_n)
+    # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
+    for is_wanted, student, rows in (
+        (wanted.student_k, True, False),
+        (wanted.student_q and sums is None, True, True),
+        (wanted.teacher_k, False, False),
+        (wanted.teacher_q, False, True),
+    ):
+        if is_wanted:
+            beside = None if rows or not student else sums
+            shares = _gradient(problem, stats, grad, student, rows, beside, not gradients)
+            gradients[student, rows] = shares
+    # added up once all kernels are on their way: the next need not wait for a sum
+    inputs = {
+        (True, True): problem.student.q, (True, False): problem.student.k,
+        (False, True): problem.teacher.q, (False, False): problem.teacher.k,
+    }  # fmt: skip
+    found = {key: sum_of_shares(shares, inputs[key]) for key, shares in gradients.items()}
+    if sums is not None:
+        found[True, True] = _gradient_of_sums(problem, sums)
+    return tuple(found.get(key) for key in inputs)
+
+
+def _gradient(
+    problem: AttentionProblem,
+    stats: RowStatistics,
+    grad: Tensor,
+    student: bool,
+    rows: bool,
+    sums: Tensor | None,
+    is_first: bool,
+) -> Tensor:
+    """Shares of dQ (rows) or dK of one side; beside dK, dQ is added to the sums.
+
+    All but the first may begin before the one before ends.
+    """
+    plan = plan_of(problem)
+    sides = (problem.student, problem.teacher)
+    statistics = (stats.student, stats.teacher)
+    own, other = sides if student else sides[::-1]
+    own_stats, other_stats = statistics if student else statistics[::-1]
+    x, length = (own.q if rows else own.k), _longest(problem)[not rows]
+    outer = (own.q, other.q) if rows else (own.k, other.k)
+    inner = (own.k, other.k) if rows else (own.q, other.q)
+    adds = sums is not None
+    task = plan.kept(
+        ("task", student, rows, adds),
+        lambda: _task(problem, plan, own, other, student, rows, adds),
+    )
+    num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
+    shares = new_shares(x, task.SHARES)
+    out = as_heads(shares)
+    plan.run(
+        ("gradient", student, rows, adds, is_first),
+        bwd.backward_kernel,
+        (num_blocks * x.shape[1] * task.SHARES * plan.num_sequences, 1, 1),
+        (
+            *(descriptor(plan, t, task.BLOCK) for t in outer),
+            *(descriptor(plan, t, task.INNER) for t in inner),
+            grad, own_stats, other_stats, plan.stats_stride,
+            out, *out.stride()[:3], own.scale / problem.temperature,
+            grad if sums is None else sums,  # nobody reads it without sums
+            num_blocks, problem.num_heads, _group(own), _group(other),
+            *_masks(problem), _log2_scale(problem, own), _log2_scale(problem, other),
+        ),
+        (None if task.PLAIN else plan.helper, task),
+        {"num_warps": 4, "launch_pdl": not is_first},
+        (grad, *_mask_tensors(problem)),
+    )  # fmt: skip
+    return shares
+
+
+def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
+    plan, q = plan_of(problem), problem.student.q
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    head_dim = q.shape[3]
+    plan.run(
+        "gradient of sums",
+        atomic.gradient_kernel,
+        (sums.shape[0], 1, 1),
+        (
+            sums, out, out.stride(1), out.stride(2),
+            problem.student.scale / problem.temperature * plan.form.TS, problem.seqlen_q,
+        ),
+        (sums.shape[1] // head_dim, head_dim),
+        {"num_warps": 4},
+        (),
+    )  # fmt: skip
+    return out
+
+
+def _task(
+    problem: AttentionProblem,
+    plan: Plan,
+    own: Side,
+    other: Side,
+    student: bool,
+    rows: bool,
+    adds: bool,
+) -> bwd.Task:
+    clamp = plain_clamp(problem) if student else None
+    plain = clamp is not None
+    launch = hopper_backward_launch(own.head_dim, has_logarithms=not plain, adds=adds)
+    group, num_shares = 1, 1
+    if not rows:
+        group = _group(own)
+        blocks = ceil_div(problem.seqlen_k, launch.groups * launch.block_m)
+        programs = blocks * own.num_kv_heads * problem.batch
+        num_shares = key_shares(problem, group, programs, resident=1, together=_group(other))
+    return bwd.Task(
+        ROWS=rows,
+        STUDENT=student,
+        HAS_LEFT=problem.window_left is not None,
+        HAS_RIGHT=problem.window_right is not None,
+        HAS_MASK=False,
+        PLAIN=plain,
+        CLAMP=clamp or 0.0,
+        FOLDED=plain and not rows,
+        FORM=plan.form,
+        GROUP_SIZE=group // num_shares,
+        SHARES=num_shares,
+        HEAD_DIM=own.head_dim,
+        OTHER_DIM=other.head_dim,
+        BLOCK=launch.block_m,
+        INNER=launch.block_n,
+        GROUPS=launch.groups,
+        SLOTS=launch.slots,
+        PINNED=launch.pinned,
+        ADDS=adds,
+    )
+
+
+def descriptor(plan: Plan, x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles [1, 1, rows, head_dim] of [batch, heads, seqlen, head_dim]; 0 past its end.
+
+    Making one checks all of it, which takes longer than a small kernel: a plan keeps one for each
+    shape and strides, without a tensor, and copies it.
+    """
+    key = ("descriptor", x.shape, x.stride(), rows)
+    kept = plan.kept(key, lambda: _without_base(_new_descriptor(x, rows)))
+    found: TensorDescriptor = object.__new__(type(kept))
+    vars(found).update(vars(kept), base=x)  # copy.copy takes three times as long
+    return found
+
+
+def _new_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    block = [1, 1, rows, x.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), _strides(x.shape, x.stride()), block, layout)
+
+
+def _without_base(descriptor: TensorDescriptor) -> TensorDescriptor:
+    object.__setattr__(descriptor, "base", None)  # so that the plan keeps no tensor alive
+    return descriptor
+
+
+def _strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    # the stride of a dimension of size 1 means nothing, but must be a multiple of 16 bytes
+    outer = zip(shape[:3], strides[:3], strict=True)
+    return [*(shape[3] if size == 1 else stride for size, stride in outer), 1]
+
+
+def _masks(problem: AttentionProblem) -> tuple[Any, ...]:
+    return (
+        problem.seqlen_q, problem.seqlen_k, problem.key_lengths,
+        problem.window_left or 0, problem.window_right or 0,
+        problem.cu_seqlens_q, problem.cu_seqlens_k,
+    )  # fmt: skip
+
+
+def _mask_tensors(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
+    return problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k
+
+
+def _longest(problem: AttentionProblem) -> tuple[int, int]:
+    """Rows and keys of the longest sequence."""
+    if problem.is_packed:
+        return problem.max_seqlen_q, problem.max_seqlen_k
+    return problem.seqlen_q, problem.seqlen_k
+
+
+def _group(side: Side) -> int:
+    return side.num_heads // side.num_kv_heads
+
+
+def _log2_scale(problem: AttentionProblem, side: Side) -> float:
+    return side.scale * LOG2E / problem.temperature

@@ -1,0 +1,546 @@
+"""attention_kl(): the divergence between two attention maps, one value per query row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_streamkl import checks
+from torch_streamkl.attention import direct, ops, reference
+from torch_streamkl.divergences.names import divergence_text
+from torch_streamkl.launches.launch import IMPLEMENTATIONS
+
+LAYOUTS = ("bhnd", "bnhd")
+PACKED = "packed"  # [total, num_heads, head_dim], of attention_kl_varlen
+REDUCTIONS = ("none", "mean", "sum", "batchmean")
+
+
+def attention_kl(
+    student_q: Tensor,
+    student_k: Tensor,
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    student_scale: float | Tensor | None = None,
+    teacher_scale: float | Tensor | None = None,
+    temperature: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    attn_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_alibi_slopes: Tensor | None = None,
+    teacher_alibi_slopes: Tensor | None = None,
+    student_sink: Tensor | None = None,
+    teacher_sink: Tensor | None = None,
+    student_eps: float = 0.0,
+    teacher_eps: float = 0.0,
+    student_clamp: float = 0.0,
+    teacher_clamp: float = 0.0,
+    head_reduction: str | None = None,
+    teacher_lse: Tensor | None = None,
+    layout: str = "bhnd",
+    reduction: str = "none",
+    impl: str = "auto",
+    deterministic: bool = True,
+) -> Tensor:
+    r"""Divergence between the attention distributions of teacher and student, without the maps.
+
+    With P = softmax over keys of the teacher's scores and S of the student's, per query row
+
+    .. math:: KL(P \| S) = \sum_j P_j (\log P_j - \log S_j)
+
+    which equals the naive code
+
+    .. code-block:: python
+
+        s = (student_q @ student_k.transpose(-1, -2) * student_scale).masked_fill(~mask, -inf)
+        t = (teacher_q @ teacher_k.transpose(-1, -2) * teacher_scale).masked_fill(~mask, -inf)
+        F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+
+    Args:
+        student_q, teacher_q: ``[batch, num_heads, seqlen_q, head_dim]``; head_dim may differ per
+            side.
+        student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_kv_heads divides
+            num_heads and may differ per side (grouped heads). float16, bfloat16, float32 or (on
+            the CPU) float64, one dtype for all four; any strides with a contiguous last
+            dimension, nothing is copied.
+        divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"``
+            -sum P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
+            KL(S||M) with M = beta P + (1 - beta) S (generalised Jensen-Shannon as in GKD; beta 0
+            and 1 are forward and reverse KL); ``"tv"`` 0.5 sum |P - S|.
+        student_scale, teacher_scale: factor of the dot products, default ``head_dim ** -0.5``. A
+            tensor (a learned scale, or one per row: anything that multiplies q) is applied to q
+            and gets gradient.
+        temperature: divides the final scores of both sides. The T^2 of Hinton's loss is the
+            caller's.
+        student_softcap, teacher_softcap: c in ``c * tanh(score / c)``, after the scale.
+        is_causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned at the last query and
+            key).
+        window: (left, right) keys around that position, None for no bound.
+        attn_mask: boolean (True takes part) or additive (added to both sides' scores), broadcasts
+            to ``[batch, num_heads, seqlen_q, seqlen_k]`` and is never expanded.
+        key_lengths: int32 or int64 ``[batch]``, the number of valid keys.
+        row_mask: boolean, broadcasts to ``[batch, num_heads, seqlen_q]``; False rows are 0 without
+            gradient.
+        student_bias, teacher_bias: additive, broadcast as attn_mask, for one side. No gradient.
+        student_alibi_slopes, teacher_alibi_slopes: ``[num_heads]``, subtract
+            slope * |distance|.
+        student_sink, teacher_sink: ``[num_heads]``, an extra logit in the denominator (not divided
+            by the temperature); gets gradient.
+        student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes
+            log(max(P + eps, clamp)), exactly; the weight in front of the log stays P.
+        head_reduction: ``"mean"`` averages the teacher's probabilities over the heads that belong
+            to one student head; the teacher then has a multiple of the student's heads. Triton
+            kernels keep up to 64 MiB of the mean at a time.
+        teacher_lse: ``[batch, num_teacher_heads, seqlen_q]`` known log-sum-exps in nats, with
+            head_reduction only.
+        layout: ``"bhnd"``, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]`` inputs; rows
+            are ``[batch, num_heads, seqlen_q]`` either way.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch.
+        impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"streaming"`` (plain torch,
+            bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
+        deterministic: False allows gradients whose last bits differ from run to run, where they
+            are faster: on Hopper, head_dim 64, to student_q beside student_k, with a float32
+            tensor as large as student_q beside them. ``torch.use_deterministic_algorithms(True)``
+            forbids them again.
+
+    Returns:
+        float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before any launch, with the rule and the value.
+
+    Numerics: scores and sums are accumulated in float32. A row without allowed keys is 0 with
+    gradient 0; a key that the student excludes and the teacher does not makes the row +inf, as the
+    definition says. Gradients go to q and k of both sides where they require it, and are the same
+    bits on every run unless ``deterministic`` is False.
+    Source: the one-pass coupled softmax state of StreamKL (arXiv 2606.20005); see
+    divergences/row_state.py.
+    """
+    checks.one_of("layout", layout, LAYOUTS)
+    inputs = Inputs(
+        student_q,
+        student_k,
+        teacher_q,
+        teacher_k,
+        attn_mask,
+        student_bias,
+        teacher_bias,
+        student_alibi_slopes,
+        teacher_alibi_slopes,
+        student_sink,
+        teacher_sink,
+        key_lengths,
+        None,
+        None,
+        teacher_lse,
+        row_mask,
+    )
+    settings = Settings(
+        divergence,
+        beta,
+        student_scale,
+        teacher_scale,
+        temperature,
+        student_softcap,
+        teacher_softcap,
+        is_causal,
+        None if window is None else (window[0], window[1]),
+        student_eps,
+        teacher_eps,
+        student_clamp,
+        teacher_clamp,
+        head_reduction,
+        layout,
+        reduction,
+        impl,
+        deterministic=deterministic,
+    )
+    return _run(inputs, settings)
+
+
+def attention_kl_varlen(
+    student_q: Tensor,
+    student_k: Tensor,
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    student_scale: float | Tensor | None = None,
+    teacher_scale: float | Tensor | None = None,
+    temperature: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    row_mask: Tensor | None = None,
+    student_alibi_slopes: Tensor | None = None,
+    teacher_alibi_slopes: Tensor | None = None,
+    student_sink: Tensor | None = None,
+    teacher_sink: Tensor | None = None,
+    student_eps: float = 0.0,
+    teacher_eps: float = 0.0,
+    student_clamp: float = 0.0,
+    teacher_clamp: float = 0.0,
+    head_reduction: str | None = None,
+    teacher_lse: Tensor | None = None,
+    reduction: str = "none",
+    impl: str = "auto",
+) -> Tensor:
+    """`attention_kl` over packed sequences, each attending to its own keys only.
+
+    Equals a loop over b with rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]`` and keys
+    ``cu_seqlens_k[b]:cu_seqlens_k[b + 1]``, results concatenated.
+
+    Args:
+        student_q, teacher_q: ``[total_q, num_heads, head_dim]``.
+        student_k, teacher_k: ``[total_k, num_kv_heads, head_dim]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[num_sequences + 1]``, from 0 to the totals, not
+        decreasing. Their
+            values are not read on the host.
+        max_seqlen_q, max_seqlen_k: bounds on the sequence lengths; a sequence longer than that is
+            wrong.
+
+    Everything else as in `attention_kl`; dense masks and biases do not apply to packed sequences.
+
+    Returns:
+        ``[num_heads, total_q]`` per-row values in float32 nats, or a scalar; ``"batchmean"``
+        divides by the number of sequences.
+    """
+    inputs = Inputs(
+        student_q,
+        student_k,
+        teacher_q,
+        teacher_k,
+        None,
+        None,
+        None,
+        student_alibi_slopes,
+        teacher_alibi_slopes,
+        student_sink,
+        teacher_sink,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        teacher_lse,
+        row_mask,
+    )
+    settings = Settings(
+        divergence,
+        beta,
+        student_scale,
+        teacher_scale,
+        temperature,
+        student_softcap,
+        teacher_softcap,
+        is_causal,
+        None if window is None else (window[0], window[1]),
+        student_eps,
+        teacher_eps,
+        student_clamp,
+        teacher_clamp,
+        head_reduction,
+        PACKED,
+        reduction,
+        impl,
+        max_seqlen_q,
+        max_seqlen_k,
+    )
+    value = _run(inputs, settings)
+    return value.squeeze(0) if reduction == "none" else value
+
+
+# What a call is made of, as two tuples: the tensors, and everything else. Together with the
+# tensors' metadata the second decides whether a call is legal, so that verdict is kept
+# (checks.remembered).
+class Inputs(NamedTuple):
+    """The tensors of a call, as the caller gave them."""
+
+    student_q: Tensor
+    student_k: Tensor
+    teacher_q: Tensor
+    teacher_k: Tensor
+    attn_mask: Tensor | None
+    student_bias: Tensor | None
+    teacher_bias: Tensor | None
+    student_alibi_slopes: Tensor | None
+    teacher_alibi_slopes: Tensor | None
+    student_sink: Tensor | None
+    teacher_sink: Tensor | None
+    key_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    teacher_lse: Tensor | None
+    row_mask: Tensor | None
+
+
+class Settings(NamedTuple):
+    """The other arguments of a call."""
+
+    divergence: str
+    beta: float
+    student_scale: float | Tensor | None
+    teacher_scale: float | Tensor | None
+    temperature: float
+    student_softcap: float | None
+    teacher_softcap: float | None
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
+    student_eps: float
+    teacher_eps: float
+    student_clamp: float
+    teacher_clamp: float
+    head_reduction: str | None
+    layout: str
+    reduction: str
+    impl: str
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    deterministic: bool = True
+
+    @property
+    def has_tensor(self) -> bool:
+        return isinstance(self.student_scale, Tensor) or isinstance(self.teacher_scale, Tensor)
+
+
+def _run(inputs: Inputs, settings: Settings) -> Tensor:
+    plain = checks.is_plain(inputs)
+    if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
+        from torch_streamkl.distributed.attention_dtensor import prepared
+
+        inputs = Inputs(*prepared(inputs, settings))
+    # a scale that is a tensor would be kept alive with the verdict
+    sites: dict[Any, Any] = {}
+    if plain and not settings.has_tensor:
+        verdict = checks.remembered(inputs, settings, _checked_options)
+        options, sites = verdict.options, verdict.kept
+    else:
+        options = _checked_options(inputs, settings)
+    tensors = _operands(inputs, settings)
+    if settings.impl == "reference":
+        problem, _ = ops.problem_of(*tensors, *options)
+        value = reference.attention_kl_rows(problem)
+    elif plain:
+        value = direct.attention_kl(tensors, options, sites)
+    else:
+        if not torch.compiler.is_compiling():
+            checks.refuse_transforms("attention_kl")
+        value = ops.attention_kl(*tensors, *options)[0]
+    if inputs.row_mask is not None:
+        value = torch.where(_with_dims(inputs.row_mask, 3), value, 0.0)
+    match settings.reduction:
+        case "mean":
+            return value.mean()
+        case "sum":
+            return value.sum()
+        case "batchmean":
+            packed = inputs.cu_seqlens_q
+            return value.sum() / (value.shape[0] if packed is None else packed.shape[0] - 1)
+    return value
+
+
+def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
+    """The operator's tensors: views of the inputs unless a scale is a tensor or autocast is on."""
+    q_s, k_s, q_t, k_t = inputs[:4]
+    if settings.layout != "bhnd":
+        q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
+    if isinstance(settings.student_scale, Tensor):
+        q_s = (q_s * settings.student_scale).to(q_s.dtype)
+    if isinstance(settings.teacher_scale, Tensor):
+        q_t = (q_t * settings.teacher_scale).to(q_t.dtype)
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q_s.device.type):
+        q_s, k_s, q_t, k_t = (_autocast(x) for x in (q_s, k_s, q_t, k_t))
+    optional = inputs[4:]
+    for x in optional:
+        if x is not None:
+            break
+    else:  # the usual call
+        return (q_s, k_s, q_t, k_t, *optional[:-1])
+    mask, student_bias, teacher_bias, *others, teacher_lse, _ = optional
+    if mask is not None:
+        mask = _with_dims(mask, 4)
+        if mask.dtype != torch.bool:
+            mask, student_bias, teacher_bias = None, mask, mask
+    if student_bias is not None:
+        student_bias = _with_dims(student_bias, 4)
+    if teacher_bias is not None:
+        teacher_bias = _with_dims(teacher_bias, 4)
+    if teacher_lse is not None:
+        teacher_lse = _with_dims(teacher_lse.detach(), 3)
+    return (q_s, k_s, q_t, k_t, mask, student_bias, teacher_bias, *others, teacher_lse)
+
+
+def _heads_first(x: Tensor, layout: str) -> Tensor:
+    if layout == "bhnd":
+        return x
+    return x.transpose(1, 2) if layout == "bnhd" else x.transpose(0, 1).unsqueeze(0)
+
+
+def _with_dims(x: Tensor, ndim: int) -> Tensor:
+    return x if x.ndim == ndim else x[(None,) * (ndim - x.ndim)]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What autocast would do to the operand of a matmul."""
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+
+
+# ------------------------------------------------------------------------------------------ checks
+def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
+    """The operator's options after its tensors, in the schema's order; raises on illegal ones."""
+    packed = settings.layout == PACKED
+    for name, x in zip(Inputs._fields[:4], inputs[:4], strict=True):
+        checks.check_tensor(name, x, ndim=3 if packed else 4)
+    q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
+    checks.check_attention_inputs(q_s, k_s, q_t, k_t, settings.head_reduction is not None)
+    rows, keys = (q_s.shape[0], q_s.shape[1], q_s.shape[2]), k_s.shape[2]
+    if packed:
+        _check_offsets(inputs, settings)
+    _check_masks(inputs, rows, keys, q_t.shape[1])
+    if inputs.key_lengths is not None:
+        lengths = (torch.int32, torch.int64)
+        checks.check_vector("key_lengths", inputs.key_lengths, rows[0], q_s.device, lengths)
+    if inputs.row_mask is not None:
+        checks.check_broadcast("row_mask", inputs.row_mask, rows, q_s.device)
+        if inputs.row_mask.dtype != torch.bool:
+            raise TypeError(f"row_mask must be boolean, got {inputs.row_mask.dtype}")
+    for side, q in (("student", q_s), ("teacher", q_t)):
+        _check_side(side, q, inputs, settings)
+    _check_head_reduction(inputs, settings, q_t)
+    left, right = window_bounds(settings.is_causal, settings.window)
+    return (
+        _functional(settings),
+        _scale(settings.student_scale, q_s),
+        _scale(settings.teacher_scale, q_t),
+        float(settings.student_softcap or 0.0),
+        float(settings.teacher_softcap or 0.0),
+        float(settings.temperature),
+        None,  # mask_value: masked keys are gone
+        left,
+        right,
+        settings.max_seqlen_q,
+        settings.max_seqlen_k,
+        settings.head_reduction == "mean",
+        settings.impl,
+        settings.deterministic,
+    )
+
+
+def _functional(settings: Settings) -> str:
+    checks.one_of("reduction", settings.reduction, REDUCTIONS)
+    checks.one_of("impl", settings.impl, IMPLEMENTATIONS)
+    checks.one_of("deterministic", settings.deterministic, (True, False))
+    checks.positive("temperature", settings.temperature)
+    return divergence_text(
+        settings.divergence,
+        settings.beta,
+        settings.student_eps,
+        settings.teacher_eps,
+        settings.student_clamp,
+        settings.teacher_clamp,
+    )
+
+
+def _check_offsets(inputs: Inputs, settings: Settings) -> None:
+    device, offsets = inputs.student_q.device, inputs.cu_seqlens_q
+    size = offsets.shape[0] if isinstance(offsets, Tensor) and offsets.ndim == 1 else 2
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        checks.check_vector(name, getattr(inputs, name), size, device, (torch.int32,))
+    if size < 2:
+        raise ValueError(f"cu_seqlens_q must have num_sequences + 1 >= 2 entries, got {size}")
+    checks.positive("max_seqlen_q", settings.max_seqlen_q)
+    checks.positive("max_seqlen_k", settings.max_seqlen_k)
+
+
+def _check_masks(
+    inputs: Inputs, rows: tuple[int, int, int], keys: int, num_teacher_heads: int
+) -> None:
+    device, mask = inputs.student_q.device, inputs.attn_mask
+    if mask is not None:
+        view = checks.check_broadcast("attn_mask", mask, (*rows, keys), device)
+        if mask.dtype != torch.bool:
+            checks.additive("attn_mask", mask)
+            if inputs.student_bias is not None or inputs.teacher_bias is not None:
+                raise NotImplementedError(
+                    "an additive attn_mask cannot be combined with a bias; add them up"
+                )
+            if view.shape[1] != 1 and num_teacher_heads != rows[1]:
+                raise NotImplementedError(
+                    "an additive attn_mask with head_reduction must have one head, got "
+                    f"{view.shape[1]}; pass student_bias and teacher_bias"
+                )
+    for side, heads in (("student", rows[1]), ("teacher", num_teacher_heads)):
+        name = f"{side}_bias"
+        bias = getattr(inputs, name)
+        if bias is not None:
+            checks.check_broadcast(name, bias, (rows[0], heads, rows[2], keys), device)
+            checks.additive(name, bias)
+
+
+def _check_side(side: str, q: Tensor, inputs: Inputs, settings: Settings) -> None:
+    softcap = getattr(settings, f"{side}_softcap")
+    if softcap is not None:
+        checks.positive(f"{side}_softcap", softcap)
+    scale = _scale(getattr(settings, f"{side}_scale"), q)
+    if not -math.inf < scale < math.inf:  # also of a symbolic number
+        raise ValueError(f"{side}_scale must be finite, got {scale}")
+    for name in (f"{side}_alibi_slopes", f"{side}_sink"):
+        x = getattr(inputs, name)
+        if x is not None:
+            checks.check_vector(name, x, q.shape[1], q.device, checks.FLOAT_DTYPES)
+            if not name.endswith("sink"):
+                checks.no_gradient(name, x)
+
+
+def _scale(scale: float | Tensor | None, q: Tensor) -> float:
+    """The operator's scale; a tensor has been multiplied into q."""
+    if isinstance(scale, Tensor):
+        return 1.0
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor) -> None:
+    checks.one_of("head_reduction", settings.head_reduction, (None, "mean"))
+    lse = inputs.teacher_lse
+    if lse is None:
+        return
+    if settings.head_reduction is None:
+        raise ValueError(
+            "teacher_lse is used with head_reduction='mean' only; "
+            "one pass needs no log-sum-exp in advance"
+        )
+    packed = settings.layout == PACKED
+    shape = tuple(teacher_q.shape[1:3] if packed else teacher_q.shape[:3])
+    if tuple(lse.shape) != shape:
+        raise ValueError(f"teacher_lse must have shape {shape}, got {tuple(lse.shape)}")
+    checks.on_device("teacher_lse", lse, teacher_q.device)
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {lse.dtype}")
+
+
+def window_bounds(
+    is_causal: bool, window: tuple[int | None, int | None] | None
+) -> tuple[int | None, int | None]:
+    """Keys before and after a query's position that it sees, None for no bound."""
+    left, right = window if window is not None else (None, None)
+    for name, bound in (("left", left), ("right", right)):
+        if bound is not None and bound < 0:
+            raise ValueError(f"window bounds must be None or at least 0, got {name} {bound}")
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right

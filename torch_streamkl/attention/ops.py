@@ -1,0 +1,403 @@
+"""The torch.library operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
+
+An operator is functional and per-row: the primitive is one value per query row, and every
+reduction, row weight or row mask is ordinary torch code around it. The backward is an operator of
+its own and reads only what the forward took and returned. Kernels are imported inside the
+dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.attention import blocked, panels
+from torch_streamkl.attention.blocked import Gradients, Wanted
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.checks import is_plain
+from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+
+_lib = Library(NAMESPACE, "DEF")
+
+# NOTE [Flat arguments]
+# A schema is flat and positional; the implementations take an AttentionProblem. The order below is
+# known to three places only: this schema, `problem_of` and the tensor count used by autograd.
+ARGUMENTS = (
+    "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
+    "Tensor? mask=None, Tensor? student_bias=None, Tensor? teacher_bias=None, "
+    "Tensor? student_alibi_slopes=None, Tensor? teacher_alibi_slopes=None, "
+    "Tensor? student_sink=None, Tensor? teacher_sink=None, Tensor? key_lengths=None, "
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? teacher_lse=None, "
+    "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
+    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
+    "float? mask_value=None, SymInt? window_left=None, SymInt? window_right=None, "
+    "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto', "
+    "bool deterministic=True"
+)
+NUM_TENSORS = 15
+NUM_RESULTS = 3  # of attention_kl: values, and statistics of both sides
+_DIFFERENTIABLE = (0, 1, 2, 3, 9, 10)  # q and k of both sides, and the sinks
+differentiable = operator.itemgetter(*_DIFFERENTIABLE)
+_NOT_DIFFERENTIABLE = {
+    5: "student_bias",
+    6: "teacher_bias",
+    7: "student_alibi_slopes",
+    8: "teacher_alibi_slopes",
+}
+
+_lib.define(
+    f"attention_kl({ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+_lib.define(
+    "attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
+    f"bool[] wanted, {ARGUMENTS})"
+    " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+attention_kl = torch.ops.torch_streamkl.attention_kl.default
+attention_kl_backward = torch.ops.torch_streamkl.attention_kl_backward.default
+
+
+def problem_of(
+    student_q: Tensor,
+    student_k: Tensor,
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    mask: Tensor | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_alibi_slopes: Tensor | None = None,
+    teacher_alibi_slopes: Tensor | None = None,
+    student_sink: Tensor | None = None,
+    teacher_sink: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    teacher_lse: Tensor | None = None,
+    functional: str = "(P*(logP-logS))",
+    student_scale: float = 1.0,
+    teacher_scale: float = 1.0,
+    student_softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    temperature: float = 1.0,
+    mask_value: float | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    head_mean: bool = False,
+    impl: str = "auto",
+    deterministic: bool = True,
+) -> tuple[AttentionProblem, str]:
+    problem = AttentionProblem(
+        student=Side(
+            student_q,
+            student_k,
+            student_scale,
+            student_softcap,
+            student_bias,
+            student_alibi_slopes,
+            student_sink,
+        ),
+        teacher=Side(
+            teacher_q,
+            teacher_k,
+            teacher_scale,
+            teacher_softcap,
+            teacher_bias,
+            teacher_alibi_slopes,
+            teacher_sink,
+        ),
+        functional=Functional.of(functional),
+        temperature=temperature,
+        mask=mask,
+        mask_value=-math.inf if mask_value is None else mask_value,
+        key_lengths=key_lengths,
+        window_left=window_left,
+        window_right=window_right,
+        head_mean=head_mean,
+        teacher_lse=teacher_lse,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic,
+    )
+    return problem, impl
+
+
+def _run_forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    problem, impl = problem_of(*args, **kwargs)
+    value, stats = _module_for(is_compiled, problem, impl).forward(problem)
+    return value, stats.student, stats.teacher
+
+
+def _module_for(is_compiled: bool, problem: AttentionProblem, impl: str) -> Any:
+    """What computes a problem: in a graph that Inductor compiles, it compiles the CPU's, too."""
+    implementation = select_implementation(problem, impl)
+    on_panels = is_compiled and implementation == "streaming"
+    return panels if on_panels else _module(implementation)
+
+
+@functools.cache
+def _module(implementation: str) -> Any:
+    """The module with an implementation's forward and backward, imported when first used."""
+    if implementation == "hopper":
+        from torch_streamkl.attention.hopper import launches as hopper
+
+        return hopper
+    if implementation == "triton":
+        from torch_streamkl.attention.triton import launches as portable
+
+        return portable
+    return blocked
+
+
+def _run_backward(
+    is_compiled: bool,
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = (grad, student_stats, teacher_stats, wanted)
+    grads = _wanted_gradients(is_compiled, *given, *args, **kwargs)
+    # the operator returns a tensor for each of q and k, its first four arguments
+    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
+    return a, b, c, d
+
+
+def _wanted_gradients(
+    is_compiled: bool,
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> Gradients:
+    """What `run_backward` returns, None for what is not wanted."""
+    problem, impl = problem_of(*args, **kwargs)
+    stats = RowStatistics(student_stats, teacher_stats)
+    module = _module_for(is_compiled, problem, impl)
+    grads: Gradients = module.backward(problem, stats, grad, Wanted(*wanted))
+    return grads
+
+
+# as they are, and in graphs that Inductor compiles
+run_forward, run_compiled_forward = (functools.partial(_run_forward, x) for x in (False, True))
+run_backward, run_compiled_backward = (functools.partial(_run_backward, x) for x in (False, True))
+wanted_gradients, compiled_gradients = (
+    functools.partial(_wanted_gradients, x) for x in (False, True)
+)
+
+
+def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    problem, _ = problem_of(*args, **kwargs)
+    value, stats = RowStatistics.allocate(problem)
+    return value, stats.student, stats.teacher
+
+
+def _backward_fake(
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem, _ = problem_of(*args, **kwargs)
+    a, b, c, d = (
+        x.new_empty(x.shape if need else (0,))
+        for x, need in zip(problem.queries_and_keys, wanted, strict=True)
+    )
+    return a, b, c, d
+
+
+def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
+    batch, heads, seqlen_q, head_dim = q_shape
+    return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim
+
+
+def _forward_flops(
+    student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
+) -> int:
+    """Two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
+    return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
+
+
+def backward_flops(
+    _g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
+) -> int:
+    """The recomputed scores and one matmul for each gradient."""
+    sides = (
+        _matmul_flops(sq, sk),
+        _matmul_flops(sq, sk),
+        _matmul_flops(tq, tk),
+        _matmul_flops(tq, tk),
+    )
+    return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
+
+
+register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops, run_compiled_forward)
+register(
+    _lib,
+    "attention_kl_backward",
+    run_backward,
+    _backward_fake,
+    backward_flops,
+    run_compiled_backward,
+)
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    _, student_stats, teacher_stats = output
+    ctx.mark_non_differentiable(student_stats, teacher_stats)
+    ctx.save_for_backward(student_stats, teacher_stats, *inputs[:NUM_TENSORS])
+    ctx.options = inputs[NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    # the dispatcher drops trailing arguments that have their default value
+    needs = (*ctx.needs_input_grad, *(False,) * NUM_TENSORS)
+    for index, name in _NOT_DIFFERENTIABLE.items():
+        if needs[index]:
+            raise NotImplementedError(
+                f"{name} gets no gradient: detach it, or keep the scores in plain torch code"
+            )
+    given = gradients(grad, differentiable(needs), ctx.saved_tensors, ctx.options)
+    grads: list[Tensor | None] = [None] * (NUM_TENSORS + len(ctx.options))
+    for index, value in zip(_DIFFERENTIABLE, given, strict=True):
+        grads[index] = value
+    return tuple(grads)
+
+
+def gradients(
+    grad: Tensor | None,
+    needs: tuple[bool, ...],
+    saved: tuple[Any, ...],
+    options: tuple[Any, ...],
+    implementation: Callable[..., Sequence[Tensor | None]] | None = None,
+) -> list[Tensor | None]:
+    """Gradients to the `differentiable` of the tensor arguments.
+
+    ``saved`` is the two statistics and all tensor arguments. Where nobody watches operators,
+    ``implementation(wanted, grad, *saved)`` gives those of q and k, with these options.
+    """
+    grads: list[Tensor | None] = [None] * len(_DIFFERENTIABLE)
+    if grad is None:
+        return grads
+    student_stats, teacher_stats, *tensors = saved
+    wanted = needs[:4]
+    if any(wanted):
+        # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
+        if not torch.is_grad_enabled() and is_plain((grad, *tensors)):
+            call = implementation or functools.partial(_with_options, options)
+            grads[:4] = without_autocast(call, wanted, grad, *saved)
+        else:
+            given = (grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
+            out = attention_kl_backward(*given)
+            grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
+    for index, stats in ((4, student_stats), (5, teacher_stats)):
+        if needs[index]:
+            unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]
+            sink = differentiable(tensors)[index]
+            grads[index] = _sink_gradient(grad, stats, unit, sink)
+    return grads
+
+
+def _with_options(
+    options: tuple[Any, ...], wanted: tuple[bool, ...], grad: Tensor, *saved: Any
+) -> tuple[Tensor | None, ...]:
+    student_stats, teacher_stats, *tensors = saved
+    return wanted_gradients(grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
+
+
+def without_autocast(implementation: Any, *args: Any) -> Any:
+    """What the dispatcher does for the operator (see registration.py)."""
+    if not torch._C._is_any_autocast_enabled():
+        return implementation(*args)
+    with torch._C._DisableAutocast():
+        return implementation(*args)
+
+
+def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -> Tensor:
+    # dlogP_j / dsink = -exp(sink - lse) for every key j; the sum over j of df/dlogP_j is stored
+    lse, key_sum = stats.unbind(0)
+    grad = grad.repeat_interleave(lse.shape[1] // grad.shape[1], dim=1)
+    mass = torch.exp(sink.to(lse.dtype)[:, None] - lse * lse_unit)
+    return -(grad * key_sum * mass).sum((0, 2)).to(sink.dtype)
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::attention_kl", _autograd, setup_context=_setup_context, lib=_lib
+)
+register_no_double_backward(_lib, "attention_kl")
+
+
+_BATCHED = (0, 1, 2, 3, 4, 5, 6, 11, 14)  # tensors with a leading batch dimension
+_UNBATCHED_NAMES = {
+    7: "student_alibi_slopes",
+    8: "teacher_alibi_slopes",
+    9: "student_sink",
+    10: "teacher_sink",
+    12: "cu_seqlens_q",
+    13: "cu_seqlens_k",
+}
+
+
+def _vmap(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Fold the mapped dimension into the batch."""
+    tensors = list(args)
+    for index, name in _UNBATCHED_NAMES.items():
+        if index < len(args) and in_dims[index] is not None:
+            raise NotImplementedError(
+                f"vmap over {name} is not supported; map over q, k, masks or biases"
+            )
+    batch = next(
+        a.shape[1:] if d == 0 else a.movedim(d, 0).shape[1:]
+        for a, d in zip(args[:4], in_dims, strict=False)
+        if d is not None
+    )[0]
+    for index in _BATCHED:
+        if index >= len(args) or args[index] is None:
+            continue
+        x, dim = args[index], in_dims[index]
+        x = x.movedim(dim, 0) if dim is not None else x.unsqueeze(0)
+        if dim is None and x.shape[1] == 1 and index >= 4:
+            tensors[index] = x[0]
+            continue
+        x = (
+            x.expand(info.batch_size, batch, *x.shape[2:])
+            if index != 11
+            else x.expand(info.batch_size, batch)
+        )
+        tensors[index] = x.flatten(0, 1)
+    value, student_stats, teacher_stats = attention_kl(*tensors)
+    size = (info.batch_size, batch)
+    outputs = (
+        value.unflatten(0, size),
+        student_stats.unflatten(1, size),
+        teacher_stats.unflatten(1, size),
+    )
+    return outputs, (0, 1, 1)
+
+
+torch.library.register_vmap(f"{NAMESPACE}::attention_kl", _vmap, lib=_lib)

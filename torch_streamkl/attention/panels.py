@@ -1,0 +1,361 @@
+"""The CPU's implementation in compiled graphs: panels of whole rows, their bodies by Inductor.
+
+A panel is a few heads' block of query rows with every key that they may see: two products into a
+small workspace, one compiled pass over its rows (attention/row_body.py), and, where gradients
+are computed, a product for each of them. Beyond inputs and gradients the memory is a panel.
+Where gradients follow from weights that are known beforehand, `forward_with_gradients` computes
+each product once; `forward` and `backward` compute those of the scores twice.
+
+What a panel cannot hold, and everything where Inductor cannot compile, is left to
+attention/blocked.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention import blocked
+from torch_streamkl.attention.blocked import Gradients, Wanted
+from torch_streamkl.attention.problem import (
+    AttentionProblem,
+    RowStatistics,
+    Side,
+    bottom_right_offset,
+)
+from torch_streamkl.attention.row_body import RowForm, rows_backward, rows_forward
+from torch_streamkl.cpu import compiled
+from torch_streamkl.cpu.compiled import Described
+
+PANEL_ELEMENTS = 2**18  # scores of one side: with exponentials four tiles, in the cores' caches
+LEAST_QUERIES = 16  # of a panel, whatever the number of keys: matmuls of fewer rows are slow
+MOST_ELEMENTS = 2**22  # of a panel of so few queries
+NOTHING = Wanted(False, False, False, False)
+
+
+class NotCompiledError(Exception):
+    """Inductor could not compile a body: it has said so."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Ranges of one batch element's heads, queries and keys."""
+
+    batch: int
+    heads: slice
+    queries: slice
+    keys: slice
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_heads * (self.queries.stop - self.queries.start)
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads.stop - self.heads.start
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys.stop - self.keys.start
+
+
+def limit(problem: AttentionProblem) -> str | None:
+    """Why panels cannot compute a problem, or None."""
+    if problem.student.q.device.type != "cpu":
+        return f"are for the CPU, got device {problem.student.q.device.type}"
+    if problem.head_mean:
+        return "take as many heads on both sides, got averaged heads of the teacher"
+    if problem.teacher_lse is not None:
+        return "compute log-sum-exps themselves, got known ones"
+    least = LEAST_QUERIES * problem.seqlen_k * head_group(problem)
+    if least > MOST_ELEMENTS:
+        return f"hold {MOST_ELEMENTS} scores, got rows of {problem.seqlen_k} keys"
+    return None
+
+
+def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+    """What `streaming.forward` computes."""
+    if limit(problem) is None:
+        try:
+            value, stats, _ = _forward(problem, None, NOTHING)
+        except NotCompiledError:
+            pass
+        else:
+            return value, stats
+    return blocked.forward(problem)
+
+
+def forward_with_gradients(
+    problem: AttentionProblem, row_weight: Tensor | None, wanted: Wanted
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    """What `streaming.forward_with_gradients` computes, each product once."""
+    if limit(problem) is None:
+        try:
+            return _forward(problem, row_weight, wanted)
+        except NotCompiledError:
+            pass
+    return blocked.forward_with_gradients(problem, row_weight, wanted)
+
+
+def backward(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> Gradients:
+    """What `streaming.backward` computes."""
+    if limit(problem) is None:
+        try:
+            sums = _backward(problem, stats, grad, wanted)
+        except NotCompiledError:
+            pass
+        else:
+            return blocked.in_dtypes_of_inputs(problem, sums)
+    return blocked.backward(problem, stats, grad, wanted)
+
+
+def _sequences(
+    problem: AttentionProblem,
+) -> Iterator[tuple[slice, slice, AttentionProblem]]:
+    """Ranges of rows and keys and their problems, one where nothing is packed."""
+    if problem.is_packed:
+        yield from problem.sequences()
+    else:
+        yield slice(None), slice(None), problem
+
+
+def _forward(
+    problem: AttentionProblem, row_weight: Tensor | None, wanted: Wanted
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    q = problem.student.q
+    results = q.new_empty((*q.shape[:3], 5), dtype=problem.compute_dtype)
+    sums = blocked.zero_sums(problem, wanted)
+    form = _form(problem, wanted)
+    for rows, keys, sequence in _sequences(problem):
+        if sequence.seqlen_k == 0:
+            value, stats = blocked.forward(sequence)
+            parts = (value[None], stats.student, stats.teacher)
+            results[:, :, rows] = torch.cat(parts).permute(1, 2, 3, 0)
+            continue
+        work = _Work(sequence, wanted, blocked.sums_of_sequence(sums, rows, keys))
+        weight = _weight_of(sequence, row_weight, rows) if wanted != NOTHING else None
+        for panel in work.panels():
+            inputs = work.inputs(panel)
+            if weight is not None:
+                inputs["row_weight"] = _of_rows(weight, panel)
+            (out,) = work.run(rows_forward, form, inputs)
+            shape = (panel.num_heads, -1, 5)
+            results[:, :, rows][panel.batch, panel.heads, panel.queries] = out.view(shape)
+            work.add_gradients(panel)
+    value, *rest = results.unbind(-1)
+    stats = RowStatistics(torch.stack(rest[:2]), torch.stack(rest[2:]))
+    return value.contiguous(), stats, (sums[0], sums[1], sums[2], sums[3])
+
+
+def _backward(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> list[Tensor | None]:
+    sums = blocked.zero_sums(problem, wanted)
+    form = _form(problem, wanted)
+    statistics = torch.cat((stats.student, stats.teacher)).permute(1, 2, 3, 0)
+    for rows, keys, sequence in _sequences(problem):
+        if sequence.seqlen_k == 0:
+            continue
+        work = _Work(sequence, wanted, blocked.sums_of_sequence(sums, rows, keys))
+        weight = _weight_of(sequence, grad, rows)
+        for panel in work.panels():
+            known = statistics[:, :, rows][panel.batch, panel.heads, panel.queries]
+            inputs = work.inputs(panel)
+            inputs["row_weight"] = _of_rows(weight, panel)
+            inputs["statistics"] = (known.reshape(-1, 4), "r4")
+            work.run(rows_backward, form, inputs)
+            work.add_gradients(panel)
+    return sums
+
+
+def _weight_of(problem: AttentionProblem, weight: Tensor | None, rows: slice) -> Tensor:
+    if weight is None:
+        return torch.ones((1, 1, 1), dtype=problem.compute_dtype)
+    return weight[:, :, rows].to(problem.compute_dtype)
+
+
+def _of_rows(x: Tensor, panel: Panel) -> tuple[Tensor, str]:
+    """[batch, heads, queries] or [1, 1, 1] as a column of a panel's rows."""
+    if x.shape == (1, 1, 1):
+        return x.view(1, 1), "11"
+    return x[panel.batch, panel.heads, panel.queries].reshape(-1, 1), "r1"
+
+
+def _form(problem: AttentionProblem, wanted: Wanted) -> RowForm:
+    return RowForm(
+        functional=problem.functional.text,
+        softcaps=(bool(problem.student.softcap), bool(problem.teacher.softcap)),
+        has_temperature=problem.temperature != 1.0,
+        fills=problem.mask_value != -math.inf and problem.has_masked_keys,
+        student=wanted.student,
+        teacher=wanted.teacher,
+    )
+
+
+def head_group(problem: AttentionProblem) -> int:
+    """Query heads that a panel holds together: those that share keys on either side."""
+    sides = (problem.student, problem.teacher)
+    group = math.lcm(*(side.num_heads // side.num_kv_heads for side in sides))
+    return group if problem.num_heads % group == 0 else problem.num_heads
+
+
+class _Work:
+    """One problem's panels: their workspace, their inputs, and the gradients they add to."""
+
+    def __init__(
+        self, problem: AttentionProblem, wanted: Wanted, sums: list[Tensor | None]
+    ) -> None:
+        self.problem, self.wanted, self.sums = problem, wanted, sums
+        self.dtype = problem.compute_dtype
+        group, keys = head_group(problem), problem.seqlen_k
+        queries = max(LEAST_QUERIES, PANEL_ELEMENTS // (keys * group))
+        self.queries = max(1, min(problem.seqlen_q, queries))
+        room = PANEL_ELEMENTS // (keys * self.queries)
+        self.heads = min(problem.num_heads, max(1, room // group) * group)
+        size = self.heads * self.queries * keys
+        self.tiles = [problem.student.q.new_empty(size, dtype=self.dtype) for _ in range(2)]
+        self.bounds = _bounds(problem)
+        self.position = torch.arange(problem.seqlen_q, dtype=self.dtype)[:, None]
+        self.position += bottom_right_offset(problem.seqlen_q, keys)
+        self.numbers: dict[int, Tensor] = {}
+
+    def panels(self) -> Iterator[Panel]:
+        """All panels, those that share keys one after the other."""
+        problem = self.problem
+        for batch in range(problem.batch):
+            for h in range(0, problem.num_heads, self.heads):
+                heads = slice(h, min(h + self.heads, problem.num_heads))
+                self.keys = [self._keys_of(side, batch, heads) for side in self._sides]
+                for i in range(0, problem.seqlen_q, self.queries):
+                    queries = slice(i, min(i + self.queries, problem.seqlen_q))
+                    yield Panel(batch, heads, queries, _visible_keys(problem, queries))
+
+    @property
+    def _sides(self) -> tuple[Side, Side]:
+        return self.problem.student, self.problem.teacher
+
+    def _keys_of(self, side: Side, batch: int, heads: slice) -> Tensor:
+        return side.k[batch, _kv_heads(side, heads)].to(self.dtype)
+
+    def inputs(self, panel: Panel) -> Described:
+        """The dot products of both sides, and what turns them into scores."""
+        problem, inputs = self.problem, Described()
+        self.folded, self.blocks = [], []
+        for name, side, keys, tile in zip("st", self._sides, self.keys, self.tiles, strict=True):
+            q = side.q[panel.batch, panel.heads, panel.queries].to(self.dtype)
+            q = q.reshape(keys.shape[0], -1, q.shape[-1])  # heads that share keys as rows
+            out = tile[: panel.num_rows * panel.num_keys].view(*q.shape[:2], panel.num_keys)
+            torch.bmm(q, keys[:, panel.keys].transpose(1, 2), out=out)
+            self.folded.append(q)
+            self.blocks.append(out)
+            inputs[name] = (out.view(-1, panel.num_keys), "rk")
+        outside = problem.seqlen_k - panel.num_keys
+        if outside not in self.numbers:
+            self.numbers[outside] = self._numbers_of(outside)
+        inputs["numbers"] = (self.numbers[outside], "n")
+        for name, bound in self.bounds.items():
+            column = bound[panel.batch if bound.shape[0] > 1 else 0, panel.queries]
+            inputs[name] = ((column - panel.keys.start).repeat(panel.num_heads)[:, None], "r1")
+        if problem.mask is not None:
+            inputs["mask"] = _tile_of(problem.mask, panel)
+        for name, side in zip(("student", "teacher"), self._sides, strict=True):
+            if side.bias is not None:
+                inputs[f"{name}_bias"] = _tile_of(side.bias, panel)
+            if side.alibi_slopes is not None:
+                inputs[f"{name}_alibi"] = self._per_head(side.alibi_slopes, panel)
+                column = self.position[panel.queries] - panel.keys.start
+                inputs["position"] = (column.repeat(panel.num_heads, 1), "r1")
+            if side.sink is not None:
+                inputs[f"{name}_sink"] = self._per_head(side.sink, panel)
+        return inputs
+
+    def _numbers_of(self, outside: int) -> Tensor:
+        student, teacher = self._sides
+        fill = self.problem.mask_value
+        values = (student.scale, teacher.scale, student.softcap, teacher.softcap,
+                  self.problem.temperature, fill, outside)  # fmt: skip
+        return torch.tensor(values, dtype=self.dtype)
+
+    def _per_head(self, x: Tensor, panel: Panel) -> tuple[Tensor, str]:
+        count = panel.queries.stop - panel.queries.start
+        column = x[panel.heads].to(self.dtype).repeat_interleave(count)
+        return column[:, None], "r1"
+
+    def run(self, body: compiled.Body, form: RowForm, inputs: Described) -> tuple[Tensor, ...]:
+        run = compiled.find(body, form, inputs)
+        if run is None:
+            raise NotCompiledError
+        return tuple(run([x.contiguous() for x, _ in inputs.values()]))
+
+    def add_gradients(self, panel: Panel) -> None:
+        """Products of the gradients that the body has left in place of the dot products."""
+        for i, side in enumerate(self._sides):
+            dq, dk = self.sums[2 * i : 2 * i + 2]
+            d_dots = self.blocks[i]
+            if dq is not None:
+                out = dq[panel.batch, panel.heads, panel.queries]
+                keys = self.keys[i][:, panel.keys]
+                if d_dots.shape[0] == out.shape[0]:
+                    torch.bmm(d_dots, keys, out=out)
+                else:
+                    out.copy_(torch.bmm(d_dots, keys).view(out.shape))
+            if dk is not None:
+                out, d_keys = dk[panel.batch, _kv_heads(side, panel.heads)], d_dots.transpose(1, 2)
+                if panel.queries.start == 0 and panel.num_keys == out.shape[1]:
+                    torch.bmm(d_keys, self.folded[i], out=out)
+                else:
+                    out[:, panel.keys].baddbmm_(d_keys, self.folded[i])
+
+
+def _kv_heads(side: Side, heads: slice) -> slice:
+    group = side.num_heads // side.num_kv_heads
+    return slice(heads.start // group, -(-heads.stop // group))
+
+
+def _bounds(problem: AttentionProblem) -> dict[str, Tensor]:
+    """The first key of every query, and one behind the last, int32 [batch or 1, seqlen_q]."""
+    offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
+    i = torch.arange(problem.seqlen_q, dtype=torch.int32)[None] + offset
+    bounds = {}
+    if problem.window_left is not None:
+        bounds["first"] = i - problem.window_left
+    if problem.window_right is not None:
+        bounds["stop"] = i + (problem.window_right + 1)
+    if problem.key_lengths is not None:
+        lengths = problem.key_lengths.to(torch.int32)[:, None]
+        stop = bounds.get("stop")
+        bounds["stop"] = lengths.expand(-1, problem.seqlen_q) if stop is None else (
+            torch.minimum(stop, lengths)
+        )  # fmt: skip
+    return bounds
+
+
+def _visible_keys(problem: AttentionProblem, queries: slice) -> slice:
+    """Keys that the window admits for at least one of the queries; at least one key."""
+    offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
+    start, stop = 0, problem.seqlen_k
+    if problem.window_left is not None:
+        start = min(max(start, queries.start + offset - problem.window_left), stop - 1)
+    if problem.window_right is not None:
+        stop = min(stop, queries.stop + offset + problem.window_right)
+    return slice(start, max(stop, start + 1))
+
+
+def _tile_of(x: Tensor, panel: Panel) -> tuple[Tensor, str]:
+    """The panel's part of what broadcasts to [batch, heads, queries, keys], in two dimensions."""
+    parts = (panel.heads, panel.queries, panel.keys)
+    h, r, k = (
+        part if size > 1 else slice(None) for part, size in zip(parts, x.shape[1:], strict=True)
+    )
+    block = x[panel.batch if x.shape[0] > 1 else 0, h, r, k]
+    keys = "k" if x.shape[3] > 1 else "1"
+    if block.shape[:2] == (1, 1) and panel.num_rows > 1:
+        return block.reshape(1, -1), f"1{keys}"
+    count = panel.queries.stop - panel.queries.start
+    return block.expand(panel.num_heads, count, -1).reshape(panel.num_rows, -1), f"r{keys}"

@@ -1,0 +1,209 @@
+"""One KL problem as a value: the tensors and the options that every implementation reads.
+
+`ops.py` builds an `AttentionProblem` once from an operator's flat arguments; reference, streaming
+and kernel launchers take that and nothing else, so an option is added here and where it is
+computed.
+
+These are values, which nobody changes. They are not frozen, because making frozen ones takes 5 us,
+a twelfth of a small call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.divergences.functional import Functional
+
+
+@dataclass(eq=False)
+class Side:
+    """Queries and keys of one model and how their dot products become scores.
+
+    ``score = softcap * tanh(scale * q.k / softcap) + bias - slope * |i - j|``, divided by the
+    problem's temperature; i counts from the position where the last query meets the last key.
+    """
+
+    q: Tensor  # [batch, num_heads, seqlen_q, head_dim]
+    k: Tensor  # [batch, num_kv_heads, seqlen_k, head_dim]
+    scale: float
+    softcap: float = 0.0  # 0 is none
+    bias: Tensor | None = None  # additive, broadcasts to [batch, num_heads, seqlen_q, seqlen_k]
+    alibi_slopes: Tensor | None = None  # [num_heads], float32
+    sink: Tensor | None = None  # [num_heads], a logit that only the denominator sees
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+
+@dataclass(eq=False)
+class AttentionProblem:
+    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two attention distributions.
+
+    A key j is allowed for a query i when the mask admits it, j < key_lengths[b], and, with
+    o = j - (i + seqlen_k - seqlen_q), -window_left <= o <= window_right (None is no bound). A key
+    that is not allowed gets the score ``mask_value`` on both sides: -inf removes it, and a finite
+    value is what ``masked_fill(mask, value)`` writes, which matters where a row has no allowed key
+    at all.
+    """
+
+    student: Side
+    teacher: Side
+    functional: Functional
+    temperature: float = 1.0
+    mask: Tensor | None = (
+        None  # bool, True admits, broadcasts to [batch, num_heads, seqlen_q, seqlen_k]
+    )
+    mask_value: float = -math.inf
+    key_lengths: Tensor | None = None  # [batch], int32
+    window_left: int | None = None
+    window_right: int | None = None
+    head_mean: bool = False  # P is the mean over the teacher heads of each student head
+    teacher_lse: Tensor | None = None  # [batch, num_teacher_heads, seqlen_q], known log-sum-exp
+    # packed sequences: batch is 1, seqlen_q and seqlen_k are totals, and sequence b is the rows
+    # cu_seqlens_q[b] : cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] : cu_seqlens_k[b + 1]
+    cu_seqlens_q: Tensor | None = None  # [num_sequences + 1], int32
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    deterministic: bool = True  # gradients are summed in a fixed order
+
+    @property
+    def batch(self) -> int:
+        return self.student.q.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.student.num_heads
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.student.q.shape[2]
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.student.k.shape[2]
+
+    @property
+    def queries_and_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What gradients are computed to, in the order of the operators' arguments."""
+        return self.student.q, self.student.k, self.teacher.q, self.teacher.k
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float64 if self.student.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def has_masked_keys(self) -> bool:
+        return not (
+            self.mask is None
+            and self.key_lengths is None
+            and self.window_left is None
+            and self.window_right is None
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
+        """Row range, key range and problem of each packed sequence; reads offsets on the host."""
+        assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
+        offsets = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)
+        for (i0, j0), (i1, j1) in pairwise(offsets):
+            rows, keys = slice(i0, i1), slice(j0, j1)
+
+            def side(s: Side, rows: slice = rows, keys: slice = keys) -> Side:
+                return replace(s, q=s.q[:, :, rows], k=s.k[:, :, keys])
+
+            lse = None if self.teacher_lse is None else self.teacher_lse[:, :, rows]
+            yield (
+                rows,
+                keys,
+                replace(
+                    self,
+                    student=side(self.student),
+                    teacher=side(self.teacher),
+                    teacher_lse=lse,
+                    cu_seqlens_q=None,
+                    cu_seqlens_k=None,
+                ),
+            )
+
+
+@dataclass(eq=False)
+class RowStatistics:
+    """What the backward pass needs of a row: a log-sum-exp and a sum for each side.
+
+    The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
+    unit is the implementation's (LSE_UNIT in launches/launch.py): converting would cost large
+    scores their last digits. The sums are over keys (NOTE [Row gradient] in
+    divergences/functional.py).
+    """
+
+    student: Tensor  # [2, batch, num_heads, seqlen_q]: lse, then H
+    teacher: Tensor  # [2, batch, num_teacher_heads, seqlen_q]: lse, then G
+
+    @staticmethod
+    def allocate(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+        """Uninitialised row values and statistics."""
+        q, dtype = problem.student.q, problem.compute_dtype
+        batch, num_heads, seqlen_q, _ = q.shape
+        # new_empty() would take half a microsecond more, to find the strides
+        value = q.new_empty_strided(
+            (batch, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1), dtype=dtype
+        )
+        return value, RowStatistics(
+            _empty_statistics(q, dtype), _empty_statistics(problem.teacher.q, dtype)
+        )
+
+    @property
+    def student_lse(self) -> Tensor:
+        return self.student.select(0, 0)
+
+    @property
+    def student_sum(self) -> Tensor:
+        return self.student.select(0, 1)
+
+    @property
+    def teacher_lse(self) -> Tensor:
+        return self.teacher.select(0, 0)
+
+    @property
+    def teacher_sum(self) -> Tensor:
+        return self.teacher.select(0, 1)
+
+    def viewed(self, rows: torch.Size) -> RowStatistics:
+        """As statistics of rows of another shape, in the same order; for as many heads a side."""
+        return RowStatistics(self.student.view(2, *rows), self.teacher.view(2, *rows))
+
+    def at_rows(self, rows: slice) -> RowStatistics:
+        """Views of a range of query rows."""
+        return RowStatistics(self.student[..., rows], self.teacher[..., rows])
+
+
+def _empty_statistics(q: Tensor, dtype: torch.dtype) -> Tensor:
+    batch, num_heads, seqlen_q, _ = q.shape
+    size = num_heads * seqlen_q
+    return q.new_empty_strided(
+        (2, batch, num_heads, seqlen_q), (batch * size, size, seqlen_q, 1), dtype=dtype
+    )
+
+
+def bottom_right_offset(seqlen_q: int, seqlen_k: int) -> int:
+    """Position of query 0 among the keys when the last query is aligned with the last key."""
+    return seqlen_k - seqlen_q

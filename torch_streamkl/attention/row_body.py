@@ -1,0 +1,222 @@
+"""The mathematics of whole rows of scores, as plain torch functions of a [rows, keys] tile.
+
+Inductor compiles them (cpu/compiled.py). They read every input from a dictionary of tensors, and
+sizes and numbers are never literals: one compilation serves every block of a problem and every
+length.
+Where rows are whole nothing streams: log-sum-exps are known before the divergence is summed, so
+every functional, clamped or not, is evaluated as it is written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.divergences.row_state import without_infinity
+
+Inputs = dict[str, Tensor]
+# Of the input "numbers", in this order:
+NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature",
+           "mask_value", "outside")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What a compiled body depends on, beside the dtypes of its inputs and which there are."""
+
+    functional: str
+    softcaps: tuple[bool, bool]  # of the student's and the teacher's scores
+    has_temperature: bool
+    fills: bool  # keys that are not allowed have a finite score
+    student: bool  # gradients to the student's scores are wanted
+    teacher: bool
+
+
+@dataclass
+class Scores:
+    """Scores of one side, masked, and d(score)/d(dot) without scale and temperature."""
+
+    x: Tensor
+    slope: Tensor | None
+    level: Tensor | None = None  # [rows, 1], of keys that are not allowed, where they are finite
+
+
+@dataclass
+class Softmax:
+    """log-probabilities, probabilities and log-sum-exp of one side."""
+
+    log_p: Tensor
+    p: Tensor
+    lse: Tensor  # [rows, 1], -inf in a row without keys
+    log_p_outside: Tensor | None = None  # [rows, 1], of one key outside of the tile
+
+
+def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Value, both log-sum-exps, H and G of every row, stacked; overwrites wanted gradients.
+
+    The gradient of ``row_weight * value`` to the dot products replaces those, "s" and "t".
+    """
+    allowed = _allowed(inputs)
+    s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
+    outside = _number(inputs, "outside") if form.fills else None
+    student, teacher = (
+        softmax(x.x, inputs.get(f"{name}_sink"), x.level, outside)
+        for name, x in (("student", s), ("teacher", t))
+    )
+    functional = Functional.of(form.functional)
+    f, h, g = functional.terms("fhg", variables_of(student, teacher))
+    if allowed is not None and not form.fills:
+        f, h, g = (torch.where(allowed, x, 0.0) for x in (f, h, g))
+    sums = [x.sum(-1, keepdim=True) for x in (f, h, g)]
+    if form.fills:
+        sums = _with_keys_outside(functional, inputs, student, teacher, sums)
+    value, h_sum, g_sum = sums
+    weight = inputs.get("row_weight")
+    if weight is not None and form.student:
+        _store_gradient(inputs, 0, h, student.p * h_sum, s.slope, weight, form, allowed)
+    if weight is not None and form.teacher:
+        _store_gradient(inputs, 1, g, teacher.p * g_sum, t.slope, weight, form, allowed)
+    rows = (value, student.lse, h_sum, teacher.lse, g_sum)
+    return (torch.cat(rows, dim=1),)
+
+
+def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Overwrites dot products by their gradients, from the "statistics" of `rows_forward`."""
+    allowed = _allowed(inputs)
+    s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
+    lse_s, h_sum, lse_t, g_sum = inputs["statistics"].split(1, dim=1)
+    logs = [x.x - without_infinity(lse) for x, lse in ((s, lse_s), (t, lse_t))]
+    student, teacher = (Softmax(x, x.exp(), x) for x in logs)
+    names = "h" * form.student + "g" * form.teacher
+    terms = Functional.of(form.functional).terms(names, variables_of(student, teacher))
+    weight = inputs["row_weight"]
+    if form.student:
+        _store_gradient(inputs, 0, terms[0], student.p * h_sum, s.slope, weight, form, allowed)
+    if form.teacher:
+        _store_gradient(inputs, 1, terms[-1], teacher.p * g_sum, t.slope, weight, form, allowed)
+    return ()
+
+
+def variables_of(student: Softmax, teacher: Softmax) -> dict[str, Tensor]:
+    return {"P": teacher.p, "S": student.p, "logP": teacher.log_p, "logS": student.log_p}
+
+
+def _number(inputs: Inputs, name: str) -> Tensor:
+    return inputs["numbers"][NUMBERS.index(name)]
+
+
+def _allowed(inputs: Inputs) -> Tensor | None:
+    """Keys that take part, [rows or 1, keys], None for all of them."""
+    allowed = inputs.get("mask")
+    j = torch.arange(inputs["s"].shape[1], dtype=torch.int32, device=inputs["s"].device)[None, :]
+    for name, compare in (("first", torch.ge), ("stop", torch.lt)):
+        if name in inputs:
+            within = compare(j, inputs[name])
+            allowed = within if allowed is None else allowed & within
+    return allowed
+
+
+def _scores(form: RowForm, inputs: Inputs, side: int, allowed: Tensor | None) -> Scores:
+    dots, name = inputs["st"[side]], ("student", "teacher")[side]
+    x, slope = dots * _number(inputs, f"{name}_scale"), None
+    if form.softcaps[side]:
+        x, slope = softcapped(x, _number(inputs, f"{name}_softcap"))
+    bias = inputs.get(f"{name}_bias")
+    if bias is not None:
+        x = x + bias.to(x.dtype)
+    slopes = inputs.get(f"{name}_alibi")
+    if slopes is not None:
+        j = torch.arange(x.shape[1], device=x.device)[None, :].to(x.dtype)
+        x = x - slopes * (inputs["position"] - j).abs()
+    if form.has_temperature:
+        x = x / _number(inputs, "temperature")
+    if allowed is None and not form.fills:
+        return Scores(x, slope)
+    if allowed is not None and not form.fills:
+        return Scores(torch.where(allowed, x, -math.inf), slope)
+    level = _number(inputs, "mask_value").expand(x.shape[0], 1)
+    if f"{name}_sink" not in inputs:
+        # A softmax ignores a constant, and a row of such keys only may as well have the level 0:
+        # mask_value may be too large to carry the logarithm of their number.
+        level = torch.where(_has_key(allowed, x), level, 0.0)
+    return Scores(x if allowed is None else torch.where(allowed, x, level), slope, level)
+
+
+def softcapped(x: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
+    """``cap * tanh(x / cap)``, and its derivative."""
+    capped = torch.tanh(x / cap)
+    return capped * cap, 1.0 - capped * capped
+
+
+def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
+    if allowed is None:
+        return torch.ones_like(x[:, :1], dtype=torch.bool)
+    return (allowed.to(x.dtype).amax(-1, keepdim=True) > 0).expand(x.shape[0], 1)
+
+
+def softmax(
+    x: Tensor,
+    sink: Tensor | None = None,
+    level: Tensor | None = None,
+    outside: Tensor | None = None,
+) -> Softmax:
+    """Of scores; a sink is one more logit of the denominator, keys outside have one level."""
+    peak = x.amax(-1, keepdim=True)
+    if level is not None and outside is not None:
+        peak = torch.maximum(peak, torch.where(outside > 0, level, -math.inf))
+    if sink is not None:
+        peak = torch.maximum(peak, sink)
+    base = without_infinity(peak)
+    shifted = x - base
+    e = shifted.exp()
+    mass = e.sum(-1, keepdim=True)
+    if level is not None and outside is not None:
+        mass = mass + outside * (level - base).exp()
+    if sink is not None:
+        mass = mass + (sink - base).exp()
+    is_empty = mass == 0
+    depth = torch.where(is_empty, 0.0, mass.log())
+    # a probability as a quotient: the exponential of a difference would be another pass of them
+    p = e * torch.where(is_empty, 0.0, 1.0 / mass)
+    lse = torch.where(is_empty, -math.inf, base + depth)
+    return Softmax(shifted - depth, p, lse, None if level is None else level - base - depth)
+
+
+def _with_keys_outside(
+    functional: Functional, inputs: Inputs, student: Softmax, teacher: Softmax, sums: list[Tensor]
+) -> list[Tensor]:
+    """Sums with the keys that no row of the tile may see: they all look alike."""
+    outside = _number(inputs, "outside")
+    assert student.log_p_outside is not None and teacher.log_p_outside is not None
+    s, t = student.log_p_outside, teacher.log_p_outside
+    terms = functional.terms("fhg", {"P": t.exp(), "S": s.exp(), "logP": t, "logS": s})
+    return [
+        total + torch.where(outside > 0, outside * term, 0.0)
+        for total, term in zip(sums, terms, strict=True)
+    ]
+
+
+def _store_gradient(
+    inputs: Inputs,
+    side: int,
+    term: Tensor,
+    share: Tensor,
+    slope: Tensor | None,
+    weight: Tensor,
+    form: RowForm,
+    allowed: Tensor | None,
+) -> None:
+    """The term minus a key's share of the terms' sum, times what leads to the dot product."""
+    factor = weight * _number(inputs, ("student_scale", "teacher_scale")[side])
+    if form.has_temperature:
+        factor = factor / _number(inputs, "temperature")
+    d = (term - share) * factor
+    if slope is not None:
+        d = d * slope
+    if allowed is not None:
+        d = torch.where(allowed, d, 0.0)
+    inputs["st"[side]].copy_(d)

@@ -1,0 +1,192 @@
+"""A site: `attention_kl` with one set of options on tensors of one set of metadata, called often.
+
+A call site of a compiled graph and eager calls that repeat are alike: only addresses differ from
+call to call. A `Site` computes what the operators do without the dispatcher, and has the launches
+of its kernels recorded (launches/recorded.py) the second time that it is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention import ops
+from torch_streamkl.launches.launch import select_implementation
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+
+log = logging.getLogger("torch_streamkl")
+Tensors = Sequence[Tensor | None]
+CALLS_BEFORE = 1  # a recording: of what is called once it would only cost time
+RECORDS = True  # False: every call takes the usual way, for comparisons
+MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
+
+
+class Repeated:
+    """A function of tensors whose launches are recorded where they can be."""
+
+    def __init__(self, function: Callable[..., Tensors]) -> None:
+        self._function = function
+        self._program: Any = None
+        self._calls = 0
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        program = self._program
+        if program is not None:
+            results: Tensors | None = program(*tensors)
+            return self._function(*tensors) if results is None else results
+        self._calls += 1
+        if self._calls != CALLS_BEFORE + 1 or not RECORDS or _is_capturing():
+            return self._function(*tensors)
+        from torch_streamkl.launches import recorded
+
+        with torch.no_grad():
+            outputs, program = recorded.record(self._function, tensors)
+        if program is not None:
+            self._program = _First(self, program)
+        return outputs
+
+    def settle(self, program: Any) -> None:
+        """Use a program from now on, or none."""
+        self._program = program
+
+
+class _First:
+    """The first call of a program: where this Triton is launched in another way, the last."""
+
+    def __init__(self, owner: Repeated, program: Any) -> None:
+        self._owner, self._program = owner, program
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors | None:
+        try:
+            results: Tensors | None = self._program(*tensors)
+        except (TypeError, ValueError, AttributeError, SystemError) as error:
+            log.warning("recorded launches do not run here, and calls take longer: %s", error)
+            self._owner.settle(None)
+            return None
+        if results is not None:
+            self._owner.settle(self._program)
+        return results
+
+
+def _is_capturing() -> bool:
+    # nobody will call a function again whose launches go into a CUDA graph
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Site:
+    """Values and gradients of attention_kl; see `Repeated` for what is kept between calls."""
+
+    def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
+        """``is_compiled``: of a graph that Inductor compiles."""
+        self.options = options
+        self.is_compiled = is_compiled
+        self._forward: Callable[..., Tensors] | None = None
+        self._backward: dict[tuple[bool, ...], Callable[..., Tensors]] = {}
+
+    def forward(self, *tensors: Tensor | None) -> Tensors:
+        """Values and both statistics; ``tensors`` are the operator's, in its order."""
+        call = self._forward
+        if call is None:
+            call = self._forward = self._repeated(self._run_forward, tensors)
+        return call(*tensors)
+
+    def backward(
+        self,
+        wanted: tuple[bool, ...],
+        grad: Tensor,
+        student_stats: Tensor,
+        teacher_stats: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensors:
+        """Gradients to the first four tensors, None where they are not wanted."""
+        call = self._backward.get(wanted)
+        if call is None:
+
+            def gradients(*arguments: Tensor | None) -> Tensors:
+                given: tuple[Any, ...] = (*arguments[:3], list(wanted), *arguments[3:])
+                compute = ops.compiled_gradients if self.is_compiled else ops.wanted_gradients
+                return compute(*given, *self.options)
+
+            call = self._backward[wanted] = self._repeated(gradients, tensors)
+        return call(grad, student_stats, teacher_stats, *tensors)
+
+    def _run_forward(self, *tensors: Tensor | None) -> Tensors:
+        run = ops.run_compiled_forward if self.is_compiled else ops.run_forward
+        return run(*tensors, *self.options)
+
+    def _repeated(
+        self, function: Callable[..., Tensors], tensors: tuple[Tensor | None, ...]
+    ) -> Callable[..., Tensors]:
+        given: tuple[Any, ...] = (*tensors, *self.options)
+        problem, impl = ops.problem_of(*given)
+        has_launches = select_implementation(problem, impl) != "streaming"
+        return Repeated(function) if has_launches else function
+
+
+class _CompiledCall:
+    """An operator call of a compiled graph: what its wrapper calls instead.
+
+    Sizes are the same in every call unless one ``varies``. Who watches operators (a profiler, a
+    dispatch mode) sees the operator.
+    """
+
+    def __init__(self, options: tuple[Any, ...], num_tensors: int, varies: bool) -> None:
+        self.options = options
+        self.absent = (None,) * (ops.NUM_TENSORS - num_tensors)
+        self._site = None if varies else Site(options, is_compiled=True)
+        self._sites: dict[Any, Site] = {}
+
+    def site(self, tensors: tuple[Tensor | None, ...]) -> Site:
+        """The site of tensors of these sizes."""
+        if self._site is not None:
+            return self._site
+        key = tuple([None if x is None else (x.shape, x.stride()) for x in tensors])
+        found = self._sites.get(key)
+        if found is None:
+            if len(self._sites) >= MAX_SIZES:
+                self._sites.clear()
+            found = self._sites[key] = Site(self.options, is_compiled=True)
+        return found
+
+    @staticmethod
+    def is_seen() -> bool:
+        return torch._C._autograd._profiler_enabled() or bool(torch._C._len_torch_dispatch_stack())
+
+
+class CompiledForward(_CompiledCall):
+    """`attention_kl` of given options; called with the first ``num_tensors`` of its tensors."""
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        if self.is_seen():
+            call = WITHOUT_AUTOGRAD[ops.attention_kl]
+            seen: Tensors = call(*tensors, *self.absent, *self.options)
+            return seen
+        return self.site(tensors).forward(*tensors, *self.absent)
+
+
+class CompiledBackward(_CompiledCall):
+    """`attention_kl_backward`; called with grad, both statistics, then as `CompiledForward`."""
+
+    def __init__(
+        self, options: tuple[Any, ...], num_tensors: int, varies: bool, wanted: tuple[bool, ...]
+    ) -> None:
+        super().__init__(options, num_tensors, varies)
+        self.wanted = wanted
+
+    def __call__(
+        self, grad: Tensor, student_stats: Tensor, teacher_stats: Tensor, *tensors: Tensor | None
+    ) -> Tensors:
+        if self.is_seen():
+            call = WITHOUT_AUTOGRAD[ops.attention_kl_backward]
+            seen: Tensors = call(
+                grad, student_stats, teacher_stats, list(self.wanted),
+                *tensors, *self.absent, *self.options,
+            )  # fmt: skip
+            return seen
+        site = self.site((grad, student_stats, teacher_stats, *tensors))
+        first = (grad, student_stats, teacher_stats)
+        return site.backward(self.wanted, *first, *tensors, *self.absent)

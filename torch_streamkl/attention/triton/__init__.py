@@ -1,0 +1,1 @@
+"""The portable Triton kernels of `attention_kl`, their launchers; imported when needed."""

@@ -1,0 +1,256 @@
+"""The portable backward: dQ by blocks of rows, dK by blocks of keys, both recompute scores.
+
+Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
+the bits are the same on every run. STUDENT chooses whose gradient a launch computes.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.attention.triton.forward import finite_lse, load_rows, row_offset
+from torch_streamkl.kernels.arguments import Rows
+from torch_streamkl.kernels.row_state import place_of, score_gradient
+from torch_streamkl.kernels.scores import (
+    allowed_tile,
+    bind_rows,
+    bind_sequence,
+    bind_student,
+    bind_teacher,
+    gradient_ptrs,
+    key_range,
+    row_range,
+    student_scores,
+    student_tile,
+    teacher_scores,
+    teacher_tile,
+)
+
+
+@triton.jit
+def gradient_tile(
+    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum, student, teacher, masks, seq,
+    inv_temperature, STUDENT: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale."""
+    i = rows.offs[:, None]
+    j = offs_n[None, :]
+    inside = (i < seq.num_rows) & (j < seq.num_keys)
+    dot_s = tl.dot(rows.qs, ks_trans, input_precision=CONFIG.PRECISION)
+    dot_t = tl.dot(rows.qt, kt_trans, input_precision=CONFIG.PRECISION)
+    s, s_slope = student_scores(
+        dot_s, student, rows.student, seq, i, j, inside, inv_temperature, CONFIG
+    )
+    t, t_slope = teacher_scores(
+        dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, CONFIG
+    )
+    d = score_gradient(
+        t - lse_t[:, None],
+        s - lse_s[:, None],
+        key_sum[:, None],
+        STUDENT,
+        CONFIG.TWO_PASS,
+        FORM,
+        HELPER,
+    )
+    if MASKED:
+        d = tl.where(allowed_tile(masks, seq, i, j, inside, CONFIG), d, 0.0)
+    if STUDENT:
+        if CONFIG.S_SOFTCAP:
+            d *= s_slope
+    else:
+        if CONFIG.T_SOFTCAP:
+            d *= t_slope
+    return d
+
+
+@triton.jit
+def load_statistics(
+    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr
+):
+    """lse_t, lse_s, key sum of the wanted side and incoming gradient of a block of rows."""
+    lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
+    lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
+    sums_ptr = (s_stats_ptr if STUDENT else t_stats_ptr) + stats_stride
+    key_sum = tl.load(sums_ptr + row, mask=inside, other=0.0)
+    return lse_t, lse_s, key_sum, tl.load(grad_ptr + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def dq_over(
+    acc, start, stop, rows, lse_t, lse_s, key_sum, student, teacher, masks, seq, inv_temperature,
+    STUDENT: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Accumulate sum_j dscore_j k_j over the tiles in [start, stop)."""
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    for n0 in tl.range(start, stop, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        ks = student_tile(
+            rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
+        )
+        kt = teacher_tile(
+            rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
+        )
+        d = gradient_tile(
+            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, key_sum,
+            student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+        k = ks if STUDENT else kt
+        acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
+    return acc
+
+
+@triton.jit
+def dq_kernel(
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale,
+    num_blocks, num_heads, keys_per_split, inv_temperature,
+    STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of rows over a share of the keys (all of them with one split)."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
+    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    split = tl.program_id(1)
+    block, bh = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    if CONFIG.HAS_RIGHT:
+        block = num_blocks - 1 - block
+    b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
+    if m0 >= seq.num_rows:
+        return
+    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    inside = rows.offs < seq.num_rows
+    row = row_offset(bh, h, seq, masks) + rows.offs
+    lse_t, lse_s, key_sum, grad = load_statistics(
+        grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT
+    )
+    first, left, right, stop = key_range(masks, seq, m0, CONFIG)
+    lo = split * keys_per_split
+    hi = lo + keys_per_split
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if CONFIG.HAS_LEFT:
+        acc = dq_over(
+            acc, tl.maximum(first, lo), tl.minimum(left, hi), rows, lse_t, lse_s, key_sum,
+            student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+    if not CONFIG.DENSE:
+        acc = dq_over(
+            acc, tl.maximum(left, lo), tl.minimum(right, hi), rows, lse_t, lse_s, key_sum,
+            student, teacher, masks, seq, inv_temperature, STUDENT, False, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+    acc = dq_over(
+        acc, tl.maximum(right, lo), tl.minimum(stop, hi), rows, lse_t, lse_s, key_sum,
+        student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
+    )  # fmt: skip
+    acc *= (grad * dq_scale)[:, None]
+    out = gradient_ptrs(
+        dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, h, seq.start_q + rows.offs, BLOCK_D
+    )
+    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dk_over(
+    acc, start, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+    student, teacher, masks, seq, first_row,
+    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+    STUDENT: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Accumulate sum_i dscore_i q_i over the row tiles in [start, stop)."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    for m0 in tl.range(start, stop, BLOCK_M):
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        qs = student_tile(
+            s_bound.q, offs_m, seq.num_rows, student.q_m, student.q_d, MASKED, CONFIG
+        )
+        qt = teacher_tile(
+            t_bound.q, offs_m, seq.num_rows, teacher.q_m, teacher.q_d, MASKED, CONFIG
+        )
+        lse_t, lse_s, key_sum, grad = load_statistics(
+            grad_ptr,
+            s_stats_ptr,
+            t_stats_ptr,
+            stats_stride,
+            first_row + offs_m,
+            offs_m < seq.num_rows,
+            STUDENT,
+        )
+        d = gradient_tile(
+            Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans,
+            lse_t, lse_s, key_sum, student, teacher, masks, seq,
+            inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+        q = qs if STUDENT else qt
+        acc = tl.dot(
+            tl.trans((d * grad[:, None]).to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION
+        )
+    return acc
+
+
+@triton.jit
+def dk_kernel(
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    dk_ptr, dk_share, dk_b, dk_h, dk_n, dk_scale,
+    num_blocks, num_heads, group, heads_of_share, inv_temperature,
+    STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """dK of a block of keys of one key head: the sum over (a share of) its query heads."""
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
+    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    block, sequence = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    num_shares = num_heads // heads_of_share  # of all key heads
+    b = sequence // num_shares
+    first_head = sequence % num_shares * heads_of_share
+    kv = first_head // group
+    share = first_head % group // heads_of_share
+    n0 = block * BLOCK_N
+    sizes = bind_sequence(masks, b, first_head, CONFIG)
+    if n0 >= sizes.num_keys:
+        return
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # without the option address arithmetic is hoisted out of this loop until registers spill
+    for member in tl.range(0, heads_of_share, num_stages=1, disable_licm=True):
+        h = first_head + member
+        seq = bind_sequence(masks, b, h, CONFIG)
+        s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
+        t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
+        # transposed out here: inside the loop over rows they would go to shared memory every time
+        ks_trans = tl.trans(
+            student_tile(s_bound.k, offs_n, seq.num_keys, student.k_n, student.k_d, True, CONFIG)
+        )
+        kt_trans = tl.trans(
+            teacher_tile(t_bound.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, True, CONFIG)
+        )
+        first_row = row_offset(b * num_heads + h, h, seq, masks)
+        first, left, right, stop = row_range(masks, seq, n0, CONFIG)
+        if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
+            acc = dk_over(
+                acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+                student, teacher, masks, seq, first_row,
+                grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                STUDENT, True, FORM, HELPER, CONFIG,
+            )  # fmt: skip
+        if not CONFIG.DENSE:
+            acc = dk_over(
+                acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+                student, teacher, masks, seq, first_row,
+                grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                STUDENT, False, FORM, HELPER, CONFIG,
+            )  # fmt: skip
+        acc = dk_over(
+            acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+            student, teacher, masks, seq, first_row,
+            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+            STUDENT, True, FORM, HELPER, CONFIG,
+        )  # fmt: skip
+    acc *= dk_scale
+    out = gradient_ptrs(
+        dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, share, b, kv, sizes.start_k + offs_n, BLOCK_D
+    )
+    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,504 @@
+"""The portable forward: one program a block of query rows, streaming tiles of keys.
+
+`forward_kernel` does everything for its rows. Where query rows are too few to fill the GPU the
+keys are
+split: `state_kernel` writes the row state of a share of the keys, `merge_kernel` unites the
+shares, and, for functionals with a second pass, `sums_kernel` and `merge_sums_kernel` do the same
+for its sums.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.kernels.arguments import Rows, State, Sums
+from torch_streamkl.kernels.row_state import (
+    LN2,
+    empty_state,
+    finish,
+    masked_level,
+    merge,
+    place_of,
+    update,
+    with_masked_keys,
+)
+from torch_streamkl.kernels.scores import (
+    allowed_tile,
+    bind_rows,
+    bind_student,
+    bind_teacher,
+    key_range,
+    student_scores,
+    student_tile,
+    teacher_scores,
+    teacher_tile,
+)
+
+
+@triton.jit
+def score_tile(
+    rows,
+    n0,
+    student,
+    teacher,
+    masks,
+    seq,
+    inv_temperature,
+    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Teacher and student scores [BLOCK_M, BLOCK_N] in log2 units, and which keys take part."""
+    offs_n = n0 + tl.arange(0, CONFIG.BLOCK_N)
+    ks = student_tile(
+        rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
+    )
+    kt = teacher_tile(
+        rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
+    )
+    dot_s = tl.dot(rows.qs, tl.trans(ks), input_precision=CONFIG.PRECISION)
+    dot_t = tl.dot(rows.qt, tl.trans(kt), input_precision=CONFIG.PRECISION)
+    i = rows.offs[:, None]
+    j = offs_n[None, :]
+    inside = (i < seq.num_rows) & (j < seq.num_keys)
+    s, _ = student_scores(dot_s, student, rows.student, seq, i, j, inside, inv_temperature, CONFIG)
+    t, _ = teacher_scores(dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, CONFIG)
+    allowed = inside
+    if MASKED:
+        allowed = allowed_tile(masks, seq, i, j, inside, CONFIG)
+        s = tl.where(allowed, s, -float("inf"))
+        t = tl.where(allowed, t, -float("inf"))
+    return t, s, allowed
+
+
+@triton.jit
+def load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG: tl.constexpr):
+    """The block of rows that starts at m0: queries of both sides and all that no key changes."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
+    t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
+    offs = m0 + tl.arange(0, BLOCK_M)
+    qs = student_tile(s_bound.q, offs, seq.num_rows, student.q_m, student.q_d, True, CONFIG)
+    qt = teacher_tile(t_bound.q, offs, seq.num_rows, teacher.q_m, teacher.q_d, True, CONFIG)
+    return Rows(qs, qt, s_bound, t_bound, offs)
+
+
+@triton.jit
+def state_over(
+    state, start, stop, rows, student, teacher, masks, seq, inv_temperature,
+    MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Row state after the tiles in [start, stop)."""
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    for n0 in tl.range(start, stop, BLOCK_N):
+        t, s, allowed = score_tile(
+            rows, n0, student, teacher, masks, seq, inv_temperature, MASKED, CONFIG
+        )
+        state = update(state, t, s, allowed, MASKED, FORM, CONFIG)
+    return state
+
+
+@triton.jit
+def state_between(
+    lo,
+    hi,
+    m0,
+    rows,
+    student,
+    teacher,
+    masks,
+    seq,
+    inv_temperature,
+    FORM: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Row state over the keys in [lo, hi), masks applied only to the tiles that need them."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    first, left, right, stop = key_range(masks, seq, m0, CONFIG)
+    state = empty_state(BLOCK_M)
+    if CONFIG.HAS_LEFT:
+        state = state_over(
+            state, tl.maximum(first, lo), tl.minimum(left, hi), rows, student, teacher, masks, seq,
+            inv_temperature, True, FORM, CONFIG,
+        )  # fmt: skip
+    if not CONFIG.DENSE:
+        state = state_over(
+            state, tl.maximum(left, lo), tl.minimum(right, hi), rows, student, teacher, masks, seq,
+            inv_temperature, False, FORM, CONFIG,
+        )  # fmt: skip
+    return state_over(
+        state, tl.maximum(right, lo), tl.minimum(stop, hi), rows, student, teacher, masks, seq,
+        inv_temperature, True, FORM, CONFIG,
+    )  # fmt: skip
+
+
+@triton.jit
+def sums_between(
+    lo, hi, m0, lse_t, lse_s, rows, student, teacher, masks, seq, inv_temperature,
+    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """The second pass: f, h and g summed over the keys in [lo, hi)."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    first, _, _, stop = key_range(masks, seq, m0, CONFIG)
+    value = tl.zeros([BLOCK_M], tl.float32)
+    h_sum = tl.zeros([BLOCK_M], tl.float32)
+    g_sum = tl.zeros([BLOCK_M], tl.float32)
+    count = tl.zeros([BLOCK_M], tl.float32)
+    for n0 in tl.range(tl.maximum(first, lo), tl.minimum(stop, hi), BLOCK_N):
+        t, s, allowed = score_tile(
+            rows, n0, student, teacher, masks, seq, inv_temperature, True, CONFIG
+        )
+        f, h, g = key_sums(t - lse_t[:, None], s - lse_s[:, None], HELPER)
+        value += tl.sum(tl.where(allowed, f, 0.0), 1)
+        h_sum += tl.sum(tl.where(allowed, h, 0.0), 1)
+        g_sum += tl.sum(tl.where(allowed, g, 0.0), 1)
+        count += tl.sum(allowed.to(tl.float32), 1)
+    return Sums(value, h_sum, g_sum, count)
+
+
+@triton.jit
+def key_sums(log_t, log_s, HELPER: tl.constexpr):
+    """f, h and g of every key from its log2-probabilities."""
+    return HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
+
+
+@triton.jit
+def finite_lse(lse):
+    # a row without keys has -inf: its tiles hold nothing, and 0 keeps their arithmetic defined
+    return tl.where(lse == -float("inf"), 0.0, lse)
+
+
+@triton.jit
+def with_masked_sums(
+    sums, lse_t, lse_s, num_keys, fill, HELPER: tl.constexpr, CONFIG: tl.constexpr
+):
+    """The second pass over the keys that are not allowed: they all look the same."""
+    log_t = masked_level(sums.count, fill, CONFIG.T_SINK) - lse_t
+    log_s = masked_level(sums.count, fill, CONFIG.S_SINK) - lse_s
+    f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, HELPER)
+    return Sums(sums.value + f, sums.h + h, sums.g + g, sums.count)
+
+
+@triton.jit
+def sums_of_equal_keys(log_t, log_s, count, HELPER: tl.constexpr):
+    """f, h and g summed over ``count`` keys of each row with these log2-probabilities."""
+    f, h, g = key_sums(log_t, log_s, HELPER)
+    some = count > 0.0
+    return (
+        tl.where(some, f * count, 0.0), tl.where(some, h * count, 0.0),
+        tl.where(some, g * count, 0.0),
+    )  # fmt: skip
+
+
+@triton.jit
+def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
+    """Rows with a probability below a clamp, where the closed form does not hold."""
+    above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
+    above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
+    empty = (state.l_t == 0.0) & (state.l_s == 0.0)
+    return (above == 0) & (empty == 0)
+
+
+@triton.jit
+def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
+    """Whether a row inside has a probability below a clamp."""
+    reached = inside & below_clamps(state, lse_t, lse_s, CONFIG)
+    return tl.max(reached.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def row_offset(bh, h, seq, masks):
+    """Where the program's rows start in a [batch, num_heads, seqlen_q] tensor."""
+    if masks.cu_seqlens_q is not None:
+        return h.to(tl.int64) * masks.seqlen_q + seq.start_q
+    else:
+        return bh.to(tl.int64) * masks.seqlen_q
+
+
+@triton.jit
+def store_rows(
+    value_ptr,
+    s_stats_ptr,
+    t_stats_ptr,
+    stats_stride,
+    row,
+    inside,
+    lse_t,
+    lse_s,
+    value,
+    h_sum,
+    g_sum,
+):
+    """Write value and statistics of a block of rows."""
+    tl.store(value_ptr + row, value, mask=inside)
+    tl.store(s_stats_ptr + row, lse_s, mask=inside)
+    tl.store(s_stats_ptr + stats_stride + row, h_sum, mask=inside)
+    tl.store(t_stats_ptr + row, lse_t, mask=inside)
+    tl.store(t_stats_ptr + stats_stride + row, g_sum, mask=inside)
+
+
+@triton.jit
+def forward_kernel(
+    student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    num_blocks, num_heads, inv_temperature, fill,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Values and statistics of a block of rows."""
+    block, bh = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    if CONFIG.HAS_RIGHT:
+        block = num_blocks - 1 - block  # causal rows grow: the longest first
+    forward_block(
+        block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_again_kernel(
+    student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    num_blocks, num_heads, inv_temperature, fill,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """`forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value."""
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    bh = pid // num_blocks
+    _b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
+    rows = m0 + tl.arange(0, CONFIG.BLOCK_M)
+    values = value_ptr + row_offset(bh, h, seq, masks) + rows
+    value = tl.load(values, mask=rows < seq.num_rows, other=0.0)
+    if tl.max((value != value).to(tl.int32), 0) == 0:
+        return
+    forward_block(
+        block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_block(
+    block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    num_heads, inv_temperature, fill,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
+    if m0 >= seq.num_rows:
+        return
+    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    inside = rows.offs < seq.num_rows
+    state = state_between(
+        0, seq.num_keys, m0, rows, student, teacher, masks, seq, inv_temperature, FORM, CONFIG
+    )
+    if CONFIG.FILLED:
+        state = with_masked_keys(state, seq.num_keys, fill, FORM, CONFIG)
+    lse_t, lse_s, value, h_sum, g_sum = finish(
+        state, rows.teacher.sink, rows.student.sink, FORM, CONFIG
+    )
+    if CONFIG.TWO_PASS:
+        again = True
+        if CONFIG.GUARDED:
+            again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
+        if again:
+            sums = sums_between(
+                0, seq.num_keys, m0, finite_lse(lse_t), finite_lse(lse_s), rows,
+                student, teacher, masks, seq, inv_temperature, HELPER, CONFIG,
+            )  # fmt: skip
+            if CONFIG.FILLED:
+                sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER, CONFIG)
+            value = sums.value
+            h_sum = sums.h
+            g_sum = sums.g
+            if CONFIG.GUARDED:  # NOTE [Rows without a clamped key] in attention/hopper/backward.py
+                h_sum = tl.where(h_sum == FORM.TS, FORM.TS * (1.0 - 2.0**-23), h_sum)
+    out = row_offset(bh, h, seq, masks) + rows.offs
+    store_rows(
+        value_ptr,
+        s_stats_ptr,
+        t_stats_ptr,
+        stats_stride,
+        out,
+        inside,
+        lse_t,
+        lse_s,
+        value,
+        h_sum,
+        g_sum,
+    )
+
+
+@triton.jit
+def state_kernel(
+    student, teacher, masks, state_ptr, field_stride, split_stride,
+    num_blocks, num_heads, keys_per_split, inv_temperature,
+    FORM: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """State of one share of the keys, written as nine fields of state_ptr."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    bh = pid // num_blocks
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
+    if m0 >= seq.num_rows:
+        return
+    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    inside = rows.offs < seq.num_rows
+    lo = split * keys_per_split
+    state = state_between(
+        lo,
+        lo + keys_per_split,
+        m0,
+        rows,
+        student,
+        teacher,
+        masks,
+        seq,
+        inv_temperature,
+        FORM,
+        CONFIG,
+    )
+    out = state_ptr + split.to(tl.int64) * split_stride + row_offset(bh, h, seq, masks) + rows.offs
+    store_state(out, field_stride, state, inside)
+
+
+@triton.jit
+def store_state(ptr, field_stride, state, inside):
+    """Write the nine fields of the state of rows."""
+    tl.store(ptr, state.m_t, mask=inside)
+    tl.store(ptr + field_stride, state.l_t, mask=inside)
+    tl.store(ptr + 2 * field_stride, state.m_s, mask=inside)
+    tl.store(ptr + 3 * field_stride, state.l_s, mask=inside)
+    tl.store(ptr + 4 * field_stride, state.a, mask=inside)
+    tl.store(ptr + 5 * field_stride, state.b, mask=inside)
+    tl.store(ptr + 6 * field_stride, state.low_t, mask=inside)
+    tl.store(ptr + 7 * field_stride, state.low_s, mask=inside)
+    tl.store(ptr + 8 * field_stride, state.count, mask=inside)
+
+
+@triton.jit
+def load_state(ptr, field_stride, inside):
+    """What store_state wrote."""
+    return State(
+        tl.load(ptr, mask=inside, other=0.0),
+        tl.load(ptr + field_stride, mask=inside, other=0.0),
+        tl.load(ptr + 2 * field_stride, mask=inside, other=0.0),
+        tl.load(ptr + 3 * field_stride, mask=inside, other=0.0),
+        tl.load(ptr + 4 * field_stride, mask=inside, other=0.0),
+        tl.load(ptr + 5 * field_stride, mask=inside, other=0.0),
+        tl.load(ptr + 6 * field_stride, mask=inside, other=0.0),
+        tl.load(ptr + 7 * field_stride, mask=inside, other=0.0),
+        tl.load(ptr + 8 * field_stride, mask=inside, other=0.0),
+    )
+
+
+@triton.jit
+def merge_kernel(
+    student, teacher, masks, state_ptr, field_stride, split_stride, num_splits,
+    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr,
+    num_blocks, num_heads, fill, FORM: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Unite the shares of a block of rows; again_ptr marks blocks that need a second pass."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    pid = tl.program_id(0)
+    bh = pid // num_blocks
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
+    if m0 >= seq.num_rows:
+        return
+    s_bound = bind_student(student, masks, seq, b, h, 1.0, CONFIG)
+    t_bound = bind_teacher(teacher, masks, seq, b, h, 1.0, CONFIG)
+    offs = m0 + tl.arange(0, BLOCK_M)
+    inside = offs < seq.num_rows
+    out = row_offset(bh, h, seq, masks) + offs
+    state = empty_state(BLOCK_M)
+    share_ptr = state_ptr + out
+    for _ in range(num_splits):
+        state = merge(state, load_state(share_ptr, field_stride, inside), FORM)
+        share_ptr += split_stride
+    if CONFIG.FILLED:
+        state = with_masked_keys(state, seq.num_keys, fill, FORM, CONFIG)
+    lse_t, lse_s, value, h_sum, g_sum = finish(state, t_bound.sink, s_bound.sink, FORM, CONFIG)
+    if CONFIG.GUARDED:
+        again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
+        tl.store(again_ptr + pid, again.to(tl.int32))
+    store_rows(
+        value_ptr,
+        s_stats_ptr,
+        t_stats_ptr,
+        stats_stride,
+        out,
+        inside,
+        lse_t,
+        lse_s,
+        value,
+        h_sum,
+        g_sum,
+    )
+
+
+@triton.jit
+def sums_kernel(
+    student, teacher, masks, s_stats_ptr, t_stats_ptr, again_ptr, sums_ptr, field_stride,
+    split_stride, num_blocks, num_heads, keys_per_split, inv_temperature,
+    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Second pass over one share of the keys: f, h, g and the count as four fields of sums_ptr."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    if CONFIG.GUARDED:
+        if tl.load(again_ptr + pid) == 0:
+            return
+    bh = pid // num_blocks
+    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
+    if m0 >= seq.num_rows:
+        return
+    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    inside = rows.offs < seq.num_rows
+    row = row_offset(bh, h, seq, masks) + rows.offs
+    lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
+    lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
+    lo = split * keys_per_split
+    sums = sums_between(
+        lo, lo + keys_per_split, m0, lse_t, lse_s, rows, student, teacher, masks, seq,
+        inv_temperature, HELPER, CONFIG,
+    )  # fmt: skip
+    out = sums_ptr + split.to(tl.int64) * split_stride + row
+    tl.store(out, sums.value, mask=inside)
+    tl.store(out + field_stride, sums.h, mask=inside)
+    tl.store(out + 2 * field_stride, sums.g, mask=inside)
+    tl.store(out + 3 * field_stride, sums.count, mask=inside)
+
+
+@triton.jit
+def merge_sums_kernel(
+    masks, sums_ptr, field_stride, split_stride, num_splits, again_ptr,
+    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    num_blocks, num_heads, fill, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Add up the shares of the second pass."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    pid = tl.program_id(0)
+    if CONFIG.GUARDED:
+        if tl.load(again_ptr + pid) == 0:
+            return
+    bh = pid // num_blocks
+    _b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
+    if m0 >= seq.num_rows:
+        return
+    offs = m0 + tl.arange(0, BLOCK_M)
+    inside = offs < seq.num_rows
+    out = row_offset(bh, h, seq, masks) + offs
+    zero = tl.zeros([BLOCK_M], tl.float32)
+    sums = Sums(zero, zero, zero, zero)
+    share = sums_ptr + out
+    for _ in range(num_splits):
+        sums = Sums(
+            sums.value + tl.load(share, mask=inside, other=0.0),
+            sums.h + tl.load(share + field_stride, mask=inside, other=0.0),
+            sums.g + tl.load(share + 2 * field_stride, mask=inside, other=0.0),
+            sums.count + tl.load(share + 3 * field_stride, mask=inside, other=0.0),
+        )
+        share += split_stride
+    if CONFIG.FILLED:
+        lse_t = tl.load(t_stats_ptr + out, mask=inside, other=0.0)
+        lse_s = tl.load(s_stats_ptr + out, mask=inside, other=0.0)
+        sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER, CONFIG)
+    tl.store(value_ptr + out, sums.value, mask=inside)
+    tl.store(s_stats_ptr + stats_stride + out, sums.h, mask=inside)
+    tl.store(t_stats_ptr + stats_stride + out, sums.g, mask=inside)

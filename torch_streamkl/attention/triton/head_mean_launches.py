@@ -1,0 +1,248 @@
+"""Launchers of the kernels for a head-averaged teacher (head_mean.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.attention.triton import head_mean, head_mean_gradients, head_mean_sums
+from torch_streamkl.attention.triton.plans import LOG2E, Plan, Stage, plan_of, tensors_of
+from torch_streamkl.kernels.arguments import Mean
+from torch_streamkl.kernels.shares import new_shares, num_shares, share_strides, sum_of_shares
+from torch_streamkl.launches.launch import ceil_div, head_mean_splits
+
+MEAN_BYTES = 64 << 20  # of the mean in memory, unless one block of rows takes more
+# of the student, and to its queries; in the order of Wanted
+GRADIENTS = ((True, True), (True, False), (False, True), (False, False))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Blocks of rows whose mean is in memory, as the kernels that read it number them."""
+
+    mean: Mean
+    first: int
+    stop: int
+
+
+class Launcher:
+    """The kernels of one call."""
+
+    def __init__(self, problem: AttentionProblem, stats: RowStatistics) -> None:
+        self.problem = problem
+        self.stats = stats
+        self.plan: Plan = plan_of(problem)
+        self.ratio = problem.teacher.num_heads // problem.num_heads
+        self.student, self.teacher, self.masks = self.plan.arguments(problem)
+        self.tensors = (*tensors_of(problem), stats.student, stats.teacher)
+        self.stage: Stage = self.plan.stage(problem, "forward")  # of what reads the mean
+        self.mean_stage: Stage = self.plan.stage(problem, "mean")
+        mean = self.mean_stage.launch
+        # blocks of what reads the mean to one of the mean's, and in a sequence (some without rows)
+        self.finer = mean.block_m // self.stage.launch.block_m
+        self.num_blocks = self.mean_stage.num_blocks * self.finer
+        self.keys = self.mean_stage.num_key_blocks * mean.block_n
+        most = max(1, MEAN_BYTES // (4 * mean.block_m * self.keys))
+        self.num_chunks = ceil_div(self.mean_stage.programs, most)
+        self.mean_blocks = ceil_div(self.mean_stage.programs, self.num_chunks)  # of a chunk
+        self.blocks = self.mean_blocks * self.finer
+
+    def log_sum_exps(self) -> None:
+        """Of all rows of both sides."""
+        problem, stats = self.problem, self.stats
+        self._log_sum_exps(self.student, stats.student, 1, student=True)
+        if problem.teacher_lse is None:
+            self._log_sum_exps(self.teacher, stats.teacher, self.ratio, student=False)
+        else:
+            torch.mul(problem.teacher_lse, LOG2E, out=stats.teacher_lse)
+
+    def _log_sum_exps(self, side: Any, out: Tensor, ratio: int, student: bool) -> None:
+        stage = self.plan.stage(self.problem, "lse")
+        self.plan.run(
+            ("lse", student),
+            head_mean.lse_kernel,
+            (stage.programs * ratio, 1, 1),
+            (
+                side, self.masks, out, stage.num_blocks, self.problem.num_heads * ratio, ratio,
+                self.plan.inv_temperature, self.plan.fill,
+            ),
+            (student, stage.config),
+            stage.options,
+            self.tensors,
+        )  # fmt: skip
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Some blocks of rows after the others; the mean of one chunk replaces the last one's."""
+        stage, total = self.mean_stage, self.mean_stage.programs
+        rows = self.mean_blocks * stage.launch.block_m
+        mean = Mean(self.stats.student.new_empty((rows, self.keys)), self.keys)
+        for first in range(0, total, self.mean_blocks):
+            stop = min(first + self.mean_blocks, total)
+            self.plan.run(
+                "mean",
+                head_mean.mean_kernel,
+                ((stop - first) * stage.num_key_blocks, 1, 1),
+                (
+                    self.teacher, self.masks, mean, first, self.stats.teacher, stage.num_blocks,
+                    stage.num_key_blocks, self.problem.num_heads, self.ratio,
+                    self.plan.inv_temperature,
+                ),
+                (stage.config,),
+                stage.options,
+                self.tensors,
+            )  # fmt: skip
+            yield Chunk(mean, first * self.finer, stop * self.finer)
+
+    def sums(self, chunk: Chunk, value: Tensor, student_sum: Tensor, splits: int) -> None:
+        """Write values and H of a chunk, those of each share of the keys after the others."""
+        self.plan.run(
+            "sums",
+            head_mean_sums.mean_sums_kernel,
+            (chunk.stop - chunk.first, splits, 1),
+            (
+                self.student, self.masks, chunk.mean, chunk.first, value, student_sum,
+                self.stats.student, self.stats.teacher, self.stats.student_sum.numel(),
+                self.num_blocks, self.problem.num_heads, self.ratio, self.keys_of(splits),
+                self.plan.inv_temperature, self.plan.fill,
+            ),
+            (self.plan.helper, self.stage.config),
+            self.stage.options,
+            (*self.tensors, value, student_sum),
+        )  # fmt: skip
+
+    def group_sums(self, chunk: Chunk, sums: Tensor) -> None:
+        """Write G of a chunk, of all teacher heads."""
+        self.plan.run(
+            "group_sums",
+            head_mean_sums.group_sums_kernel,
+            ((chunk.stop - chunk.first) * self.ratio, 1, 1),
+            (
+                self.student, self.teacher, self.masks, chunk.mean, chunk.first, sums,
+                self.stats.student, self.stats.teacher, self.num_blocks, self.problem.num_heads,
+                self.ratio, self.plan.inv_temperature, self.plan.fill,
+            ),
+            (self.plan.helper, self.stage.config),
+            self.stage.options,
+            (*self.tensors, sums),
+        )  # fmt: skip
+
+    def dq(self, chunk: Chunk, sums: Tensor, grad: Tensor, shares: Tensor, student: bool) -> None:
+        """Write a chunk's rows of dQ."""
+        side, own_ratio = self.own(student)
+        splits = num_shares(shares)
+        self.plan.run(
+            ("dq", student),
+            head_mean_gradients.mean_dq_kernel,
+            ((chunk.stop - chunk.first) * own_ratio, splits, 1),
+            (
+                self.student, self.teacher, self.masks, chunk.mean, chunk.first, grad,
+                self.stats.student, self.stats.teacher, sums, shares, *share_strides(shares),
+                side.scale / self.problem.temperature, self.num_blocks, self.problem.num_heads,
+                self.ratio, self.keys_of(splits), self.plan.inv_temperature,
+            ),
+            (student, self.plan.helper, self.stage.config),
+            self.stage.options,
+            (*self.tensors, sums, grad),
+        )  # fmt: skip
+
+    def dk(self, chunk: Chunk, sums: Tensor, grad: Tensor, shares: Tensor, student: bool) -> None:
+        """Add what a chunk's rows give to dK."""
+        side, _ = self.own(student)
+        splits = num_shares(shares)
+        rows_of_split = ceil_div(self.num_blocks, splits) * self.stage.launch.block_m
+        self.plan.run(
+            ("dk", student),
+            head_mean_gradients.mean_dk_kernel,
+            (self.key_programs(side), splits, 1),
+            (
+                self.student, self.teacher, self.masks, chunk.mean, chunk.first, chunk.stop, grad,
+                self.stats.student, self.stats.teacher, sums, shares, *share_strides(shares),
+                side.scale / self.problem.temperature, self.num_blocks, self.stage.num_key_blocks,
+                self.problem.num_heads, self.ratio, side.num_kv_heads,
+                side.num_heads // side.num_kv_heads, rows_of_split, self.plan.inv_temperature,
+            ),
+            (student, self.plan.helper, self.stage.config),
+            self.stage.options,
+            (*self.tensors, sums, grad),
+        )  # fmt: skip
+
+    def new_shares(self, student: bool, queries: bool) -> Tensor:
+        """Where dQ or dK of a side is written."""
+        problem, stage = self.problem, self.stage
+        side, own_ratio = self.own(student)
+        if queries:
+            programs = self.blocks * own_ratio
+            return new_shares(side.q, head_mean_splits(problem, programs, stage.num_key_blocks))
+        splits = head_mean_splits(problem, self.key_programs(side), self.num_blocks)
+        return new_shares(side.k, splits, adds=self.num_chunks > 1)
+
+    def own(self, student: bool) -> tuple[Side, int]:
+        """A side, and its heads for each head of the student."""
+        return (self.problem.student, 1) if student else (self.problem.teacher, self.ratio)
+
+    def key_programs(self, side: Side) -> int:
+        return self.stage.num_key_blocks * side.num_kv_heads * self.plan.num_sequences
+
+    def keys_of(self, splits: int) -> int:
+        """Keys of one share."""
+        return ceil_div(self.stage.num_key_blocks, splits) * self.stage.launch.block_n
+
+
+def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+    """Per-row values and statistics, float32."""
+    value, stats = RowStatistics.allocate(problem)
+    launcher = Launcher(problem, stats)
+    launcher.log_sum_exps()
+    splits = head_mean_splits(problem, launcher.blocks, launcher.stage.num_key_blocks)
+    sums = (value, stats.student_sum)
+    shares = sums
+    if splits > 1:
+        values, student_sums = value.new_empty((2, splits, *value.shape))
+        shares = (values, student_sums)
+    has_sink = problem.teacher.sink is not None  # whose gradient is computed from the statistics
+    if not has_sink:  # it costs a pass over all heads, and few teachers have gradients
+        stats.teacher_sum.zero_()
+    for chunk in launcher.chunks():
+        launcher.sums(chunk, *shares, splits)
+        if has_sink:
+            launcher.group_sums(chunk, stats.teacher_sum)
+    if splits > 1:
+        for out, parts in zip(sums, shares, strict=True):
+            torch.sum(parts, 0, out=out)
+    return value, stats
+
+
+def backward(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted gradients, each summed in a fixed order."""
+    grad = grad.to(torch.float32).contiguous()
+    launcher = Launcher(problem, stats)
+    group = stats.teacher_sum
+    makes_group_sums = wanted.teacher and problem.teacher.sink is None
+    if makes_group_sums:
+        group = torch.empty_like(group)
+    flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
+    inputs = problem.queries_and_keys
+    shares = [
+        launcher.new_shares(student, queries) if is_wanted else None
+        for (student, queries), is_wanted in zip(GRADIENTS, flags, strict=True)
+    ]
+    for chunk in launcher.chunks():
+        if makes_group_sums:
+            launcher.group_sums(chunk, group)
+        for (student, queries), out in zip(GRADIENTS, shares, strict=True):
+            if out is not None:
+                gradient = launcher.dq if queries else launcher.dk
+                gradient(chunk, stats.student_sum if student else group, grad, out, student)
+    dq, dk, teacher_dq, teacher_dk = (
+        None if out is None else sum_of_shares(out, x)
+        for out, x in zip(shares, inputs, strict=True)
+    )
+    return dq, dk, teacher_dq, teacher_dk

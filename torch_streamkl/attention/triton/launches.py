@@ -1,0 +1,194 @@
+"""Launchers of the portable attention kernels: an AttentionProblem to grids and arguments.
+
+No host synchronisation: lengths, guards and packed offsets are read on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.triton import backward as bwd
+from torch_streamkl.attention.triton import forward as fwd
+from torch_streamkl.attention.triton import head_mean_launches
+from torch_streamkl.attention.triton.few_queries import heads_as_rows
+from torch_streamkl.attention.triton.plans import Plan, Stage, plan_of, tensors_of
+from torch_streamkl.kernels.shares import new_shares, share_strides, sum_of_shares
+from torch_streamkl.launches.launch import key_shares
+
+NUM_STATE_FIELDS = 9  # of arguments.State
+NUM_SUMS = 4  # f, h, g and the count of allowed keys
+
+
+def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+    """Per-row values and statistics, float32."""
+    if problem.head_mean:
+        return head_mean_launches.forward(problem)
+    rows = heads_as_rows(problem)
+    if rows is not None:
+        value, stats = forward(rows)
+        shape = problem.student.q.shape[:3]
+        return value.view(shape), stats.viewed(shape)
+    value, stats = RowStatistics.allocate(problem)
+    plan = plan_of(problem)
+    stage = plan.stage(problem, "forward")
+    if stage.launch.num_splits > 1:
+        _split_forward(problem, plan, stage, value, stats)
+    else:
+        plan.run(
+            "forward",
+            fwd.forward_kernel,
+            (stage.programs, 1, 1),
+            (
+                *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
+                stage.num_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
+            ),
+            (plan.form, plan.helper, stage.config),
+            stage.options,
+            tensors_of(problem),
+        )  # fmt: skip
+    return value, stats
+
+
+def _split_forward(
+    problem: AttentionProblem, plan: Plan, stage: Stage, value: Tensor, stats: RowStatistics
+) -> None:
+    config, splits, programs = stage.config, stage.launch.num_splits, stage.programs
+    arguments = plan.arguments(problem)
+    aligned = tensors_of(problem)
+    state = value.new_empty((splits, NUM_STATE_FIELDS, *value.shape))
+    state_strides = (state.stride(1), state.stride(0))
+    again = (
+        torch.empty(programs, dtype=torch.int32, device=value.device) if config.GUARDED else None
+    )
+    heads = (stage.num_blocks, problem.num_heads)
+    outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    one_warp_group = {"num_warps": 4}
+    plan.run(
+        "state",
+        fwd.state_kernel,
+        (programs, splits, 1),
+        (*arguments, state, *state_strides, *heads, stage.keys_per_split, plan.inv_temperature),
+        (plan.form, config),
+        stage.options,
+        aligned,
+    )
+    plan.run(
+        "merge",
+        fwd.merge_kernel,
+        (programs, 1, 1),
+        (*arguments, state, *state_strides, splits, *outputs, again, *heads, plan.fill),
+        (plan.form, config),
+        one_warp_group,
+        aligned,
+    )
+    if not config.TWO_PASS:
+        return
+    sums = value.new_empty((splits, NUM_SUMS, *value.shape))
+    sums_strides = (sums.stride(1), sums.stride(0))
+    plan.run(
+        "sums",
+        fwd.sums_kernel,
+        (programs, splits, 1),
+        (
+            *arguments, stats.student, stats.teacher, again, sums, *sums_strides,
+            *heads, stage.keys_per_split, plan.inv_temperature,
+        ),
+        (plan.helper, config),
+        stage.options,
+        aligned,
+    )  # fmt: skip
+    plan.run(
+        "merge_sums",
+        fwd.merge_sums_kernel,
+        (programs, 1, 1),
+        (arguments[2], sums, *sums_strides, splits, again, *outputs, *heads, plan.fill),
+        (plan.helper, config),
+        one_warp_group,
+        aligned,
+    )
+
+
+def backward(
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted gradients, each summed in a fixed order."""
+    if problem.head_mean:
+        return head_mean_launches.backward(problem, stats, grad, wanted)
+    grad = grad.to(torch.float32).contiguous()
+    rows = heads_as_rows(problem)
+    if rows is not None:
+        shape = rows.student.q.shape[:3]
+        found = backward(rows, stats.viewed(shape), grad.view(shape), wanted)
+        dq, dk, teacher_dq, teacher_dk = found
+        return (
+            None if dq is None else dq.view(problem.student.q.shape),
+            dk,
+            None if teacher_dq is None else teacher_dq.view(problem.teacher.q.shape),
+            teacher_dk,
+        )
+    plan = plan_of(problem)
+    shared = Shared(
+        (*plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride),
+        (*tensors_of(problem), grad, stats.student, stats.teacher),
+    )
+    return (
+        _dq(problem, plan, shared, student=True) if wanted.student_q else None,
+        _dk(problem, plan, shared, student=True) if wanted.student_k else None,
+        _dq(problem, plan, shared, student=False) if wanted.teacher_q else None,
+        _dk(problem, plan, shared, student=False) if wanted.teacher_k else None,
+    )
+
+
+class Shared(NamedTuple):
+    """What the launches of one backward pass have in common."""
+
+    arguments: tuple[Any, ...]  # the first ones of the kernels
+    tensors: tuple[Tensor | None, ...]  # of Plan.run
+
+
+def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
+    side = problem.student if student else problem.teacher
+    stage = plan.stage(problem, "dq")
+    splits = stage.launch.num_splits
+    shares = new_shares(side.q, splits)
+    plan.run(
+        ("dq", student),
+        bwd.dq_kernel,
+        (stage.programs, splits, 1),
+        (
+            *shared.arguments, shares, *share_strides(shares), side.scale / problem.temperature,
+            stage.num_blocks, problem.num_heads, stage.keys_per_split, plan.inv_temperature,
+        ),
+        (student, plan.form, plan.helper, stage.config),
+        stage.options,
+        shared.tensors,
+    )  # fmt: skip
+    return sum_of_shares(shares, side.q)
+
+
+def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
+    side = problem.student if student else problem.teacher
+    stage = plan.stage(problem, "dk")
+    programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
+    group = problem.num_heads // side.num_kv_heads
+    num_shares = key_shares(problem, group, programs, resident=2)
+    shares = new_shares(side.k, num_shares)
+    plan.run(
+        ("dk", student),
+        bwd.dk_kernel,
+        (programs * num_shares, 1, 1),
+        (
+            *shared.arguments, shares, *share_strides(shares), side.scale / problem.temperature,
+            stage.num_key_blocks, problem.num_heads, group, group // num_shares,
+            plan.inv_temperature,
+        ),
+        (student, plan.form, plan.helper, stage.config),
+        stage.options,
+        shared.tensors,
+    )  # fmt: skip
+    return sum_of_shares(shares, side.k)

@@ -1,0 +1,315 @@
+"""What the launches of a problem share with those of every problem with the same metadata.
+
+Choosing tiles, grouping arguments and Triton's own look-up of a compiled kernel take several times
+as long as a small kernel runs. A `Plan` keeps all of it: a later call passes pointers only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import Parameter
+
+from torch_streamkl.attention.problem import AttentionProblem, Side
+from torch_streamkl.divergences.functional import Bilinear
+from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
+from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.launches import launch_table, recorded
+from torch_streamkl.launches.launch import (
+    COMPILE_OPTIONS,
+    HopperLaunch,
+    TritonLaunch,
+    dot_precision,
+    triton_launch,
+)
+
+T = TypeVar("T")
+LOG2E = 1.4426950408889634
+LOWEST_FILL = -1e29
+MAX_PLANS = 1024
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kernel of a problem: tiles, compile-time configuration and grid."""
+
+    launch: TritonLaunch
+    options: dict[str, int]
+    config: Config
+    num_blocks: int  # of query rows, in a sequence
+    num_key_blocks: int
+    programs: int  # blocks of rows of all sequences and heads
+    keys_per_split: int
+
+
+class Plan:
+    """Metadata of a problem, turned into kernel arguments."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        functional = problem.functional
+        form = functional.closed_form or Bilinear()
+        self.form = Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)
+        pointwise = functional.bilinear is None or problem.head_mean
+        self.helper = helper(functional.text) if pointwise else None
+        self.inv_temperature = LOG2E / problem.temperature
+        # finfo.min is a usual fill, and would be -inf times log2(e)
+        fill = problem.mask_value
+        self.fill = 0.0 if fill == -math.inf else max(fill, LOWEST_FILL)
+        self.stats_stride = problem.batch * problem.num_heads * problem.seqlen_q
+        self.num_sequences = num_sequences(problem)
+        self._sides = tuple(
+            _side_metadata(problem, side) for side in (problem.student, problem.teacher)
+        )
+        tensors = (
+            problem.mask, problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k
+        )  # fmt: skip
+        self._mask_strides = _broadcast_strides(problem.mask)
+        without_tensors = all(x is None for x in tensors)  # a plan keeps no tensor alive
+        self._masks = _masks(problem, self._mask_strides) if without_tensors else None
+        self._compiled: dict[Any, Any] = {}
+        self._kept: dict[Any, Any] = {}
+        device = problem.student.q.device
+        on_gpu = device.type == "cuda" and torch.cuda.is_available()
+        self.device_index = device.index if on_gpu else None
+
+    def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
+        """Configuration of a kernel, by its name in `launch.triton_launch`."""
+        return self.kept(("stage", kernel), lambda: _stage(problem, kernel))
+
+    def kept(self, key: Any, make: Callable[[], T]) -> T:
+        """What make() gave the first time: it may depend on metadata only."""
+        found: T | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
+        return found
+
+    def arguments(self, problem: AttentionProblem) -> tuple[SideArgs, SideArgs, MaskArgs]:
+        """The three grouped arguments that every kernel starts with."""
+        masks = self._masks or _masks(problem, self._mask_strides)
+        student, teacher = self._sides
+        return _side(problem.student, student), _side(problem.teacher, teacher), masks
+
+    def run(
+        self,
+        name: Any,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+        tensors: tuple[Tensor | None, ...],
+    ) -> None:
+        """Launch a kernel; ``constants`` are its compile-time arguments, last in its signature.
+
+        ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
+        another kernel for.
+        """
+        if self.device_index is not None and torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):  # Triton launches on the current device
+                self.run(name, kernel, grid, arguments, constants, options, tensors)
+            return
+        recorder = recorded.active()
+        if recorder is None:
+            self._launch(name, kernel, grid, arguments, constants, options, tensors)
+            return
+        with recorder.unseen():
+            compiled = self._launch(name, kernel, grid, arguments, constants, options, tensors)
+        options = {**options, **COMPILE_OPTIONS}
+        recorder.launch(kernel, compiled, grid, (*arguments, *constants), options)
+
+    def _launch(
+        self,
+        name: Any,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+        tensors: tuple[Tensor | None, ...],
+    ) -> Any:
+        """The compiled kernel that was launched, or None from the interpreter."""
+        if not _aligned(tensors):
+            return kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            compiled = kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
+            self._compiled[name] = compiled
+        else:
+            compiled[grid](*arguments, *constants)
+        return compiled
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def plan_of(problem: AttentionProblem) -> Plan:
+    """The plan of a problem's metadata, kept for the next one."""
+    key = _key(problem)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(problem)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def clear_plans() -> None:
+    """Forget every plan: for whoever changes how launches are chosen."""
+    _plans.clear()
+    recorded.Generation.number += 1
+
+
+launch_table.ON_CHANGE.append(clear_plans)
+
+
+def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
+    s, t = problem.student, problem.teacher
+    return (
+        s.q, s.k, t.q, t.k, s.bias, t.bias, s.alibi_slopes, t.alibi_slopes, s.sink, t.sink,
+        problem.mask, problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k,
+        problem.teacher_lse,
+    )  # fmt: skip
+
+
+def _key(problem: AttentionProblem) -> Any:
+    s, t = problem.student, problem.teacher
+    return (
+        s.q.device, torch.get_float32_matmul_precision(), problem.functional.text,
+        s.scale, s.softcap, t.scale, t.softcap, problem.temperature, problem.mask_value,
+        problem.window_left, problem.window_right, problem.head_mean,
+        problem.max_seqlen_q, problem.max_seqlen_k,
+        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors_of(problem)],
+    )  # fmt: skip
+
+
+def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
+    address = 0
+    for x in tensors:
+        if x is not None:
+            if type(x) is not Tensor and type(x) is not Parameter:  # a fake one has no address
+                return False
+            address |= x.data_ptr()
+    return address % 16 == 0
+
+
+def _stage(problem: AttentionProblem, kernel: str) -> Stage:
+    launch = triton_launch(problem, kernel)
+    config = config_of(problem, launch)
+    longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q
+    num_blocks = triton.cdiv(longest, launch.block_m)
+    num_key_blocks = triton.cdiv(longest_keys(problem), launch.block_n)
+    return Stage(
+        launch,
+        launch.options(),
+        config,
+        num_blocks,
+        num_key_blocks,
+        num_blocks * problem.num_heads * num_sequences(problem),
+        triton.cdiv(num_key_blocks, launch.num_splits) * launch.block_n,
+    )
+
+
+def num_sequences(problem: AttentionProblem) -> int:
+    if problem.cu_seqlens_q is not None:
+        return problem.cu_seqlens_q.shape[0] - 1
+    return problem.batch
+
+
+def longest_keys(problem: AttentionProblem) -> int:
+    return problem.max_seqlen_k if problem.is_packed else problem.seqlen_k
+
+
+def _side_metadata(problem: AttentionProblem, side: Side) -> tuple[tuple[Any, ...], ...]:
+    scale = side.scale if side.softcap else side.scale * LOG2E / problem.temperature
+    return (
+        side.q.stride(),
+        side.k.stride(),
+        _broadcast_strides(side.bias),
+        (scale, side.softcap, side.num_heads // side.num_kv_heads),
+    )
+
+
+def _side(side: Side, metadata: tuple[tuple[Any, ...], ...]) -> SideArgs:
+    q, k, bias, factors = metadata
+    return SideArgs(
+        side.q, *q, side.k, *k, side.bias, *bias, side.alibi_slopes, side.sink, *factors
+    )
+
+
+def _masks(problem: AttentionProblem, strides: tuple[int, ...]) -> MaskArgs:
+    mask = problem.mask
+    return MaskArgs(
+        None if mask is None else mask.view(torch.uint8),
+        *strides,
+        problem.key_lengths,
+        problem.window_left or 0,
+        problem.window_right or 0,
+        problem.cu_seqlens_q,
+        problem.cu_seqlens_k,
+        problem.seqlen_q,
+        problem.seqlen_k,
+    )
+
+
+def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides of a tensor, 0 where it has size 1: it is never expanded."""
+    if x is None:
+        return (0, 0, 0, 0)
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) -> Config:
+    """Compile-time choices of a kernel."""
+    functional, student, teacher = problem.functional, problem.student, problem.teacher
+    guarded = functional.guarded
+    return Config(
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        S_DIM=student.head_dim,
+        S_BLOCK_D=max(16, triton.next_power_of_2(student.head_dim)),
+        T_DIM=teacher.head_dim,
+        T_BLOCK_D=max(16, triton.next_power_of_2(teacher.head_dim)),
+        S_SOFTCAP=student.softcap != 0.0,
+        T_SOFTCAP=teacher.softcap != 0.0,
+        S_BIAS=student.bias is not None,
+        T_BIAS=teacher.bias is not None,
+        S_ALIBI=student.alibi_slopes is not None,
+        T_ALIBI=teacher.alibi_slopes is not None,
+        S_SINK=student.sink is not None,
+        T_SINK=teacher.sink is not None,
+        HAS_MASK=problem.mask is not None,
+        HAS_LEFT=problem.window_left is not None,
+        HAS_RIGHT=problem.window_right is not None,
+        DENSE=_looks_at_every_tile(problem),
+        FILLED=problem.mask_value != -math.inf,
+        FILL_VANISHES=functional.absent == 0.0,
+        TWO_PASS=functional.bilinear is None,
+        GUARDED=guarded is not None,
+        T_FLOOR=guarded.teacher_floor if guarded else 0.0,
+        S_FLOOR=guarded.student_floor if guarded else 0.0,
+        PRECISION=dot_precision(student.q.dtype),
+    )
+
+
+def _looks_at_every_tile(problem: AttentionProblem) -> bool:
+    """Whether all tiles are masked element by element.
+
+    Beside products in full float32 that costs nothing, while a loop over the tiles without a mask
+    beside the others makes compilers keep what they share in registers, which spills: 149 instead
+    of 45 ms for dQ and dK of 8 heads of 64 at 8192 on an H200.
+    """
+    student, teacher, q = problem.student, problem.teacher, problem.student.q
+    if any(x is not None for x in (problem.mask, student.bias, teacher.bias)):
+        return True
+    # the interpreter compiles nothing, and its tests are of all loops
+    is_compiled = q.device.type == "cuda"
+    return is_compiled and q.dtype == torch.float32 and dot_precision(q.dtype) == "ieee"

@@ -1,0 +1,117 @@
+"""Bodies of attention/row_body.py compiled by Inductor: once for a form, for all sizes, and kept.
+
+The graph of a body goes straight to Inductor, without Dynamo and AOTAutograd: calling what comes
+out takes microseconds. Inductor keeps it in its cache on disk, under the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention.row_body import Inputs
+
+_log = logging.getLogger("torch_streamkl")
+
+Body = Callable[[Any, Inputs], tuple[Tensor, ...]]
+Run = Callable[[list[Tensor]], Any]
+Described = dict[str, tuple[Tensor, str]]  # tensors, and what their dimensions are: see `find`
+# Sizes that a body is traced and tuned with: no two alike, or they would be taken for one. What is
+# 1 stays 1, and means that it broadcasts.
+ROWS, KEYS, STRIDE = 520, 392, 448
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a compiled body is found under."""
+
+    body: Body
+    form: Hashable
+    names: tuple[str, ...]
+    layouts: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
+    num_threads: int
+
+
+_runs: dict[Key, Run | None] = {}
+_lock = threading.RLock()
+
+
+def _example_shape(x: Tensor, spec: str) -> tuple[int, ...]:
+    known = {"r": ROWS, "k": KEYS, "p": KEYS}
+    return tuple(known.get(letter, x.shape[dim]) for dim, letter in enumerate(spec))
+
+
+def find(body: Body, form: Hashable, inputs: Described) -> Run | None:
+    """The compiled body for such inputs, compiled now if it was not yet; None if that failed.
+
+    ``inputs`` are the tensors of one block by name, each with what its dimensions are: "r" rows,
+    "k" keys, "p" keys in rows that are padded, anything else a fixed size. It takes them in this
+    order, without gaps but those.
+    """
+    layouts = tuple(
+        (x.dtype, _example_shape(x, spec), spec[-1] == "p") for x, spec in inputs.values()
+    )
+    key = Key(body, form, tuple(inputs), layouts, torch.get_num_threads())
+    try:
+        return _runs[key]
+    except KeyError:
+        pass
+    with _lock:
+        if key not in _runs:
+            _runs[key] = _compiled_or_none(key)
+        return _runs[key]
+
+
+def _compiled_or_none(key: Key) -> Run | None:
+    try:
+        return compile_body(key)
+    except Exception as error:  # whatever is wrong with a compiler: there is another way
+        _warn_once(
+            "Inductor cannot compile the CPU's blocks, which run in eager mode instead: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        )
+        _log.debug("what Inductor said", exc_info=True)
+        return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
+
+
+def compile_body(key: Key) -> Run:
+    """Trace with symbolic sizes, and compile."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return key.body(key.form, dict(zip(key.names, tensors, strict=True)))
+
+    # what the user set for graphs of theirs (passes, wrappers, tuning) is not meant for this one
+    patches: dict[str, Any] = {
+        "cpp_wrapper": False,
+        "post_grad_custom_pre_pass": None,
+        "post_grad_custom_post_pass": None,
+        "size_asserts": True,
+        "nan_asserts": False,
+    }
+    with torch.inference_mode(False), torch.no_grad(), config.patch(patches):
+        examples = [
+            torch.zeros(ROWS, STRIDE, dtype=dtype)[:, :KEYS]
+            if padded
+            else torch.zeros(shape, dtype=dtype)
+            for dtype, shape, padded in key.layouts
+        ]
+        graph = make_fx(traced, select_decomp_table(), tracing_mode="symbolic")(*examples)
+        fakes = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+        run: Run = compile_fx_inner(graph, fakes)
+    return run

@@ -1,0 +1,251 @@
+"""The running state of a row: what one pass over keys accumulates, and how two states merge.
+
+Per side a maximum m and a sum of exponentials l; per direction a moment relative to the maxima,
+
+    a = sum_j exp(t_j - m_t) (tt (t_j - m_t) + ts (s_j - m_s)),    b likewise weighted by the
+    student.
+
+Keeping moments relative to the maxima costs nothing (both differences are computed for the
+exponentials anyway) and avoids the cancellation of two large numbers. Two states over disjoint
+keys merge exactly, so a row may be split over blocks, programs, GPUs or shards of a vocabulary.
+`kernels/row_state.py` holds the same functions for Triton.
+
+NOTE [Masked keys far below]
+Masks that are filled with a finite number leave keys in the softmax, and their probabilities lie
+below every clamp. Where the number is FAR below the row's maximum on both sides these are exactly
+0, and a functional that is 0 there (``absent``; h and g are, then) sums to the same without the
+keys. They are left out, as if the number were -inf: a padded row keeps its closed form, and
+finfo.min does not overflow in moments. Sinks only make probabilities smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.cpu import elementwise
+from torch_streamkl.divergences.functional import Bilinear
+
+FAR = 1e3  # nats: the exponential of its negative is 0 in every dtype we compute in
+
+
+@dataclass
+class RowState:
+    """State of a set of rows; every tensor has the rows' shape."""
+
+    m_t: Tensor
+    l_t: Tensor
+    m_s: Tensor
+    l_s: Tensor
+    a: Tensor
+    b: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.m_t, self.l_t, self.m_s, self.l_s, self.a, self.b)
+
+    @staticmethod
+    def allocate(like: Tensor) -> RowState:
+        """Uninitialised, each tensor memory of its own (those of `empty` share theirs)."""
+        return RowState(*(torch.empty_like(like) for _ in fields(RowState)))
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], like: Tensor) -> RowState:
+        low = like.new_full(shape, -math.inf)
+        zero = like.new_zeros(shape)
+        return RowState(low, zero, low, zero, zero, zero)
+
+
+def state_of_scores(
+    t: Tensor,
+    s: Tensor,
+    form: Bilinear,
+    *,
+    finite: bool,
+    has_masked: bool = False,
+    overwrite: bool = True,
+) -> RowState:
+    """State of a block of scores [..., rows, keys]; overwrites both unless told not to.
+
+    ``finite`` promises that no score is -inf but those that both sides have at the same keys
+    where it ``has_masked`` ones, which saves the guards.
+    """
+    m_t, m_s = t.amax(-1), s.amax(-1)
+    if not finite or has_masked:
+        base_t, base_s = without_infinity(m_t), without_infinity(m_s)
+    else:
+        base_t, base_s = m_t, m_s
+    base_t, base_s = base_t.unsqueeze(-1), base_s.unsqueeze(-1)
+    dt, ds = (t.sub_(base_t), s.sub_(base_s)) if overwrite else (t - base_t, s - base_s)
+    zero = torch.zeros_like(m_t)
+    if form.has_teacher_moment and not form.has_student_moment:
+        et = elementwise.exp(dt)
+        a = _moment(et, dt, ds, form.tt, form.ts, finite, has_masked, out=dt)
+        return RowState(m_t, et.sum(-1), m_s, elementwise.exp_(ds).sum(-1), a, zero)
+    et, es = elementwise.exp(dt), elementwise.exp(ds)
+    how = (finite, has_masked)
+    a = _moment(et, dt, ds, form.tt, form.ts, *how) if form.has_teacher_moment else zero
+    b = _moment(es, dt, ds, form.st, form.ss, *how) if form.has_student_moment else zero
+    return RowState(m_t, et.sum(-1), m_s, es.sum(-1), a, b)
+
+
+def _moment(
+    weight: Tensor,
+    dt: Tensor,
+    ds: Tensor,
+    ct: float,
+    cs: float,
+    finite: bool,
+    has_masked: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    # sum(w * (ct dt + cs ds)); w = 0 beside an infinite difference contributes 0
+    if ct == -cs:
+        x = torch.sub(dt, ds, out=out)
+        if ct != 1.0:
+            x.mul_(ct)
+    elif ct == 0.0:
+        x = ds * cs
+    elif cs == 0.0:
+        x = dt * ct
+    else:
+        x = (dt * ct).add_(ds, alpha=cs)
+    if finite and has_masked:
+        x.nan_to_num_(0.0)  # faster than to look for weights of 0
+    x.mul_(weight)
+    if not finite:
+        x.masked_fill_(weight == 0, 0.0)
+    return x.sum(-1)
+
+
+def merge(x: RowState, y: RowState, form: Bilinear) -> RowState:
+    """State of the union of two disjoint sets of keys."""
+    m_t, m_s = torch.maximum(x.m_t, y.m_t), torch.maximum(x.m_s, y.m_s)
+    base_t, base_s = without_infinity(m_t), without_infinity(m_s)
+    l_t = l_s = a = b = torch.zeros_like(m_t)
+    for z in (x, y):
+        shift_t, shift_s = z.m_t - base_t, z.m_s - base_s
+        w_t, w_s = shift_t.exp(), shift_s.exp()
+        l_t = l_t + z.l_t * w_t
+        l_s = l_s + z.l_s * w_s
+        if form.has_teacher_moment:
+            a = a + _rebased(z.a, z.l_t, w_t, form.tt, shift_t, form.ts, shift_s)
+        if form.has_student_moment:
+            b = b + _rebased(z.b, z.l_s, w_s, form.st, shift_t, form.ss, shift_s)
+    return RowState(m_t, l_t, m_s, l_s, a, b)
+
+
+def _rebased(
+    moment: Tensor,
+    mass: Tensor,
+    weight: Tensor,
+    ct: float,
+    shift_t: Tensor,
+    cs: float,
+    shift_s: Tensor,
+) -> Tensor:
+    shift = torch.zeros_like(mass)
+    if ct:
+        shift = shift + ct * shift_t
+    if cs:
+        shift = shift + cs * shift_s
+    return torch.where(mass == 0, torch.zeros_like(mass), (moment + mass * shift) * weight)
+
+
+def masked_keys_state(level_t: Tensor, level_s: Tensor, count: Tensor) -> RowState:
+    """State of ``count`` keys of each row that all have the same score, one on each side."""
+    level_t, level_s = (torch.where(count > 0, level, -math.inf) for level in (level_t, level_s))
+    zero = torch.zeros_like(count)
+    return RowState(level_t, count, level_s, count, zero, zero)
+
+
+def far_below(state: RowState, level_t: Tensor, level_s: Tensor) -> Tensor:
+    """Rows whose probabilities of keys with these scores are 0: NOTE [Masked keys far below]."""
+    return (state.m_t - level_t >= FAR) & (state.m_s - level_s >= FAR)
+
+
+@dataclass
+class RowSums:
+    """Log-sum-exps, value of a row, H = sum_j df/dlogS_j and G = sum_j df/dlogP_j."""
+
+    student_lse: Tensor
+    teacher_lse: Tensor
+    value: Tensor
+    student_sum: Tensor
+    teacher_sum: Tensor
+
+
+def finish(
+    state: RowState,
+    form: Bilinear,
+    student_sink: Tensor | None = None,
+    teacher_sink: Tensor | None = None,
+) -> RowSums:
+    """Closed form of a bilinear functional's row sums; a sink is one more logit in a denominator.
+
+    Depths are log-sum-exps relative to the maximum: large scores must not absorb them.
+    """
+    if student_sink is not None or teacher_sink is not None:
+        # a sink above every key becomes the maximum: exp(sink - m) must not overflow
+        low, zero = torch.full_like(state.m_t, -math.inf), torch.zeros_like(state.m_t)
+        levels = [
+            low if sink is None else sink.expand_as(low) for sink in (teacher_sink, student_sink)
+        ]
+        state = merge(state, RowState(levels[0], zero, levels[1], zero, zero, zero), form)
+    base_t, total_t = _denominator(state.m_t, state.l_t, teacher_sink)
+    base_s, total_s = _denominator(state.m_s, state.l_s, student_sink)
+    depth_t, depth_s = _depth(total_t), _depth(total_s)
+    # Where P is nearly S, one logarithm: two that are nearly equal would leave their roundings.
+    # Elsewhere a ratio may overflow, and their difference is good.
+    ratio = total_t / total_s
+    near = (ratio > 0.5) & (ratio < 2.0)
+    excess = torch.where(near, torch.log(ratio), depth_t - depth_s)
+    scale_t, scale_s = torch.exp(-depth_t), torch.exp(-depth_s)
+    mass_t, mass_s = state.l_t * scale_t, state.l_s * scale_s
+    zero = torch.zeros_like(base_t)
+    e_t = e_s = zero  # E_P[tt logP + ts logS], E_S[st logP + ss logS], over the mass of the keys
+    if form.has_teacher_moment:
+        e_t = state.a * scale_t - mass_t * _combine(form.tt, form.ts, depth_t, depth_s, excess)
+        e_t = torch.where(mass_t == 0, zero, e_t)
+    if form.has_student_moment:
+        e_s = state.b * scale_s - mass_s * _combine(form.st, form.ss, depth_t, depth_s, excess)
+        e_s = torch.where(mass_s == 0, zero, e_s)
+    return RowSums(
+        student_lse=_lse(base_s, depth_s, state.l_s, student_sink),
+        teacher_lse=_lse(base_t, depth_t, state.l_t, teacher_sink),
+        value=e_t + e_s + form.t * mass_t + form.s * mass_s,
+        student_sum=e_s + form.ts * mass_t + (form.ss + form.s) * mass_s,
+        teacher_sum=e_t + (form.tt + form.t) * mass_t + form.st * mass_s,
+    )
+
+
+def _denominator(m: Tensor, mass: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    base = without_infinity(m)
+    return base, mass if sink is None else mass + torch.exp(sink - base)
+
+
+def _depth(total: Tensor) -> Tensor:
+    return torch.where(total == 0, torch.zeros_like(total), torch.log(total))
+
+
+def _lse(base: Tensor, depth: Tensor, mass: Tensor, sink: Tensor | None) -> Tensor:
+    lse = base + depth
+    return (
+        lse if sink is not None else torch.where(mass == 0, torch.full_like(lse, -math.inf), lse)
+    )
+
+
+def _combine(x: float, y: float, depth_t: Tensor, depth_s: Tensor, excess: Tensor) -> Tensor:
+    """x depth_t + y depth_s, with depth_t - depth_s = excess known better."""
+    if x == 0.0:
+        return y * depth_s
+    if y == 0.0:
+        return x * depth_t
+    return x * excess if x == -y else x * excess + (x + y) * depth_s
+
+
+def without_infinity(m: Tensor) -> Tensor:
+    """A maximum or log-sum-exp of rows, 0 for those whose scores are all -inf."""
+    return m.masked_fill(m == -math.inf, 0.0)

@@ -1,0 +1,297 @@
+"""Row state and closed form for Triton: the twin of the divergences' row_state.py, in base 2.
+
+Scores arrive multiplied by log2(e), so that exponentials are exp2; moments are in the same unit
+and `finish` returns values in nats. ``LOW`` stands for -inf in maxima: differences to it stay
+finite, so a row that has met no key yet needs no special case.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.kernels.arguments import State
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOW = tl.constexpr(-1.0e30)
+FAR = tl.constexpr(1.0e3)  # nats, as in divergences/row_state.py
+
+# NOTE [Order of programs]
+# Under a causal mask blocks differ in work, and programs start in the order of their number. The
+# longest blocks of all heads come first, so that short ones fill the end; but only of so many
+# heads at a time, whose keys stay in the cache together.
+HEADS_AT_ONCE = tl.constexpr(8)
+
+
+@triton.jit
+def place_of(pid, num_blocks, INTERLEAVED: tl.constexpr):
+    """(block, batch and head) of a program: NOTE [Order of programs] where INTERLEAVED."""
+    if INTERLEAVED:
+        first = pid // (num_blocks * HEADS_AT_ONCE) * HEADS_AT_ONCE
+        num_heads = tl.minimum(tl.num_programs(0) // num_blocks - first, HEADS_AT_ONCE)
+        inside = pid - first * num_blocks
+        return inside // num_heads, first + inside % num_heads
+    else:
+        return pid % num_blocks, pid // num_blocks
+
+
+@triton.jit
+def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
+    """CT dt + CS ds, with the common cases spelled out."""
+    if CT == -CS:
+        return (dt - ds) * CT
+    elif CT == 0.0:
+        return ds * CS
+    elif CS == 0.0:
+        return dt * CT
+    else:
+        return dt * CT + ds * CS
+
+
+@triton.jit
+def weighted_sum(weight, x, MASKED: tl.constexpr):
+    """sum(weight * x) over keys, where a weight of 0 beside an infinite x counts 0."""
+    product = weight * x
+    if MASKED:
+        product = tl.where(weight > 0.0, product, 0.0)
+    return tl.sum(product, 1)
+
+
+@triton.jit
+def rebased(mom, mass, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
+    """A moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting side."""
+    return (mom + mass * moment(shift_t, shift_s, CT, CS)) * alpha
+
+
+@triton.jit
+def empty_state(BLOCK: tl.constexpr):
+    """State of rows that have met no key."""
+    low = tl.full([BLOCK], LOW, tl.float32)
+    zero = tl.zeros([BLOCK], tl.float32)
+    high = tl.full([BLOCK], float("inf"), tl.float32)
+    return State(low, zero, low, zero, zero, zero, high, high, zero)
+
+
+@triton.jit
+def update(state, t, s, allowed, MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr):
+    """State after one tile of scores t, s [BLOCK_M, BLOCK_N] (-inf where not allowed)."""
+    m_t = tl.maximum(state.m_t, tl.max(t, 1))
+    m_s = tl.maximum(state.m_s, tl.max(s, 1))
+    dt = t - m_t[:, None]
+    ds = s - m_s[:, None]
+    et = tl.math.exp2(dt)
+    es = tl.math.exp2(ds)
+    shift_t = state.m_t - m_t
+    shift_s = state.m_s - m_s
+    alpha_t = tl.math.exp2(shift_t)
+    alpha_s = tl.math.exp2(shift_s)
+    a = state.a
+    b = state.b
+    if FORM.TT != 0.0 or FORM.TS != 0.0:
+        a = rebased(a, state.l_t, alpha_t, shift_t, shift_s, FORM.TT, FORM.TS)
+        a += weighted_sum(et, moment(dt, ds, FORM.TT, FORM.TS), MASKED)
+    if FORM.ST != 0.0 or FORM.SS != 0.0:
+        b = rebased(b, state.l_s, alpha_s, shift_t, shift_s, FORM.ST, FORM.SS)
+        b += weighted_sum(es, moment(dt, ds, FORM.ST, FORM.SS), MASKED)
+    l_t = state.l_t * alpha_t + tl.sum(et, 1)
+    l_s = state.l_s * alpha_s + tl.sum(es, 1)
+    low_t = state.low_t
+    low_s = state.low_s
+    count = state.count
+    if CONFIG.GUARDED:
+        if MASKED:
+            low_t = tl.minimum(low_t, tl.min(tl.where(allowed, t, float("inf")), 1))
+            low_s = tl.minimum(low_s, tl.min(tl.where(allowed, s, float("inf")), 1))
+        else:
+            low_t = tl.minimum(low_t, tl.min(t, 1))
+            low_s = tl.minimum(low_s, tl.min(s, 1))
+    if CONFIG.FILLED:
+        if MASKED:
+            count += tl.sum(allowed.to(tl.float32), 1)
+        else:
+            count += t.shape[1]
+    return State(m_t, l_t, m_s, l_s, a, b, low_t, low_s, count)
+
+
+@triton.jit
+def merge(x, y, FORM: tl.constexpr):
+    """State of the union of two disjoint sets of keys."""
+    m_t = tl.maximum(x.m_t, y.m_t)
+    m_s = tl.maximum(x.m_s, y.m_s)
+    xt = x.m_t - m_t
+    xs = x.m_s - m_s
+    yt = y.m_t - m_t
+    ys = y.m_s - m_s
+    ext = tl.math.exp2(xt)
+    exs = tl.math.exp2(xs)
+    eyt = tl.math.exp2(yt)
+    eys = tl.math.exp2(ys)
+    return State(
+        m_t,
+        x.l_t * ext + y.l_t * eyt,
+        m_s,
+        x.l_s * exs + y.l_s * eys,
+        rebased(x.a, x.l_t, ext, xt, xs, FORM.TT, FORM.TS)
+        + rebased(y.a, y.l_t, eyt, yt, ys, FORM.TT, FORM.TS),
+        rebased(x.b, x.l_s, exs, xt, xs, FORM.ST, FORM.SS)
+        + rebased(y.b, y.l_s, eys, yt, ys, FORM.ST, FORM.SS),
+        tl.minimum(x.low_t, y.low_t),
+        tl.minimum(x.low_s, y.low_s),
+        x.count + y.count,
+    )  # fmt: skip
+
+
+@triton.jit
+def masked_level(count, fill, HAS_SINK: tl.constexpr):
+    """Score (log2 units) of the keys a row may not see.
+
+    Without a sink, a row that sees none may as well have 0 (reference.py).
+    """
+    level = count * 0.0 + fill * LOG2E
+    if not HAS_SINK:
+        level = tl.where(count > 0.0, level, 0.0)
+    return level
+
+
+@triton.jit
+def with_masked_keys(state, num_keys, fill, FORM: tl.constexpr, CONFIG: tl.constexpr):
+    """State with the keys that are not allowed counted in at the score they were filled with."""
+    absent = num_keys - state.count
+    level_t = masked_level(state.count, fill, CONFIG.T_SINK)
+    level_s = masked_level(state.count, fill, CONFIG.S_SINK)
+    if CONFIG.FILL_VANISHES:  # NOTE [Masked keys far below] in divergences/row_state.py
+        far = ((state.m_t - level_t) * LN2 >= FAR) & ((state.m_s - level_s) * LN2 >= FAR)
+        absent = tl.where(far, 0.0, absent)
+    present = absent > 0.0
+    m_t = tl.where(present, level_t, LOW)
+    m_s = tl.where(present, level_s, LOW)
+    zero = state.count * 0.0
+    low = tl.where(present, -float("inf"), float("inf"))
+    return merge(state, State(m_t, absent, m_s, absent, zero, zero, low, low, zero), FORM)
+
+
+@triton.jit
+def denominator(mass, m, sink, HAS_SINK: tl.constexpr):
+    """The denominator relative to the maximum, its log2, and the log-sum-exp in log2 units.
+
+    The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in
+    the backward, however large the scores are.
+    """
+    total = mass
+    if HAS_SINK:
+        total = mass + tl.math.exp2(sink - m)
+    empty = total == 0.0
+    depth = tl.where(empty, 0.0, tl.math.log2(tl.where(empty, 1.0, total)))
+    return total, depth, tl.where(empty, -float("inf"), m + depth)
+
+
+@triton.jit
+def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
+    """lse_t and lse_s in log2 units; value, H and G in nats (see finish in the twin)."""
+    if CONFIG.T_SINK or CONFIG.S_SINK:
+        # a sink above every key becomes the maximum: exp2(sink - m) must not overflow
+        zero = state.l_t * 0.0
+        level_t = zero + LOW
+        level_s = zero + LOW
+        if CONFIG.T_SINK:
+            level_t = zero + sink_t
+        if CONFIG.S_SINK:
+            level_s = zero + sink_s
+        state = merge(
+            state,
+            State(level_t, zero, level_s, zero, zero, zero, state.low_t, state.low_s, zero),
+            FORM,
+        )
+    total_t, depth_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
+    total_s, depth_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
+    # Where P is nearly S, one logarithm: two that are nearly equal would leave their roundings.
+    # Elsewhere a ratio may overflow, and their difference is good.
+    ratio = total_t / tl.where(total_s == 0.0, 1.0, total_s)
+    near = (ratio > 0.5) & (ratio < 2.0) & (total_s > 0.0)
+    excess = tl.where(near, tl.math.log2(tl.where(near, ratio, 1.0)), depth_t - depth_s)
+    scale_t = tl.math.exp2(-depth_t)
+    scale_s = tl.math.exp2(-depth_s)
+    mass_t = total_mass(state.l_t, scale_t, CONFIG.T_SINK)
+    mass_s = total_mass(state.l_s, scale_s, CONFIG.S_SINK)
+    e_t = mass_t * 0.0
+    e_s = mass_s * 0.0
+    if FORM.TT != 0.0 or FORM.TS != 0.0:
+        e_t = expectation(
+            state.a, state.l_t, state.l_s, scale_t, depth_t, depth_s, excess, FORM.TT, FORM.TS
+        )
+    if FORM.ST != 0.0 or FORM.SS != 0.0:
+        e_s = expectation(
+            state.b, state.l_s, state.l_t, scale_s, depth_t, depth_s, excess, FORM.ST, FORM.SS
+        )
+    value = e_t + e_s + FORM.T * mass_t + FORM.S * mass_s
+    h = e_s + FORM.TS * mass_t + (FORM.SS + FORM.S) * mass_s
+    g = e_t + (FORM.TT + FORM.T) * mass_t + FORM.ST * mass_s
+    return lse_t, lse_s, value, h, g
+
+
+@triton.jit
+def total_mass(mass, scale, HAS_SINK: tl.constexpr):
+    """The sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
+    if HAS_SINK:
+        return mass * scale
+    else:
+        return tl.where(mass > 0.0, 1.0, mass)  # NaN stays
+
+
+@triton.jit
+def expectation(
+    mom, mass, other_mass, scale, depth_t, depth_s, excess, CT: tl.constexpr, CS: tl.constexpr
+):
+    """E[CT logP + CS logS] in nats under the side whose moment this is.
+
+    ``excess`` is depth_t - depth_s, which is known better than its terms.
+    """
+    if CT == 0.0 or CS == 0.0:
+        depth = moment(depth_t, depth_s, CT, CS)
+    elif CT == -CS:
+        depth = excess * CT
+    else:
+        depth = excess * CT + depth_s * (CT + CS)
+    e = LN2 * (mom - mass * depth) * scale
+    # An infinite moment times an exponential that underflowed is NaN where the row is infinite.
+    # Scores that are NaN themselves leave NaN in the masses too.
+    lost = (mom != mom) & (mass == mass) & (other_mass == other_mass)
+    e = tl.where(lost, float("inf"), e)
+    return tl.where(mass == 0.0, 0.0, e)
+
+
+@triton.jit
+def score_gradient(
+    log_t, log_s, key_sum,
+    STUDENT: tl.constexpr, POINTWISE: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr,
+):  # fmt: skip
+    """d(value)/d(score) of one side from log2-probabilities."""
+    P = tl.math.exp2(log_t)
+    S = tl.math.exp2(log_s)
+    own = S if STUDENT else P
+    if POINTWISE:
+        _, h, g = HELPER(P, S, log_t * LN2, log_s * LN2)
+        return (h if STUDENT else g) - own * key_sum
+    gain = -key_sum
+    if STUDENT:
+        if FORM.ST != 0.0 or FORM.SS != 0.0:
+            gain += weighted_logs(S, log_t, log_s, FORM.ST, FORM.SS) + (FORM.SS + FORM.S)
+        d = own * gain
+        if FORM.TS != 0.0:
+            d += FORM.TS * P
+    else:
+        if FORM.TT != 0.0 or FORM.TS != 0.0:
+            gain += weighted_logs(P, log_t, log_s, FORM.TT, FORM.TS) + (FORM.TT + FORM.T)
+        d = own * gain
+        if FORM.ST != 0.0:
+            d += FORM.ST * S
+    return d
+
+
+@triton.jit
+def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
+    # CT logP + CS logS in nats, and 0 where the weight in front of it is 0
+    if CT == -CS:
+        x = (log_t - log_s) * (CT * LN2)
+    else:
+        x = log_t * (CT * LN2) + log_s * (CS * LN2)
+    return tl.where(weight == 0.0, 0.0, x)

@@ -1,0 +1,478 @@
+"""Shapes and device to launch configuration: pure functions that return frozen dataclasses."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_streamkl.launches import launch_table, tiles
+from torch_streamkl.launches.devices import (
+    device_name,
+    gpu_limit,
+    gpu_of,
+    multiprocessors,
+    require_driver,
+)
+from torch_streamkl.launches.launch_table import LaunchKey, MeasuredLaunch
+from torch_streamkl.launches.tiles import TritonLaunch
+
+if TYPE_CHECKING:
+    from torch_streamkl.attention.problem import AttentionProblem, Side
+
+_log = logging.getLogger("torch_streamkl")
+
+# Scores of one side in one block. About ten temporaries of this size are alive in a block, and
+# they should stay in a core's cache.
+STREAMING_BLOCK_ELEMENTS = 2**18
+STREAMING_MAX_KEYS = 512
+MOST_SHARES = 128  # of a block of rows or keys: their results are in memory side by side
+
+
+@dataclass(frozen=True)
+class StreamingBlocks:
+    """Block sizes of the plain torch implementation."""
+
+    batch: int
+    heads: int  # student heads, a multiple of every group of heads that shares keys
+    queries: int
+    keys: int
+
+
+def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
+    """Long runs of keys first, then queries, then as many heads and batch elements as fit."""
+    teacher_ratio = problem.teacher.num_heads // problem.num_heads
+    group = math.lcm(
+        problem.num_heads // problem.student.num_kv_heads,
+        ceil_div(problem.teacher.num_heads // problem.teacher.num_kv_heads, teacher_ratio),
+    )
+    group = group if problem.num_heads % group == 0 else problem.num_heads
+    keys = min(problem.seqlen_k, STREAMING_MAX_KEYS)
+    queries = min(
+        problem.seqlen_q,
+        max(16, STREAMING_BLOCK_ELEMENTS // max(1, keys * group * teacher_ratio)),
+        256,
+    )
+    room = max(1, STREAMING_BLOCK_ELEMENTS // max(1, keys * queries * teacher_ratio))
+    heads = min(problem.num_heads, max(1, room // group) * group)
+    batch = max(1, room // heads) if heads == problem.num_heads else 1
+    return StreamingBlocks(batch, heads, max(1, queries), max(1, keys))
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up; triton.cdiv takes 2 us."""
+    return -(-a // b)
+
+
+IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")
+MAX_TRITON_HEAD_DIM = 256
+MAX_HALF_HEAD_DIM_OF_TURING = 128  # beyond, 2 KB of a thread's registers spill
+# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+LSE_UNIT = {
+    "hopper": math.log(2.0),
+    "triton": math.log(2.0),
+    "streaming": 1.0,
+}  # of stored log-sum-exps, in nats
+
+
+# of the forward, from which "auto" takes the kernels for Hopper: about 0.1 ms on an H200. Below,
+# their launches, which make tensor descriptors on the host, take longer than the kernels.
+HOPPER_LEAST_FLOP = 2.0**35
+HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernels 64
+
+
+def select_implementation(problem: AttentionProblem, impl: str) -> str:
+    """Which of "hopper", "triton" and "streaming" computes a problem.
+
+    A choice that cannot run raises, a slow automatic one is logged; a GPU whose driver has no
+    compiler raises at the first call.
+    """
+    if impl == "streaming":
+        return "streaming"
+    chosen = _select(problem, impl)
+    if chosen != "streaming" and problem.student.q.device.type == "cuda":
+        require_driver()
+    return chosen
+
+
+def _select(problem: AttentionProblem, impl: str) -> str:
+    if impl == "hopper" or (impl == "auto" and _prefers_hopper(problem)):
+        limit = hopper_limit(problem)
+        if limit is None:
+            return "hopper"
+        if impl == "hopper":
+            raise NotImplementedError(f"impl='hopper' {limit}; impl='triton' may compute it")
+    limit = triton_limit(problem)
+    if impl == "triton":
+        if limit is not None:
+            raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
+        return "triton"
+    if limit is None:
+        return "triton"
+    if problem.student.q.device.type != "cpu":
+        warn_once(
+            "attention_kl runs its plain torch implementation here, which is slower: "
+            f"the kernel {limit}"
+        )
+    return "streaming"
+
+
+def triton_limit(problem: AttentionProblem) -> str | None:
+    """Why the Triton kernels cannot run a problem, or None."""
+    device = problem.student.q.device.type
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
+    dtype = problem.student.q.dtype
+    if str(dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
+        return f"takes float16, bfloat16 and float32, got {dtype}"
+    widest = max(problem.student.head_dim, problem.teacher.head_dim)
+    if widest > MAX_TRITON_HEAD_DIM:
+        return f"takes head_dim up to {MAX_TRITON_HEAD_DIM}, got {widest}"
+    return matmul_limit(problem.student.q.device, dtype, widest) if device == "cuda" else None
+
+
+def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
+    limit, gpu = gpu_limit(device), gpu_of(device)
+    if limit is not None or gpu.is_hip or gpu.capability >= (8, 0):
+        return limit
+    if str(dtype) == "torch.bfloat16":
+        return f"takes bfloat16 from compute capability 8.0 on, got {gpu.name} of {gpu.capability}"
+    if str(dtype) == "torch.float16" and head_dim > MAX_HALF_HEAD_DIM_OF_TURING:
+        most = MAX_HALF_HEAD_DIM_OF_TURING
+        return f"takes float16 of head_dim up to {most} on {gpu.name}, got {head_dim}"
+    return None
+
+
+def hopper_limit(problem: AttentionProblem) -> str | None:
+    """Why the kernels for Hopper GPUs cannot run a problem, or None."""
+    student, teacher = problem.student, problem.teacher
+    q = student.q
+    if q.device.type != "cuda" or not gpu_of(q.device).is_hopper:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got device {q.device}"
+    if not _has_gluon():
+        return "needs Triton with Gluon for Hopper"
+    if str(q.dtype) not in ("torch.float16", "torch.bfloat16"):
+        return f"takes float16 and bfloat16, got {q.dtype}"
+    dims = (student.head_dim, teacher.head_dim)
+    if not set(dims) <= set(HOPPER_LAUNCHES):
+        return f"takes a head_dim of {tuple(HOPPER_LAUNCHES)} on each side, got {dims}"
+    if student.num_heads != teacher.num_heads:
+        return "takes as many heads on both sides"
+    least = _least_shares(student, teacher)
+    if least > MOST_SHARES:
+        return f"takes key heads whose gradients have at most {MOST_SHARES} shares, got {least}"
+    functional = problem.functional
+    form = functional.closed_form
+    if form is None or form.has_teacher_moment == form.has_student_moment:
+        text = functional.text
+        return f"takes a divergence with logarithms under one of P and S, got {text}"
+    if problem.has_masked_keys and problem.mask_value != -math.inf:
+        return f"takes masks that remove keys, got mask_value {problem.mask_value}"
+    other = (
+        problem.mask, problem.teacher_lse,
+        student.bias, teacher.bias, student.alibi_slopes, teacher.alibi_slopes,
+        student.sink, teacher.sink,
+    )  # fmt: skip
+    if (
+        any(x is not None for x in other)
+        or student.softcap
+        or teacher.softcap
+        or problem.head_mean
+    ):
+        return "takes no mask tensor, bias, alibi, sink, softcap, known lse"
+    if problem.seqlen_q == 0 or problem.seqlen_k == 0:
+        return "takes at least one query and one key"
+    for x in (student.q, student.k, teacher.q, teacher.k):
+        *outer, (_, last) = zip(x.shape, x.stride(), strict=True)
+        is_odd = any(size > 1 and (n <= 0 or n % 8) for size, n in outer)
+        if last != 1 or is_odd or not _aligned_to_16(x):
+            return f"takes tensors aligned to 16 bytes in every row, got strides {x.stride()}"
+    return None
+
+
+def _least_shares(student: Side, teacher: Side) -> int:
+    """Shares of dK, on the side that needs more: a program has one key head of each side."""
+    groups = [side.num_heads // side.num_kv_heads for side in (student, teacher)]
+    return max(groups) // math.gcd(*groups)
+
+
+def _aligned_to_16(x: torch.Tensor) -> bool:
+    # a fake tensor has no address
+    return type(x) not in (torch.Tensor, torch.nn.Parameter) or x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    try:
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    except ImportError:
+        return False
+    return True
+
+
+def _prefers_hopper(problem: AttentionProblem) -> bool:
+    """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
+    if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False  # without asking for sizes that only the data decides
+    measured = measured_launch(problem, "forward")
+    if measured is None:
+        wanted = _flop(problem) >= HOPPER_LEAST_FLOP
+    else:
+        wanted = measured.implementation == "hopper"
+    return (
+        wanted
+        and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
+        and _fills_device(problem)
+        and not _clamps_every_row(problem)
+    )
+
+
+def _clamps_every_row(problem: AttentionProblem) -> bool:
+    """Whether every row has a probability below a clamp: the Hopper kernels compute it twice."""
+    guarded = problem.functional.guarded
+    if guarded is None:
+        return False
+    return max(guarded.teacher_floor, guarded.student_floor) > -math.log(max(1, problem.seqlen_k))
+
+
+def _sequences(problem: AttentionProblem) -> int:
+    """Packed sequences in a batch element."""
+    return 1 if problem.cu_seqlens_q is None else max(1, problem.cu_seqlens_q.shape[0] - 1)
+
+
+def _flop(problem: AttentionProblem) -> float:
+    batch, num_heads, seqlen_q, head_dim = problem.student.q.shape
+    keys = problem.student.k.shape[2] / _sequences(problem)  # of a row, if lengths are alike
+    seen = 1.0 if problem.window_right is None else 0.5
+    if problem.window_left is not None and problem.window_right is not None:
+        width = problem.window_left + problem.window_right + 1
+        keys, seen = min(width, keys), 1.0 if width < keys else seen
+    pairs = batch * num_heads * seqlen_q * keys
+    return 2.0 * seen * pairs * (head_dim + problem.teacher.q.shape[3])
+
+
+def _fills_device(problem: AttentionProblem) -> bool:
+    """Whether blocks of rows alone occupy the GPU; otherwise the portable kernels split keys."""
+    return triton_launch(problem, "forward").num_splits == 1
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """Tiles of a kernel on Hopper."""
+
+    block_m: int  # rows of a warp group: queries, for dK keys
+    block_n: int  # rows of a tile that streams by: keys, for dK queries
+    groups: int  # warp groups that compute: 2 or 3, in the forward also 4
+    slots: int  # in shared memory, of streamed tiles or (forward) pairs of them; a power of two
+
+
+@dataclass(frozen=True)
+class HopperBackwardLaunch(HopperLaunch):
+    """Tiles of dQ or dK."""
+
+    pinned: bool  # NOTE [A matmul always in flight] in attention/hopper/backward.py
+
+
+# Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
+HOPPER_BACKWARD_LAUNCHES = {
+    64: HopperBackwardLaunch(64, 64, 3, 4, True),
+    128: HopperBackwardLaunch(64, 64, 2, 4, True),
+}
+# of dK where it adds up dQ, too (attention/hopper/atomic.py), and is faster than both alone; from
+# this forward on, since it takes two launches more
+HOPPER_ATOMIC_LAUNCHES = {64: HopperBackwardLaunch(64, 64, 2, 4, False)}
+ATOMIC_LEAST_FLOP = 2.0**34
+LOWEST_CLAMP = -126 * math.log(2.0)  # of a log-probability: below, hopper.exp2 gives 0
+# where logarithms of the probabilities are needed, too: three warp groups would spill
+HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
+# Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
+HOPPER_LAUNCHES = {
+    64: HopperLaunch(64, 64, 3, 2),
+    128: HopperLaunch(64, 64, 3, 2),
+}
+# Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
+LEAST_TILES_OF_PART = 8
+# of the portable kernel that repeats blocks of rows
+HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
+
+
+def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
+    """Configuration of the forward kernel on Hopper."""
+    return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
+
+
+def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """Blocks to compute whole, and parts of each of the others (NOTE [Parts] in hopper/parts.py).
+
+    Every number of parts is a kernel to compile, and lengths may change from step to step: beyond
+    four parts only powers of two.
+    """
+    last = blocks % multiprocessors(device)
+    if last == 0:
+        return blocks, 1
+    parts = min(multiprocessors(device) // last, tiles // LEAST_TILES_OF_PART)
+    if parts > 4:
+        parts = 1 << (parts.bit_length() - 1)
+    return (blocks - last, parts) if parts > 1 else (blocks, 1)
+
+
+def adds_queries(problem: AttentionProblem) -> bool:
+    """Whether dQ may be summed in any order, and is faster so."""
+    return (
+        not problem.deterministic
+        and not torch.are_deterministic_algorithms_enabled()
+        and not problem.is_packed
+        and problem.student.head_dim in HOPPER_ATOMIC_LAUNCHES
+        and _flop(problem) >= ATOMIC_LEAST_FLOP
+        and plain_clamp(problem) is not None
+    )
+
+
+def plain_clamp(problem: AttentionProblem) -> float | None:
+    """The clamp of `Functional.plain_student_floor`, 0 without one.
+
+    None where the gradient is anything else, or the kernels for Hopper would lose the clamp.
+    """
+    floor = problem.functional.plain_student_floor
+    if floor is None or -math.inf < floor < LOWEST_CLAMP:
+        return None
+    return math.exp(floor)
+
+
+def hopper_backward_launch(
+    head_dim: int, has_logarithms: bool, adds: bool = False
+) -> HopperBackwardLaunch:
+    """dQ and dK on Hopper, of a side with this head_dim; ``adds``: of dK that adds up dQ."""
+    if adds:
+        return HOPPER_ATOMIC_LAUNCHES[head_dim]
+    if has_logarithms:
+        return HOPPER_LOGARITHMS
+    return HOPPER_BACKWARD_LAUNCHES[head_dim]
+
+
+def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
+    """Configuration of the "forward", "dq" or "dk" kernel.
+
+    With a head-averaged teacher that of "lse", "mean", or "forward": all that read the mean.
+    """
+    q = problem.student.q
+    device = q.device
+    measured = measured_launch(problem, kernel)
+    if measured is not None:
+        launch = TritonLaunch(
+            measured.block_m, measured.block_n, measured.num_warps, measured.num_stages
+        )
+    elif device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
+        launch = TritonLaunch(32 if kernel == "mean" else 16, 16, 4, 1)
+    else:
+        dims = (_padded(problem.student.head_dim), _padded(problem.teacher.head_dim))
+        is_full = q.dtype == torch.float32 and dot_precision(q.dtype) == "ieee"
+        operands = tiles.Operands(dims, q.element_size(), is_full)
+        choose = tiles.head_mean_launch if problem.head_mean else tiles.default_launch
+        launch = choose(kernel, operands, gpu_of(device))
+    if kernel == "dk":
+        return launch
+    return replace(launch, num_splits=_num_splits(problem, launch))
+
+
+def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | None:
+    """What the user's launch table (launches/launch_table.py) has for a kernel of a problem."""
+    table = launch_table.current(device_name(problem.student.q.device))
+    if table is None or not is_tunable(problem):  # every call asks, and most have no table
+        return None
+    return table.find(launch_key(problem, kernel))
+
+
+def is_tunable(problem: AttentionProblem) -> bool:
+    """Whether launches measured for plain problems are known to fit this one.
+
+    Mask tensors, biases and second passes need registers and shared memory that the tuner's
+    problems do not: the defaults leave room for them.
+    """
+    sides = (problem.student, problem.teacher)
+    return not (
+        problem.mask is not None
+        or problem.functional.bilinear is None
+        or problem.head_mean
+        or any(side.bias is not None or side.softcap for side in sides)
+    )
+
+
+def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
+    """What a measured launch of a problem is kept under."""
+    packed = problem.is_packed
+    lengths = (
+        (problem.max_seqlen_q, problem.max_seqlen_k)
+        if packed
+        else (problem.seqlen_q, problem.seqlen_k)
+    )
+    return LaunchKey(
+        kernel,
+        _padded(problem.student.head_dim),
+        _padded(problem.teacher.head_dim),
+        problem.student.q.element_size(),
+        problem.window_right is not None,
+        max(lengths),
+    )
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
+    """Enough programs to fill the device twice, each with several tiles of keys."""
+    programs = ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
+    return _shared_by(problem, 2, programs, ceil_div(problem.seqlen_k, launch.block_n) // 4)
+
+
+def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
+    """Programs that share the tiles of a block where a tile meets all heads of the teacher.
+
+    Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
+    """
+    return 1 if problem.mask_value != -math.inf else _shared_by(problem, 4, programs, tiles)
+
+
+def key_shares(
+    problem: AttentionProblem, group: int, programs: int, resident: int, together: int = 0
+) -> int:
+    """Programs that share the ``group`` query heads of a block of keys: a divisor of group.
+
+    ``resident`` programs run on a multiprocessor at once. Causal ones differ in length: half of
+    the work fills the gaps beside the longest. The heads of a share are among ``together``
+    neighbours, whose first is a multiple of that (0: it does not matter).
+    """
+    each = resident if problem.window_right is None else 2 * resident
+    least = _shared_by(problem, each, programs, group)
+    return next(
+        n for n in range(least, group + 1) if group % n == 0 and together % (group // n) == 0
+    )
+
+
+def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -> int:
+    """Shares of a block that give every multiprocessor ``each`` programs, ``most`` at most."""
+    if problem.is_packed:
+        return 1
+    wanted = each * multiprocessors(problem.student.q.device)
+    return max(1, min(wanted // max(programs, 1), most, MOST_SHARES))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products follow torch's matmul precision; full float32 by default."""
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32"
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    _log.warning(message)

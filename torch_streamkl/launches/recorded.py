@@ -1,0 +1,365 @@
+"""Launches that are issued again: what a call does on the host, recorded once, as a function.
+
+Grouping arguments, finding plans, torch's dispatcher and Triton's own checks take several times as
+long as a short kernel. All of it depends on metadata only. So `record` runs an implementation once
+under a recorder that sees its allocations, its few torch operations and its launches (all go
+through `plans.Plan.run`), and writes them down as the source of a Python function of the tensors:
+addresses are variables in it, everything else is a constant.
+
+What cannot be written down (an operation that is not in the lists below, a tensor from elsewhere)
+makes a problem unrecordable: it runs as it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.jit import JITCallable, KernelInterface
+
+Program = Callable[
+    ..., Any
+]  # of the tensors; None where it does not apply: call what was recorded
+_ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+# whose effect depends on their arguments' metadata and contents only, and never waits for a GPU
+_OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone", "_to_copy"}
+_OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
+_ACTIVE = threading.local()
+
+
+class Unrecordable(Exception):
+    """Something happened that cannot be written down."""
+
+
+class Generation:
+    """How often launches were chosen anew: what was recorded before is not issued any more."""
+
+    number = 0
+
+
+def active() -> Recorder | None:
+    """The recorder of this thread."""
+    found: Recorder | None = getattr(_ACTIVE, "recorder", None)
+    return found
+
+
+def record(
+    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor | None], Program | None]:
+    """``function(*tensors)``, and the same for other tensors of the same metadata.
+
+    The program is None where the function cannot be recorded. It returns None, without having
+    launched anything, where it does not apply: addresses that are not multiples of 16 bytes,
+    another current device, other settings of torch, a profiler that watches Triton's launches.
+    """
+    recorder = Recorder(tensors)
+    with _recording(recorder), recorder:
+        outputs = function(*tensors)
+    try:
+        return outputs, recorder.program(outputs)
+    except Unrecordable:
+        return outputs, None
+    finally:
+        recorder.forget()
+
+
+@contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    _ACTIVE.recorder = recorder
+    try:
+        yield
+    finally:
+        _ACTIVE.recorder = None
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the lines of a program while its function runs."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.constants: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self.obstacle: str | None = None
+        self._names: dict[int, str] = {}  # of tensors that are variables, by id
+        self._views: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = {}
+        self._pointers: dict[int, str] = {}
+        self._alive: list[Any] = []  # an id is a name as long as its object lives
+        self._by_pointer: bool | None = None
+        self.parameters = [f"t{i}" for i in range(len(tensors))]
+        self._inputs = [(f"t{i}", x) for i, x in enumerate(tensors) if x is not None]
+        for name, x in self._inputs:
+            self._names[id(x)] = name
+            self._pointers[id(x)] = f"a{name}"
+            self._alive.append(x)
+            if x.data_ptr() % 16:
+                self.obstacle = "a tensor that is not aligned to 16 bytes"
+        self.device = self._inputs[0][1].device
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            self.obstacle = "another device is the current one"
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        for held in (self._views, self._alive, self._inputs):
+            held.clear()
+
+    # ------------------------------------------------------------------------- what happens
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        with self._keeping_obstacles():
+            self._operation(func, args, kwargs, out)
+        return out
+
+    @contextmanager
+    def _keeping_obstacles(self) -> Iterator[None]:
+        try:
+            yield
+        except Unrecordable as error:
+            self.obstacle = self.obstacle or str(error)
+
+    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        self._alive.append(out)
+        if name in _ALLOCATIONS:
+            self._allocation(out)
+        elif func.is_view:
+            parts = out if isinstance(out, (list, tuple)) else (out,)
+            for position, part in enumerate(parts):
+                self._alive.append(part)
+                self._views.setdefault(
+                    id(part), (func, args, kwargs, None if part is out else position)
+                )
+        elif name in _OPERATIONS:
+            if not isinstance(out, Tensor) or out.device != self.device:
+                raise Unrecordable(f"{name} of another device")
+            target = self._constant(func)
+            arguments = [self._value(x) for x in args]
+            arguments += [f"{key}={self._value(x)}" for key, x in kwargs.items()]
+            call = f"{target}({', '.join(arguments)})"
+            if id(out) in self._names:
+                self.lines.append(call)
+            else:
+                self.lines.append(f"{self._named(out)} = {call}")
+        else:
+            raise Unrecordable(f"the operation {name}")
+
+    def _allocation(self, out: Tensor) -> None:
+        size, strides, dtype = tuple(out.shape), tuple(out.stride()), self._constant(out.dtype)
+        if out.device != self.device:
+            raise Unrecordable("an allocation on another device")
+        empty = self._constant(_empty_strided(self.device), "empty")
+        self.lines.append(f"{self._named(out)} = {empty}({size}, {strides}, {dtype})")
+
+    def unseen(self) -> Any:
+        """A context whose torch operations are not recorded, such as those of the interpreter."""
+        return _disable_current_modes()
+
+    def launch(
+        self,
+        kernel: Any,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> None:
+        """Write down a launch; ``compiled`` is None where the interpreter ran the kernel."""
+        by_pointer = compiled is not None
+        with self._keeping_obstacles():
+            if by_pointer and not runs_directly():
+                raise Unrecordable("an unknown way to launch compiled kernels")
+            if self._by_pointer not in (None, by_pointer):
+                raise Unrecordable("some kernels are compiled, others interpreted")
+            self._by_pointer = by_pointer
+            if by_pointer:
+                values = ", ".join(self._argument(x) for x in arguments)
+                run = self._constant(compiled.run)
+                function = self._constant(compiled.function)
+                metadata = self._constant(compiled.packed_metadata)
+                first = f"{grid[0]}, {grid[1]}, {grid[2]}, stream, {function}, {metadata}"
+                self.lines.append(f"{run}({first}, None, None, None, {values})")
+            else:
+                values = ", ".join(self._value(x) for x in arguments)
+                start = self._constant(kernel[grid])
+                self.lines.append(f"{start}({values}, **{self._constant(options)})")
+
+    # ------------------------------------------------------------------------------- values
+    def _named(self, x: Tensor) -> str:
+        name = self._names[id(x)] = f"n{len(self._names)}"
+        self._alive.append(x)
+        return name
+
+    def _constant(self, value: Any, name: str | None = None) -> str:
+        name = name or f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def _tensor(self, x: Tensor) -> str:
+        """The variable that holds a tensor; a view is made when it is first needed."""
+        name = self._names.get(id(x))
+        if name is not None:
+            return name
+        if id(x) not in self._views:
+            raise Unrecordable("a tensor from elsewhere")
+        func, args, kwargs, position = self._views[id(x)]
+        target = self._constant(func)
+        arguments = [self._value(a) for a in args]
+        arguments += [f"{key}={self._value(a)}" for key, a in kwargs.items()]
+        part = "" if position is None else f"[{position}]"
+        name = self._named(x)
+        self.lines.append(f"{name} = {target}({', '.join(arguments)}){part}")
+        return name
+
+    def _pointer(self, x: Tensor) -> str:
+        """The variable that holds a tensor's address."""
+        found = self._pointers.get(id(x))
+        if found is not None:
+            return found
+        base = x
+        while id(base) not in self._names:
+            if id(base) not in self._views:
+                raise Unrecordable("a tensor from elsewhere")
+            base = self._views[id(base)][1][0]  # the first argument of a view
+        if base is x:
+            source = f"{self._tensor(x)}.data_ptr()"
+        else:
+            source = f"{self._pointer(base)} + {x.data_ptr() - base.data_ptr()}"
+        name = self._pointers[id(x)] = f"p{len(self._pointers)}"
+        self._alive.append(x)
+        self.lines.append(f"{name} = {source}")
+        return name
+
+    def _value(self, x: Any) -> str:
+        """An argument of an operation."""
+        if isinstance(x, Tensor):
+            return self._tensor(x)
+        if isinstance(x, (tuple, list)) and _has_tensor(x):
+            items = ", ".join(self._value(each) for each in x)
+            kind = self._constant(type(x)) if hasattr(x, "_fields") else ""
+            return f"{kind}({items},)" if not kind else f"{kind}({items})"
+        return self._plain(x)
+
+    def _argument(self, x: Any) -> str:
+        """An argument of a compiled kernel: addresses in the place of tensors."""
+        if isinstance(x, Tensor):
+            return self._pointer(x)
+        if isinstance(x, (tuple, list)) and _has_tensor(x):
+            return f"({', '.join(self._argument(each) for each in x)},)"
+        if type(x).__name__ == "TensorDescriptor":
+            template = object.__new__(type(x))
+            vars(template).update(vars(x), base=None)  # a program keeps no tensor alive
+            of = self._constant(_descriptor_of, "descriptor_of")
+            return f"{of}({self._constant(template)}, {self._tensor(x.base)})"
+        return self._plain(x)
+
+    def _plain(self, x: Any) -> str:
+        if x is None or type(x) in (int, bool):
+            return repr(x)
+        if not _is_constant(x):
+            raise Unrecordable(f"an argument of type {type(x).__name__}")
+        return self._constant(x)
+
+    # -------------------------------------------------------------------------- the program
+    def program(self, outputs: Sequence[Tensor | None]) -> Program:
+        """The function of what was recorded."""
+        if self.obstacle is not None:
+            raise Unrecordable(self.obstacle)
+        if self._by_pointer is None:
+            raise Unrecordable("no launch")
+        results = ", ".join("None" if x is None else self._tensor(x) for x in outputs)
+        addresses = [f"a{name}" for name, _ in self._inputs]
+        guards = [
+            f"({' | '.join(addresses)}) & 15",
+            f"{self._constant(Generation)}.number != {Generation.number}",
+        ]
+        for setting in (_precision, _is_deterministic):
+            guards.append(f"{self._constant(setting)}() != {setting()!r}")
+        lines = list(self.lines)
+        if self._by_pointer:
+            guards.append(f"{self._constant(is_watched)}()")
+        if self._by_pointer and self.device.type == "cuda":
+            device, current = self.device.index, self._constant(torch._C._cuda_getDevice)
+            guards.append(f"{current}() != {device}")
+            stream = self._constant(torch._C._cuda_getCurrentRawStream)
+            lines.insert(0, f"stream = {stream}({device})")
+        elif self._by_pointer:
+            lines.insert(0, "stream = 0")
+        first = [f"a{name} = {name}.data_ptr()" for name, _ in self._inputs]
+        body = [
+            *first,
+            f"if {' or '.join(guards)}:",
+            "    return None",
+            *lines,
+            f"return ({results},)",
+        ]
+        source = "\n    ".join([f"def program({', '.join(self.parameters)}):", *body])
+        scope = dict(self.constants)
+        exec(compile(source, "<recorded launches>", "exec"), scope)
+        program: Program = scope["program"]
+        return program
+
+
+_precision = torch._C._get_float32_matmul_precision
+_is_deterministic = torch._C._get_deterministic_algorithms
+
+
+def _descriptor_of(template: Any, base: Tensor) -> Any:
+    found = object.__new__(type(template))
+    vars(found).update(vars(template), base=base)
+    return found
+
+
+def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
+    """torch.empty_strided without the parsing of its arguments, as compiled graphs call it."""
+    if device.type == "cuda":
+        found: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        return found
+    return lambda size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype, device=device
+    )
+
+
+def _has_tensor(x: Any) -> bool:
+    if isinstance(x, (tuple, list)):
+        return any(_has_tensor(each) for each in x)
+    return isinstance(x, Tensor)
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether a value is the same in every call, and keeps no tensor alive."""
+    if isinstance(x, (tuple, list)):
+        return all(_is_constant(each) for each in x)
+    if isinstance(x, dict):
+        return all(_is_constant(each) for each in x.values())
+    plain = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    return x is None or isinstance(x, (*plain, JITCallable, KernelInterface))
+
+
+def is_watched() -> bool:
+    """Whether someone wants to hear of launches, as Triton's profiler does."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
+
+@functools.cache
+def runs_directly() -> bool:
+    """Whether this Triton launches a compiled kernel by the call that programs make."""
+    from triton.compiler.compiler import CompiledKernel
+
+    source = " ".join(inspect.getsource(CompiledKernel.__getitem__).split())
+    return (
+        "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, "
+        "launch_metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
+    ) in source

@@ -1,0 +1,117 @@
+"""Default tiles of the portable kernels, chosen by what a GPU has: shared memory and registers.
+
+What was measured on an H200 (bf16, seqlen 8192) goes first, and serves every GPU that it fits:
+more programs on a multiprocessor beat larger tiles. Elsewhere the first choice of a list is taken
+that fits; compiling for each GPU says that it does and how much it spills (docs/gpus.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch_streamkl.launches.devices import Gpu
+
+
+@dataclass(frozen=True)
+class TritonLaunch:
+    """Tile sizes and pipelining of one kernel."""
+
+    block_m: int  # query rows of a tile
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1  # programs that share the keys of one block of rows
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the matmuls of a kernel multiply."""
+
+    head_dims: tuple[int, int]  # of both sides, padded to powers of two
+    element_bytes: int
+    is_full_float32: bool  # no rounding to TF32
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dims)
+
+    def of_rows(self, rows: int) -> int:
+        """Bytes of so many rows of both sides."""
+        return rows * sum(self.head_dims) * self.element_bytes
+
+
+LEAST = TritonLaunch(16, 16, 4, 1)  # the smallest tiles that a matrix unit takes
+
+
+def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
+    """The first choice for "forward", "dq" or "dk" that fits the GPU."""
+    choices = _choices(kernel, operands, gpu)
+    room = gpu.shared_bytes
+    return next((x for x in choices if shared_bytes(x, kernel, operands, gpu) <= room), LEAST)
+
+
+def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
+    """That of a head-averaged teacher's "lse", "mean", or "forward", which reads the mean.
+
+    Every head's tiles pass through a program of the mean: the next head's are loaded meanwhile
+    where there is room, and larger tiles read operands less often. They spill where the
+    accumulators of matmuls are not registers (sm_100).
+    """
+    if operands.element_bytes == 4 or gpu.shared_bytes < 120 * 1024:
+        return replace(default_launch("forward", operands, gpu), num_stages=1)
+    if gpu.is_hopper and kernel != "forward":
+        return TritonLaunch(128, 128, 8, 2) if kernel == "lse" else TritonLaunch(64, 128, 8, 2)
+    return TritonLaunch(64, 32, 8, 2)
+
+
+def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
+    """Launches in the order in which they are wanted."""
+    head_dim = operands.widest
+    if operands.element_bytes == 4 or not gpu.multiplies_half:
+        # beyond 64 eight warps, or gradients spill (compiled, not measured)
+        eight_warps = TritonLaunch(32, 32, 8, 1)
+        if gpu.is_hip and head_dim > 128:
+            return [LEAST]  # 1.3 KB of a thread's registers would spill
+        if kernel == "forward" and head_dim > 128 and not gpu.is_hopper:
+            # a second pass doubles the operands in registers: 1.9 KB would spill
+            return [TritonLaunch(16, 16, 8, 1), LEAST]
+        if head_dim <= 64 and gpu.multiplies_half:
+            return [TritonLaunch(64, 32, 4, 2), eight_warps, LEAST]
+        return [eight_warps, LEAST]
+    if head_dim > 128 and gpu.operands_in_registers:
+        # rows of 256 fill the registers of four warps
+        eight_warps = TritonLaunch(64, 32, 8, 1)
+        if not gpu.is_hip:
+            return [eight_warps, TritonLaunch(32, 32, 4, 1), LEAST]
+        if kernel == "dk":
+            return [TritonLaunch(32, 32, 4, 1), LEAST]
+    small = gpu.shared_bytes < 200 * 1024  # sm_80 spills with the larger tiles
+    if kernel == "forward":
+        first = TritonLaunch(64, 64, 4, 2) if head_dim <= 128 else TritonLaunch(64, 32, 4, 1)
+    elif head_dim <= 64 or (head_dim <= 128 and not small):
+        first = TritonLaunch(64, 64, 4, 2) if kernel == "dq" else TritonLaunch(64, 64, 4, 1)
+    elif head_dim <= 128 or kernel == "dq":
+        first = TritonLaunch(64, 32, 4, 1)
+    else:
+        first = TritonLaunch(32, 64, 4, 1)
+    return [first, TritonLaunch(64, 32, 4, 1), TritonLaunch(32, 32, 4, 1), LEAST]
+
+
+def shared_bytes(launch: TritonLaunch, kernel: str, operands: Operands, gpu: Gpu) -> int:
+    """What a launch may take of shared memory, at most.
+
+    The tiles that stream by, once for every stage; those that stay (queries, for dK keys) lie
+    there, too, but on AMD GPUs, where matrix units read them from registers.
+    """
+    stays, streams = launch.block_m, launch.block_n
+    if kernel == "dk":
+        stays, streams = streams, stays
+    total = operands.of_rows(streams * launch.num_stages)
+    if gpu.is_hip:
+        return total
+    if kernel == "dk" and operands.element_bytes == 4 and not operands.is_full_float32:
+        total += operands.of_rows(streams) // 2  # TF32 is not transposed on the way to registers
+    return total + operands.of_rows(stays)

@@ -1,0 +1,1 @@
+"""`linear_kl`: the divergence between two language models' heads."""

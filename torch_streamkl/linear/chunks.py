@@ -1,0 +1,360 @@
+"""`linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
+
+Three loops, the same on every device:
+
+- `forward`: values, by chunks of tokens with all words (two matmuls);
+- `backward`: gradients from saved statistics, by blocks of words with all tokens where they fit:
+  each block of a weight's gradient is then one matmul and the hidden states' gradient is summed
+  over blocks (two matmuls to recompute the logits, two for the gradients of a side);
+- `forward_with_gradients`: both at once by chunks of tokens, for a weighted sum whose weights are
+  known (two matmuls and two for the gradients of a side).
+
+The order of every sum is fixed, so results are the same bits on every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.divergences.functional import Bilinear
+from torch_streamkl.divergences.row_state import RowState
+from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.problem import (
+    MIB,
+    Chunks,
+    Head,
+    LinearProblem,
+    RowValues,
+    RowWeights,
+    Wanted,
+    even_ranges,
+    even_step,
+    max_sums,
+    padded,
+    ranges,
+    row_bytes,
+    workspace_bytes,
+)
+
+Gradients = tuple[Tensor | None, ...]  # in the order of `Wanted`
+
+TOKEN_MULTIPLE = {"cpu": 16, "cuda": 128}  # rows of a matmul tile
+WORD_MULTIPLE = 256
+# cuBLAS takes 32 MiB for every stream: with less room than this, more tokens are worth more
+SIDE_STREAM_MIB = 256
+
+
+def forward(
+    problem: LinearProblem, max_workspace_mib: int, rows: ModuleType = linear_rows
+) -> RowValues:
+    """Values and statistics of all rows."""
+    out = RowValues.allocate(problem)
+    student_bytes, teacher_bytes = row_bytes(problem)
+    tokens = tokens_that_fit(
+        problem, workspace_bytes(problem, max_workspace_mib), student_bytes + teacher_bytes
+    )
+    student, teacher = (logits_buffer(head, tokens) for head in problem.heads)
+    for chunk in even_ranges(problem.num_tokens, tokens, token_multiple(problem)):
+        part = problem.of_tokens(chunk)
+        s, t = logits_of(part.student, student), logits_of(part.teacher, teacher)
+        rows.values(part, s, t, out.of_tokens(chunk))
+    return out
+
+
+def backward(
+    problem: LinearProblem,
+    values: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+    max_workspace_mib: int,
+    rows: ModuleType = linear_rows,
+) -> Gradients:
+    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from statistics."""
+    accumulators = [GradientSums(problem, side, wanted) for side in (0, 1)]
+    num_words = max(head.num_words for head in problem.heads)
+    if num_words == 0:  # a rank that has none of the vocabulary
+        return gradients_of(accumulators)
+    item = sum(head.hidden.element_size() for head in problem.heads)
+    room = workspace_bytes(problem, max_workspace_mib) // item
+    fewest_words = -(-num_words // max_sums(problem))
+    words_limit = padded(max(room // max(problem.num_tokens, 1), fewest_words), WORD_MULTIPLE)
+    words_step = even_step(num_words, words_limit, WORD_MULTIPLE)
+    tokens_limit = max(room // padded(words_step), 1)
+    tokens_step = even_step(problem.num_tokens, tokens_limit, token_multiple(problem))
+    if -(-problem.num_tokens // tokens_step) > max_sums(problem):
+        needed = -(-problem.num_tokens // max_sums(problem)) * padded(words_step) * item / MIB
+        raise ValueError(
+            f"max_workspace_mib must be at least {math.ceil(needed)} for {problem.num_tokens} "
+            f"tokens and {num_words} words in 16 bits (gradients are rounded with every chunk), "
+            f"got {room * item // MIB}"
+        )
+    buffers = [head.hidden.new_empty((tokens_step, padded(words_step))) for head in problem.heads]
+    for words in even_ranges(num_words, words_step, WORD_MULTIPLE):
+        for chunk in even_ranges(problem.num_tokens, tokens_step, token_multiple(problem)):
+            part = problem.of_words(words).of_tokens(chunk)
+            s, t = (
+                logits_of(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True)
+            )
+            rows.gradient(part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), wanted)
+            for accumulator, d_logits in zip(accumulators, (s, t), strict=True):
+                accumulator.add(d_logits, chunk, words)
+    return gradients_of(accumulators)
+
+
+def forward_with_gradients(
+    problem: LinearProblem,
+    weights: RowWeights,
+    wanted: Wanted,
+    max_workspace_mib: int,
+    rows: ModuleType = linear_rows,
+) -> tuple[RowValues, Gradients]:
+    """Values, statistics and the gradients of the weighted sum."""
+    if not (wanted.student or wanted.teacher):
+        return forward(problem, max_workspace_mib, rows), (None,) * len(fields(Wanted))
+    chunks = gradient_chunks(problem, wanted, max_workspace_mib)
+    if -(-problem.num_tokens // chunks.tokens) > max_sums(problem):  # NOTE [Sums over chunks]
+        values = forward(problem, max_workspace_mib, rows)
+        return values, backward(problem, values, weights, wanted, max_workspace_mib, rows)
+    out = RowValues.allocate(problem)
+    student_sums, teacher_sums = (GradientSums(problem, side, wanted) for side in (0, 1))
+    student = logits_buffer(problem.student, chunks.tokens)
+    teacher = logits_buffer(problem.teacher, chunks.teacher_tokens)
+    all_words = slice(0, max(head.num_words for head in problem.heads))
+    has_room = workspace_bytes(problem, max_workspace_mib) >= SIDE_STREAM_MIB * MIB
+    side = SideStream(student.device, has_room)
+    for chunk in even_ranges(problem.num_tokens, chunks.tokens, token_multiple(problem)):
+        parts = list(ranges(chunk.stop - chunk.start, chunks.teacher_tokens))
+        for part in parts:
+            tokens = slice(chunk.start + part.start, chunk.start + part.stop)
+            rows_of = problem.of_tokens(tokens)
+            t = logits_of(rows_of.teacher, teacher)
+            if part is parts[0]:
+                side.join()  # the last chunk's weight gradient reads the student's buffer
+                s = logits_of(problem.of_tokens(chunk).student, student)
+            rows.values_and_gradient(
+                rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), wanted
+            )
+            teacher_sums.add(t, tokens, all_words)
+        side.fork()
+        student_sums.add_to_hidden(s, chunk, all_words)
+        with side:
+            student_sums.add_to_weight(s, chunk, all_words)
+        student_sums.add_to_bias(s, all_words)
+    side.join()
+    return out, gradients_of([student_sums, teacher_sums])
+
+
+def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
+    """Row state of a shard of the vocabulary (nats) and the log-sum-exp of its hard-label scores.
+
+    States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the
+    merged statistics `backward` gives each shard's gradients.
+    """
+    form = problem.functional.bilinear or Bilinear()
+    tokens = tokens_that_fit(
+        problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem))
+    )
+    student, teacher = (logits_buffer(head, tokens) for head in problem.heads)
+    parts = []
+    for chunk in even_ranges(problem.num_tokens, tokens, token_multiple(problem)):
+        part = problem.of_tokens(chunk)
+        parts.append(
+            linear_rows.partial_state(
+                part, logits_of(part.student, student), logits_of(part.teacher, teacher), form
+            )
+        )
+    states, hard_lses = zip(*parts, strict=True)
+    fields = ("m_t", "l_t", "m_s", "l_s", "a", "b")
+    state = RowState(*(torch.cat([getattr(state, name) for state in states]) for name in fields))
+    return state, torch.cat(hard_lses)
+
+
+def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: int) -> Chunks:
+    """Chunks of the forward that computes gradients: those that move the fewest bytes."""
+    student_bytes, teacher_bytes = row_bytes(problem)
+    workspace = workspace_bytes(problem, max_workspace_mib)
+    whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
+    best = Chunks(whole, whole)
+    if wanted.teacher:  # its logits become a gradient too, and live as long as the student's
+        return best
+    multiple = token_multiple(problem)
+    for num_chunks in range(1, -(-problem.num_tokens // whole) + 1):
+        tokens = padded(-(-problem.num_tokens // num_chunks), max(multiple // 8, 1))
+        for parts in (1, 2, 3, 4):
+            part = padded(-(-tokens // parts), max(multiple // 2, 1))
+            chunks = Chunks(tokens, min(part, tokens))
+            size = chunks.tokens * student_bytes + chunks.teacher_tokens * teacher_bytes
+            if size <= workspace and _traffic(problem, chunks) < _traffic(problem, best):
+                best = chunks
+    return best
+
+
+def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
+    """Bytes of weights that all chunks move, apart from what any choice moves.
+
+    A chunk reads the student's weight twice, and reads and writes its gradient, which no other
+    work hides: counted twice, and more where the last tile of tokens is not full. A part of the
+    teacher's tokens reads the teacher's weight; a matmul of fewer rows than two tiles spends its
+    time on that.
+    """
+    student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
+    num_chunks = -(-problem.num_tokens // chunks.tokens)
+    num_parts = -(-chunks.tokens // chunks.teacher_tokens)
+    multiple = token_multiple(problem)
+    waste = padded(chunks.tokens, multiple) / chunks.tokens
+    thin = max(1.0, 2 * multiple / chunks.teacher_tokens)
+    return num_chunks * (6 * waste * student + num_parts * thin * teacher)
+
+
+def token_multiple(problem: LinearProblem) -> int:
+    return TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 128)
+
+
+def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
+    limit = workspace // bytes_per_token
+    if limit < 1:
+        raise ValueError(
+            "max_workspace_mib must hold the logits of a token, "
+            f"{sum(row_bytes(problem)) / MIB:.2f} MiB with the student's and the teacher's words, "
+            f"got {workspace // MIB}"
+        )
+    return even_step(problem.num_tokens, limit, token_multiple(problem))
+
+
+def logits_buffer(head: Head, tokens: int) -> Tensor:
+    return head.hidden.new_empty((tokens, padded(head.num_words)))
+
+
+def logits_of(head: Head, buffer: Tensor) -> Tensor:
+    """``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
+    out = buffer[: head.hidden.shape[0], : head.num_words]
+    torch.mm(head.hidden, head.weight.t(), out=out)
+    if head.adapter_hidden is not None and head.adapter_weight is not None:
+        out.addmm_(head.adapter_hidden, head.adapter_weight.t())
+    return out
+
+
+class SideStream:
+    """A second stream of a GPU where it is wanted, and nothing on the CPU.
+
+    Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of
+    the other leave idle, and hides the traffic of the running sum.
+    """
+
+    def __init__(self, device: torch.device, is_wanted: bool) -> None:
+        self.stream = _side_stream(device) if is_wanted and device.type == "cuda" else None
+        self.is_busy = False
+
+    def fork(self) -> None:
+        """What the side stream gets from here on starts after all that the current one has."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.is_busy = True
+            self.context = torch.cuda.stream(self.stream)
+            self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.context.__exit__(*error)
+
+    def join(self) -> None:
+        """The current stream waits for the side stream."""
+        if self.stream is not None and self.is_busy:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.is_busy = False
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class GradientSums:
+    """Gradients of one side, summed over chunks of tokens and blocks of words."""
+
+    def __init__(self, problem: LinearProblem, side: int, wanted: Wanted) -> None:
+        self.head = problem.heads[side]
+        to_hidden = (wanted.student_hidden, wanted.teacher_hidden)[side]
+        to_weight = (wanted.student_weight, wanted.teacher_weight)[side]
+        to_bias = (wanted.student_bias, wanted.teacher_bias)[side]
+        to_adapter_hidden = (wanted.student_adapter_hidden, wanted.teacher_adapter_hidden)[side]
+        to_adapter_weight = (wanted.student_adapter_weight, wanted.teacher_adapter_weight)[side]
+        # a shard without words adds nothing, and so does a mask that selects no row
+        is_added = self.head.num_words and problem.num_tokens
+        like = torch.empty_like if is_added else torch.zeros_like
+        self.hidden = like(self.head.hidden) if to_hidden else None
+        self.weight = like(self.head.weight) if to_weight else None
+        self.adapter_hidden: Tensor | None = None
+        self.adapter_weight: Tensor | None = None
+        if to_adapter_hidden and self.head.adapter_hidden is not None:
+            self.adapter_hidden = like(self.head.adapter_hidden)
+        if to_adapter_weight and self.head.adapter_weight is not None:
+            self.adapter_weight = like(self.head.adapter_weight)
+        self.bias: Tensor | None = None
+        self.bias_sum: Tensor | None = None
+        if to_bias:
+            assert self.head.bias is not None
+            self.bias = self.head.bias
+            self.bias_sum = torch.zeros(
+                self.bias.shape, dtype=problem.compute_dtype, device=self.bias.device
+            )
+
+    def add(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+        """Add what a block of tokens and words contributes; tokens and words ascend.
+
+        The block has as many columns as this side has of the words, possibly none.
+        """
+        self.add_to_hidden(d_logits, tokens, words)
+        self.add_to_weight(d_logits, tokens, words)
+        self.add_to_bias(d_logits, words)
+
+    def add_to_hidden(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+        pairs = (
+            (self.hidden, self.head.weight),
+            (self.adapter_hidden, self.head.adapter_weight),
+        )
+        for total, weight in pairs:
+            if total is not None and weight is not None and d_logits.shape[1]:
+                _matmul_into(total[tokens], d_logits, weight[words], first=words.start == 0)
+
+    def add_to_weight(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+        pairs = (
+            (self.weight, self.head.hidden),
+            (self.adapter_weight, self.head.adapter_hidden),
+        )
+        for total, hidden in pairs:
+            if total is not None and hidden is not None and d_logits.shape[1]:
+                first = tokens.start == 0
+                _matmul_into(total[words], d_logits.t(), hidden[tokens], first=first)
+
+    def add_to_bias(self, d_logits: Tensor, words: slice) -> None:
+        if self.bias_sum is not None:
+            self.bias_sum[words] += d_logits.sum(0, dtype=self.bias_sum.dtype)
+
+
+def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out=out)
+    else:
+        out.addmm_(a, b)
+
+
+def gradients_of(sides: list[GradientSums]) -> Gradients:
+    student, teacher = sides
+    d_bias = [
+        None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype)
+        for side in sides
+    ]
+    heads = (student.hidden, student.weight, teacher.hidden, teacher.weight)
+    adapters = [x for side in sides for x in (side.adapter_hidden, side.adapter_weight)]
+    return (*heads, *d_bias, *adapters)

@@ -1,0 +1,501 @@
+"""The operators behind `linear_kl`: schemas, fakes, autograd, autocast, vmap, FLOP formulas.
+
+- ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
+- ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
+  backward multiplies them by the gradient of the sum.
+
+NOTE [Multiplying stored gradients]
+The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies
+them in place, unless the graph is kept for another backward (then out of place) or is being
+traced (then out of place too: the compiler reuses the buffer that it sees die).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.launches.devices import gpu_limit, require_driver
+from torch_streamkl.launches.launch import warn_once
+from torch_streamkl.linear import chunks as linear_chunks
+from torch_streamkl.linear import panels as linear_panels
+from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+
+# The order below is known to this schema, `problem_of` and the tensor counts used by autograd.
+TENSORS = (
+    "Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, Tensor teacher_weight, "
+    "Tensor? student_bias=None, Tensor? teacher_bias=None, Tensor? labels=None"
+)
+OPTIONS = (
+    "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
+    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
+    "int ignore_index=-100, SymInt max_workspace_mib=0, str impl='auto'"
+)
+# Behind everything else: a second, narrow head that is added to a side's logits (`Head`).
+ADAPTERS = (
+    "Tensor? student_adapter_hidden=None, Tensor? student_adapter_weight=None, "
+    "Tensor? teacher_adapter_hidden=None, Tensor? teacher_adapter_weight=None"
+)
+ADAPTER_NAMES = tuple(text.split()[1].split("=")[0] for text in ADAPTERS.split(", "))
+GRADIENTS = (
+    "Tensor student_hidden_grad, Tensor student_weight_grad, Tensor teacher_hidden_grad, "
+    "Tensor teacher_weight_grad, Tensor student_bias_grad, Tensor teacher_bias_grad"
+)
+ADAPTER_GRADIENTS = (
+    "Tensor student_adapter_hidden_grad, Tensor student_adapter_weight_grad, "
+    "Tensor teacher_adapter_hidden_grad, Tensor teacher_adapter_weight_grad"
+)
+NUM_TENSORS, NUM_OPTIONS, NUM_ADAPTERS = 7, 9, 4
+INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+_lib.define(
+    f"linear_kl({TENSORS}, {OPTIONS}, {ADAPTERS}) -> "
+    "(Tensor value, Tensor hard, Tensor statistics)",
+    tags=TAGS,
+)
+_lib.define(
+    f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, "
+    f"{TENSORS}, {OPTIONS}, {ADAPTERS}) -> ({GRADIENTS}, {ADAPTER_GRADIENTS})",
+    tags=TAGS,
+)
+_lib.define(
+    f"linear_kl_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
+    f"bool[] wanted=[], {OPTIONS}, {ADAPTERS}) -> "
+    f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS}, {ADAPTER_GRADIENTS})",
+    tags=TAGS,
+)
+linear_kl = torch.ops.torch_streamkl.linear_kl.default
+linear_kl_backward = torch.ops.torch_streamkl.linear_kl_backward.default
+linear_kl_sum = torch.ops.torch_streamkl.linear_kl_sum.default
+
+IMPLEMENTATIONS = ("auto", "triton", "streaming", "reference")
+
+
+def problem_of(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    labels: Tensor | None = None,
+    functional: str = "(P*(logP-logS))",
+    student_scale: float = 1.0,
+    teacher_scale: float = 1.0,
+    student_softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    max_workspace_mib: int = 0,
+    impl: str = "auto",
+    student_adapter_hidden: Tensor | None = None,
+    student_adapter_weight: Tensor | None = None,
+    teacher_adapter_hidden: Tensor | None = None,
+    teacher_adapter_weight: Tensor | None = None,
+) -> tuple[LinearProblem, int, str]:
+    """The problem, its workspace limit (0 is the default) and the wanted implementation."""
+    problem = LinearProblem(
+        student=Head(
+            student_hidden,
+            student_weight,
+            student_bias,
+            student_scale,
+            student_softcap,
+            student_adapter_hidden,
+            student_adapter_weight,
+        ),
+        teacher=Head(
+            teacher_hidden,
+            teacher_weight,
+            teacher_bias,
+            teacher_scale,
+            teacher_softcap,
+            teacher_adapter_hidden,
+            teacher_adapter_weight,
+        ),
+        functional=Functional.of(functional),
+        temperature=temperature,
+        labels=labels,
+        ignore_index=ignore_index,
+    )
+    return problem, max_workspace_mib, impl
+
+
+def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
+    """The module that works on rows of logits: Triton's or plain torch."""
+    limit, device = triton_limit(problem), problem.student.hidden.device.type
+    if impl == "triton" and limit is not None:
+        raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
+    if impl == "streaming" or limit is not None:
+        if impl != "streaming" and device == "cuda":
+            warn_once(f"linear_kl runs in plain torch here, which is slower: the kernel {limit}")
+        return linear_rows
+    if device == "cuda":
+        require_driver()
+    from torch_streamkl.linear.triton import launches as kernels
+
+    module: ModuleType = kernels
+    return module
+
+
+def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
+    """`row_functions`; in a graph that Inductor compiles, it can compile the CPU's, too."""
+    rows = row_functions(problem, impl)
+    on_cpu = problem.student.hidden.device.type == "cpu"
+    return linear_panels if is_compiled and on_cpu and rows is linear_rows else rows
+
+
+def triton_limit(problem: LinearProblem) -> str | None:
+    """Why the Triton kernels cannot run a problem, or None."""
+    device = problem.student.hidden.device.type
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
+    if problem.compute_dtype == torch.float64:
+        return "takes float16, bfloat16 and float32, got float64"
+    return gpu_limit(problem.student.hidden.device) if device == "cuda" else None
+
+
+def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    problem, workspace, impl = problem_of(*args, **kwargs)
+    out = linear_chunks.forward(problem, workspace, rows_of(is_compiled, problem, impl))
+    return out.value, out.hard, out.statistics
+
+
+def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out = RowValues.allocate(problem_of(*args, **kwargs)[0])
+    return out.value, out.hard, out.statistics
+
+
+def _backward(
+    is_compiled: bool,
+    grad: Tensor | None,
+    hard_grad: Tensor | None,
+    statistics: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    problem, workspace, impl = problem_of(*args, **kwargs)
+    weights = RowWeights(
+        *(None if g is None else g.to(problem.compute_dtype) for g in (grad, hard_grad))
+    )
+    nothing = statistics.new_empty(0)
+    grads = linear_chunks.backward(
+        problem,
+        RowValues(nothing, nothing, statistics),
+        weights,
+        Wanted(*wanted),
+        workspace,
+        rows_of(is_compiled, problem, impl),
+    )
+    return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
+
+
+def gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, ...]:
+    student, teacher = problem.heads
+    inputs = (
+        student.hidden,
+        student.weight,
+        teacher.hidden,
+        teacher.weight,
+        student.bias,
+        teacher.bias,
+        student.adapter_hidden,
+        student.adapter_weight,
+        teacher.adapter_hidden,
+        teacher.adapter_weight,
+    )
+    flags = (*wanted, *(False,) * len(inputs))
+    return tuple(
+        torch.empty_like(x) if need and x is not None else student.hidden.new_empty(0)
+        for x, need in zip(inputs, flags, strict=False)
+    )
+
+
+def _backward_fake(
+    grad: Tensor | None,
+    hard_grad: Tensor | None,
+    statistics: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    return gradient_fakes(problem_of(*args, **kwargs)[0], wanted)
+
+
+def sum_arguments(
+    *args: Any,
+    row_weight: Tensor | None = None,
+    hard_row_weight: Tensor | None = None,
+    wanted: Any = (),
+    **kwargs: Any,
+) -> tuple[tuple[LinearProblem, int, str], Tensor | None, Tensor | None, list[bool]]:
+    rest = args[NUM_TENSORS:]
+    first = [row_weight, hard_row_weight, wanted]
+    first[: len(rest[:3])] = rest[:3]
+    problem = problem_of(
+        *args[:NUM_TENSORS], *(None,) * (NUM_TENSORS - len(args)), *rest[3:], **kwargs
+    )
+    return problem, first[0], first[1], list(first[2])
+
+
+def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    (problem, workspace, impl), row_weight, hard_row_weight, wanted = sum_arguments(
+        *args, **kwargs
+    )
+    dtype, like = problem.compute_dtype, problem.student.hidden
+    weight = (
+        like.new_ones(problem.num_tokens, dtype=dtype)
+        if row_weight is None
+        else row_weight.to(dtype)
+    )
+    hard_weight = None
+    if problem.labels is not None:
+        hard_weight = (
+            like.new_ones(problem.num_tokens, dtype=dtype)
+            if hard_row_weight is None
+            else hard_row_weight.to(dtype)
+        )
+    rows, grads = linear_chunks.forward_with_gradients(
+        problem,
+        RowWeights(weight, hard_weight),
+        Wanted(*wanted),
+        workspace,
+        rows_of(is_compiled, problem, impl),
+    )
+    total = weighted_sum(rows.value, weight)
+    if hard_weight is not None:
+        total = total + weighted_sum(rows.hard, hard_weight)
+    return total, rows.value, rows.hard, *(like.new_empty(0) if g is None else g for g in grads)
+
+
+def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
+    # a row that does not count may be infinite
+    return torch.where(weight == 0, 0.0, value * weight).sum()
+
+
+def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    (problem, _, _), _, _, wanted = sum_arguments(*args, **kwargs)
+    rows = RowValues.allocate(problem)
+    return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, wanted)
+
+
+def _matmul_flops(hidden: Any, weight: Any) -> int:
+    flops: int = 2 * hidden[0] * hidden[1] * weight[0]
+    return flops
+
+
+def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], Any]:
+    """FLOPs of each matmul whose sum the logits are, and ``wanted``, of a call with shapes."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    flops = []
+    for side in ("student", "teacher"):
+        for kind in ("", "adapter_"):
+            pair = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
+            flops.append(0 if None in pair else _matmul_flops(*pair))
+    return flops, given.get("wanted", ())
+
+
+def forward_flops(*args: Any, **kwargs: Any) -> int:
+    """The logits matmuls."""
+    return sum(_matmuls(linear_kl, args, kwargs)[0])
+
+
+def _backward_flops(*args: Any, **kwargs: Any) -> int:
+    """The recomputed logits and one matmul for each gradient."""
+    return _with_gradients(*_matmuls(linear_kl_backward, args, kwargs))
+
+
+def sum_flops(*args: Any, **kwargs: Any) -> int:
+    """The logits and one matmul for each gradient."""
+    return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
+
+
+def _with_gradients(logits: list[int], wanted: Any) -> int:
+    student, student_adapter, teacher, teacher_adapter = logits
+    heads = (student, student, teacher, teacher, 0, 0)
+    adapters = (student_adapter, student_adapter, teacher_adapter, teacher_adapter)
+    each = zip((*heads, *adapters), wanted, strict=False)
+    return sum(logits) + sum(flops for flops, need in each if need)
+
+
+for _name, _implementation, _fake, _flops in (
+    ("linear_kl", _forward, _forward_fake, forward_flops),
+    ("linear_kl_backward", _backward, _backward_fake, _backward_flops),
+    ("linear_kl_sum", _sum, _sum_fake, sum_flops),
+):
+    _plain, _compiled = (functools.partial(_implementation, x) for x in (False, True))
+    register(_lib, _name, _plain, _fake, _flops, _compiled)
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    ctx.mark_non_differentiable(output[2])
+    adapters = inputs[NUM_TENSORS + NUM_OPTIONS :]
+    adapters += (None,) * (NUM_ADAPTERS - len(adapters))
+    tensors = (*inputs[:NUM_TENSORS], *(None,) * (NUM_TENSORS - len(inputs)))
+    ctx.save_for_backward(output[2], *tensors, *adapters)
+    ctx.options = inputs[NUM_TENSORS : NUM_TENSORS + NUM_OPTIONS]
+    ctx.num_inputs = len(inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    positions = (*INPUTS, *adapter_positions(NUM_TENSORS + NUM_OPTIONS, ctx.num_inputs))
+    # the dispatcher drops trailing arguments that have their default value
+    needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
+    wanted = [needs[i] for i in positions]
+    statistics, *tensors = ctx.saved_tensors
+    if tensors[6] is None:
+        hard_grad = None
+    given: list[Tensor | None] = [None] * ctx.num_inputs
+    if not any(wanted) or (grad is None and hard_grad is None):
+        return tuple(given)
+    adapters = dict(zip(ADAPTER_NAMES, tensors[NUM_TENSORS:], strict=True))
+    grads = linear_kl_backward(
+        grad,
+        hard_grad,
+        statistics,
+        wanted,
+        *tensors[:NUM_TENSORS],
+        *ctx.options,
+        **adapters,
+    )
+    for index, gradient, need in zip(positions, grads, wanted, strict=False):
+        if need:
+            given[index] = gradient
+    return tuple(given)
+
+
+def adapter_positions(first: int, num_inputs: int) -> range:
+    """Where the adapters are among a call's inputs, as many as there are."""
+    return range(first, max(first, min(first + NUM_ADAPTERS, num_inputs)))
+
+
+def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _total, value, hard, *grads = output
+    ctx.mark_non_differentiable(value, hard, *grads)
+    ctx.wanted = list(inputs[NUM_TENSORS + 2])
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(value, hard, *grads)
+    ctx.weight_dtypes = tuple(
+        None if w is None else w.dtype for w in inputs[NUM_TENSORS : NUM_TENSORS + 2]
+    )
+    ctx.set_materialize_grads(False)
+
+
+def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    # the dispatcher drops trailing arguments that have their default value
+    needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
+    positions = (*INPUTS, *adapter_positions(NUM_TENSORS + 3 + NUM_OPTIONS, ctx.num_inputs))
+    wanted = (*ctx.wanted, *(False,) * len(positions))
+    for index, is_wanted in zip(positions, wanted, strict=False):
+        if needs[index] and not is_wanted:
+            raise RuntimeError(
+                f"linear_kl_sum was called with wanted={ctx.wanted}, but input {index} requires a "
+                "gradient; wanted says which of student_hidden, student_weight, teacher_hidden, "
+                "teacher_weight, student_bias, teacher_bias and those of the adapters get one"
+            )
+    if grad is None:
+        return (None,) * ctx.num_inputs
+    value, hard, *stored = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * ctx.num_inputs
+    in_place = _may_overwrite(stored)
+    for index, gradient in zip(positions, stored, strict=False):
+        if needs[index]:
+            grads[index] = _scaled(gradient, grad, in_place)
+    for index, rows, dtype in zip(
+        (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
+    ):
+        if needs[index]:
+            grads[index] = (rows * grad).to(dtype)
+    return tuple(grads)
+
+
+def _scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    if not in_place:
+        return (stored * factor).to(stored.dtype)
+    if not stored.is_cuda or stored.dtype == torch.float64:
+        return stored.mul_(factor)
+    from torch_streamkl.linear.triton import launches as kernels
+
+    kernels.scale_(stored, factor)
+    return stored
+
+
+def _may_overwrite(stored: list[Tensor]) -> bool:
+    """NOTE [Multiplying stored gradients]."""
+    if torch.is_grad_enabled() or any(
+        type(x) is not Tensor for x in stored
+    ):  # create_graph, or traced
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_kl", _autograd, setup_context=_setup_context, lib=_lib
+)
+register_no_double_backward(_lib, "linear_kl")
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_kl_sum", sum_autograd, setup_context=setup_sum_context, lib=_lib
+)
+
+
+def _vmap(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Fold the mapped dimension into the tokens."""
+    tensors, first = list(args), NUM_TENSORS + NUM_OPTIONS
+    for index, name in (
+        (1, "student_weight"),
+        (3, "teacher_weight"),
+        (4, "student_bias"),
+        (5, "teacher_bias"),
+        (first + 1, "student_adapter_weight"),
+        (first + 3, "teacher_adapter_weight"),
+    ):
+        if index < len(args) and in_dims[index] is not None:
+            raise NotImplementedError(
+                f"vmap over {name} is not supported; map over hidden states and labels"
+            )
+    for index in (0, 2, 6, first, first + 2):
+        if index >= len(args) or args[index] is None:
+            continue
+        x, dim = args[index], in_dims[index]
+        x = x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
+        tensors[index] = x.flatten(0, 1)
+    value, hard, statistics = linear_kl(*tensors)
+    hard = (
+        hard.unflatten(0, (info.batch_size, -1))
+        if hard.numel()
+        else hard.new_empty((info.batch_size, 0))
+    )
+    return (
+        value.unflatten(0, (info.batch_size, -1)),
+        hard,
+        statistics.unflatten(1, (info.batch_size, -1)),
+    ), (0, 0, 1)
+
+
+def _no_vmap(*_: Any) -> Any:
+    raise NotImplementedError(
+        "vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows"
+    )
+
+
+torch.library.register_vmap(f"{NAMESPACE}::linear_kl", _vmap, lib=_lib)
+torch.library.register_vmap(f"{NAMESPACE}::linear_kl_sum", _no_vmap, lib=_lib)

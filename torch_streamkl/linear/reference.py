@@ -1,0 +1,42 @@
+"""The specification of `linear_kl`: its meaning in a few naive lines, for any floating dtype."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_streamkl.divergences.functional import evaluate
+from torch_streamkl.linear.problem import Head, LinearProblem
+
+
+def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
+    """Differentiable values and cross-entropies per token (no elements without labels)."""
+    y_s, y_t = (_scores(head, problem.compute_dtype) for head in problem.heads)
+    num_words = max(y_s.shape[1], y_t.shape[1])
+    log_s, log_t = (_log_probabilities(y / problem.temperature, num_words) for y in (y_s, y_t))
+    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+    value = evaluate(problem.functional.expr, variables).expand_as(log_s).sum(-1)
+    if problem.labels is None:
+        return value, value.new_empty(0)
+    hard = F.cross_entropy(
+        y_s, problem.labels.long(), ignore_index=problem.ignore_index, reduction="none"
+    )
+    return value, hard
+
+
+def _scores(head: Head, dtype: torch.dtype) -> Tensor:
+    z = head.hidden.to(dtype) @ head.weight.to(dtype).t()
+    if head.adapter_hidden is not None and head.adapter_weight is not None:
+        z = z + head.adapter_hidden.to(dtype) @ head.adapter_weight.to(dtype).t()
+    if head.bias is not None:
+        z = z + head.bias.to(dtype)
+    y = z * head.scale
+    return head.softcap * torch.tanh(y / head.softcap) if head.softcap else y
+
+
+def _log_probabilities(scores: Tensor, num_words: int) -> Tensor:
+    # a word that this side lacks has the score -inf
+    return F.pad(scores, (0, num_words - scores.shape[1]), value=-math.inf).log_softmax(-1)

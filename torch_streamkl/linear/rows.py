@@ -1,0 +1,268 @@
+"""Rows of logits in plain torch: values, statistics and the gradient that replaces the logits.
+
+The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
+them in blocks of words, so that temporaries stay small. `linear/triton/launches.py` is the same
+for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.cpu import elementwise
+from torch_streamkl.divergences.functional import Bilinear, Expr, evaluate
+from torch_streamkl.divergences.row_state import (
+    RowState,
+    finish,
+    merge,
+    state_of_scores,
+    without_infinity,
+)
+from torch_streamkl.linear.problem import (
+    Head,
+    LinearProblem,
+    RowValues,
+    RowWeights,
+    Wanted,
+    ranges,
+)
+
+BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
+
+
+@dataclass
+class Block:
+    """Scores of a block of words: y as the hard labels see it, the score, and d(y)/d(logit)."""
+
+    words: slice
+    y: Tensor | None  # None where the side has none of the words
+    score: Tensor
+    slope: Tensor | float
+
+
+def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+    """Values and statistics of rows from both sides' whole logits [num_tokens, num_words]."""
+    functional = problem.functional
+    state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
+    sums = finish(state, functional.bilinear or Bilinear())
+    out.student_lse.copy_(sums.student_lse)
+    out.teacher_lse.copy_(sums.teacher_lse)
+    if functional.bilinear is not None:
+        out.value.copy_(sums.value)
+        out.student_sum.copy_(sums.student_sum)
+        out.teacher_sum.copy_(sums.teacher_sum)
+    else:
+        second_pass(problem, student, teacher, out)
+    if problem.labels is not None:
+        out.hard_lse.copy_(hard_lse)
+        label_y = label_scores(problem, student, hard_lse.dtype)
+        out.hard.copy_(hard_values(problem, label_y, hard_lse))
+    else:
+        out.hard_lse.zero_()
+
+
+def partial_state(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, form: Bilinear
+) -> tuple[RowState, Tensor]:
+    """Row state over the words at hand and the log-sum-exp of the student's y over them."""
+    shape = (problem.num_tokens,)
+    like = student.new_empty((), dtype=problem.compute_dtype)
+    state = RowState.empty(shape, like)
+    hard_lse = like.new_full(shape, -math.inf)
+    for s, t in _blocks(problem, student, teacher):
+        if problem.labels is not None and s.y is not None:
+            hard_lse = torch.logaddexp(hard_lse, torch.logsumexp(s.y, -1))
+        finite = (
+            s.y is not None
+            and t.y is not None
+            and problem.student.bias is None
+            and problem.teacher.bias is None
+        )
+        state = merge(
+            state, state_of_scores(t.score, s.score, form, finite=finite, overwrite=False), form
+        )
+    return state, hard_lse
+
+
+def gradient(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    rows: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+) -> None:
+    """Overwrite logits by their gradient (the teacher's where wanted), words as they are."""
+    functional = problem.functional
+    for s, t in _blocks(problem, student, teacher):
+        if functional.bilinear is not None and not wanted.teacher:
+            d_student = _bilinear_gradient(functional.bilinear, s.score, t.score, rows)
+            d_teacher = d_student
+        else:
+            variables = _variables(s.score, t.score, rows)
+            memo: dict[Expr, Tensor] = {}
+            h = evaluate(functional.student_grad, variables, memo)
+            g = evaluate(functional.teacher_grad, variables, memo)
+            d_student = h - variables["S"] * rows.student_sum[:, None]
+            d_teacher = g - variables["P"] * rows.teacher_sum[:, None]
+        if wanted.student and s.y is not None:
+            d = _weighted(d_student, weights.value, problem.temperature)
+            if weights.hard is not None:
+                d = d + _weighted(_hard_gradient(problem, s, rows), weights.hard)
+            _store(d, s, student)
+        if wanted.teacher and t.y is not None:
+            _store(_weighted(d_teacher, weights.value, problem.temperature), t, teacher)
+
+
+def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) -> Tensor:
+    """h - S H of a functional that is linear in the log-probabilities.
+
+    h = ts P + S (st log P + ss log S + ss + s).
+    """
+    log_s, log_t = _log_probabilities(s, t, rows)
+    level = (form.ss + form.s - rows.student_sum)[:, None]
+    if form.has_student_moment:
+        p_s = elementwise.exp(log_s)
+        moment = log_s.mul_(form.ss) if form.ss else torch.zeros_like(p_s)
+        d = moment.add_(log_t, alpha=form.st).add_(level).mul_(p_s).masked_fill_(p_s == 0, 0.0)
+    else:
+        d = elementwise.exp_(log_s).mul_(level)
+    return d.add_(elementwise.exp_(log_t), alpha=form.ts) if form.ts else d
+
+
+def _log_probabilities(s: Tensor, t: Tensor, rows: RowValues) -> tuple[Tensor, Tensor]:
+    lse_s, lse_t = without_infinity(rows.student_lse), without_infinity(rows.teacher_lse)
+    return s - lse_s[:, None], t - lse_t[:, None]
+
+
+def _store(d_score: Tensor, block: Block, logits: Tensor) -> None:
+    if isinstance(block.slope, Tensor) or block.slope != 1.0:
+        d_score = d_score.mul_(block.slope)
+    logits[:, block.words].copy_(d_score)
+
+
+def values_and_gradient(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    out: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+) -> None:
+    """Both, from whole rows of logits."""
+    values(problem, student, teacher, out)
+    gradient(problem, student, teacher, out, weights, wanted)
+
+
+def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> Tensor:
+    """The gradient times its row's weight; overwrites it."""
+    if weight is None:
+        return grad.zero_()
+    grad.mul_((weight / temperature)[:, None])
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    return grad.masked_fill_((weight == 0)[:, None], 0.0) if bool((weight == 0).any()) else grad
+
+
+def second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+    """Value, H and G of a functional that the row state does not give, from the log-sum-exps."""
+    for total in (out.value, out.student_sum, out.teacher_sum):
+        total.zero_()
+    for s, t in _blocks(problem, student, teacher):
+        f, h, g = problem.functional.sums(_variables(s.score, t.score, out))
+        out.value.add_(f.sum(-1))
+        out.student_sum.add_(h.sum(-1))
+        out.teacher_sum.add_(g.sum(-1))
+
+
+def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
+    log_s, log_t = _log_probabilities(s, t, rows)
+    P, S = elementwise.exp(log_t), elementwise.exp(log_s)
+    return {"P": P, "S": S, "logP": log_t, "logS": log_s}
+
+
+def _counted(problem: LinearProblem) -> Tensor:
+    assert problem.labels is not None
+    return problem.labels != problem.ignore_index
+
+
+def hard_values(
+    problem: LinearProblem, label_y: tuple[Tensor, Tensor], hard_lse: Tensor
+) -> Tensor:
+    """Cross-entropy of the labels, from their `label_scores`; NaN for one that is no word."""
+    y, is_word = label_y
+    value = torch.where(is_word, hard_lse - y, math.nan)
+    return torch.where(_counted(problem), value, 0.0)
+
+
+def label_scores(
+    problem: LinearProblem, student: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """y of each row's label, and whether it is one of the words at hand."""
+    assert problem.labels is not None
+    head, word = problem.student, problem.labels.long() - problem.first_word
+    is_word = (word >= 0) & (word < head.num_words)
+    word = torch.where(is_word, word, 0)[:, None]
+    y = _transformed(
+        head, student.gather(1, word), None if head.bias is None else head.bias[word], dtype
+    )[0]
+    return y.squeeze(1), is_word
+
+
+def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Tensor:
+    assert problem.labels is not None and block.y is not None
+    word = (
+        torch.arange(block.words.start, block.words.stop, device=block.y.device)
+        + problem.first_word
+    )
+    p = elementwise.exp_(block.y - rows.hard_lse[:, None])
+    p = p - (problem.labels[:, None] == word).to(p.dtype)
+    return torch.where(_counted(problem)[:, None], p, 0.0)
+
+
+def _blocks(
+    problem: LinearProblem, student: Tensor, teacher: Tensor
+) -> Iterator[tuple[Block, Block]]:
+    """Blocks of words, none of which crosses the end of the smaller vocabulary."""
+    sizes = (problem.student.num_words, problem.teacher.num_words)
+    step = max(64, BLOCK_ELEMENTS // max(1, problem.num_tokens))
+    for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):
+        for part in ranges(stop - start, step):
+            words = slice(start + part.start, start + part.stop)
+            yield (
+                _block(problem, problem.student, student, words),
+                _block(problem, problem.teacher, teacher, words),
+            )
+
+
+def _block(problem: LinearProblem, head: Head, logits: Tensor, words: slice) -> Block:
+    dtype = problem.compute_dtype
+    if words.start >= head.num_words:
+        missing = logits.new_full(
+            (logits.shape[0], words.stop - words.start), -math.inf, dtype=dtype
+        )
+        return Block(words, None, missing, 0.0)
+    y, slope = _transformed(
+        head, logits[:, words], None if head.bias is None else head.bias[words], dtype
+    )
+    score = y if problem.temperature == 1.0 else y / problem.temperature
+    return Block(words, y, score, slope)
+
+
+def _transformed(
+    head: Head, logits: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | float]:
+    """y and d(y)/d(logit)."""
+    y = logits.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if head.scale != 1.0:
+        y = y * head.scale
+    if not head.softcap:
+        return y, head.scale
+    capped = torch.tanh(y / head.softcap)
+    return capped * head.softcap, head.scale * (1.0 - capped * capped)

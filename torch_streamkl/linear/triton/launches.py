@@ -1,0 +1,151 @@
+"""Launchers of the row kernel: the functions of `linear/rows.py` for a GPU.
+
+The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+from torch import Tensor
+
+from torch_streamkl.divergences.functional import Bilinear
+from torch_streamkl.kernels.arguments import Form
+from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.launches.launch import COMPILE_OPTIONS
+from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
+from torch_streamkl.linear.triton.rows import (
+    Config,
+    HeadArgs,
+    RowArgs,
+    row_kernel,
+    scale_kernel,
+)
+
+TILE_WORDS = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
+FEW_ROWS = 384  # that do not give every multiprocessor of an H200 three
+TILE_WIDTH = 8  # words of a lane: 16 bytes of bfloat16
+NO_WEIGHTS = RowWeights(None, None)
+
+
+def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+    """Values and statistics of rows from their whole logits."""
+    _launch(problem, student, teacher, out, NO_WEIGHTS, Wanted(), compute_values=True)
+
+
+def values_and_gradient(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    out: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+) -> None:
+    """Both, in one launch: a row's second pass finds part of it in the cache."""
+    _launch(problem, student, teacher, out, weights, wanted, compute_values=True)
+
+
+def gradient(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    rows: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+) -> None:
+    """Overwrite logits by the gradient to them, words taken as they are."""
+    _launch(problem, student, teacher, rows, weights, wanted, compute_values=False)
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Multiply a dense tensor in place by a number on the device; 1 costs no traffic."""
+    block = 16384
+    flat = x.as_strided((x.numel(),), (1,))
+    scale_kernel[(triton.cdiv(x.numel(), block),)](
+        flat, factor, x.numel(), BLOCK=block, num_warps=8, **COMPILE_OPTIONS
+    )
+    torch.autograd.graph.increment_version(x)
+
+
+def _launch(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    out: RowValues,
+    weights: RowWeights,
+    wanted: Wanted,
+    compute_values: bool,
+) -> None:
+    form = problem.functional.bilinear
+    config, num_warps = config_of(problem, student, teacher, weights, wanted, compute_values)
+    row_kernel[(problem.num_tokens,)](
+        head_args(problem.student, student), head_args(problem.teacher, teacher),
+        row_args(problem, out, weights),
+        FORM=form_args(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config,
+        num_warps=num_warps, **COMPILE_OPTIONS,
+    )  # fmt: skip
+
+
+def config_of(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    weights: RowWeights,
+    wanted: Wanted,
+    compute_values: bool,
+) -> tuple[Config, int]:
+    """Compile-time choices of a kernel on these rows, and its number of warps."""
+    # few rows take more threads each, and more loads ahead: the kernel waits for memory
+    num_warps, num_stages = (8, 3) if problem.num_tokens > FEW_ROWS else (16, 4)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    narrow = max(student.element_size(), teacher.element_size()) == 2
+    config = Config(
+        LANES=8 if interpreted else TILE_WORDS // TILE_WIDTH,
+        WIDTH=TILE_WIDTH,
+        NUM_STAGES=num_stages if narrow else 1,
+        S_SOFTCAP=problem.student.softcap != 0.0,
+        T_SOFTCAP=problem.teacher.softcap != 0.0,
+        S_BIAS=problem.student.bias is not None,
+        T_BIAS=problem.teacher.bias is not None,
+        VALUES=compute_values,
+        BILINEAR=problem.functional.bilinear is not None,
+        HARD=problem.labels is not None,
+        TEMPERED=problem.temperature != 1.0,
+        S_GRAD=wanted.student,
+        T_GRAD=wanted.teacher,
+        VALUE_GRAD=weights.value is not None,
+        HARD_GRAD=weights.hard is not None,
+    )
+    return config, num_warps
+
+
+def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights) -> RowArgs:
+    return RowArgs(
+        value=out.value,
+        hard=out.hard,
+        statistics=out.statistics,
+        statistics_stride=out.statistics.stride(0),
+        value_weight=_dense(weights.value),
+        hard_weight=_dense(weights.hard),
+        labels=_dense(problem.labels),
+        first_word=problem.first_word,
+        ignore_index=problem.ignore_index,
+        inv_temperature=1.0 / problem.temperature,
+    )
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    # the gradient of a sum is one number with stride 0
+    return None if x is None else x.contiguous()
+
+
+def head_args(head: Head, logits: Tensor) -> HeadArgs:
+    return HeadArgs(
+        logits, logits.stride(0), head.bias, head.num_words, head.scale, head.softcap or 1.0
+    )
+
+
+def form_args(form: Bilinear) -> Form:
+    return Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)

@@ -1,0 +1,365 @@
+"""Rows of logits, one at a time: values and statistics, and the gradient written over it.
+
+A row is read in tiles [LANES, WIDTH] of consecutive words. Each lane (one thread) keeps a row
+state of its own over the words it sees, so the loop has no reduction across threads; the lanes
+are merged once at the end. Scores are in log2 units, as in `rows.py`, and so are the stored
+log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from torch_streamkl.kernels.arguments import State
+from torch_streamkl.kernels.row_state import (
+    LN2,
+    LOG2E,
+    LOW,
+    empty_state,
+    finish,
+    rebased,
+    score_gradient,
+    update,
+)
+from torch_streamkl.kernels.scores import tanh
+
+
+class HeadArgs(NamedTuple):
+    """One side's logits [rows, words] and how they become scores."""
+
+    logits: Any
+    stride: Any
+    bias: Any
+    num_words: Any
+    scale: Any
+    softcap: Any
+
+
+class RowArgs(NamedTuple):
+    """Per-row inputs and outputs; ``statistics`` is [5, rows] (RowValues in linear/problem.py)."""
+
+    value: Any
+    hard: Any
+    statistics: Any
+    statistics_stride: Any
+    value_weight: Any
+    hard_weight: Any
+    labels: Any
+    first_word: Any
+    ignore_index: Any
+    inv_temperature: Any
+
+
+class RowStats(NamedTuple):
+    """What the gradient of a row needs besides its logits."""
+
+    lse_s: Any
+    lse_t: Any
+    h_sum: Any
+    g_sum: Any
+    hard_lse: Any
+    weight: Any
+    hard_weight: Any
+    word: Any  # of the label
+
+
+class Config(NamedTuple):
+    """Compile-time choices; the last four are what `rows.py` asks of a configuration."""
+
+    LANES: int
+    WIDTH: int  # consecutive words of a lane
+    NUM_STAGES: int
+    S_SOFTCAP: bool
+    T_SOFTCAP: bool
+    S_BIAS: bool
+    T_BIAS: bool
+    VALUES: bool  # compute values and statistics; else statistics are read
+    BILINEAR: bool  # the values come from the row state; else from a second pass
+    HARD: bool  # labels are given
+    TEMPERED: bool  # the temperature is not 1: hard labels have a log-sum-exp of their own
+    S_GRAD: bool
+    T_GRAD: bool
+    VALUE_GRAD: bool  # the values carry a gradient
+    HARD_GRAD: bool
+    GUARDED: bool = False
+    FILLED: bool = False
+    T_SINK: bool = False
+    S_SINK: bool = False
+
+
+@triton.jit
+def load_words(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
+    """Logits [LANES, WIDTH] with their bias, which of them exist, and the word indices."""
+    lanes = tl.arange(0, CONFIG.LANES)
+    words = start + lanes[:, None] * CONFIG.WIDTH + tl.arange(0, CONFIG.WIDTH)[None, :]
+    inside = words < head.num_words
+    ptrs = head.logits + row * head.stride + words
+    if MASKED:
+        z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            z += tl.load(head.bias + words, mask=inside, other=0.0).to(tl.float32)
+    else:
+        z = tl.load(ptrs).to(tl.float32)
+        if BIAS:
+            z += tl.load(head.bias + words).to(tl.float32)
+    return z, inside, words
+
+
+@triton.jit
+def scores_of(
+    head, row, start, unit,
+    MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile (-inf where no word is), d(y)/d(logit), and which words exist."""
+    z, inside, words = load_words(head, row, start, MASKED, BIAS, CONFIG)
+    if SOFTCAP:
+        capped = tanh(z * (head.scale / head.softcap))
+        score = capped * (head.softcap * unit)
+        slope = head.scale * (1.0 - capped * capped)
+    else:
+        score = z * (head.scale * unit)
+        slope = head.scale
+    if MASKED:
+        score = tl.where(inside, score, -float("inf"))
+    return score, slope, inside, words
+
+
+@triton.jit
+def state_of_words(
+    state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
+    MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Row state, and (maximum, sum) of the student's y, after one tile."""
+    s, _, in_s, _ = scores_of(
+        student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
+    )
+    t, _, _, _ = scores_of(
+        teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
+    )
+    state = update(state, t, s, in_s, MASKED or CONFIG.S_BIAS or CONFIG.T_BIAS, FORM, CONFIG)
+    if CONFIG.HARD and CONFIG.TEMPERED:
+        y = s * temperature
+        high = tl.maximum(hard_high, tl.max(y, 1))
+        hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.sum(
+            tl.math.exp2(y - high[:, None]), 1
+        )
+        hard_high = high
+    return state, hard_high, hard_mass
+
+
+@triton.jit
+def merged_lanes(state, FORM: tl.constexpr):
+    """One state of all lanes; every field becomes a scalar."""
+    m_t = tl.max(state.m_t, 0)
+    m_s = tl.max(state.m_s, 0)
+    shift_t = state.m_t - m_t
+    shift_s = state.m_s - m_s
+    w_t = tl.math.exp2(shift_t)
+    w_s = tl.math.exp2(shift_s)
+    return State(
+        m_t,
+        tl.sum(state.l_t * w_t, 0),
+        m_s,
+        tl.sum(state.l_s * w_s, 0),
+        tl.sum(rebased(state.a, state.l_t, w_t, shift_t, shift_s, FORM.TT, FORM.TS), 0),
+        tl.sum(rebased(state.b, state.l_s, w_s, shift_t, shift_s, FORM.ST, FORM.SS), 0),
+        tl.min(state.low_t, 0),
+        tl.min(state.low_s, 0),
+        tl.sum(state.count, 0),
+    )
+
+
+@triton.jit
+def label_of(rows, row):
+    """The label's index among the words at hand, and whether the row counts."""
+    label = tl.load(rows.labels + row).to(tl.int64)
+    return label - rows.first_word, label != rows.ignore_index
+
+
+@triton.jit
+def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
+    """Cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no word."""
+    word, counted = label_of(rows, row)
+    is_word = (word >= 0) & (word < student.num_words)
+    z = tl.load(student.logits + row * student.stride + word, mask=is_word, other=0.0).to(
+        tl.float32
+    )
+    if CONFIG.S_BIAS:
+        z += tl.load(student.bias + word, mask=is_word, other=0.0).to(tl.float32)
+    y = z * student.scale
+    if CONFIG.S_SOFTCAP:
+        y = tanh(y / student.softcap) * student.softcap
+    value = tl.where(is_word, (hard_lse - y * LOG2E) * LN2, float("nan"))
+    return tl.where(counted, value, 0.0)
+
+
+@triton.jit
+def row_kernel(
+    student, teacher, rows,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Values and statistics of a row where VALUES, then its gradients over its logits."""
+    row = tl.program_id(0).to(tl.int64)
+    LANES: tl.constexpr = CONFIG.LANES
+    TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
+    unit = rows.inv_temperature * LOG2E
+    temperature = 1.0 / rows.inv_temperature
+    num_words = tl.maximum(student.num_words, teacher.num_words)
+    whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
+    stats = rows.statistics + row
+    stride = rows.statistics_stride.to(tl.int64)
+    if CONFIG.VALUES:
+        state = empty_state(LANES)
+        hard_high = tl.full([LANES], LOW, tl.float32)
+        hard_mass = tl.zeros([LANES], tl.float32)
+        for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
+            state, hard_high, hard_mass = state_of_words(
+                state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
+                False, FORM, CONFIG,
+            )  # fmt: skip
+        for start in range(whole, num_words, TILE):
+            state, hard_high, hard_mass = state_of_words(
+                state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
+                True, FORM, CONFIG,
+            )  # fmt: skip
+        lse_t, lse_s, value, h_sum, g_sum = finish(
+            merged_lanes(state, FORM), 0.0, 0.0, FORM, CONFIG
+        )
+        if not CONFIG.BILINEAR:
+            value, h_sum, g_sum = pointwise_sums(
+                student, teacher, row, num_words, unit, lse_s, lse_t, HELPER, CONFIG
+            )
+        hard_lse = lse_s
+        if CONFIG.HARD:
+            if CONFIG.TEMPERED:
+                high = tl.max(hard_high, 0)
+                hard_lse = high + tl.math.log2(
+                    tl.sum(hard_mass * tl.math.exp2(hard_high - high), 0)
+                )
+            tl.store(rows.hard + row, hard_value(student, rows, row, hard_lse, CONFIG))
+        tl.store(rows.value + row, value)
+        tl.store(stats, lse_s)
+        tl.store(stats + stride, lse_t)
+        tl.store(stats + 2 * stride, h_sum)
+        tl.store(stats + 3 * stride, g_sum)
+        tl.store(stats + 4 * stride, hard_lse)
+    else:
+        lse_s = tl.load(stats)
+        lse_t = tl.load(stats + stride)
+        h_sum = tl.load(stats + 2 * stride)
+        g_sum = tl.load(stats + 3 * stride)
+        hard_lse = tl.load(stats + 4 * stride)
+    if CONFIG.S_GRAD or CONFIG.T_GRAD:
+        if CONFIG.VALUES:
+            # the label's logit is read by every thread before any of them overwrites it
+            tl.debug_barrier()
+        # a side without any word has the log-sum-exp -inf
+        lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
+        lse_t = tl.where(lse_t == -float("inf"), 0.0, lse_t)
+        weight = 0.0
+        if CONFIG.VALUE_GRAD:
+            weight = tl.load(rows.value_weight + row).to(tl.float32)
+        word = num_words.to(tl.int64)
+        hard_weight = 0.0
+        if CONFIG.HARD_GRAD:
+            word, counted = label_of(rows, row)
+            hard_weight = tl.where(counted, tl.load(rows.hard_weight + row).to(tl.float32), 0.0)
+        row_stats = RowStats(lse_s, lse_t, h_sum, g_sum, hard_lse, weight, hard_weight, word)
+        # from the last word to the first: what was read last is still in the cache
+        for start in range(whole, num_words, TILE):
+            store_gradient(
+                student, teacher, row, start, unit, rows.inv_temperature, temperature, row_stats,
+                True, FORM, HELPER, CONFIG,
+            )  # fmt: skip
+        for done in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
+            store_gradient(
+                student, teacher, row, whole - TILE - done, unit, rows.inv_temperature,
+                temperature, row_stats, False, FORM, HELPER, CONFIG,
+            )  # fmt: skip
+
+
+@triton.jit
+def pointwise_sums(
+    student, teacher, row, num_words, unit, lse_s, lse_t,
+    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """f, h and g of a functional that the row state does not give, summed over words."""
+    LANES: tl.constexpr = CONFIG.LANES
+    TILE: tl.constexpr = LANES * CONFIG.WIDTH
+    lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
+    lse_t = tl.where(lse_t == -float("inf"), 0.0, lse_t)
+    f_lanes = tl.zeros([LANES], tl.float32)
+    h_lanes = tl.zeros([LANES], tl.float32)
+    g_lanes = tl.zeros([LANES], tl.float32)
+    for start in range(0, num_words, TILE):
+        s, _, in_s, _ = scores_of(
+            student, row, start, unit, True, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
+        )
+        t, _, in_t, _ = scores_of(
+            teacher, row, start, unit, True, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
+        )
+        log_s = s - lse_s
+        log_t = t - lse_t
+        f, h, g = HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
+        exists = in_s | in_t
+        f_lanes += tl.sum(tl.where(exists, f, 0.0), 1)
+        h_lanes += tl.sum(tl.where(exists, h, 0.0), 1)
+        g_lanes += tl.sum(tl.where(exists, g, 0.0), 1)
+    return tl.sum(f_lanes, 0), tl.sum(h_lanes, 0), tl.sum(g_lanes, 0)
+
+
+@triton.jit
+def store_gradient(
+    student, teacher, row, start, unit, inv_temperature, temperature, stats,
+    MASKED: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Overwrite a tile of the row's logits by the gradient to them."""
+    s, s_slope, in_s, words = scores_of(
+        student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
+    )
+    t, t_slope, in_t, _ = scores_of(
+        teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
+    )
+    POINTWISE: tl.constexpr = not CONFIG.BILINEAR
+    log_s = s - stats.lse_s
+    log_t = t - stats.lse_t
+    factor = stats.weight * inv_temperature
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    if CONFIG.S_GRAD:
+        d = tl.zeros_like(s)
+        if CONFIG.VALUE_GRAD:
+            d = score_gradient(log_t, log_s, stats.h_sum, True, POINTWISE, FORM, HELPER)
+            d = tl.where(stats.weight == 0.0, 0.0, d * (factor * s_slope))
+        if CONFIG.HARD_GRAD:
+            p = tl.math.exp2(s * temperature - stats.hard_lse)
+            p = (p - tl.where(words == stats.word, 1.0, 0.0)) * (stats.hard_weight * s_slope)
+            d += tl.where(stats.hard_weight == 0.0, 0.0, p)
+        store_words(student, row, words, d, in_s, MASKED)
+    if CONFIG.T_GRAD:
+        d = score_gradient(log_t, log_s, stats.g_sum, False, POINTWISE, FORM, HELPER)
+        d = tl.where(stats.weight == 0.0, 0.0, d * (factor * t_slope))
+        store_words(teacher, row, words, d, in_t, MASKED)
+
+
+@triton.jit
+def store_words(head, row, words, d, inside, MASKED: tl.constexpr):
+    ptrs = head.logits + row * head.stride + words
+    d = d.to(head.logits.dtype.element_ty)
+    if MASKED:
+        tl.store(ptrs, d, mask=inside)
+    else:
+        tl.store(ptrs, d)
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
+    """x *= factor, without touching x where the factor is 1."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < num_elements
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=inside)

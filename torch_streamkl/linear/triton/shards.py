@@ -1,0 +1,206 @@
+"""Rows of a shard of the vocabulary on a GPU: the functions of `distributed/shard_rows.py`.
+
+Maxima and log-sum-exps are in log2 units, as in `linear/rows.py`; the label's y is in its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_streamkl.divergences.functional import Bilinear
+from torch_streamkl.kernels.arguments import State
+from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
+from torch_streamkl.kernels.row_state import empty_state as no_words
+from torch_streamkl.kernels.scores import tanh
+from torch_streamkl.launches.launch import COMPILE_OPTIONS
+from torch_streamkl.linear.problem import LinearProblem, RowValues, Wanted
+from torch_streamkl.linear.triton.launches import (
+    NO_WEIGHTS,
+    config_of,
+    form_args,
+    gradient,
+    head_args,
+    row_args,
+)
+from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums
+from torch_streamkl.linear.triton.rows import state_of_words as next_state
+
+__all__ = ["empty_state", "gradient", "merged", "state", "sums"]
+
+MERGED_ROWS = 128  # of a program
+
+
+def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
+    """Write the state of rows from both sides' logits of the rank's words."""
+    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
+    rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
+    state_kernel[(problem.num_tokens,)](
+        head_args(problem.student, student), head_args(problem.teacher, teacher), rows,
+        FORM=form_args(problem.functional.bilinear or Bilinear()), CONFIG=config,
+        num_warps=num_warps, **COMPILE_OPTIONS,
+    )  # fmt: skip
+
+
+def empty_state(parts: Tensor) -> None:
+    """Write the state of rows of a rank without words."""
+    low = LOW.value
+    fields = [low, 0.0, low, 0.0, 0.0, 0.0, -math.inf, -math.inf]
+    for row, value in zip(parts, fields, strict=False):
+        row.fill_(value)
+
+
+def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues) -> None:
+    """Statistics of whole rows, their cross-entropies, and the values that the state gives."""
+    config, _ = config_of(problem, parts, parts, NO_WEIGHTS, Wanted(), True)
+    merge_kernel[(triton.cdiv(problem.num_tokens, MERGED_ROWS),)](
+        parts, parts.stride(0), parts.stride(1), parts.shape[0],
+        row_args(problem, out, NO_WEIGHTS), problem.num_tokens, num_words,
+        FORM=form_args(problem.functional.bilinear or Bilinear()), CONFIG=config,
+        BLOCK=MERGED_ROWS, num_warps=4, **COMPILE_OPTIONS,
+    )  # fmt: skip
+
+
+def sums(
+    problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
+) -> None:
+    """Write value, H and G over the rank's words [3, num_tokens], from merged log-sum-exps."""
+    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
+    sums_kernel[(problem.num_tokens,)](
+        head_args(problem.student, student), head_args(problem.teacher, teacher),
+        row_args(problem, out, NO_WEIGHTS), totals, totals.stride(0),
+        HELPER=helper(problem.functional.text), CONFIG=config,
+        num_warps=num_warps, **COMPILE_OPTIONS,
+    )  # fmt: skip
+
+
+@triton.jit
+def state_kernel(student, teacher, rows, FORM: tl.constexpr, CONFIG: tl.constexpr):
+    """The state of one row; ``rows.statistics`` is ``parts``."""
+    row = tl.program_id(0).to(tl.int64)
+    LANES: tl.constexpr = CONFIG.LANES
+    TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
+    unit = rows.inv_temperature * LOG2E
+    temperature = 1.0 / rows.inv_temperature
+    num_words = tl.maximum(student.num_words, teacher.num_words)
+    whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
+    lanes = no_words(LANES)
+    hard_high = tl.full([LANES], LOW, tl.float32)
+    hard_mass = tl.zeros([LANES], tl.float32)
+    for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
+        lanes, hard_high, hard_mass = next_state(
+            lanes, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
+            False, FORM, CONFIG,
+        )  # fmt: skip
+    for start in range(whole, num_words, TILE):
+        lanes, hard_high, hard_mass = next_state(
+            lanes, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
+            True, FORM, CONFIG,
+        )  # fmt: skip
+    total = merged_lanes(lanes, FORM)
+    stride = rows.statistics_stride.to(tl.int64)
+    out = rows.statistics + row
+    tl.store(out, total.m_t)
+    tl.store(out + stride, total.l_t)
+    tl.store(out + 2 * stride, total.m_s)
+    tl.store(out + 3 * stride, total.l_s)
+    tl.store(out + 4 * stride, total.a)
+    tl.store(out + 5 * stride, total.b)
+    if CONFIG.HARD:
+        high = total.m_s
+        mass = total.l_s
+        if CONFIG.TEMPERED:
+            high = tl.max(hard_high, 0)
+            mass = tl.sum(hard_mass * tl.math.exp2(hard_high - high), 0)
+        tl.store(out + 6 * stride, high + tl.math.log2(mass))
+        tl.store(out + 7 * stride, label_score(student, rows, row, CONFIG))
+
+
+@triton.jit
+def label_score(student, rows, row, CONFIG: tl.constexpr):
+    """y of the row's label, -inf where it is none of the words at hand."""
+    word, _ = label_of(rows, row)
+    is_word = (word >= 0) & (word < student.num_words)
+    z = tl.load(student.logits + row * student.stride + word, mask=is_word, other=0.0).to(
+        tl.float32
+    )
+    if CONFIG.S_BIAS:
+        z += tl.load(student.bias + word, mask=is_word, other=0.0).to(tl.float32)
+    y = z * student.scale
+    if CONFIG.S_SOFTCAP:
+        y = tanh(y / student.softcap) * student.softcap
+    return tl.where(is_word, y, -float("inf"))
+
+
+@triton.jit
+def merge_kernel(
+    parts, rank_stride, field_stride, num_ranks, rows, num_rows, num_words,
+    FORM: tl.constexpr, CONFIG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Statistics (and values) of a block of rows from the states of all ranks, in their order."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    total = no_words(BLOCK)
+    hard_high = tl.full([BLOCK], LOW, tl.float32)
+    hard_mass = tl.zeros([BLOCK], tl.float32)
+    y = tl.full([BLOCK], -float("inf"), tl.float32)
+    for rank in range(num_ranks):
+        part = parts + rank * rank_stride + row
+        other = no_words(BLOCK)
+        other = State(
+            tl.load(part, mask=inside, other=0.0),
+            tl.load(part + field_stride, mask=inside, other=0.0),
+            tl.load(part + 2 * field_stride, mask=inside, other=0.0),
+            tl.load(part + 3 * field_stride, mask=inside, other=0.0),
+            tl.load(part + 4 * field_stride, mask=inside, other=0.0),
+            tl.load(part + 5 * field_stride, mask=inside, other=0.0),
+            other.low_t,
+            other.low_s,
+            other.count,
+        )
+        total = merge(total, other, FORM)
+        if CONFIG.HARD:
+            lse = tl.load(part + 6 * field_stride, mask=inside, other=0.0)
+            high = tl.maximum(hard_high, lse)
+            hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.math.exp2(lse - high)
+            hard_high = high
+            y = tl.maximum(y, tl.load(part + 7 * field_stride, mask=inside, other=0.0))
+    lse_t, lse_s, value, h_sum, g_sum = finish(total, 0.0, 0.0, FORM, CONFIG)
+    stride = rows.statistics_stride.to(tl.int64)
+    hard_lse = lse_s
+    if CONFIG.HARD:
+        hard_lse = hard_high + tl.math.log2(hard_mass)
+        label = tl.load(rows.labels + row, mask=inside, other=0).to(tl.int64)
+        hard = (hard_lse - y * LOG2E) * LN2
+        hard = tl.where((label >= 0) & (label < num_words), hard, float("nan"))
+        tl.store(rows.hard + row, tl.where(label != rows.ignore_index, hard, 0.0), mask=inside)
+    tl.store(rows.value + row, value, mask=inside)
+    tl.store(rows.statistics + row, lse_s, mask=inside)
+    tl.store(rows.statistics + stride + row, lse_t, mask=inside)
+    tl.store(rows.statistics + 2 * stride + row, h_sum, mask=inside)
+    tl.store(rows.statistics + 3 * stride + row, g_sum, mask=inside)
+    tl.store(rows.statistics + 4 * stride + row, hard_lse, mask=inside)
+
+
+@triton.jit
+def sums_kernel(
+    student, teacher, rows, totals, totals_stride, HELPER: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Value, H and G of a row over the words at hand, of any functional."""
+    row = tl.program_id(0).to(tl.int64)
+    stride = rows.statistics_stride.to(tl.int64)
+    lse_s = tl.load(rows.statistics + row)
+    lse_t = tl.load(rows.statistics + stride + row)
+    num_words = tl.maximum(student.num_words, teacher.num_words)
+    value, h_sum, g_sum = pointwise_sums(
+        student, teacher, row, num_words, rows.inv_temperature * LOG2E, lse_s, lse_t, HELPER,
+        CONFIG,
+    )  # fmt: skip
+    step = totals_stride.to(tl.int64)
+    tl.store(totals + row, value)
+    tl.store(totals + step + row, h_sum)
+    tl.store(totals + 2 * step + row, g_sum)

@@ -1,0 +1,1 @@
+"""Triton kernels written for a row program; imported when first needed."""
