@@ -27,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.name.startswith(FIRST))
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Inputs that a module makes when it is imported depend on no module before it."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _what_stays_is_no_garbage() -> None:
     quick.what_stays_is_no_garbage()
