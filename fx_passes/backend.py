@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its def
     "streamkl.inner": INNER_BACKENDS,
     "streamkl.deterministic": (True, False),
     "streamkl.verify": MODES,
-    "streamkl.row_programs": (False, True),
+    "streamkl.row_programs": (True, False),
 }
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
@@ -145,7 +145,7 @@ def inductor_options(
     verify_max_mib: float | None = None,
     verify_max_seconds: float = 1.0,
     min_mib: float | None = None,
-    row_programs: bool = False,
+    row_programs: bool = True,
 ) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 

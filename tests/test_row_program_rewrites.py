@@ -12,15 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
-from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.explain import explain
 from torch_streamkl.rows import blocked
-
-
-@pytest.fixture(autouse=True)
-def _row_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.OPTIONS, "streamkl.row_programs", (True, False))
-
 
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 7, 9, 4
 
