@@ -26,7 +26,7 @@ class Site:
     blocked_at: str = ""  # file:line of the blocking operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
     check: str = ""  # what came of running it beside the code that it replaces
-    # why Inductor has it: the size of what could be fused, or why a sum that is no divergence stays
+    # why Inductor has it: the size of what could be fused, or what keeps one that is no divergence
     left: str = ""
     node: str = field(default="", compare=False)  # the replaced value's name in the graph
 
