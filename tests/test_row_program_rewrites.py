@@ -234,6 +234,15 @@ def test_losses_that_share_scores_are_one_program(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1
 
 
+def test_a_sum_and_a_part_of_it_are_one_program() -> None:
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        rows = (w * t.softmax(-1) * s.log_softmax(-1)).sum(-1)
+        return rows.mean() - rows[:, :, 0].sum() + rows[1:].square().sum()
+
+    assert streamed(program, inputs("all")).num_fused == 1
+
+
 def test_a_result_that_is_written_to() -> None:
     def program(sq, sk, tq, tk, w, pad):
         s, t = scores(sq, sk, tq, tk)

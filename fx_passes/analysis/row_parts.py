@@ -13,7 +13,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.analysis.registry import Arguments
-from torch_streamkl.fx_passes.analysis.row_elements import RowElements, rule
+from torch_streamkl.fx_passes.analysis.row_elements import RowElements, is_row_level, rule
 from torch_streamkl.fx_passes.analysis.rules.views import from_front
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import Dim, Dot, Formula, Placed, Sum
@@ -60,6 +60,8 @@ def _range(self: RowElements, node: fx.Node, a: Arguments, dim: int) -> Placed:
 
 def _part(self: RowElements, x: Placed, dim: int, start: Size, length: Size | None) -> Placed:
     """``narrow(dim, start, length)``, or ``select(dim, start)`` without a length."""
+    if is_row_level(x, self.axes):
+        raise Blocked("part of what was summed over the keys")  # the user's own code takes it
     axes = self.axes.atoms(x.dims[dim])
     if len(axes) > 1:
         raise Blocked("a flattened dimension of the scores is sliced")
