@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,26 @@ def _forms(record: Record) -> str:
     return "\n".join(attention_matrix.beside_lines(attention_matrix.Matrix.of(record)))
 
 
+def _row_programs(record: Record) -> str:
+    rows = []
+    for row in record["rows"]:
+        plain, ours = (row["providers"][name] for name in ("inductor", "streamkl"))
+        cells = [row["form"], str(row["size"]), f"{row['scores_mib']:.0f}"]
+        for x in (plain, ours):
+            is_timed = "step_ms" in x
+            cells += (
+                [f"{x['step_ms']:.1f}", f"{x['peak_mib']:.0f}"] if is_timed else [x["status"]] * 2
+            )
+        both = "step_ms" in plain and "step_ms" in ours
+        ratio = f"{ours['step_ms'] / plain['step_ms']:.2f}" if both else ""
+        rows.append((*cells, ratio, f"{ours.get('gradient_error', math.nan):.1e}"))
+    header = (
+        "form", "N", "products MiB", "inductor ms", "inductor peak MiB", "streamkl ms",
+        "streamkl peak MiB", "ratio", "gradient error",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "linear_h200": ("linear_kl beside its peers", _linear_gpu),
     "linear_cpu": ("linear_kl on a CPU", _linear_cpu),
@@ -179,6 +200,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
         _several_gpus,
     ),
     "h200-sharded": ("Problems that several GPUs share: forward and backward", _sharded),
+    "row_programs_cpu": ("Row programs beside torch.compile on a CPU", _row_programs),
     "compile_time_cpu": (
         "What the rewrite adds to compilation (pairs of 12 layers)",
         _compile_time,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.analysis.row_elements import RowElements
+from torch_streamkl.fx_passes.analysis.row_parts import elements_of
 from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
@@ -81,7 +81,7 @@ def rewrite(
     min_mib: float | None = 0.0,
     outside: Readers = NO_READERS,
     is_compiled: bool = True,
-    row_programs: bool = False,
+    row_programs: bool = True,
 ) -> Report:
     """Rewrite a Dynamo graph module in place and report every KL-like site.
 
@@ -195,16 +195,23 @@ def _rewrite_graph(
         else:
             stayed.append((candidate, site))
     if row_programs:
-        programs = find_programs(RowElements(trace, recognised), trace, region, handled)
+        programs = find_programs(elements_of(trace, recognised), trace, region, handled)
+        replaced: list[RowPlan] = []
         for program in programs:
+            computed = {a for o in program.outputs for a in ancestors(o.inner)}
             build = builder(first_of(program))
             sites = _fuse_program(program, build, trace, aliases, refused, outside, min_mib)
+            if sites[0].reason and any(c.inner in computed for c, _ in stayed):
+                continue  # why the divergence stays says more
+            if sites[0].reason and computed.isdisjoint(found) and sites[0].node not in refused:
+                sites = [replace(s, reason="", left=s.reason, remedy="") for s in sites]
             fused += [site for site in sites if site.fused]
             report.sites += [site for site in sites if not site.fused]
             path += [o.inner for o in program.outputs]
-            computed = {a for o in program.outputs for a in ancestors(o.inner)}
-            unfused = [n for n in unfused if n not in computed and reads_products(n, program)]
+            replaced.append(program)
+            unfused = [n for n in unfused if n not in computed]
             stayed = [(c, site) for c, site in stayed if c.inner not in computed]
+        unfused = [n for n in unfused if reads_products(n, replaced)]
     report.sites += [site for _, site in stayed]
     sizes = {
         n: inner

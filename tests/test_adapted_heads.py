@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.comparing import Outcome, compare
+from tests.support.comparing import Outcome, compare, refusals
 
 ROWS, WIDTH, TEACHER, VOCAB, RANK = 7, 12, 20, 50, 3
 Logits = Callable[..., Tensor]
@@ -180,18 +180,31 @@ def multiplied(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tens
     return F.linear(x, w) * F.linear(F.linear(x, a), b)
 
 
-LEFT_ALONE = (
-    two_adapters, weight_decomposed, behind_a_tanh, behind_removed_words, adapter_capped,
-    adapter_of_each_text, adapter_of_one_row, adapter_of_other_words, of_other_rows, multiplied,
+ROW_PROGRAMS = (
+    two_adapters, behind_a_tanh, behind_removed_words, adapter_capped, adapter_of_each_text,
+    adapter_of_one_row, multiplied,
 )  # fmt: skip
+LEFT_ALONE = (weight_decomposed, adapter_of_other_words, of_other_rows)
+
+
+def loss_of(form: Logits) -> Callable[..., Tensor]:
+    def loss(x, w, a, b, bias, xt, wt, labels):  # type: ignore[no-untyped-def]
+        return divergence(form(x, w, a, b, bias), F.linear(xt, wt)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("form", ROW_PROGRAMS, ids=lambda form: form.__name__)
+def test_is_a_row_program(form: Logits) -> None:
+    """Several products that meet: the operators of divergences take one and an adapter."""
+    outcome = compare(loss_of(form), inputs(), inner="aot_eager").check()
+    assert outcome.kinds == {"row_program"}, str(outcome.report)
+    assert all(refusals(loss_of(form), inputs()))
 
 
 @pytest.mark.parametrize("form", LEFT_ALONE, ids=lambda form: form.__name__)
 def test_left_alone(form: Logits) -> None:
-    def loss(x, w, a, b, bias, xt, wt, labels):  # type: ignore[no-untyped-def]
-        return divergence(form(x, w, a, b, bias), F.linear(xt, wt)).mean()
-
-    outcome = compare(loss, inputs(), inner="aot_eager").check()
+    outcome = compare(loss_of(form), inputs(), inner="aot_eager").check()
     assert outcome.num_fused == 0
     assert outcome.report.sites[0].reason
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.comparing import compare
+from tests.support.comparing import compare, refusals
 
 B, N, M, D = 2, 5, 7, 4
 NUM_RANDOM = 16
@@ -302,12 +302,8 @@ LEFT_ALONE: list[tuple[Callable[..., Any], list[Tensor]]] = [
     (expectation_and_a_transposed_log_sum_exp, operands()),
     (sum_of_transposed_exponentials, operands()),
     (one_label_is_broadcast_in_the_contraction, operands()),
-    (a_mask_that_enlarges, operands((1, 2), (3, 2))),
     (an_index_mask_that_enlarges, operands()),
-    (a_bias_that_enlarges, operands((1, 2), (3, 2))),
-    (a_scale_that_enlarges, operands((1, 2), (3, 2))),
     (repeated_keys, operands()),
-    (mask_in_other_places, operands()),
 ]
 
 
@@ -319,6 +315,27 @@ def test_is_left_alone(program: Callable[..., Any], inputs: list[Tensor], dynami
     outcome = compare(program, inputs, dynamic=dynamic).check()
     assert outcome.num_fused == 0, str(outcome.report)
     assert outcome.reasons and all(outcome.reasons), str(outcome.report)
+
+
+# no divergence of the operators: row programs compute what is written
+ROW_PROGRAMS: list[tuple[Callable[..., Any], list[Tensor]]] = [
+    (a_mask_that_enlarges, operands((1, 2), (3, 2))),
+    (a_bias_that_enlarges, operands((1, 2), (3, 2))),
+    (a_scale_that_enlarges, operands((1, 2), (3, 2))),
+    (mask_in_other_places, operands()),
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("program", "inputs"), ROW_PROGRAMS, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_is_a_row_program(
+    program: Callable[..., Any], inputs: list[Tensor], dynamic: bool
+) -> None:
+    outcome = compare(program, inputs, dynamic=dynamic).check()
+    assert outcome.kinds == {"row_program"}, str(outcome.report)
+    assert all(refusals(program, inputs, dynamic=dynamic))
 
 
 def sums_over_a_batch_of_one_and_of_two(sq, sk, tq, tk):

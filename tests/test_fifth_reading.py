@@ -15,12 +15,6 @@ from tests.support.misleading.registry import student
 from tests.support.misleading_programs import difference, run
 from torch_streamkl.fx_passes import backend
 
-
-@pytest.fixture(autouse=True)
-def _row_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.OPTIONS, "streamkl.row_programs", (True, False))
-
-
 INFINITY = math.inf
 ROWS, KEYS, DIM = 5, 7, 4
 OPTIONS = {"streamkl.verify": "never", "streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.comparing import compare
+from tests.support.comparing import compare, refusals
 from tests.support.programs import Program
 
 Case = Callable[..., Any]
@@ -172,25 +172,14 @@ LEFT_ALONE: list[tuple[Case, str]] = [
     (maps_are_inputs, "not made in this graph"),
     (a_ratio_of_inputs, "not made in this graph"),
     (one_map_is_an_input, "not made in this graph"),
-    (a_window_with_a_moderate_value, "a mask on keys is applied after the softmax"),
-    (a_window_stricter_than_both, "a mask on keys is applied after the softmax"),
-    (a_window_wider_than_the_student_s, "masked differently"),
-    (a_window_on_one_of_two_terms, "a mask on keys is applied after the softmax"),
-    (masks_of_which_neither_has_the_other, "a mask on keys is applied after the softmax"),
     (softmax_over_queries_on_one_side, "different dimensions"),
     (softmax_over_heads, "a dimension that both operands of the scores have"),
-    (weights_along_keys, "weights that vary along the keys"),
-    (key_mask_after_softmax, "a mask on keys is applied after the softmax"),
-    (causal_mask_after_softmax, "a mask on keys is applied after the softmax"),
     (dropout_on_probabilities, "dropout"),
     (top_k_of_the_teacher, "gather"),
     (max_over_keys, "amax"),
     (elements_are_returned, "leaves the graph"),
     (some_of_the_keys, "only some of the keys"),
-    (relu_of_scores, "relu of scores"),
     (keys_are_shuffled, "flip"),
-    (squared_rows_before_the_sum, "a sum over rows"),
-    (teacher_is_an_input, "not made from scores"),
 ]
 
 
@@ -204,6 +193,33 @@ def test_is_left_alone_for_a_reason(program: Case, reason: str) -> None:
     assert outcome.report.remaining_quadratic > 0, str(outcome.report)
 
 
+# no divergence of the operators: row programs compute what is written
+ROW_PROGRAMS: list[tuple[Case, str]] = [
+    (a_window_with_a_moderate_value, "a mask on keys is applied after the softmax"),
+    (a_window_stricter_than_both, "a mask on keys is applied after the softmax"),
+    (a_window_wider_than_the_student_s, "masked differently"),
+    (a_window_on_one_of_two_terms, "a mask on keys is applied after the softmax"),
+    (masks_of_which_neither_has_the_other, "a mask on keys is applied after the softmax"),
+    (weights_along_keys, "weights that vary along the keys"),
+    (key_mask_after_softmax, "a mask on keys is applied after the softmax"),
+    (causal_mask_after_softmax, "a mask on keys is applied after the softmax"),
+    (relu_of_scores, "relu of scores"),
+    (squared_rows_before_the_sum, "a sum over rows"),
+    (teacher_is_an_input, "not made from scores"),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"), ROW_PROGRAMS, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_is_a_row_program_for_a_reason(program: Case, reason: str) -> None:
+    outcome = compare(program, Program().inputs()).check()
+    assert outcome.kinds == {"row_program"}, str(outcome.report)
+    assert outcome.num_fused == len(outcome.report.sites), str(outcome.report)
+    reasons = refusals(program, Program().inputs())
+    assert any(reason in r for r in reasons), reasons
+
+
 def test_logarithms_alone_are_no_site() -> None:
     def ratios(sq, sk, tq, tk, pad):  # as of probabilities of actions, with advantages
         return (sq.sin() * (sq.abs().log() - sq.cosh().log()).exp()).sum(-1).mean()
@@ -212,10 +228,27 @@ def test_logarithms_alone_are_no_site() -> None:
     assert outcome.report.sites == []
 
 
-def test_an_entropy_is_no_site() -> None:
+def test_an_entropy_is_no_divergence() -> None:
     outcome = compare(entropy_alone, Program().inputs()).check()
-    assert outcome.report.sites == []
+    assert outcome.kinds == {"row_program"}, str(outcome.report)
     assert outcome.report.remaining == []
+    assert refusals(entropy_alone, Program().inputs()) == []
+
+
+def an_entropy_that_is_watched(sq, sk, tq, tk, pad):
+    entropy = entropy_alone(sq, sk, tq, tk, pad)
+    return entropy, entropy.isnan()
+
+
+def test_a_sum_that_is_no_divergence_is_left_to_inductor_for_a_reason() -> None:
+    """It is no loss that ``streamkl.strict`` was told to fuse."""
+    outcome = compare(
+        an_entropy_that_is_watched, Program().inputs(), options={"streamkl.strict": True}
+    )
+    (site,) = outcome.check().report.sites
+    assert "isnan reads the sum" in site.left and not site.reason
+    assert "left to Inductor: isnan reads the sum" in str(outcome.report)
+    assert outcome.report.num_unfused == 0
 
 
 # -------------------- fused or not, the value is the user's

@@ -164,7 +164,7 @@ return (truediv_2)""",
             elements = F.kl_div(
                 (sq @ sk.mT).log_softmax(-1), (tq @ tk.mT).softmax(-1), reduction="none"
             )
-            return (elements * pad[:, None, None, :]).sum()
+            return (elements.cumsum(-1) * pad[:, None, None, :]).sum()
 
         self.assertExpectedInline(
             rewritten(loss, Program().inputs()),
@@ -176,8 +176,9 @@ getattr_2 = getattr(tk, mT)
 matmul_1 = matmul(tq, getattr_2)
 softmax = softmax(matmul_1, -1)
 elements = kl_div(log_softmax, softmax, reduction=none)
+cumsum = cumsum(elements, -1)
 getitem = getitem(pad, (slice(None, None, None), None, None, slice(None, None, None)))
-mul = mul(elements, getitem)
+mul = mul(cumsum, getitem)
 sum_1 = sum(mul)
 return (sum_1)""",
         )

@@ -12,15 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
-from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.explain import explain
 from torch_streamkl.rows import blocked
-
-
-@pytest.fixture(autouse=True)
-def _row_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.OPTIONS, "streamkl.row_programs", (True, False))
-
 
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 7, 9, 4
 
@@ -131,6 +124,25 @@ def largest_subtracted(sq, sk, tq, tk, w, pad):
     return (p * (p.clamp_min(1e-6).log() - s.log_softmax(-1))).sum(-1).mean()
 
 
+def of_the_first_query(sq, sk, tq, tk, w, pad):
+    """What a class token attends to, the mean of all heads."""
+    s, t = (x.softmax(-1)[:, :, 0].mean(1) for x in scores(sq, sk, tq, tk))
+    s, t = (F.normalize(x.clamp(1e-5, 0.996), p=1, dim=-1) for x in (s, t))
+    return F.kl_div(s.log(), t, reduction="batchmean")
+
+
+def of_some_rows_and_heads(sq, sk, tq, tk, w, pad):
+    keep = torch.ones(ROWS, sk.shape[-2], dtype=torch.bool).tril(1)
+    s, t = (x.masked_fill(~keep, -1e4).softmax(-1) for x in scores(sq, sk, tq, tk))
+    s, t = (x[:, 1:, 2:-1].narrow(1, 0, 2) for x in (s, t))
+    return (w * (s - t) ** 2).sum(-1) / 3 - (t * (s + 1e-3).log() * w).sum(-1)
+
+
+def of_some_keys_of_one_sample(sq, sk, tq, tk, w, pad):
+    s, t = (x[1][..., -6:].relu() for x in scores(sq, sk, tq, tk))
+    return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)[:, ::2]
+
+
 FORMS: list[Callable[..., Tensor]] = [
     weights_of_keys,
     renormalised,
@@ -144,6 +156,9 @@ FORMS: list[Callable[..., Tensor]] = [
     standardised_scores,
     keys_by_their_score,
     largest_subtracted,
+    of_the_first_query,
+    of_some_rows_and_heads,
+    of_some_keys_of_one_sample,
 ]
 
 
@@ -219,6 +234,15 @@ def test_losses_that_share_scores_are_one_program(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1
 
 
+def test_a_sum_and_a_part_of_it_are_one_program() -> None:
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        rows = (w * t.softmax(-1) * s.log_softmax(-1)).sum(-1)
+        return rows.mean() - rows[:, :, 0].sum() + rows[1:].square().sum()
+
+    assert streamed(program, inputs("all")).num_fused == 1
+
+
 def test_a_result_that_is_written_to() -> None:
     def program(sq, sk, tq, tk, w, pad):
         s, t = scores(sq, sk, tq, tk)
@@ -289,6 +313,29 @@ def a_cumulative_sum(sq, sk, tq, tk, w, pad):
     ).sum()
 
 
+def some_keys_behind_the_softmax(sq, sk, tq, tk, w, pad):
+    """What is left does not sum to 1."""
+    s, t = (x.softmax(-1)[..., 1:] for x in scores(sq, sk, tq, tk))
+    return (t**2 * s.log()).sum(-1).mean()
+
+
+def rows_of_what_a_tensor_has_met(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    bias = sq.mean(-1, keepdim=True).detach() * w
+    return ((t + bias).softmax(-1)[:, :, 1:] ** 2 * s.log_softmax(-1)[:, :, 1:]).sum(-1).mean()
+
+
+def part_of_flattened_heads(sq, sk, tq, tk, w, pad):
+    s, t = (x.softmax(-1).flatten(0, 1)[1:4] for x in scores(sq, sk, tq, tk))
+    return (t**2 * s.log()).sum(-1).mean()
+
+
+def heads_that_are_multiplied(sq, sk, tq, tk, w, pad):
+    """A sum of logarithms: where one head's probability underflows, eager has 0."""
+    s, t = (x.softmax(-1)[:, :, 0].log().sum(1).softmax(-1) for x in scores(sq, sk, tq, tk))
+    return F.kl_div((s + 1e-3).log(), t, reduction="batchmean")
+
+
 LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
     (scores_are_returned, ""),
     (elements_are_written, ""),
@@ -296,6 +343,10 @@ LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
     (against_its_transpose, ""),
     (nan_is_asked_for, ""),
     (a_cumulative_sum, ""),
+    (some_keys_behind_the_softmax, ""),
+    (rows_of_what_a_tensor_has_met, ""),
+    (part_of_flattened_heads, ""),
+    (heads_that_are_multiplied, ""),
 ]
 
 

@@ -196,8 +196,8 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "gathered words": (
         lambda s, t, each: F.kl_div(
-            s.log_softmax(-1).gather(-1, each[:, :1, None].expand(-1, TOKENS, 1)),
-            t.softmax(-1).gather(-1, each[:, :1, None].expand(-1, TOKENS, 1)),
+            s.log_softmax(-1).gather(-1, each[:, None, :2].expand(-1, TOKENS, 2)),
+            t.softmax(-1).gather(-1, each[:, None, :2].expand(-1, TOKENS, 2)),
             reduction="sum",
         ),
         "gather",
@@ -265,6 +265,18 @@ def test_stays(name: str) -> None:
     assert any(part in text for text in outcome.reasons for part in reason.split("|")), (
         outcome.report
     )
+
+
+def test_a_word_of_each_row() -> None:
+    """As a sum over all words in which the others are 0."""
+
+    def program(s: Tensor, t: Tensor, each: Tensor) -> Tensor:
+        ids = each[:, :1, None].expand(-1, TOKENS, 1)
+        logs, wanted = s.log_softmax(-1).gather(-1, ids), t.softmax(-1).gather(-1, ids)
+        return F.kl_div(logs, wanted, reduction="sum")
+
+    outcome = run(program).check()
+    assert outcome.kinds == {"row_program"}, outcome.report
 
 
 # ----------------------------------------------------------------------------------------- writes

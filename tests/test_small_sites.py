@@ -91,3 +91,36 @@ def test_the_option_is_a_number(value: object) -> None:
     message = "streamkl.min_mib must be a number of at least 0 or None"
     with pytest.raises(ValueError, match=message):
         inductor_options(min_mib=value)
+
+
+def weighted(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
+    """No divergence of the operators: a row program."""
+    wanted, got = (teacher @ teacher.mT).softmax(-1), (q @ k.mT).log_softmax(-1)
+    weight = torch.linspace(0.5, 1.5, k.shape[-2])
+    return (F.kl_div(got, wanted, reduction="none") * weight).sum(-1).mean()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_row_programs_have_a_least_size_of_their_own(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of sizes that vary: they count as they are when the graph is compiled."""
+    monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", {"cpu": SIZE * 1.01})
+    assert report_of(dynamic=dynamic).num_fused == 1  # a divergence
+    report = report_of(weighted, dynamic=dynamic)
+    assert [(site.fused, site.left) for site in report.sites] == [(False, "32 keys, 0.047 MiB")]
+    assert report.num_unfused == 0  # strict
+    for fuses in ({"cpu": SIZE}, {"cuda": 1e6}):
+        monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", fuses)
+        assert report_of(weighted, dynamic=dynamic).num_fused == 1
+    monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", {"cpu": SIZE * 1.01})
+    assert report_of(weighted, dynamic=dynamic, min_mib=0).num_fused == 1
+
+
+def test_row_programs_can_be_turned_off() -> None:
+    report = report_of(row_programs=False)
+    assert report.num_fused == 1
+    with pytest.raises(Exception, match="vary along the keys"):
+        report_of(weighted, row_programs=False)
+    options = inductor_options(row_programs=False)
+    assert options["pre_grad_custom_pass"].ours["streamkl.row_programs"] is False

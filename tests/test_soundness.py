@@ -10,13 +10,6 @@ import pytest
 
 from tests.support.misleading.registry import FAULTS, PROGRAMS
 from tests.support.misleading_programs import judge
-from torch_streamkl.fx_passes import backend
-
-
-@pytest.fixture(autouse=True)
-def _row_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.OPTIONS, "streamkl.row_programs", (True, False))
-
 
 # compiled by Inductor as well, with one of the two front ends each: one for every stage
 WITH_INDUCTOR = {

@@ -47,6 +47,9 @@ MATMULS = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.baddbmm.default,
     aten.addmm.default, aten.linear.default, aten.einsum.default,
 }  # fmt: skip
+CASTS = (
+    aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default,
+)  # fmt: skip
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 Rule = Callable[["RowElements", fx.Node, Arguments], Placed]
 RULES: dict[object, Rule] = {}
@@ -74,6 +77,8 @@ class RowElements:
         self.reasons: dict[fx.Node, str] = {}
         self.behind_dots: set[fx.Node] = set()  # what is computed from a dot product
         self.products: dict[Dot, fx.Node] = {}
+        self.parts: dict[tuple[int, str, str], int] = {}  # axes of parts of axes
+        self.parts_of_dots: dict[tuple[Dot, int, str, str], Dot] = {}
         self._overwritten: set[fx.Node] = set()
         self._by_storage: dict[int | None, list[fx.Node]] = {}
         for node in trace.graph.nodes:
@@ -440,7 +445,7 @@ class RowElements:
             if made.itemsize < 4 or any(d.is_floating_point for d in dtypes):
                 raise Blocked("scores are cast to an integer type")
             return
-        is_cast = RULES.get(node.target) is _cast and dtypes[0] == torch.bool
+        is_cast = node.target in CASTS and dtypes[0] == torch.bool
         operands = [
             ref.node.meta["val"].dtype for dot in formula.dots for ref in (dot.lhs, dot.rhs)
         ]
@@ -939,7 +944,7 @@ def _detach(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     return replace(x, formula=formula) if x.formula.flows else x
 
 
-@rule(aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default)
+@rule(*CASTS)
 def _cast(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     x = self.operand(a["self"])
     if node.meta["val"].device != a["self"].meta["val"].device:

@@ -105,7 +105,7 @@ def part(
     if length is not None and same(length, pieces[0].size):
         return key, layout
     steps = tuple(_part_of_step(step, axis, start, length) for step in key.steps)
-    lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))
+    lhs, rhs = (part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))
     if length is None:
         sizes = tuple((a, s) for a, s in key.sizes if a != axis)
         dims: Layout = (*layout[:dim], *layout[dim + 1 :])
@@ -118,7 +118,7 @@ def part(
 def _part_of_step(step: ScoreStep, axis: int, start: Size, length: Size | None) -> ScoreStep:
     match step:
         case Product():
-            lhs, rhs = (_part_of_operand(o, axis, start, length) for o in (step.lhs, step.rhs))
+            lhs, rhs = (part_of_operand(o, axis, start, length) for o in (step.lhs, step.rhs))
             return replace(step, lhs=lhs, rhs=rhs)
         case Factor() | Bias() if axis in axes_of_step(step):
             raise Blocked("scores are sliced after a tensor was added or multiplied")
@@ -137,7 +137,7 @@ def _resized(layout: Layout, axis: int, size: Size) -> Layout:
     )
 
 
-def _part_of_operand(operand: TensorRef, axis: int, start: Size, length: Size | None) -> TensorRef:
+def part_of_operand(operand: TensorRef, axis: int, start: Size, length: Size | None) -> TensorRef:
     if axis not in axes_of(operand.layout):
         return operand
     dim = axis_dim(operand.layout, axis)

@@ -488,10 +488,10 @@ def first_of(plan: RowPlan) -> fx.Node:
     return next(n for n in plan.outputs[0].node.graph.nodes if n in nodes)
 
 
-def reads_products(node: fx.Node, plan: RowPlan) -> bool:
-    """Whether a node needs the products of a program by another way than the program's results."""
-    products = {plan.elements.products[dot] for dot in plan.dots}
-    results = {o.inner for o in plan.outputs}
+def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
+    """Whether a node needs the products of programs by another way than the programs' results."""
+    products = {plan.elements.products[dot] for plan in plans for dot in plan.dots}
+    results = {o.inner for plan in plans for o in plan.outputs}
     behind: set[fx.Node] = set()
     stack = [node]
     while stack:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from torch_streamkl.fx_passes.domain.values import Elements
+from torch_streamkl.fx_passes.fx_utils.sizes import Size
 from torch_streamkl.fx_passes.planning.candidates import Candidate
 from torch_streamkl.fx_passes.planning.row_programs import RowPlan
 
@@ -23,10 +24,10 @@ LEAST_MIB = {"cuda": 0.0, "cpu": 0.0}
 LEAST_ATTENTION_MIB = {"cuda": 32.0, "cpu": 0.0}
 
 
-# The same of row programs, of all products together. On a GPU they run by blocks in plain torch,
-# which takes longer than Inductor's code and far less memory: not measured, so that only what may
-# not fit beside a model is taken.
-LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 0.0}
+# of a row program, in MiB of all of its products together in float32. By blocks of plain torch it
+# needs tens of MiB, and longer than Inductor's code: 1.1 to 2.7 times as long on a CPU
+# (bench/results/row_programs_cpu.json). So it is taken where the tensors may not fit.
+LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 1024.0}
 
 
 def least_mib(device: str, given: float | None) -> float:
@@ -40,18 +41,30 @@ def least_attention_mib(device: str, given: float | None) -> float:
 
 
 def why_program_is_left(plan: RowPlan, device: str, given: float | None) -> str:
-    """Why a row program is left to Inductor, or nothing; sizes that vary are fused."""
+    """Why a row program is left to Inductor, or nothing.
+
+    Sizes that vary count as they are when the graph is compiled; those that only data decides are
+    taken for large.
+    """
     least = LEAST_PROGRAM_MIB.get(device, 0.0) if given is None else given
     axes = plan.elements.axes
     mib = 0.0
     for dot in plan.dots:
-        sizes = [axes.size(a) for a in axes.atoms(a for dim in dot.axes for a in dim)]
-        if not all(isinstance(n, int) for n in sizes):
+        sizes = [_hint(axes.size(a)) for a in axes.atoms(a for dim in dot.axes for a in dim)]
+        if None in sizes:
             return ""
-        mib += math.prod(int(n) for n in sizes) * ELEMENT / MIB
+        mib += math.prod(n for n in sizes if n is not None) * ELEMENT / MIB
     if mib >= least:
         return ""
-    return f"{axes.size(plan.groups.key)} keys, {mib:.2g} MiB"
+    return f"{_hint(axes.size(plan.groups.key))} keys, {mib:.2g} MiB"
+
+
+def _hint(size: Size) -> int | None:
+    """A size as it is now, without a guard."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)
 
 
 def why_left(candidate: Candidate, least: float) -> str:

@@ -26,7 +26,8 @@ class Site:
     blocked_at: str = ""  # file:line of the blocking operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
     check: str = ""  # what came of running it beside the code that it replaces
-    left: str = ""  # its size, where it could be fused and is so small that Inductor has it
+    # why Inductor has it: the size of what could be fused, or what keeps one that is no divergence
+    left: str = ""
     node: str = field(default="", compare=False)  # the replaced value's name in the graph
 
 
@@ -69,7 +70,7 @@ class Report:
 
     @property
     def num_unfused(self) -> int:
-        """Sites that stay as they are for another reason than their size."""
+        """Divergences that stay as they are for another reason than their size."""
         return sum(not (site.fused or site.left) for site in self.sites)
 
     @property

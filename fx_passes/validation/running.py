@@ -16,6 +16,8 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
 from torch_streamkl.fx_passes.validation.options import NotChecked
+from torch_streamkl.rows.op import row_program
+from torch_streamkl.rows.program import Program
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -183,6 +185,8 @@ def _run_node(
     given: Any = fx.map_arg((node.args, node.kwargs), look_up)
     args, kwargs = tree_map(_limited, given) if finite else given
     target: Any = node.target
+    if finite and target is row_program:  # it has the user's numbers in its text
+        args = (args[0], Program.of(args[1]).with_lowest(LOWEST).text, *args[2:])
     if wide and name_of(node) in ("_enter_autocast", "_exit_autocast"):
         return None
     with default_dtype(torch.float64) if dependent else contextlib.nullcontext():

@@ -21,9 +21,13 @@ from tests.fuzz.steps import (
     LOSSES,
     MAP_ROW_STEPS,
     MEAN_SCORE_STEPS,
+    NORMS,
+    OF_KEYS,
     OPERAND_STEPS,
     PLAIN_ELEMENT_STEPS,
     PLAIN_ROW_STEPS,
+    PROGRAM_ELEMENTS,
+    RENORMALISED,
     ROW_STEPS,
     ROW_SUMS,
     SCORE_STEPS,
@@ -31,6 +35,7 @@ from tests.fuzz.steps import (
 )
 from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program
 
+PROGRAMS = 0.3  # of elements, those that no divergence has
 MEANNESS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16)
 LEARNED = ("q", "k", "v", "h", "w", "ls", "tau", "b", "sink", "hs", "rw", "kw", "c", "z")
 TEACHERS = ("qt", "kt", "ht", "wt")
@@ -296,6 +301,8 @@ class Grammar:
 
     # ------------------------------------------------------------------- elements and rows
     def elements(self) -> Node:
+        if self.draw.random() < PROGRAMS:
+            return self.edge(self.program_elements(), ELEMENT_STEPS)
         kind = self.draw.randint(0, 13)
         swap = self.draw.random() < 0.25
         s, t = ("t", "s") if swap else ("s", "t")
@@ -329,6 +336,43 @@ class Grammar:
             node = self.step(node, self.draw.choice(PLAIN_ELEMENT_STEPS))
         return self.edge(node, ELEMENT_STEPS)
 
+    def program_elements(self) -> Node:
+        """What no divergence has: weights of keys, renormalised maps, powers, bounds, errors."""
+        s, t = ("t", "s") if self.draw.random() < 0.25 else ("s", "t")
+        p, r = self.probabilities(s), self.probabilities(t)
+        kind = self.draw.choice(PROGRAM_ELEMENTS)
+        if kind == "renormalised":
+            code = self.draw.choice(RENORMALISED)
+            p, r = (self.edge(self.step(x, code), DISTRIBUTION_STEPS) for x in (p, r))
+            eps = self.draw.choice(("1e-3", "1e-6"))
+            logs = [Node("logs", f"({{0}} + {eps}).log()", (x,)) for x in (r, p)]
+            gap = self.edge(Node("gap", "({0} - {1})", (logs[0], logs[1])))
+            return Node("elements", "({0} * {1})", (r, gap))
+        if kind == "weighted":
+            code = "F.kl_div({0}, {1}, reduction='none')"
+            return self.step(Node("elements", code, (self.logs(s), r)), self.draw.choice(OF_KEYS))
+        if kind == "entropy":
+            return Node("elements", "(-{0} * {1})", (p, self.logs(s)))
+        if kind == "of scores":
+            return Node("elements", "({0} - {1}).square()", (self.scores(s), self.scores(t)))
+        return Node("elements", kind, (p, r))
+
+    def program_rows(self) -> Node:
+        """Sums of one distribution, entries of its rows, norms of a difference."""
+        side = self.draw.choice("sst")
+        kind = self.draw.random()
+        if kind < 0.4 and not self.is_map:
+            index = self.draw.choice(("y[:, None]", "y.unsqueeze(-1)"))
+            entry = self.edge(Node("rows", f"{{0}}.gather(-1, {index})", (self.logs(side),)))
+            node = Node("rows", "{0}.squeeze(-1)", (entry,))
+            return self.edge(node, ROW_STEPS)
+        if kind < 0.7:
+            total = self.edge(Node("rows", "{0}.logsumexp(-1)", (self.scores(side),)))
+            return self.edge(Node("rows", "{0}.square()", (total,)), ROW_STEPS)
+        code = self.draw.choice(NORMS)
+        pair = (self.probabilities("s"), self.probabilities("t"))
+        return self.edge(Node("rows", code, pair), ROW_STEPS)
+
     def _mixture(self, p: Node, r: Node, ls: Node, lt: Node) -> Node:
         if self.draw.random() < 0.4:
             stack = self.edge(Node("stack", "torch.stack([{0}, {1}])", (ls, lt)))
@@ -344,6 +388,8 @@ class Grammar:
         return self.draw.choice((Node("elements", "({0} + {1})", (one, two)), one, two))
 
     def rows(self) -> Node:
+        if self.draw.random() < PROGRAMS / 3:
+            return self.program_rows()
         if self.draw.random() < 0.1 and not _may_lose_rows(self.scores("s")):
             s, p = self.scores("s"), self.probabilities("t")
             total = self.edge(Node("rows", "{0}.logsumexp(-1)", (s,)))
@@ -375,6 +421,10 @@ class Grammar:
         return self.edge(node, ROW_STEPS)
 
     def loss(self) -> Node:
+        if self.draw.random() < PROGRAMS / 5:
+            what = self.probabilities if self.draw.random() < 0.7 else self.scores
+            code = f"F.mse_loss({{0}}, {{1}}, reduction='{self.draw.choice(('mean', 'sum'))}')"
+            return self.edge(Node("loss", code, (what("s"), what("t"))))
         kind = self.draw.random()
         if kind < 0.3:
             reduction = self.draw.choice(("batchmean", "batchmean", "sum", "mean"))

@@ -439,3 +439,46 @@ MAP_ROW_STEPS = (
     "{0}.tensor_split(2, 1)[0]",
     "{0}.mean(1)",
 )
+
+# of row programs
+PROGRAM_ELEMENTS = (
+    "weighted",
+    "weighted",
+    "renormalised",
+    "renormalised",
+    "entropy",
+    "of scores",
+    "({0} - {1}).square()",
+    "(({0} - {1}) ** 2)",
+    "({0} - {1}).abs()",
+    "torch.minimum({0}, {1})",
+    "torch.maximum({0}, {1})",
+    "({0} ** 0.5 * {1} ** 0.5)",
+    "({0} ** 0.3 * {1} ** 1.7)",
+    "({0} * {1})",
+    "({0}.sqrt() - {1}.sqrt()).square()",
+    "({0}.square() / ({1} + 1e-3))",
+)
+OF_KEYS = (  # weights and masks behind a softmax
+    "({0} * kw)",
+    "({0} * kw.abs())",
+    "({0} * {mask})",
+    "{0}.masked_fill(~{mask}, 0.0)",
+    "({0} * torch.linspace(0.5, 1.5, {m}))",
+    "({0} * (kw > 0))",
+)
+RENORMALISED = (
+    "({0} * kw.abs() / (({0} * kw.abs()).sum(-1, keepdim=True) + 1e-3))",
+    "({0} * {mask} / (({0} * {mask}).sum(-1, keepdim=True) + 1e-3))",
+    "({0} * {mask} / ({0} * {mask}).sum(-1, keepdim=True).clamp_min(1e-3))",
+    "({0}.square() / {0}.square().sum(-1, keepdim=True))",
+    "F.normalize({0}, dim=-1)",
+    "({0}.clamp_min(1e-3) / {0}.clamp_min(1e-3).sum(-1, keepdim=True))",
+)
+NORMS = (
+    "({0} - {1}).norm(dim=-1)",
+    "({0} - {1}).norm(p=1, dim=-1)",
+    "F.cosine_similarity({0}, {1}, dim=-1)",
+    "({0} * {1}).sum(-1).log()",
+    "({0} * {1}).sum(-1).sqrt()",
+)

@@ -68,6 +68,11 @@ class Outcome:
     def reasons(self) -> list[str]:
         return [site.reason for site in self.report.sites if not site.fused]
 
+    @property
+    def kinds(self) -> set[str]:
+        """The operators that sites are fused to."""
+        return {site.kind for site in self.report.sites if site.fused}
+
     def relative(self, which: str) -> float:
         """Largest error relative to the largest value: of the "outputs" or of the "gradients"."""
         num = len(self.eager.outputs)
@@ -167,6 +172,16 @@ def compare(
             if not outcome.mismatch():
                 break  # more draws could only allow more
     return outcome
+
+
+def refusals(fn: Callable[..., Any], inputs: Sequence[Any], **options: Any) -> list[str]:
+    """Why the operators of divergences do not take a program, where row programs are off."""
+    torch._dynamo.reset()
+    given = {"streamkl.inner": "eager", "streamkl.row_programs": False}
+    with backend.collected() as report:
+        torch.compile(fn, backend="streamkl", options=given, **options)(*inputs)
+    assert not report.num_fused, str(report)
+    return [site.reason for site in report.sites]
 
 
 def _distances(result: Result, exact: Result, where: Result) -> list[float]:

@@ -243,13 +243,13 @@ def autograd_function_upstream(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Te
     return kl(Doubled.apply(q), k, t)
 
 
-@program(fused=0)
+@program(fused=1)
 def autograd_function_on_scores(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     got = Doubled.apply(q @ k.mT).log_softmax(-1)
     return F.kl_div(got, (t @ t.mT).softmax(-1), reduction="none").sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def autograd_function_on_probabilities(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     got = Doubled.apply((q @ k.mT).log_softmax(-1))
     return F.kl_div(got, (t @ t.mT).softmax(-1), reduction="none").sum(-1)
@@ -335,7 +335,7 @@ def graph_break_before(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return kl(q, k, t)
 
 
-@program(fused=0, graphs=2)
+@program(fused=1, graphs=2)
 def graph_break_between(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     wanted = (t @ t.mT).softmax(-1)
     torch._dynamo.graph_break()
@@ -373,7 +373,7 @@ def map_is_returned(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
     return (wanted * (wanted.log() - got.log())).sum(-1), got
 
 
-@program(fused=1)
+@program(fused=2)
 def map_feeds_another_loss(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     got = (q @ k.mT).softmax(-1)
     wanted = (t @ t.mT).softmax(-1)

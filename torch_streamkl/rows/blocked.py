@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows import derive, tile
+from torch_streamkl.rows import derive, operations, tile
+from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import KEY, PAIR, ROW, SUM, VALUES, Program
 from torch_streamkl.rows.tile import RowValues, Values
 
-BLOCK_ELEMENTS = 1 << 20  # of a tile, all heads counted
-MAX_KEYS = 2048  # of a tile
+BLOCK_ELEMENTS = 1 << 18  # of a tile, all heads counted: what a core's cache holds a few of
+MAX_KEYS = 1024  # of a tile
 # a GPU waits for the launches of small blocks: 32 MiB for each value of a tile
-ON_GPU = 8
+ON_GPU, KEYS_ON_GPU = 32, 16
 
 
 @dataclass
@@ -58,17 +59,48 @@ class Result:
         return found
 
 
-def _factor(problem: RowProblem) -> int:
-    return ON_GPU if problem.operands[0][0].device.type == "cuda" else 1
+def _mul0(a: Tensor, b: Tensor) -> Tensor:
+    product = a * b
+    return operations.mul0(a, b) if _has_nan(product) else product
+
+
+def _div0(a: Tensor, b: Tensor) -> Tensor:
+    quotient = a / b
+    return operations.div0(a, b) if _has_nan(quotient) else quotient
+
+
+def _has_nan(x: Tensor) -> bool:
+    """Whether there may be NaN: in the sum, which is less work than to look for it."""
+    return bool(x.sum().isnan())
+
+
+# 0 times a number is 0 without being told so, and what is not a number is rare. A GPU would wait
+ON_CPU: dict[str, Callable[..., Tensor]] = {"mul0": _mul0, "div0": _div0}
+
+
+def _evaluate(
+    problem: RowProblem,
+    nodes: Sequence[Node],
+    wanted: Sequence[int],
+    at: Slices,
+    reductions: RowValues,
+    seeds: Values,
+) -> list[Tensor]:
+    run = None if _is_on_gpu(problem) else ON_CPU
+    return tile.evaluate(problem, nodes, wanted, at, reductions, seeds, run=run)
+
+
+def _is_on_gpu(problem: RowProblem) -> bool:
+    return problem.operands[0][0].device.type == "cuda"
 
 
 def _keys_of_block(problem: RowProblem) -> int:
-    return min(problem.num_keys, MAX_KEYS * _factor(problem))
+    return min(problem.num_keys, MAX_KEYS * (KEYS_ON_GPU if _is_on_gpu(problem) else 1))
 
 
 def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
     """Blocks of batch and rows."""
-    keys, factor = _keys_of_block(problem), _factor(problem)
+    keys, factor = _keys_of_block(problem), ON_GPU if _is_on_gpu(problem) else 1
     budget = max(1, factor * BLOCK_ELEMENTS // (keys * problem.max_heads))
     rows = min(problem.num_rows, budget)
     batch = max(1, budget // rows)
@@ -174,7 +206,7 @@ def _pass(
     }
     for at in key_blocks(problem, batch, rows):
         keep = tile.allowed(problem, at)
-        elements = tile.evaluate(problem, plan.nodes, wanted, at, known, {})
+        elements = _evaluate(problem, plan.nodes, wanted, at, known, {})
         num_keys = at[2].stop - at[2].start
         for slot, x in zip((*sums, *maxima), elements, strict=True):
             if slot in totals:
@@ -256,7 +288,7 @@ def backward(
         seed = {c: x[batch, :, rows] for c, x in seeds.items()}
         for at in key_blocks(problem, batch, rows):
             keep = tile.allowed(problem, at)
-            elements = tile.evaluate(problem, plan.nodes, nodes, at, known, seed)
+            elements = _evaluate(problem, plan.nodes, nodes, at, known, seed)
             if keep is not None:
                 elements = [torch.where(keep, x, 0.0) for x in elements]
             for (i, _), x in zip(dots, elements, strict=False):

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -111,6 +112,14 @@ class Program:
             tuple(outputs),
             Keys(*keys),
         )
+
+    def with_lowest(self, lowest: float) -> Program:
+        """With a number in place of -inf."""
+        nodes = (
+            replace(n, value=lowest) if n.op == "const" and n.value == -math.inf else n
+            for n in self.nodes
+        )
+        return replace(self, nodes=tuple(nodes))
 
     @functools.cached_property
     def digest(self) -> str:
