@@ -80,9 +80,10 @@ def streamkl(
     ``streamkl.verify_max_seconds``, "always" whatever it takes, and nothing is fused that cannot
     be checked, or "never". ``streamkl.min_mib`` leaves a site, or attention whose map is not
     compared any more, to Inductor where tensors of queries x keys take less than that many MiB: 0
-    fuses all, None is what was measured on the device (0 for sites, 1024 for row programs, 32 for
-    such attention on a GPU). ``streamkl.row_programs`` also fuses sums that are no divergence, as
-    row programs, which run by blocks in plain torch. Everything else goes to Inductor.
+    fuses all, None is what was measured on the device (0 for sites, 32 for such attention on a
+    GPU, for row programs 1024 on a GPU and 4096 on a CPU). ``streamkl.row_programs`` also fuses
+    sums that are no divergence, as row programs, which run by blocks in plain torch. Everything
+    else goes to Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():

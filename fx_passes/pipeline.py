@@ -103,6 +103,8 @@ def rewrite(
                 reason = f"it is in the body of {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
 
+        row_programs = row_programs and not has_dtensors(gm.graph)  # which they do not run on
+
         def attempt(source: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
             while True:
                 graph = copied(source)

@@ -101,3 +101,12 @@ def test_known_values() -> None:
 def test_simplified_constants() -> None:
     for (a, b), op in itertools.product(((3.0, 2.0), (-1.5, 0.25)), "+-*/"):
         assert parse(f"{a}{op}{b}").value == eval(f"{a}{op}{b}")
+
+
+@pytest.mark.parametrize("text", ["sqrt(S)*sqrt(P)", "sqrt(P)*S", "sqrt(S)-2*sqrt(S)*sqrt(P)"])
+def test_roots_of_probabilities_have_gradients_at_a_masked_key(text: str) -> None:
+    """Where the probability is 0 so is its root, and what flows back."""
+    masked = torch.full((3,), -torch.inf, dtype=torch.float64)
+    for variable in (LOG_P, LOG_S):
+        found = evaluate(derivative(parse(text), variable), variables(masked, masked))
+        torch.testing.assert_close(found, torch.zeros_like(masked))

@@ -138,6 +138,14 @@ def of_some_rows_and_heads(sq, sk, tq, tk, w, pad):
     return (w * (s - t) ** 2).sum(-1) / 3 - (t * (s + 1e-3).log() * w).sum(-1)
 
 
+def of_a_row_of_flattened_products(sq, sk, tq, tk, w, pad):
+    def product(q: Tensor, k: Tensor) -> Tensor:
+        return torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, q.shape[:2])
+
+    s, t = (product(q, k).softmax(-1)[:, :, -1] for q, k in ((sq, sk), (tq, tk)))
+    return (w * (s - t).abs()).sum(-1).mean()
+
+
 def of_some_keys_of_one_sample(sq, sk, tq, tk, w, pad):
     s, t = (x[1][..., -6:].relu() for x in scores(sq, sk, tq, tk))
     return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)[:, ::2]
@@ -158,6 +166,7 @@ FORMS: list[Callable[..., Tensor]] = [
     largest_subtracted,
     of_the_first_query,
     of_some_rows_and_heads,
+    of_a_row_of_flattened_products,
     of_some_keys_of_one_sample,
 ]
 

@@ -123,11 +123,10 @@ class _Part:
         return self.elements.formula(f.op, *map(self.of, f.args), data=f.data)
 
     def _dims(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        axes = self.elements.axes
-        found = tuple(axes.atoms(d) for d in dims)
-        if any(self.axis in d and d != (self.axis,) for d in found):
+        atoms = self.elements.axes.atoms
+        if any(self.axis in atoms(d) and atoms(d) != (self.axis,) for d in dims):
             raise Blocked("a flattened dimension of the scores is sliced")
-        return tuple(self.kept if d == (self.axis,) else d for d in found)
+        return tuple(self.kept if atoms(d) == (self.axis,) else d for d in dims)
 
     def _dot(self, f: Formula) -> Formula:
         old: Dot = f.data

@@ -223,6 +223,8 @@ def derivative(e: Expr, log_variable: Expr) -> Expr:
                 d[0],
                 apply("where", apply("gt", ZERO, a[0]), -d[0], ZERO),
             )
+        case "sqrt" if d[0] == a[0]:  # of a probability, which is 0 where a key is masked
+            return const(0.5) * e
         case "sqrt":
             return const(0.5) * d[0] / e
         case "max":
