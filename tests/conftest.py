@@ -3,7 +3,10 @@
 A replacement whose check fails is an error of every test that does not say that it expects one.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,17 @@ FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_o
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: at the end, one process would wait for the other's."""
     items.sort(key=lambda item: not item.name.startswith(FIRST))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Which libraries are missing, and how many tests wait for each."""
+    missing: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        found = re.search(r"(\w+) is not installed", str(report.longrepr))
+        if found is not None:
+            missing[found[1]] += 1
+    for name, count in sorted(missing.items()):
+        terminalreporter.write_line(f"{name} is not installed: {count} tests of it were skipped")
 
 
 @pytest.fixture(autouse=True, scope="module")

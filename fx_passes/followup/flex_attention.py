@@ -1,8 +1,8 @@
 """``softmax(softcap * tanh(scale * QK^T)) @ V``, with masks, as a call of FlexAttention.
 
 scaled_dot_product_attention has no softcap; torch.nn.attention.flex_attention takes any function
-of a score. Inductor makes a kernel of it that never has a tensor of queries x keys: with its
-backward for a GPU, and without one for a CPU.
+of a score. On a GPU Inductor makes kernels of it and of its backward that never have a tensor of
+queries x keys.
 
 NOTE [A function that runs when the graph is traced]
 What the rewritten graph calls is `softcapped_attention`, a function in Python. AOTAutograd traces
@@ -80,8 +80,7 @@ def softcapped_attention(
         return s
 
     flex_attention = later("torch._higher_order_ops.flex_attention", "flex_attention")
-    # a CPU's has no log-sum-exp, which the backward needs
-    options = {**OPTIONS, "OUTPUT_LOGSUMEXP": torch.is_grad_enabled() and q.device.type != "cpu"}
+    options = {**OPTIONS, "OUTPUT_LOGSUMEXP": torch.is_grad_enabled()}
     out: Tensor = flex_attention(
         q, k, v, score_mod, _one_block(q.device), scale, options, tuple(captured.tensors), ()
     )[0]
@@ -108,6 +107,7 @@ class _Captured:
         """A tensor that broadcasts to the scores, read at an entry of them."""
         if x is None:
             return None
+        x = x[(None,) * (4 - x.dim())]
         varying = [d for d in range(4) if not (isinstance(x.shape[d], int) and x.shape[d] == 1)]
         self.tensors.append(x.squeeze([d for d in range(4) if d not in varying]))
         number = len(self.tensors) - 1

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.integrations.libraries import needs, optional
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.reporting.report import Report
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = optional("transformers")
+pytestmark = needs("transformers")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "libraries.md"
 BEGIN, END = "<!-- models:begin -->", "<!-- models:end -->"
 WORDS, TOKENS, LAYERS = 160, 24, 2
