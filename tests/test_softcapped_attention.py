@@ -176,6 +176,28 @@ def test_bias_inside_of_the_softcap() -> None:
     check(compare(step, (q, k, v, qt, kt, torch.randn(4, 1, 19)), inner="aot_eager"))
 
 
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_under_autocast(softcap: float | None) -> None:
+    """The matmul of the scores rounds float32 queries and keys itself: so may the fused one."""
+
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        s = torch.matmul(q, k.transpose(2, 3)) * 0.3
+        s = s if softcap is None else torch.tanh(s / softcap) * softcap
+        return F.softmax(s, dim=-1, dtype=torch.float32)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, qt: Tensor, kt: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                p = scores(qt, kt)
+            s = scores(q, k)
+            out = torch.matmul(s, v)
+        return (p * (p.clamp_min(1e-9).log() - s.clamp_min(1e-9).log())).sum(-1).mean(), out
+
+    q, k, v, qt, kt, _, _ = inputs(groups=1)
+    check(compare(step, (q, k, v, qt, kt), inner="aot_eager"))
+
+
 def test_on_a_cpu_it_stays() -> None:
     outcome = compare(program(MASKS["causal"]), inputs())
     outcome.check()
