@@ -3,7 +3,10 @@
 A replacement whose check fails is an error of every test that does not say that it expects one.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +34,17 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """Inputs that a module makes when it is imported depend on no module before it."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Which libraries are missing, and how many tests wait for each."""
+    missing: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        found = re.search(r"(\w+) is not installed", str(report.longrepr))
+        if found is not None:
+            missing[found[1]] += 1
+    for name, count in sorted(missing.items()):
+        terminalreporter.write_line(f"{name} is not installed: {count} tests of it were skipped")
 
 
 @pytest.fixture(autouse=True, scope="module")

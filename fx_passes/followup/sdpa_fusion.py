@@ -2,7 +2,7 @@
 
 Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
 which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a
-fused KL are touched.
+fused KL are touched. Scores with a softcap go to FlexAttention, where it compiles.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.capture.retrace import Trace, outer_node
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ABSORBING
 from torch_streamkl.fx_passes.domain.values import Attention
+from torch_streamkl.fx_passes.followup import softcapped
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
@@ -138,8 +139,8 @@ class Leftovers:
         elements = attention.probabilities
         distribution, layout = elements.parts[0], elements.layouts[0]
         form = read(distribution.scores)
-        if form.softcap or form.padded is not None or distribution.averaged:
-            raise Blocked("scaled_dot_product_attention has no softcap, padding or mean of heads")
+        if form.padded is not None or distribution.averaged:
+            raise Blocked("scaled_dot_product_attention has no padding or mean of heads")
         place = geometry(
             distribution, layout, distribution, layout, elements.key_dim, [attention.values]
         )
@@ -152,20 +153,32 @@ class Leftovers:
         mask = masks_of(place)
         inputs = [place.student.rows, place.student.keys, attention.values]
         nodes = [outer_node(o.node, self.outer) for o in inputs]
-        if any(not _is_exact_in(value.dtype, n) for n in nodes):
+        # the scores' matmul may have rounded its operands before: autocast
+        product = distribution.scores.dtype
+        is_rounded = (
+            product is not None and torch.promote_types(product, value.dtype) == value.dtype
+        )
+        if not is_rounded and any(not _is_exact_in(value.dtype, n) for n in nodes):
             raise Blocked(f"scores of more precision than {value.dtype}, the type of the result")
         q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)
         k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
         v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)
-        options = self._mask_options(build, place, mask, nodes, value.dtype)
+        # with a softcap, masks are no tensor of queries x keys: one is made to look for empty rows
+        is_needed = not form.softcap or _may_lack_keys(place, mask)
+        options = self._mask_options(build, place, mask, nodes, value.dtype) if is_needed else {}
         alive = self._rows_with_keys(build, place, mask, options, value.dtype)
-        k, v, options = _with_groups(build, q, k, v, options)
-        if form.scale != shape_scale(q):
-            options["scale"] = form.scale
-        out = build.call(F.scaled_dot_product_attention, q, k, v, **options)
-        if alive is not None:
-            uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
-            out = build.call(torch.where, alive, out, uniform)
+        if form.softcap:
+            if not same(shape(k)[1], shape(v)[1]):
+                k, v = (_repeated(build, x, shape(q)[1], q) for x in (k, v))
+            out = softcapped.emit(build, place, mask, alive, (q, k, v), value, nodes, self.outer)
+        else:
+            k, v, options = _with_groups(build, q, k, v, options)
+            if form.scale != shape_scale(q):
+                options["scale"] = form.scale
+            out = build.call(F.scaled_dot_product_attention, q, k, v, **options)
+            if alive is not None:
+                uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
+                out = build.call(torch.where, alive, out, uniform)
         return rows_as_user(
             build, out, place, elements.rank, elements.key_dim, nodes, trailing=True
         )
@@ -227,14 +240,14 @@ class Leftovers:
         """Which rows have a key; None where all have, or where eager makes NaN of the others."""
         total = options.get("attn_mask")
         form = read(place.student.distribution.scores)
-        removed = form.fill == -math.inf and not form.biases
-        if total is None or removed or _has_diagonal(place, mask):
+        if total is None or not _may_lack_keys(place, mask):
             return None
         if not form.exact_fill:
             raise Blocked("two additive masks overlap, and a row may be left without any key")
-        if total not in self.alive:
-            self.alive[total] = rows_with_keys(build, total, None, dtype)
-        return self.alive[total]
+        made = self.alive.get(total)
+        if made is None or made._erased:
+            made = self.alive[total] = rows_with_keys(build, total, None, dtype)
+        return made
 
     def _mask(
         self,
@@ -247,8 +260,9 @@ class Leftovers:
         """An additive mask at the smallest shape that holds it."""
         form = read(place.student.distribution.scores)
         identity = (form.mask, form.fill, form.biases, dtype, str(place.digits))
-        if identity in self.masks:
-            return self.masks[identity]
+        made = self.masks.get(identity)
+        if made is not None and not made._erased:  # with what was taken back
+            return made
         keep = window_tensor(build, place, mask.window_left, mask.window_right, nodes)
         for literal in (*mask.tensors, *mask.row_tensors):
             x = placed(
@@ -278,6 +292,13 @@ def _is_exact_in(dtype: torch.dtype, node: fx.Node) -> bool:
     value = example(node)
     assert isinstance(value, Tensor)
     return torch.promote_types(value.dtype, dtype) == dtype
+
+
+def _may_lack_keys(place: Geometry, mask: MaskPlan) -> bool:
+    """Whether eager code may have a row without keys that is no row of NaN."""
+    form = read(place.student.distribution.scores)
+    removed = form.fill == -math.inf and not form.biases
+    return not removed and not _has_diagonal(place, mask)
 
 
 def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.attention import ops
+from torch_streamkl.fx_passes.followup.flex_attention import softcapped_attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
@@ -182,7 +183,8 @@ class PutBack:
         inputs = node.all_input_nodes
         if not any(dtensors_in(example(a)) for a in inputs) and not self.rows & set(inputs):
             return  # its value is the one that is recorded
-        if node.target == ops.attention_kl or name_of(node) == "scaled_dot_product_attention":
+        is_attention = node.target in (ops.attention_kl, softcapped_attention)
+        if is_attention or name_of(node) == "scaled_dot_product_attention":
             raise Blocked("attention maps of DTensors; attention_kl takes DTensors as they are")
         if node.target in OPERATORS:
             self._call_together(node)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torch_streamkl.fx_passes.fx_utils.fake_modes import found_mode
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     _disable_current_modes,
     unset_fake_temporarily,
@@ -44,6 +45,7 @@ def isolated(devices: set[torch.device]) -> Iterator[None]:
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         torch._dynamo.compiled_autograd._disable(),
+        found_mode(None),
         torch.random.fork_rng(devices=cuda),
         warnings.catch_warnings(),
         _without_cudnn_attention(),

@@ -7,7 +7,8 @@ the network behind them and drawn at random. That must not tear apart what belon
 one leaf is computed from another, or from what the region also computes, by cheap operations
 (views, casts, masks, a detach), it is no leaf but is computed, in both runs. What is not
 floating point (masks, labels, positions) is always computed as far back as that goes, because a
-rewrite may rely on how a mask was made.
+rewrite may rely on how a mask was made. So is a table that is computed from nothing, such as a
+bias of positions, which teacher and student may each make for themselves.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def _torn(leaves: list[fx.Node], inside: set[str], cheap: frozenset[str]) -> set
         shared = any(behind & (other - {x.name}) for x, other in cones.items() if x is not leaf)
         value = example(leaf)
         is_float = isinstance(value, Tensor) and value.is_floating_point()
-        if behind & others or shared or (not is_float and len(cone) > 1):
+        is_constant = cone <= cheap  # the program may make the same table in several places
+        if behind & others or shared or is_constant or (not is_float and len(cone) > 1):
             torn |= {leaf.name} | (behind & cheap)
     return torn
 

@@ -18,9 +18,10 @@ from tests.integrations.flows import (
     student,
     teacher,
 )
+from tests.integrations.libraries import needs, optional
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
+accelerate = optional("accelerate")
+pytestmark = needs("accelerate", "transformers")
 
 
 @pytest.fixture(autouse=True)

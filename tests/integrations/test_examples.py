@@ -23,7 +23,12 @@ LIBRARIES = {  # what each needs beside tqdm
 }
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+SLOW = ("accelerate_loop", "peft_lora", "lightning_module")  # flows that have fast tests
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in LIBRARIES]
+)
 def test_example(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

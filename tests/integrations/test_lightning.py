@@ -19,12 +19,14 @@ from tests.integrations.flows import (
     student,
     teacher,
 )
+from tests.integrations.libraries import needs, optional
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
+lightning = optional("lightning")
+pytestmark = needs("lightning", "transformers")
+LightningModule: Any = lightning.LightningModule if lightning else object
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+class Module(LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.pair = Distilled(student(), teacher())

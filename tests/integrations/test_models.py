@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.integrations.libraries import needs, optional
 from torch_streamkl.fx_passes.backend import collected
+from torch_streamkl.fx_passes.followup import softcapped
 from torch_streamkl.fx_passes.reporting.report import Report
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = optional("transformers")
+pytestmark = needs("transformers")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "libraries.md"
 BEGIN, END = "<!-- models:begin -->", "<!-- models:end -->"
 WORDS, TOKENS, LAYERS = 160, 24, 2
@@ -132,7 +135,7 @@ def distilled(name: str) -> Report:
 
 
 # what is left beside a fused divergence, and why
-LEFT = {"Gemma2, maps": "of the softcapped attention itself, which SDPA has no argument for"}
+LEFT = {"Gemma2, maps": "of the softcapped attention; none on a GPU, by FlexAttention"}
 
 
 def row(name: str, report: Report) -> str:
@@ -148,9 +151,18 @@ def test_model(name: str) -> None:
     sites = LAYERS if "logits" not in name else 1
     assert report.num_fused == len(report.sites) == sites, report
     assert (report.remaining_quadratic > 0) == (name in LEFT), report
-    assert any("has no softcap" in note for note in report.notes) == (name in LEFT), report
+    told = any("FlexAttention has no backward on a CPU" in note for note in report.notes)
+    assert told == (name in LEFT), report
     if transformers.__version__.startswith("5.23."):
         assert row(name, report) in PAGE.read_text(), "python -m tests.integrations.test_models"
+
+
+def test_softcapped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU gets, with FlexAttention run as it is: nothing is left of Gemma2's maps."""
+    monkeypatch.setattr(softcapped, "_why_not_on_cpu", lambda: "")
+    report = distilled("Gemma2, maps")
+    assert report.num_fused == LAYERS
+    assert not report.remaining, report
 
 
 def write_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +12,21 @@ from torch import Tensor, nn
 import torch_streamkl
 from tests.integrations.flows import (
     Run,
+    Texts,
     assert_all_fused,
     compare_runs,
     distillation_loss,
+    library,
     student,
     teacher,
     train,
 )
+from tests.integrations.libraries import needs, optional
+from tests.integrations.test_trainer import DistillationTrainer, arguments, trained
 from torch_streamkl.fx_passes import backend
 
-peft = pytest.importorskip("peft", reason="peft is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
+peft = optional("peft")
+pytestmark = needs("peft", "transformers")
 
 
 def adapted(*modules: str, **options: Any) -> nn.Module:
@@ -66,6 +71,7 @@ def checkpoint(model: nn.Module) -> None:
     model.train()
 
 
+@pytest.mark.slow
 def test_inputs_that_require_gradients() -> None:
     """A limit of Dynamo, which the report names with what to do instead."""
 
@@ -80,9 +86,37 @@ def test_inputs_that_require_gradients() -> None:
     assert any("disable_input_require_grads" in site.remedy for site in report.sites), report
 
 
-@pytest.mark.parametrize("modules", [("lm_head",), ("q_proj", "v_proj", "lm_head")])
-@pytest.mark.parametrize("mode", ["plain", "autocast", "accumulated", "checkpointed"])
-def test_lora_on_the_lm_head(modules: tuple[str, ...], mode: str) -> None:
+@pytest.mark.slow
+def test_trainer_with_checkpointing(tmp_path: Path) -> None:
+    """Switched on in front of the Trainer, whose own switch would bring the gradients back."""
+    for each in ("accelerate", "datasets"):
+        library(each)
+
+    def flow(compiles: bool) -> Run:
+        model = adapted("q_proj", "v_proj")
+        checkpoint(model)
+        model.disable_input_require_grads()
+        trainer = DistillationTrainer(model, arguments(tmp_path), train_dataset=Texts())
+        trainer.teacher = teacher()
+        if compiles:
+            trainer.compute_loss = torch.compile(trainer.compute_loss)
+        return trained(trainer, model)
+
+    assert_all_fused(compare_runs(flow))
+
+
+@pytest.mark.parametrize(("mode", "modules"), [
+    ("plain", ("lm_head",)),
+    ("autocast", ("q_proj", "v_proj", "lm_head")),
+    pytest.param("autocast", ("lm_head",), marks=pytest.mark.slow),
+    *(
+        pytest.param(mode, modules, marks=pytest.mark.slow)
+        for mode in ("accumulated", "checkpointed")
+        for modules in (("lm_head",), ("q_proj", "v_proj", "lm_head"))
+    ),
+    pytest.param("plain", ("q_proj", "v_proj", "lm_head"), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_lora_on_the_lm_head(mode: str, modules: tuple[str, ...]) -> None:
     """One head over concatenated features: A and B are trained, and W is not copied."""
 
     def flow(compiles: bool) -> Run:
@@ -102,6 +136,7 @@ def test_lora_on_the_lm_head(modules: tuple[str, ...], mode: str) -> None:
     assert all("with an adapter" in site.form for site in report.sites), report
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_type() -> None:
     """PEFT keeps adapters in float32 beside a model in bfloat16: the operator would round them."""
 
@@ -120,6 +155,7 @@ def test_an_adapter_of_another_type() -> None:
     assert all("autocast_adapter_dtype=False" in site.remedy for site in report.sites), report
 
 
+@pytest.mark.slow
 def test_a_magnitude_per_word() -> None:
     """DoRA of the LM head is no form of the operators, and PEFT's layers break the graph."""
 

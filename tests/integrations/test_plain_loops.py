@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,32 @@ def test_fifty_steps_of_adamw(mode: str) -> None:
     assert_all_fused(compare_runs(flow, rtol=50 * 64 * EPS, changes_rtol=1e-2), 1)
 
 
+def test_saving_and_resuming(tmp_path: Path) -> None:
+    """25 steps, a file, and 25 more of new objects that begin from it: eager's curve."""
+
+    def flow(compiles: bool) -> Run:
+        path, runs = tmp_path / f"{compiles}.pt", []
+        for resumes in (False, True):
+            torch._dynamo.reset()
+            model, teacher = Model(16, 5 if resumes else 0), Model(32, 1).requires_grad_(False)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if resumes:
+                saved = torch.load(path)
+                model.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            step = step_of(model, teacher)
+            compiled = torch.compile(step) if compiles else step
+            runs.append(train(compiled, model, 25, lambda _, chosen=optimizer: chosen))
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, path)
+        first, second = runs
+        changes = [a + b for a, b in zip(first.changes, second.changes, strict=True)]
+        return Run(first.losses + second.losses, changes)
+
+    report = compare_runs(flow, rtol=50 * 64 * EPS, changes_rtol=1e-2)
+    assert_all_fused(report, 2)  # one a compilation
+
+
 def test_autocast() -> None:
     def flow(compiles: bool) -> Run:
         model, teacher = Model(16, 0), Model(32, 1).requires_grad_(False)
@@ -75,8 +102,9 @@ def test_autocast() -> None:
     assert_all_fused(compare_runs(flow, rtol=bf16, changes_rtol=8 * bf16), 1)
 
 
-def test_teacher_that_follows_the_student() -> None:
-    """An EMA of the student, updated in the compiled step, behind the loss."""
+@pytest.mark.parametrize("updated", ["in the step", "behind it"])
+def test_teacher_that_follows_the_student(updated: str) -> None:
+    """An EMA of the student: behind backward() all fuses; in the compiled step it is told so."""
 
     def flow(compiles: bool) -> Run:
         model = Model(16, 0)
@@ -86,22 +114,34 @@ def test_teacher_that_follows_the_student() -> None:
                 p.mul_(1.5)
         inner = step_of(model, teacher)
 
-        def step(**inputs: Tensor) -> Tensor:
-            loss = inner(**inputs)
+        def follow() -> None:
             with torch.no_grad():
                 for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
                     slow.lerp_(fast, 0.1)
+
+        def step(**inputs: Tensor) -> Tensor:
+            loss = inner(**inputs)
+            if updated == "in the step":
+                follow()
             return loss
 
-        def both(**inputs: Tensor) -> Tensor:
-            return compiled(**inputs)
+        class Optimizer(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                super().step(closure)
+                if updated == "behind it":
+                    follow()
 
         compiled = torch.compile(step) if compiles else step
-        run = train(both, model, 4)
+        run = train(compiled, model, 50, lambda p: Optimizer(p, lr=1e-3))
         run.changes += [p.detach().clone() for p in teacher.parameters()]
         return run
 
-    compare_runs(flow)
+    report = compare_runs(flow, rtol=50 * 64 * EPS, changes_rtol=1e-2)
+    if updated == "behind it":
+        assert_all_fused(report, 1)
+    else:
+        assert report.num_fused == 0
+        assert "behind backward()" in str(report)
 
 
 def test_frozen_head() -> None:

@@ -22,10 +22,11 @@ from tests.integrations.flows import (
     student,
     teacher,
 )
+from tests.integrations.libraries import needs, optional
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytest.importorskip("datasets", reason="datasets is not installed")
+transformers = optional("transformers")
+pytestmark = needs("transformers", "accelerate", "datasets")
+Trainer: Any = transformers.Trainer if transformers else object
 
 
 def arguments(folder: Path, **options: Any) -> Any:
@@ -45,10 +46,10 @@ def trained(trainer: Any, module: nn.Module, **options: Any) -> Run:
 
 @pytest.mark.parametrize("options", [
     {},
-    {"gradient_accumulation_steps": 2},
-    {"gradient_checkpointing": True},
+    pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+    pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    {"torch_compile_mode": "reduce-overhead"},
+    pytest.param({"torch_compile_mode": "reduce-overhead"}, marks=pytest.mark.slow),
 ], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
 def test_loss_in_the_module(tmp_path: Path, options: dict[str, Any]) -> None:
     def flow(compiles: bool) -> Run:
@@ -65,7 +66,7 @@ def test_loss_in_the_module(tmp_path: Path, options: dict[str, Any]) -> None:
     assert_all_fused(compare_runs(flow))
 
 
-class DistillationTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
+class DistillationTrainer(Trainer):  # type: ignore[misc]
     """The trainer of many repositories: the student first, with labels, then the teacher."""
 
     teacher: nn.Module
@@ -89,7 +90,9 @@ def _with_compute_loss(folder: Path, **options: Any) -> tuple[Any, nn.Module]:
     return trainer, model
 
 
-@pytest.mark.parametrize("chosen", ["inductor", "streamkl"])
+@pytest.mark.parametrize("chosen", [
+    "inductor", pytest.param("streamkl", marks=pytest.mark.slow)
+])  # fmt: skip
 def test_loss_in_compute_loss(tmp_path: Path, chosen: str) -> None:
     def flow(compiles: bool) -> Run:
         trainer, model = _with_compute_loss(tmp_path)
@@ -142,9 +145,12 @@ def test_autocast(tmp_path: Path) -> None:
     assert_all_fused(compare_runs(flow, rtol=bf16, changes_rtol=8 * bf16))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("chosen", ["inductor", "streamkl"])
-def test_generalized_knowledge_distillation(tmp_path: Path, beta: float, chosen: str) -> None:
+@pytest.mark.parametrize(("chosen", "beta"), [
+    ("inductor", 0.5),
+    *(pytest.param("inductor", beta, marks=pytest.mark.slow) for beta in (0.0, 1.0)),
+    *(pytest.param("streamkl", beta, marks=pytest.mark.slow) for beta in (0.0, 0.5, 1.0)),
+])  # fmt: skip
+def test_generalized_knowledge_distillation(tmp_path: Path, chosen: str, beta: float) -> None:
     """TRL's GKDTrainer: only rows with a label count, `jsd[mask]`."""
     gkd = library("trl.experimental.gkd.gkd_trainer")
 

@@ -238,7 +238,7 @@ def _rounded(x: Any, seed: int) -> Any:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         return x
     up = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(seed))
-    change = (2 * up - 1) * torch.finfo(x.dtype).eps
+    change = (2 * up.to(x.device) - 1) * torch.finfo(x.dtype).eps
     return (x.detach().double() * (1 + change)).to(x.dtype).requires_grad_(x.requires_grad)
 
 

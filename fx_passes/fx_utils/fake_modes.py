@@ -1,0 +1,22 @@
+"""Which mode of fake tensors is found by code of torch that asks for the current one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, later
+
+
+@contextlib.contextmanager
+def found_mode(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Higher-order operators ask the compilation for its mode, whatever tensors they are given.
+
+    That of a backend is not the one of Dynamo's graph, and with None there is none: real tensors.
+    """
+    context = later("torch._guards", "TracingContext")
+    if context.try_get() is None:
+        yield
+        return
+    with context.patch(fake_mode=mode):
+        yield
