@@ -345,12 +345,10 @@ def _descriptor_of(template: Any, base: Tensor) -> Any:
 
 def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
     """torch.empty_strided without the parsing of its arguments, as compiled graphs call it."""
-    if device.type == "cuda":
-        found: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda
-        return found
-    return lambda size, stride, dtype: torch.empty_strided(
-        size, stride, dtype=dtype, device=device
-    )
+    guards: Any = torch._C._dynamo.guards
+    found: Callable[..., Tensor]
+    found = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
+    return found
 
 
 def _has_tensor(x: Any) -> bool:
