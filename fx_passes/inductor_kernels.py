@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch_streamkl import ops
+from torch_streamkl import linear_ops, ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 log = logging.getLogger("torch_streamkl")
@@ -35,6 +35,9 @@ def install() -> bool:
     for operator, run in (
         (ops.attention_kl, ops.run_forward),
         (ops.attention_kl_backward, ops.run_backward),
+        (linear_ops.linear_kl, linear_ops.run_forward),
+        (linear_ops.linear_kl_backward, linear_ops.run_backward),
+        (linear_ops.linear_kl_sum, linear_ops.run_sum),
     ):
         call = WITHOUT_AUTOGRAD[operator]
         lowerings[call] = functools.partial(_lower, call, run, fallback_handler(call))
@@ -48,13 +51,15 @@ def _lower(
     if not is_wanted():
         return fallback(*args, **kwargs)
     given = _by_name(operator, args, kwargs)
-    device = given["student_q"].get_device()
+    is_attention = "student_q" in given
+    device = given["student_q" if is_attention else "student_hidden"].get_device()
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return fallback(*args, **kwargs)
     try:
-        from torch_streamkl.fx_passes.inductor_lowering import Lowering
+        from torch_streamkl.fx_passes import inductor_lowering as of
 
-        build = Lowering(given).traced(run)
+        implementation = of.attention_implementation if is_attention else of.linear_implementation
+        build = of.Lowering(given).traced(run, implementation)
     except (ImportError, NotImplementedError) as reason:
         log.warning("a graph of C++ calls the Python of %s: %s", operator, reason)
         return fallback(*args, **kwargs)

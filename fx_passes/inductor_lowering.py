@@ -15,17 +15,39 @@ import sympy
 import torch
 from torch import Tensor
 from torch._inductor import ir
+from torch._inductor.kernel.mm import aten_mm
 from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
-from torch_streamkl import ops
+from torch_streamkl import linear_ops, linear_rows, ops
 from torch_streamkl.fx_passes.inductor_launch import KernelLaunch
 from torch_streamkl.kernels.entries import Entry, entry_of
 from torch_streamkl.kernels.traced import Allocation, Launch, Operation, Untraceable, trace
 from torch_streamkl.launch import select_implementation
 
 aten = torch.ops.aten
-PROBLEM = tuple(inspect.signature(ops.problem_of).parameters)
+ATTENTION, LINEAR = (
+    tuple(inspect.signature(f).parameters) for f in (ops.problem_of, linear_ops.problem_of)
+)
+
+
+def attention_implementation(given: dict[str, Any]) -> str:
+    """Which kernels compute the problem of these arguments; raises where none do."""
+    problem, impl = ops.problem_of(**{k: given[k] for k in ATTENTION})
+    if not all(isinstance(n, int) for x in problem.queries_and_keys for n in x.shape[1::2]):
+        raise Untraceable("the number of heads or their width varies")
+    # a package has no Python that could launch kernels for Hopper
+    automatic = "triton" if V.graph.aot_mode else "auto"
+    return select_implementation(problem, automatic if impl == "auto" else impl)
+
+
+def linear_implementation(given: dict[str, Any]) -> str:
+    """The same for LM heads."""
+    problem, _, impl = linear_ops.problem_of(**{k: given[k] for k in LINEAR})
+    if not all(isinstance(n, int) for head in problem.heads for n in head.hidden.shape):
+        raise Untraceable("the number of tokens varies, and with it that of chunks")
+    rows = linear_ops.row_functions(problem, impl)
+    return "streaming" if rows is linear_rows else "triton"
 
 
 class Lowering:
@@ -35,7 +57,11 @@ class Lowering:
         self.boxes: dict[int, Any] = {}  # of the inputs and allocations, by fake tensor
         self.given = given
 
-    def traced(self, run: Callable[..., Sequence[Tensor]]) -> Callable[[], tuple[Any, ...]]:
+    def traced(
+        self,
+        run: Callable[..., Sequence[Tensor]],
+        implementation: Callable[[dict[str, Any]], str],
+    ) -> Callable[[], tuple[Any, ...]]:
         """A function that makes the nodes: nothing may stop it, so all is tried before."""
 
         def refuse(guard: Any, _: Any) -> None:
@@ -44,7 +70,10 @@ class Lowering:
         shape_env = V.graph.sizevars.shape_env
         with V.graph.fake_mode:
             given = {name: self._fake(x) for name, x in self.given.items()}
-            given["impl"] = self._implementation(given)
+            found = implementation(given)
+            if found != "triton":
+                raise Untraceable(f"impl={given['impl']!r} runs as {found!r} here")
+            given["impl"] = found
             tensors = [x for x in given.values() if isinstance(x, Tensor)]
             self.inputs = set(self.boxes)
             with mock.patch.object(shape_env, "_check_frozen", refuse):
@@ -61,19 +90,6 @@ class Lowering:
             return tuple(self._box(x) for x in outputs)
 
         return build
-
-    def _implementation(self, given: dict[str, Any]) -> str:
-        """ "triton"; raises where other kernels compute the problem, or no kernel does."""
-        impl: str = given["impl"]
-        problem, _ = ops.problem_of(**{k: v for k, v in given.items() if k in PROBLEM})
-        if not all(isinstance(n, int) for x in problem.queries_and_keys for n in x.shape[1::2]):
-            raise Untraceable("the number of heads or their width varies")
-        # a package has no Python that could launch kernels for Hopper
-        automatic = "triton" if V.graph.aot_mode else "auto"
-        found = select_implementation(problem, automatic if impl == "auto" else impl)
-        if found != "triton":
-            raise NotImplementedError(f"impl={impl!r} runs as {found!r} here")
-        return found
 
     def _fake(self, x: Any) -> Any:
         """What stands for an argument."""
@@ -112,10 +128,13 @@ class Lowering:
         if isinstance(step, Allocation):
             self._allocate(step.out)
             return
-        if id(step.out) not in self.boxes and self.trace.root(step.out) is step.out:
-            self._allocate(step.out)  # with the strides that kernels get
-        out = self._box(step.out)
-        storage, layout = ir.as_storage_and_layout(out, freeze=True)
+        out, root = step.out, self.trace.root(step.out)
+        if step.name == "mm" and _is_whole(out, root):  # without a copy
+            self.boxes[id(root)] = self._matmul(step)
+            return
+        if root is out and id(out) not in self.boxes:
+            self._allocate(out)  # with the strides that kernels get
+        storage, layout = ir.as_storage_and_layout(self._box(out), freeze=True)
         # of a whole buffer Inductor would make another one
         view = ir.TensorBox(ir.ReinterpretView(data=storage, layout=layout))
         lowerings[aten.copy_.default](view, self._value(step))
@@ -123,15 +142,33 @@ class Lowering:
     def _value(self, step: Operation) -> Any:
         """What an operation computes."""
         args = [self._box(x) if isinstance(x, Tensor) else x for x in step.args]
-        dtype = step.out.dtype
-        if step.name == "zero_":
-            size = _expressions(step.out.shape)
-            return lowerings[aten.full.default](size, 0, dtype=dtype, device=step.out.device)
-        if step.name in ("_to_copy", "clone"):
-            return to_dtype(args[0], dtype)
-        if step.name.startswith("mul."):
-            return lowerings[aten.mul.Tensor](*args[:2])
-        return lowerings[aten.sum.dim_IntList](*args[:3], dtype=dtype)
+        size, dtype, device = _expressions(step.out.shape), step.out.dtype, step.out.device
+        match step.name:
+            case "zeros" | "zeros_like":
+                return lowerings[aten.full.default](size, 0, dtype=dtype, device=device)
+            case "new_ones":
+                return lowerings[aten.full.default](size, 1, dtype=dtype, device=device)
+            case "_to_copy" | "clone":
+                return to_dtype(args[0], dtype)
+            case "copy":
+                return args[1]
+            case "mm":
+                return self._matmul(step)
+            case "sum" | "sum.dim_IntList":
+                return lowerings[aten.sum.dim_IntList](*(*args, None)[:3], dtype=dtype)
+            case "scalar_tensor":
+                return lowerings[aten.full.default](size, args[0], dtype=dtype, device=device)
+        name, _, overload = step.name.partition(".")
+        return lowerings[getattr(getattr(aten, name), overload or "default")](*args)
+
+    def _matmul(self, step: Operation) -> Any:
+        out = step.out
+        layout = ir.FixedLayout(
+            out.device, out.dtype, _expressions(out.shape), _expressions(out.stride())
+        )
+        # its lowering would choose the strides
+        operands = [ir.ExternKernel.realize_input(self._box(x)) for x in step.args[:2]]
+        return aten_mm.bind(operands, layout).output_node()
 
     def _launch(self, step: Launch, entry: Entry, values: dict[str, Any]) -> None:
         written: dict[str, Any] = {}
@@ -145,6 +182,11 @@ class Lowering:
         }
         grid = _expressions(step.grid)
         KernelLaunch(entry, grid, arguments, list(written.values()), step.options)
+
+
+def _is_whole(x: Tensor, root: Tensor) -> bool:
+    """Whether a tensor is all of what its memory belongs to, in its order."""
+    return x.shape == root.shape and x.stride() == root.stride()
 
 
 def _expression(n: Any) -> Any:

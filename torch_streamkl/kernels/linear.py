@@ -5,6 +5,7 @@ The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -12,6 +13,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.functional import Bilinear
+from torch_streamkl.kernels import recorded
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.linear_rows import Config, HeadArgs, RowArgs, row_kernel, scale_kernel
 from torch_streamkl.kernels.pointwise import helper
@@ -74,12 +76,19 @@ def _launch(
 ) -> None:
     form = problem.functional.bilinear
     config, num_warps = config_of(problem, student, teacher, weights, wanted, compute_values)
-    row_kernel[(problem.num_tokens,)](
+    arguments = (
         head_args(problem.student, student), head_args(problem.teacher, teacher),
         row_args(problem, out, weights),
-        FORM=form_args(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config,
-        num_warps=num_warps, **COMPILE_OPTIONS,
     )  # fmt: skip
+    constants = (form_args(form or Bilinear()), helper(problem.functional.text), config)
+    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    grid = (problem.num_tokens, 1, 1)
+    observer = recorded.active()
+    start = functools.partial(row_kernel[grid], *arguments, *constants, **options)
+    if observer is None:
+        start()
+    else:
+        observer.run(start, row_kernel, grid, arguments, constants, options)
 
 
 def config_of(

@@ -17,9 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_streamkl.kernels import recorded
 
-# with their results in a tensor of their own, or in the first argument
-OPERATIONS = {"_to_copy", "clone", "mul.Tensor", "sum.dim_IntList", "zero_"}
-INTO_A_TENSOR = {"mul.out", "sum.IntList_out"}
+# whose results are tensors of their own
+OPERATIONS = {
+    "_to_copy", "add.Tensor", "clone", "eq.Scalar", "mul.Tensor", "new_ones", "scalar_tensor",
+    "sum", "sum.dim_IntList", "where.self", "zeros", "zeros_like",
+}  # fmt: skip
+# and those that write to one, with the operation whose result they write
+WRITING = {
+    "add_.Tensor": "add.Tensor", "addmm_": "addmm", "copy_": "copy", "mm.out": "mm",
+    "mul.out": "mul.Tensor", "sum.IntList_out": "sum.dim_IntList", "zero_": "zeros_like",
+}  # fmt: skip
 
 
 class Untraceable(NotImplementedError):
@@ -33,7 +40,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Operation:
-    """A torch operation; ``out`` is its result, or what it writes to."""
+    """A torch operation that has a result, and where that is."""
 
     name: str
     args: tuple[Any, ...]
@@ -86,10 +93,12 @@ class Trace(TorchDispatchMode):
             for part in out if isinstance(out, (list, tuple)) else (out,):
                 self._alive.append(part)
                 self._roots[id(part)] = self.root(args[0])
-        elif full_name in OPERATIONS | INTO_A_TENSOR:
-            if id(out) not in self._roots:
-                self._new(out)
+        elif full_name in OPERATIONS:
+            self._new(out)
             self.steps.append(Operation(full_name, args, kwargs, out))
+        elif full_name in WRITING:
+            self.root(out)
+            self.steps.append(Operation(WRITING[full_name], args, kwargs, out))
         else:
             raise Untraceable(f"the operation {full_name}")
         return out
