@@ -14,6 +14,7 @@ where an implementation cannot be traced, the operator is called, and the log sa
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -23,6 +24,11 @@ from torch_streamkl import linear_ops, ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 log = logging.getLogger("torch_streamkl")
+NOTE = {
+    True: "on a GPU this graph's C++ launches the portable kernels; where it calls Python, a "
+    "warning says so when the graph is lowered",
+    False: "with this torch, C++ calls the Python of our operators",
+}
 
 
 @functools.cache
@@ -30,7 +36,9 @@ def install() -> bool:
     """Lower our operators by what they do in graphs of C++; False where Inductor is another."""
     try:
         from torch._inductor.lowering import fallback_handler, lowerings
-    except ImportError:
+
+        _check_inductor()
+    except (ImportError, AttributeError, TypeError):
         return False
     for operator, run in (
         (ops.attention_kl, ops.run_forward),
@@ -42,6 +50,27 @@ def install() -> bool:
         call = WITHOUT_AUTOGRAD[operator]
         lowerings[call] = functools.partial(_lower, call, run, fallback_handler(call))
     return True
+
+
+def _check_inductor() -> None:
+    """Raises where the private parts that launches are made of are not those that we know."""
+    from torch._inductor import ir
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.kernel.mm import aten_mm
+
+    kernel = ir.UserDefinedTritonKernel
+    inspect.signature(kernel.__init__).bind(
+        None, kernel_idx=0, grid=(), tma_descriptor_metadata={}, kernel_args={}
+    )
+    inspect.signature(ir.MutationOutput.__init__).bind(None, None, None, None)
+    inspect.signature(ir.ir_node_to_tensor).bind(None)
+    define = PythonWrapperCodegen.define_user_defined_triton_kernel
+    names = ("kernel", "configs", "kwargs", "restore_value_args", "reset_to_zero_args", "grids")
+    if tuple(inspect.signature(define).parameters)[1:7] != names:
+        raise TypeError("another way to define kernels")
+    for part in (kernel.get_kernel_and_metadata, PythonWrapperCodegen.define_kernel, aten_mm.bind):
+        inspect.signature(part)
+    inspect.signature(ir.ReinterpretView).bind(data=None, layout=None)
 
 
 def _lower(
@@ -60,7 +89,7 @@ def _lower(
 
         implementation = of.attention_implementation if is_attention else of.linear_implementation
         build = of.Lowering(given).traced(run, implementation)
-    except (ImportError, NotImplementedError) as reason:
+    except (ImportError, AttributeError, NotImplementedError) as reason:
         log.warning("a graph of C++ calls the Python of %s: %s", operator, reason)
         return fallback(*args, **kwargs)
     return build()

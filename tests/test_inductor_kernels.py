@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.interpreter import inside, outside, quiet, run_interpreted
 from torch_streamkl import attention_kl, linear_kl, ops
+from torch_streamkl.fx_passes import backend, inductor_kernels
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 pytestmark = quiet
@@ -141,6 +142,40 @@ def test_a_call_that_cannot_be_traced(
     torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
     assert not launched
     assert "the number of heads or their width varies" in caplog.text
+
+
+@outside
+@pytest.mark.parametrize("moved", ["UserDefinedTritonKernel", "MutationOutput"])
+def test_an_inductor_that_moved_its_parts(moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import ir
+
+    monkeypatch.delattr(ir, moved)
+    assert not inductor_kernels.install.__wrapped__()
+
+
+@outside
+@pytest.mark.parametrize("launches", [True, False])
+def test_the_report_says_it(launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor_kernels, "install", lambda: launches)
+
+    def loss(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
+        got, wanted = (q @ k.mT).log_softmax(-1), (teacher_q @ teacher_k.mT).softmax(-1)
+        return torch.nn.functional.kl_div(got, wanted, reduction="sum")
+
+    def notes(cpp_wrapper: bool) -> list[str]:
+        torch._dynamo.reset()
+        found: list[str] = []
+
+        def rewritten(gm: torch.fx.GraphModule, _: Any) -> Any:
+            options = backend.split_options({})[0]
+            found.extend(backend.rewrite_and_report(gm, options, cpp_wrapper).notes)
+            return gm.forward
+
+        torch.compile(loss, backend=rewritten)(*(torch.randn(1, 2, 20, 8) for _ in range(4)))
+        return found
+
+    assert inductor_kernels.NOTE[launches] in notes(cpp_wrapper=True)
+    assert not set(inductor_kernels.NOTE.values()) & set(notes(cpp_wrapper=False))
 
 
 # --------------------------------------------------------------------------------- for a GPU
