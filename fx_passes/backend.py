@@ -101,6 +101,10 @@ def streamkl(
     # enable() may have set a pass for all graphs: this one is rewritten already
     before = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
     patches["pre_grad_custom_pass"] = as_one_pass(without_ours(before))
+    if patches.get("cpp_wrapper"):
+        # torch 2.11 sets what graphs of C++ need for the forward's only, given it as an option
+        cpp_options = later("torch._inductor.compile_fx", "get_cpp_wrapper_config")
+        patches |= {name: x for name, x in cpp_options().items() if name not in theirs}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
