@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes import ddp, inductor_sites
+from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites
 from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
@@ -87,7 +87,7 @@ def streamkl(
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
-        rewrite_and_report(gm, ours)
+        rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"))
     inner = ours["streamkl.inner"]
     if inner == "eager":
         return gm.forward
@@ -102,6 +102,10 @@ def streamkl(
     # enable() may have set a pass for all graphs: this one is rewritten already
     before = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
     patches["pre_grad_custom_pass"] = as_one_pass(without_ours(before))
+    if patches.get("cpp_wrapper"):
+        # torch 2.11 sets what graphs of C++ need for the forward's only, given it as an option
+        cpp_options = later("torch._inductor.compile_fx", "get_cpp_wrapper_config")
+        patches |= {name: x for name, x in cpp_options().items() if name not in theirs}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
@@ -210,7 +214,9 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
     )
 
 
-def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
+def rewrite_and_report(
+    gm: fx.GraphModule, ours: dict[str, Any], cpp_wrapper: bool | None = None
+) -> Report:
     min_mib = ours["streamkl.min_mib"]
     report = rewrite(
         gm,
@@ -220,8 +226,14 @@ def rewrite_and_report(gm: fx.GraphModule, ours: dict[str, Any]) -> Report:
         is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
         row_programs=ours["streamkl.row_programs"],
     )
-    if report.num_fused and ours["streamkl.inner"] == "inductor" and not inductor_sites.install():
-        report.notes.append(inductor_sites.WITHOUT_TABLE)
+    if report.num_fused and ours["streamkl.inner"] == "inductor":
+        if cpp_wrapper is None:
+            cpp_wrapper = bool(torch._inductor.config.cpp_wrapper)
+        if cpp_wrapper:
+            launches = inductor_kernels.install()
+            report.notes.append(inductor_kernels.NOTE[launches])
+        elif not inductor_sites.install():
+            report.notes.append(inductor_sites.WITHOUT_TABLE)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += leaving_tensors(gm.graph)
     for observer in REPORTS:

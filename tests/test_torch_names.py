@@ -29,7 +29,13 @@ MOVED = {
     ),
 }
 # what the rewrite leaves out where it is missing
-OPTIONAL = {"ddp.py", "inductor_sites.py"}
+OPTIONAL = {
+    "ddp.py",
+    "inductor_kernels.py",
+    "inductor_launch.py",
+    "inductor_lowering.py",
+    "inductor_sites.py",
+}
 PUBLIC = {"torch._dynamo.config", "torch._inductor.config"}  # as torch documents them
 
 

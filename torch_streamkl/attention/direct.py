@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.sites import Site
+from torch_streamkl.checks import is_plain
 
 
 def attention_kl(
@@ -56,6 +57,18 @@ class _AttentionKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        site, needs = ctx.site, ctx.needs_input_grad[2:]
-        grads = ops.gradients(grad, needs, ctx.saved_tensors, site.options, site.backward)
-        return (None, None, *grads)
+        site, needs, saved = ctx.site, ctx.needs_input_grad[2:], ctx.saved_tensors
+        if (
+            needs[4]
+            or needs[5]
+            or grad is None
+            or torch.is_grad_enabled()
+            or not is_plain((grad, *saved))
+        ):
+            grads = ops.gradients(grad, needs, saved, site.options, site.backward)
+            return (None, None, *grads)
+        # the usual call, without what the others need
+        dq, dk, teacher_dq, teacher_dk = ops.without_autocast(
+            site.backward, needs[:4], grad, *saved
+        )
+        return None, None, dq, dk, teacher_dq, teacher_dk, None, None

@@ -313,10 +313,6 @@ class Settings(NamedTuple):
     max_seqlen_k: int = 0
     deterministic: bool = True
 
-    @property
-    def has_tensor(self) -> bool:
-        return isinstance(self.student_scale, Tensor) or isinstance(self.teacher_scale, Tensor)
-
 
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
     plain = checks.is_plain(inputs)
@@ -326,7 +322,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         inputs = Inputs(*prepared(inputs, settings))
     # a scale that is a tensor would be kept alive with the verdict
     sites: dict[Any, Any] = {}
-    if plain and not settings.has_tensor:
+    scales = (settings.student_scale, settings.teacher_scale)
+    if plain and not isinstance(scales[0], Tensor) and not isinstance(scales[1], Tensor):
         verdict = checks.remembered(inputs, settings, _checked_options)
         options, sites = verdict.options, verdict.kept
     else:

@@ -82,4 +82,13 @@ def helper(functional_text: str) -> Any:
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     scope = {"triton": triton, "tl": tl, "__name__": f"torch_streamkl.kernels.generated_{digest}"}
     exec(compile(text, filename, "exec"), scope)
+    _texts[scope["helper"]] = functional_text
     return scope["helper"]
+
+
+_texts: dict[Any, str] = {}
+
+
+def text_of(function: Any) -> str | None:
+    """The functional of a function that `helper` has made."""
+    return _texts.get(function)

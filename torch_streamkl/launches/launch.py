@@ -420,7 +420,7 @@ def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
         _padded(problem.teacher.head_dim),
         problem.student.q.element_size(),
         problem.window_right is not None,
-        max(lengths),
+        max(hint_of(n) for n in lengths),
     )
 
 
@@ -463,7 +463,15 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
     if problem.is_packed:
         return 1
     wanted = each * multiprocessors(problem.student.q.device)
-    return max(1, min(wanted // max(programs, 1), most, MOST_SHARES))
+    return max(1, min(wanted // max(hint_of(programs), 1), hint_of(most), MOST_SHARES))
+
+
+def hint_of(n: int | torch.SymInt) -> int:
+    """A number, or of a symbolic one what it is likely to be: for choices that are never wrong."""
+    if not isinstance(n, torch.SymInt):
+        return n
+    hint = n.node.hint
+    return 1 if hint is None else int(hint)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

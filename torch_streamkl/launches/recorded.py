@@ -17,7 +17,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from triton.runtime.jit import JITCallable, KernelInterface
 Program = Callable[
     ..., Any
 ]  # of the tensors; None where it does not apply: call what was recorded
-_ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 # whose effect depends on their arguments' metadata and contents only, and never waits for a GPU
 _OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone", "_to_copy"}
 _OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
@@ -45,9 +45,24 @@ class Generation:
     number = 0
 
 
-def active() -> Recorder | None:
-    """The recorder of this thread."""
-    found: Recorder | None = getattr(_ACTIVE, "recorder", None)
+class Observer(Protocol):
+    """Who sees launches: a `Recorder`, or a `traced.Trace`."""
+
+    def run(
+        self,
+        start: Callable[[], Any],
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+    ) -> None:
+        """Launch a kernel by ``start``, which returns what was compiled, or only note it."""
+
+
+def active() -> Observer | None:
+    """Who sees the launches of this thread."""
+    found: Observer | None = getattr(_ACTIVE, "observer", None)
     return found
 
 
@@ -61,7 +76,7 @@ def record(
     another current device, other settings of torch, a profiler that watches Triton's launches.
     """
     recorder = Recorder(tensors)
-    with _recording(recorder), recorder:
+    with seen_by(recorder), recorder:
         outputs = function(*tensors)
     try:
         return outputs, recorder.program(outputs)
@@ -72,12 +87,13 @@ def record(
 
 
 @contextmanager
-def _recording(recorder: Recorder) -> Iterator[None]:
-    _ACTIVE.recorder = recorder
+def seen_by(observer: Observer) -> Iterator[None]:
+    """Inside, an observer sees the launches of this thread."""
+    _ACTIVE.observer = observer
     try:
         yield
     finally:
-        _ACTIVE.recorder = None
+        _ACTIVE.observer = None
 
 
 class Recorder(TorchDispatchMode):
@@ -130,7 +146,7 @@ class Recorder(TorchDispatchMode):
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
         self._alive.append(out)
-        if name in _ALLOCATIONS:
+        if name in ALLOCATIONS:
             self._allocation(out)
         elif func.is_view:
             parts = out if isinstance(out, (list, tuple)) else (out,)
@@ -160,20 +176,29 @@ class Recorder(TorchDispatchMode):
         empty = self._constant(_empty_strided(self.device), "empty")
         self.lines.append(f"{self._named(out)} = {empty}({size}, {strides}, {dtype})")
 
-    def unseen(self) -> Any:
-        """A context whose torch operations are not recorded, such as those of the interpreter."""
-        return _disable_current_modes()
+    def run(
+        self,
+        start: Callable[[], Any],
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+    ) -> None:
+        """Launch a kernel and write that down."""
+        with _disable_current_modes():  # the interpreter's torch operations are none of these
+            compiled = start()
+        self._launch(kernel, compiled, grid, (*arguments, *constants), options)
 
-    def launch(
+    def _launch(
         self,
         kernel: Any,
         compiled: Any,
         grid: tuple[int, int, int],
         arguments: tuple[Any, ...],
-        options: dict[str, Any],
+        options: dict[str, int],
     ) -> None:
-        """Write down a launch; ``compiled`` is None where the interpreter ran the kernel."""
-        by_pointer = compiled is not None
+        by_pointer = compiled is not None  # else the interpreter ran the kernel
         with self._keeping_obstacles():
             if by_pointer and not runs_directly():
                 raise Unrecordable("an unknown way to launch compiled kernels")
@@ -320,12 +345,10 @@ def _descriptor_of(template: Any, base: Tensor) -> Any:
 
 def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
     """torch.empty_strided without the parsing of its arguments, as compiled graphs call it."""
-    if device.type == "cuda":
-        found: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-        return found
-    return lambda size, stride, dtype: torch.empty_strided(
-        size, stride, dtype=dtype, device=device
-    )
+    guards: Any = torch._C._dynamo.guards
+    found: Callable[..., Tensor]
+    found = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
+    return found
 
 
 def _has_tensor(x: Any) -> bool:

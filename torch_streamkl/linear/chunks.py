@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.divergences.row_state import RowState
@@ -128,7 +129,7 @@ def forward_with_gradients(
     teacher = logits_buffer(problem.teacher, chunks.teacher_tokens)
     all_words = slice(0, max(head.num_words for head in problem.heads))
     has_room = workspace_bytes(problem, max_workspace_mib) >= SIDE_STREAM_MIB * MIB
-    side = SideStream(student.device, has_room)
+    side = SideStream(student.device, has_room and not isinstance(student, FakeTensor))
     for chunk in even_ranges(problem.num_tokens, chunks.tokens, token_multiple(problem)):
         parts = list(ranges(chunk.stop - chunk.start, chunks.teacher_tokens))
         for part in parts:
@@ -234,7 +235,11 @@ def logits_buffer(head: Head, tokens: int) -> Tensor:
 
 def logits_of(head: Head, buffer: Tensor) -> Tensor:
     """``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
-    out = buffer[: head.hidden.shape[0], : head.num_words]
+    if isinstance(buffer, FakeTensor):  # of a trace: a compiler places them, and makes no copy
+        size = (head.hidden.shape[0], head.num_words)
+        out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))
+    else:
+        out = buffer[: head.hidden.shape[0], : head.num_words]
     torch.mm(head.hidden, head.weight.t(), out=out)
     if head.adapter_hidden is not None and head.adapter_weight is not None:
         out.addmm_(head.adapter_hidden, head.adapter_weight.t())

@@ -332,6 +332,9 @@ def _with_gradients(logits: list[int], wanted: Any) -> int:
     return sum(logits) + sum(flops for flops, need in each if need)
 
 
+run_forward, run_backward, run_sum = (
+    functools.partial(x, False) for x in (_forward, _backward, _sum)
+)
 for _name, _implementation, _fake, _flops in (
     ("linear_kl", _forward, _forward_fake, forward_flops),
     ("linear_kl_backward", _backward, _backward_fake, _backward_flops),

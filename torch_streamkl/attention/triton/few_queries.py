@@ -21,6 +21,7 @@ def heads_as_rows(problem: AttentionProblem) -> AttentionProblem | None:
     student, teacher = problem.student, problem.teacher
     if (
         student.num_heads == student.num_kv_heads
+        or not isinstance(problem.seqlen_q, int)  # few or many: a symbolic size is not asked
         or problem.seqlen_q > FEW_QUERIES
         or teacher.num_heads != student.num_heads
         or teacher.num_kv_heads != student.num_kv_heads

@@ -6,6 +6,7 @@ as long as a small kernel runs. A `Plan` keeps all of it: a later call passes po
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,18 +111,20 @@ class Plan:
         ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
         another kernel for.
         """
+        launch = (name, kernel, grid, arguments, constants, options, tensors)
+        observer = recorded.active()
+        if observer is not None:
+            start = functools.partial(self._launch_on_device, *launch)
+            all_options = {**options, **COMPILE_OPTIONS}
+            observer.run(start, kernel, grid, arguments, constants, all_options)
+        else:
+            self._launch_on_device(*launch)
+
+    def _launch_on_device(self, *launch: Any) -> Any:
         if self.device_index is not None and torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):  # Triton launches on the current device
-                self.run(name, kernel, grid, arguments, constants, options, tensors)
-            return
-        recorder = recorded.active()
-        if recorder is None:
-            self._launch(name, kernel, grid, arguments, constants, options, tensors)
-            return
-        with recorder.unseen():
-            compiled = self._launch(name, kernel, grid, arguments, constants, options, tensors)
-        options = {**options, **COMPILE_OPTIONS}
-        recorder.launch(kernel, compiled, grid, (*arguments, *constants), options)
+                return self._launch(*launch)
+        return self._launch(*launch)
 
     def _launch(
         self,
@@ -151,7 +154,10 @@ _plans: dict[Any, Plan] = {}
 def plan_of(problem: AttentionProblem) -> Plan:
     """The plan of a problem's metadata, kept for the next one."""
     key = _key(problem)
-    plan = _plans.get(key)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # symbolic sizes have no hash
+        return Plan(problem)
     if plan is None:
         plan = Plan(problem)
         if len(_plans) >= MAX_PLANS:

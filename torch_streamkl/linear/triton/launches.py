@@ -5,6 +5,7 @@ The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.launches import recorded
 from torch_streamkl.launches.launch import COMPILE_OPTIONS
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 from torch_streamkl.linear.triton.rows import (
@@ -80,12 +82,19 @@ def _launch(
 ) -> None:
     form = problem.functional.bilinear
     config, num_warps = config_of(problem, student, teacher, weights, wanted, compute_values)
-    row_kernel[(problem.num_tokens,)](
+    arguments = (
         head_args(problem.student, student), head_args(problem.teacher, teacher),
         row_args(problem, out, weights),
-        FORM=form_args(form or Bilinear()), HELPER=helper(problem.functional.text), CONFIG=config,
-        num_warps=num_warps, **COMPILE_OPTIONS,
     )  # fmt: skip
+    constants = (form_args(form or Bilinear()), helper(problem.functional.text), config)
+    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    grid = (problem.num_tokens, 1, 1)
+    observer = recorded.active()
+    start = functools.partial(row_kernel[grid], *arguments, *constants, **options)
+    if observer is None:
+        start()
+    else:
+        observer.run(start, row_kernel, grid, arguments, constants, options)
 
 
 def config_of(

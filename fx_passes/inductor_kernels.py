@@ -1,0 +1,110 @@
+"""Our kernels in graphs that Inductor compiles to C++: Inductor launches them itself.
+
+With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded where there
+is no Python of ours. So the lowering of an operator is not a call of it there: what its
+implementation would do is traced (torch_streamkl/kernels/traced.py) and becomes Inductor's
+allocations, Inductor's operations, and launches of our portable kernels by entries
+(torch_streamkl/kernels/entries.py), which Inductor compiles and launches as it does those that a
+user has written.
+
+The classes of Inductor that this takes are private. Where one is missing or looks different, and
+where an implementation cannot be traced, the operator is called, and the log says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_streamkl.attention import ops
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+
+log = logging.getLogger("torch_streamkl")
+NOTE = {
+    True: "on a GPU this graph's C++ launches the portable kernels; where it calls Python, a "
+    "warning says so when the graph is lowered",
+    False: "with this torch, C++ calls the Python of our operators",
+}
+
+
+@functools.cache
+def install() -> bool:
+    """Lower our operators by what they do in graphs of C++; False where Inductor is another."""
+    try:
+        from torch._inductor.lowering import fallback_handler, lowerings
+
+        _check_inductor()
+    except (ImportError, AttributeError, TypeError):
+        return False
+    for operator, run in (
+        (ops.attention_kl, ops.run_forward),
+        (ops.attention_kl_backward, ops.run_backward),
+        (linear_ops.linear_kl, linear_ops.run_forward),
+        (linear_ops.linear_kl_backward, linear_ops.run_backward),
+        (linear_ops.linear_kl_sum, linear_ops.run_sum),
+    ):
+        call = WITHOUT_AUTOGRAD[operator]
+        lowerings[call] = functools.partial(_lower, call, run, fallback_handler(call))
+    return True
+
+
+def _check_inductor() -> None:
+    """Raises where the private parts that launches are made of are not those that we know."""
+    from torch._inductor import ir
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.kernel.mm import aten_mm
+
+    kernel = ir.UserDefinedTritonKernel
+    inspect.signature(kernel.__init__).bind(
+        None, kernel_idx=0, grid=(), tma_descriptor_metadata={}, kernel_args={}
+    )
+    inspect.signature(ir.MutationOutput.__init__).bind(None, None, None, None)
+    inspect.signature(ir.ir_node_to_tensor).bind(None)
+    define = PythonWrapperCodegen.define_user_defined_triton_kernel
+    names = ("kernel", "configs", "kwargs", "restore_value_args", "reset_to_zero_args", "grids")
+    if tuple(inspect.signature(define).parameters)[1:7] != names:
+        raise TypeError("another way to define kernels")
+    for part in (kernel.get_kernel_and_metadata, PythonWrapperCodegen.define_kernel, aten_mm.bind):
+        inspect.signature(part)
+    inspect.signature(ir.ReinterpretView).bind(data=None, layout=None)
+
+
+def _lower(
+    operator: Any, run: Callable[..., Any], fallback: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The lowering of an operator whose implementation is ``run``."""
+    if not is_wanted():
+        return fallback(*args, **kwargs)
+    given = _by_name(operator, args, kwargs)
+    is_attention = "student_q" in given
+    device = given["student_q" if is_attention else "student_hidden"].get_device()
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return fallback(*args, **kwargs)
+    try:
+        from torch_streamkl.fx_passes import inductor_lowering as of
+
+        implementation = of.attention_implementation if is_attention else of.linear_implementation
+        build = of.Lowering(given).traced(run, implementation)
+    except (ImportError, AttributeError, NotImplementedError) as reason:
+        log.warning("a graph of C++ calls the Python of %s: %s", operator, reason)
+        return fallback(*args, **kwargs)
+    return build()
+
+
+def is_wanted() -> bool:
+    """Whether the graph that Inductor lowers becomes C++, from which a call of Python is long."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.cpp_wrapper)
+
+
+def _by_name(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments, in the order of the schema."""
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {x.name: given.get(x.name, x.default_value) for x in operator._schema.arguments}

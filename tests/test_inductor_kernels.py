@@ -1,0 +1,236 @@
+"""Graphs of C++ launch our kernels: what they compute, and what is written for a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from torch_streamkl import attention_kl, linear_kl
+from torch_streamkl.attention import ops
+from torch_streamkl.fx_passes import backend, inductor_kernels
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+
+pytestmark = quiet
+slow = pytest.mark.slow
+KL = "(P*(logP-logS))"
+EQUAL, GROUPS = [(2, 3, 20, 8)] * 4, [(1, 4, 20, 8), (1, 2, 20, 8)] * 2
+FEW, LONG = [(1, 4, 3, 8), (1, 2, 24, 8)] * 2, [(1, 1, 8, 8), (1, 1, 160, 8)] * 2
+MEAN = [(1, 1, 20, 8)] * 2 + [(1, 2, 20, 8)] * 2
+ONE = {"forward_kernel": 1, "dq_kernel": 2, "dk_kernel": 2}
+SPLIT = {"state_kernel": 1, "merge_kernel": 1, "dq_kernel": 2, "dk_kernel": 2}
+CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, int]]] = {
+    "plain": (EQUAL, {}, ONE),
+    "causal": (GROUPS, {"is_causal": True, "divergence": "js"}, ONE),
+    "few_queries": (FEW, {}, ONE),
+    "split": (
+        LONG,
+        {"divergence": "js"},
+        SPLIT | {"sums_kernel": 1, "merge_sums_kernel": 1},
+    ),
+    "split_mask": (LONG, {"attn_mask": torch.arange(160).view(1, 1, 1, 160) % 3 > 0}, SPLIT),
+    "head_mean": (
+        MEAN,
+        {"head_reduction": "mean"},
+        {"lse_kernel": 2, "mean_kernel": 2, "mean_sums_kernel": 1, "group_sums_kernel": 1}
+        | {"mean_dq_kernel": 2, "mean_dk_kernel": 2},
+    ),
+}
+QUICK = ("split", "few_queries")
+
+
+@outside
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__, "-m", "not slow")
+
+
+def results(function: Any, inputs: list[Tensor]) -> list[Tensor]:
+    value = function(*inputs)
+    learning = [x for x in inputs if x.requires_grad]
+    return [value.detach(), *torch.autograd.grad(value.sum(), learning)]
+
+
+def compiled(function: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="streamkl", options={"fx_graph_cache": False})
+
+
+def counted(launched: list[str]) -> dict[str, int]:
+    return Counter(re.sub(r"streamkl_(\w+kernel).*", r"\1", name) for name in launched)
+
+
+@inside
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in QUICK else [slow]) for x in CASES]
+)
+def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.cpp_graphs import launched_by_graphs
+
+    shapes, options, expected = CASES[name]
+    inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+
+    def rows(*tensors: Tensor, impl: str = "auto") -> Tensor:
+        return attention_kl(*tensors, reduction="none", impl=impl, **options)
+
+    with launched_by_graphs(monkeypatch) as launched:
+        found = results(compiled(rows), inputs)
+    reference = results(lambda *x: rows(*x, impl="reference"), inputs)
+    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+    assert counted(launched) == expected
+
+
+@inside
+def test_lengths_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.cpp_graphs import launched_by_graphs
+
+    def rows(*tensors: Tensor, impl: str = "auto") -> Tensor:
+        return attention_kl(*tensors, reduction="none", impl=impl)
+
+    function = compiled(rows)
+    with launched_by_graphs(monkeypatch) as launched:
+        for seqlen, stance in ((20, "default"), (33, "fail_on_recompile")):
+            inputs = [torch.randn(1, 2, seqlen, 8).requires_grad_() for _ in range(4)]
+            for x in inputs:
+                torch._dynamo.mark_dynamic(x, 2)
+            with torch.compiler.set_stance(stance):
+                found = results(function, inputs)
+            reference = results(lambda *x: rows(*x, impl="reference"), inputs)
+            torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+    assert counted(launched) == {name: 2 * n for name, n in ONE.items()}
+
+
+@inside
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=slow)])
+def test_heads(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.cpp_graphs import launched_by_graphs
+
+    shapes = (20, 8), (30, 8), (20, 16), (30, 16), (30,)
+    inputs = [torch.randn(shape).requires_grad_(i in (0, 1, 4)) for i, shape in enumerate(shapes)]
+
+    def rows(*x: Tensor, impl: str = "auto") -> Tensor:
+        return linear_kl(*x[:4], student_bias=x[4], reduction=reduction, impl=impl)
+
+    with launched_by_graphs(monkeypatch) as launched:
+        found = results(compiled(rows), inputs)
+    reference = results(lambda *x: rows(*x, impl="reference"), inputs)
+    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+    assert counted(launched) == {"row_kernel": 1 if reduction == "mean" else 2}
+
+
+@inside
+def test_a_call_that_cannot_be_traced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.support.cpp_graphs import launched_by_graphs
+
+    inputs = [torch.randn(1, 2, 20, 8).requires_grad_() for _ in range(4)]
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 3)
+
+    def rows(*tensors: Tensor, impl: str = "auto") -> Tensor:
+        return attention_kl(*tensors, reduction="none", impl=impl)
+
+    with launched_by_graphs(monkeypatch) as launched:
+        found = results(compiled(rows), inputs)
+    reference = results(lambda *x: rows(*x, impl="reference"), inputs)
+    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+    assert not launched
+    assert "the number of heads or their width varies" in caplog.text
+
+
+@outside
+@pytest.mark.parametrize("moved", ["UserDefinedTritonKernel", "MutationOutput"])
+def test_an_inductor_that_moved_its_parts(moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import ir
+
+    monkeypatch.delattr(ir, moved)
+    assert not inductor_kernels.install.__wrapped__()
+
+
+@outside
+@pytest.mark.parametrize("launches", [True, False])
+def test_the_report_says_it(launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor_kernels, "install", lambda: launches)
+
+    def loss(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
+        got, wanted = (q @ k.mT).log_softmax(-1), (teacher_q @ teacher_k.mT).softmax(-1)
+        return torch.nn.functional.kl_div(got, wanted, reduction="sum")
+
+    def notes(cpp_wrapper: bool) -> list[str]:
+        torch._dynamo.reset()
+        found: list[str] = []
+
+        def rewritten(gm: torch.fx.GraphModule, _: Any) -> Any:
+            options = backend.split_options({})[0]
+            found.extend(backend.rewrite_and_report(gm, options, cpp_wrapper).notes)
+            return gm.forward
+
+        torch.compile(loss, backend=rewritten)(*(torch.randn(1, 2, 20, 8) for _ in range(4)))
+        return found
+
+    assert inductor_kernels.NOTE[launches] in notes(cpp_wrapper=True)
+    assert not set(inductor_kernels.NOTE.values()) & set(notes(cpp_wrapper=False))
+
+
+# --------------------------------------------------------------------------------- for a GPU
+@outside
+def test_written_as_cpp() -> None:
+    """Without a GPU: neither compiled nor run."""
+    from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
+
+    from tests.support.cpp_graphs import written_as_cpp
+
+    if not hasattr(DeferredTritonCallWrapper, "generate_lazy"):
+        pytest.skip("this torch compiles kernels before it writes C++")
+    forward, backward = (
+        WITHOUT_AUTOGRAD[x] for x in (ops.attention_kl, ops.attention_kl_backward)
+    )
+
+    def step(q: Tensor, k: Tensor, tq: Tensor, tk: Tensor) -> Any:
+        options = {"functional": KL, "student_scale": 0.125, "teacher_scale": 0.125}
+        value, *statistics = forward(q, k, tq, tk, **options)
+        wanted = [True, True, False, False]
+        grads = backward(value, *statistics, wanted, q, k, tq, tk, **options)
+        return value, *grads[:2]
+
+    code = written_as_cpp(step, *[(torch.bfloat16, (32, 12, 128, 64))] * 4)
+    called = re.findall(r"^ *call_streamkl_(\w+kernel)_\d+\(", code, re.MULTILINE)
+    assert called == ["forward_kernel", "dq_kernel", "dk_kernel"]
+    assert "enable_fp_fusion" in code
+    assert "from torch_streamkl.kernels.attention_forward import forward_kernel" in code
+    for operator in (forward, backward):
+        assert operator._schema.name not in code
+        assert str(operator) not in code
+
+
+@outside
+def test_an_entry_compiles_to_what_the_kernel_does(tmp_path: Path) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from bench.offline import Launch, compile_launch, looks_like
+    from torch_streamkl.kernels import entries, traced
+
+    with looks_like("sm_90"), FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(EQUAL[0], dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        trace, _ = traced.trace(lambda *x: ops.run_forward(*x, impl="triton"), tensors)
+        (launch,) = (x for x in trace.steps if isinstance(x, traced.Launch))
+        entry, values = entries.entry_of(launch)
+        file = tmp_path / "entry.py"
+        file.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{entry.src}")
+        spec = importlib.util.spec_from_file_location("entry", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kernel = getattr(module, entry.__name__)
+        found = compile_launch(Launch(kernel, launch.grid, values, launch.options), "sm_90")
+        names = [p.name for p in launch.kernel.params]
+        own = dict(zip(names, (*launch.arguments, *launch.constants), strict=True))
+        expected = compile_launch(Launch(launch.kernel, launch.grid, own, launch.options), "sm_90")
+    assert (found.shared_bytes, found.spill_bytes) == (expected.shared_bytes, expected.spill_bytes)
+    assert found.asm["ptx"].count("fma") == expected.asm["ptx"].count("fma")

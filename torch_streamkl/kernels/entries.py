@@ -1,0 +1,131 @@
+"""Flat kernels: what a launch does, as a Triton kernel that takes no tuples.
+
+Our kernels take named tuples and jit functions. A compiler that launches kernels itself
+(fx_passes/inductor_kernels.py) passes tensors and numbers, one by one. `entry_of` writes a kernel
+of such parameters that puts the tuples together again and calls ours, by imports of their modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITCallable, KernelInterface
+
+from torch_streamkl.kernels import pointwise
+from torch_streamkl.kernels.traced import Launch, Untraceable
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Of an entry, as compilers of kernels ask for it."""
+
+    name: str
+    num: int
+    is_constexpr: bool = False
+
+
+class Entry:
+    """A kernel by its source: a function, and behind it what its names are.
+
+    It has the attributes that Inductor reads of a Triton kernel.
+    """
+
+    def __init__(self, src: str, parameters: Sequence[str], fn: Callable[..., Any]) -> None:
+        """``fn`` is the function, without what its names are: it is not called."""
+        self.src = src
+        self.arg_names = list(parameters)
+        self.params = [Parameter(name, i) for i, name in enumerate(parameters)]
+        self.fn = fn
+        self.__name__ = fn.__name__
+
+
+def entry_of(launch: Launch) -> tuple[Entry, dict[str, Any]]:
+    """The entry of a launch, and what it passes, by parameter."""
+    writer = _Writer()
+    arguments = [writer.spelled(x) for x in launch.arguments]
+    arguments += [writer.constant(x) for x in launch.constants]
+    kernel = writer.imported(launch.kernel.fn)
+    name = f"streamkl_{launch.kernel.fn.__name__}"
+    lines = [
+        f"def {name}({', '.join(writer.values)}):",
+        *(f"    {line}" for line in writer.constants),
+        f"    {kernel}({', '.join(arguments)})",
+        "",
+        *sorted(writer.imports),
+        *writer.functions,
+    ]
+    return _entry(name, "\n".join(lines) + "\n", tuple(writer.values)), writer.values
+
+
+@functools.lru_cache(maxsize=1024)
+def _entry(name: str, source: str, names: tuple[str, ...]) -> Entry:
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    filename = f"<streamkl entry {digest}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    scope: dict[str, Any] = {"__name__": f"torch_streamkl.kernels.entry_{digest}"}
+    definition = source.partition("\n\n")[0]
+    exec(compile(definition, filename, "exec"), scope)
+    return Entry(source, names, scope[name])
+
+
+class _Writer:
+    """Spells values as source."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}  # of parameters
+        self.imports: set[str] = set()
+        self.constants: list[str] = []  # assignments in the entry
+        self.functions: list[str] = []  # and behind it
+
+    def spelled(self, x: Any) -> str:
+        """A value that a kernel gets when it is launched."""
+        if isinstance(x, tuple):
+            return self._tuple(x, self.spelled)
+        if x is None or isinstance(x, bool):
+            return repr(x)
+        if isinstance(x, float):  # a parameter would be of 64 bits
+            return f"tl.full((), {self._literal(x)}, tl.float32)"
+        if not isinstance(x, (Tensor, int, torch.SymInt)):
+            raise Untraceable(f"an argument of type {type(x).__name__}")
+        name = f"a{len(self.values)}"
+        self.values[name] = x
+        return name
+
+    def constant(self, x: Any) -> str:
+        """A value that a kernel is compiled for, as a name."""
+        name = f"C{len(self.constants) + len(self.functions)}"
+        if isinstance(x, (JITCallable, KernelInterface)):
+            text = pointwise.text_of(x)
+            if text is None:
+                raise Untraceable("a function that was made in this process")
+            self.functions.append(f"{name} = {self.imported(pointwise.helper)}({text!r})")
+        else:
+            self.constants.append(f"{name}: tl.constexpr = {self._literal(x)}")
+        return name
+
+    def _literal(self, x: Any) -> str:
+        if isinstance(x, tuple):
+            return self._tuple(x, self._literal)
+        if x is None or isinstance(x, (bool, int, str)):
+            return repr(x)
+        if isinstance(x, float):
+            return repr(x) if math.isfinite(x) else f"float({str(x)!r})"
+        raise Untraceable(f"a constant of type {type(x).__name__}")
+
+    def _tuple(self, x: tuple[Any, ...], spell: Callable[[Any], str]) -> str:
+        items = ", ".join(spell(each) for each in x)
+        return f"{self.imported(type(x))}({items})" if hasattr(x, "_fields") else f"({items},)"
+
+    def imported(self, x: Any) -> str:
+        """The name of a function or class of a module."""
+        name: str = x.__name__
+        self.imports.add(f"from {x.__module__} import {name}")
+        return name

@@ -1,0 +1,130 @@
+"""What an implementation does on a device, as a list: allocations, torch operations, launches.
+
+A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know them without
+running any. `trace` calls an implementation with fake tensors, whose sizes may be symbolic, and
+notes what it does; all launches go through `plans.Plan.run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_streamkl.launches import recorded
+
+# whose results are tensors of their own
+OPERATIONS = {
+    "_to_copy", "add.Tensor", "clone", "eq.Scalar", "mul.Tensor", "new_ones", "scalar_tensor",
+    "sum", "sum.dim_IntList", "where.self", "zeros", "zeros_like",
+}  # fmt: skip
+# and those that write to one, with the operation whose result they write
+WRITING = {
+    "add_.Tensor": "add.Tensor", "addmm_": "addmm", "copy_": "copy", "mm.out": "mm",
+    "mul.out": "mul.Tensor", "sum.IntList_out": "sum.dim_IntList", "zero_": "zeros_like",
+}  # fmt: skip
+
+
+class Untraceable(NotImplementedError):
+    """Something that a compiler would not know how to do."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A torch operation that has a result, and where that is."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    grid: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    constants: tuple[Any, ...]  # compile-time arguments, behind the others
+    options: dict[str, int]
+
+
+Step = Allocation | Operation | Launch
+
+
+class Trace(TorchDispatchMode):
+    """The steps of a function of fake tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        # of every tensor that was met, and what its memory belongs to: an input or an allocation
+        self._roots: dict[int, Tensor] = {id(x): x for x in tensors if x is not None}
+        self._alive: list[Any] = list(tensors)  # an id is a name as long as its object lives
+
+    def root(self, x: Tensor) -> Tensor:
+        """The input or the allocation whose memory a tensor is a part of."""
+        found = self._roots.get(id(x))
+        if found is None:
+            raise Untraceable("a tensor from elsewhere")
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = str(func._schema.name).removeprefix("aten::")
+        full_name = str(func).removeprefix("aten.").removesuffix(".default")
+        if not isinstance(out, (Tensor, list, tuple)):
+            pass  # a question about metadata
+        elif name in recorded.ALLOCATIONS:
+            self._new(out)
+            self.steps.append(Allocation(out))
+        elif func.is_view:
+            for part in out if isinstance(out, (list, tuple)) else (out,):
+                self._alive.append(part)
+                self._roots[id(part)] = self.root(args[0])
+        elif full_name in OPERATIONS:
+            self._new(out)
+            self.steps.append(Operation(full_name, args, kwargs, out))
+        elif full_name in WRITING:
+            self.root(out)
+            self.steps.append(Operation(WRITING[full_name], args, kwargs, out))
+        else:
+            raise Untraceable(f"the operation {full_name}")
+        return out
+
+    def _new(self, x: Tensor) -> None:
+        self._alive.append(x)
+        self._roots[id(x)] = x
+
+    def run(
+        self,
+        start: Callable[[], Any],
+        kernel: Any,
+        grid: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+    ) -> None:
+        """Note a launch, which ``start`` would make."""
+        self.steps.append(Launch(kernel, grid, arguments, constants, options))
+
+
+def trace(
+    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
+) -> tuple[Trace, Sequence[Tensor | None]]:
+    """The steps of ``function(*tensors)``, and what it returned; raises Untraceable."""
+    found = Trace(tensors)
+    with recorded.seen_by(found), torch.no_grad(), found:
+        outputs = function(*tensors)
+    return found, outputs
