@@ -18,8 +18,7 @@ from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
 MOST_SPILLS = 1024  # bytes of a thread: the last of three levels, with its derivatives
-WITHOUT_KERNELS = ("indexer", "top_k_with_ghost", "cached_top_k")
-NAMES = [name for name in CASES if name not in WITHOUT_KERNELS]
+NAMES = list(CASES)
 SMALL = Sizes(batch=1, heads=2, rows=33, keys=70, dim=7)
 
 

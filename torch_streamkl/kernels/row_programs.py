@@ -17,6 +17,12 @@ from torch_streamkl.devices import gpu_of
 from torch_streamkl.kernels import row_source
 from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
+from torch_streamkl.kernels.row_lanes import (
+    lane_maxima,
+    lane_sums,
+    merged_lanes,
+    over_lanes,
+)
 from torch_streamkl.kernels.row_writer import Source
 from torch_streamkl.kernels.rows import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
@@ -60,17 +66,17 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
     return "" if limit is None else f"a kernel {limit}"
 
 
-def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
+def launch_of(problem: RowProblem, kernel: str, operands: Operands | None = None) -> TritonLaunch:
     """Tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots' operands."""
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return INTERPRETED
-    return default_launch(kernel, _operands(problem), gpu_of(q.device))
+    return default_launch(kernel, operands or _operands(problem), gpu_of(q.device))
 
 
 def _operands(problem: RowProblem) -> Operands:
     q = problem.operands[0][0]
-    dims = tuple(_padded(x.shape[-1]) for x, _ in problem.operands)
+    dims = tuple(padded_dim(x.shape[-1]) for x, _ in problem.operands)
     is_full = torch.get_float32_matmul_precision() == "highest"
     return Operands(dims, q.element_size(), is_full)
 
@@ -81,7 +87,11 @@ SCOPE = {
     "Sequence": KeySequence,
     "Window": Window,
     "keys_of_rows": keys_of_rows,
+    "lane_maxima": lane_maxima,
+    "lane_sums": lane_sums,
     "load_tile": load_tile,
+    "merged_lanes": merged_lanes,
+    "over_lanes": over_lanes,
     "place_of": place_of,
     "rows_of_keys": rows_of_keys,
 }
@@ -153,7 +163,8 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
         for axis in range(len(program.dot_heads) + 1):
             source = _sums(program, is_differentiated, level, axis)
             if source is not None:
-                launch_rows(source, problem, problem.num_heads(axis), "forward", arguments)
+                launch = launch_of(problem, "forward")
+                launch_rows(source, problem, problem.num_heads(axis), launch, arguments)
     return result
 
 
@@ -163,7 +174,7 @@ def outputs_of(problem: RowProblem, result: Result) -> dict[str, Any]:
     for c, parts in zip(problem.program.logsumexps, result.parts, strict=True):
         found.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})
     for slot, x in enumerate([*result.reductions, *result.jacobians]):
-        found.update(_row_argument(f"out{slot}", x))
+        found.update(row_argument(f"out{slot}", x))
     return found
 
 
@@ -188,11 +199,14 @@ def backward(
     for i, node in enumerate(plan.dots):
         dq, dk = out[2 * i], out[2 * i + 1]
         if node is not None and dq is not None:
-            arguments.update(_operand_argument(f"da{i}", dq, f"da{i}_out"))
-            launch_rows(_rows(program, (i,)), problem, dq.shape[1], "dq", arguments)
+            arguments.update(operand_argument(f"da{i}", dq, f"da{i}_out"))
+            launch = launch_of(problem, "dq")
+            launch_rows(_rows(program, (i,)), problem, dq.shape[1], launch, arguments)
         if node is not None and dk is not None:
-            arguments.update(_operand_argument(f"db{i}", dk, f"db{i}_out"))
-            launch_columns(_columns(program, i), problem, dk.shape[1], arguments)
+            arguments.update(operand_argument(f"db{i}", dk, f"db{i}_out"))
+            arguments[f"db{i}_share"] = 0
+            launch = launch_of(problem, "dk")
+            launch_columns(_columns(program, i), problem, dk.shape[1], launch, arguments)
     return out
 
 
@@ -217,16 +231,22 @@ def arguments_of(
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,
         "first_row": 0,
+        "first_key": 0,
+        "lengths_b": 0 if problem.lengths is None else problem.lengths.stride(0),
+        "num_shares": 1,
+        "ADD": False,
+        "LANES": 1,
+        "WIDTH": 1,
         "offset": problem.num_keys - problem.num_rows,
         "lengths": problem.lengths,
         "PRECISION": "ieee" if is_full else "tf32",
     }
     for i, (q, k) in enumerate(problem.operands):
-        found.update(_operand_argument(f"a{i}", q, f"a{i}"))
-        found.update(_operand_argument(f"b{i}", k, f"b{i}"))
+        found.update(operand_argument(f"a{i}", q, f"a{i}"))
+        found.update(operand_argument(f"b{i}", k, f"b{i}"))
         found[f"group{i}"] = q.shape[1] // k.shape[1]
         found[f"SIZE{i}"] = q.shape[-1]
-        found[f"DIM{i}"] = _padded(q.shape[-1])
+        found[f"DIM{i}"] = padded_dim(q.shape[-1])
     for i, (x, declared) in enumerate(
         zip(problem.captures, problem.program.captures, strict=True)
     ):
@@ -236,13 +256,13 @@ def arguments_of(
         found.update({f"rp{c}": peak, f"rs{c}": mass})  # which lie as the reduction does
     for prefix, values in (("r", dict(enumerate(result.reductions))), ("g", seeds)):
         for i, x in values.items():
-            found.update(_row_argument(f"{prefix}{i}", x))
+            found.update(row_argument(f"{prefix}{i}", x))
     if problem.mask is not None:
         found.update(_capture_argument("mask", problem.mask, "pair"))
     return found
 
 
-def _padded(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """Dimensions of a tile."""
     return max(16, triton.next_power_of_2(dim))
 
@@ -252,7 +272,7 @@ def _stride(x: Tensor, dim: int) -> int:
     return 0 if x.shape[dim] == 1 else x.stride(dim)
 
 
-def _operand_argument(name: str, x: Tensor, pointer: str) -> dict[str, Any]:
+def operand_argument(name: str, x: Tensor, pointer: str) -> dict[str, Any]:
     strides = {f"{name}_{s}": x.stride(dim) for dim, s in enumerate("bhmd")}
     # one head stays where it is, whatever the grid's
     return {pointer: x, **strides, f"{name}_h": _stride(x, 1)}
@@ -267,34 +287,42 @@ def _capture_argument(name: str, x: Tensor, kind: str) -> dict[str, Any]:
     return {name: x, f"{name}_b": _stride(x, 0), f"{name}_h": _stride(x, 1), **places}
 
 
-def _row_argument(name: str, x: Tensor) -> dict[str, Any]:
+def row_argument(name: str, x: Tensor) -> dict[str, Any]:
     return {name: x, f"{name}_b": x.stride(0), f"{name}_h": _stride(x, 1)}
 
 
 def launch_rows(
-    source: Source, problem: RowProblem, num_heads: int, kernel: str, arguments: Mapping[str, Any]
+    source: Source,
+    problem: RowProblem,
+    num_heads: int,
+    launch: TritonLaunch,
+    arguments: Mapping[str, Any],
 ) -> None:
     """A program for each block of rows of each head."""
-    launch = launch_of(problem, kernel)
     num_blocks = triton.cdiv(problem.num_rows, launch.block_m)
-    start(source, launch, num_blocks, problem.batch, num_heads, arguments)
+    programs = num_blocks * problem.batch * num_heads
+    start(source, launch, num_blocks, num_heads, programs, arguments)
 
 
 def launch_columns(
-    source: Source, problem: RowProblem, num_heads: int, arguments: Mapping[str, Any]
+    source: Source,
+    problem: RowProblem,
+    num_heads: int,
+    launch: TritonLaunch,
+    arguments: Mapping[str, Any],
 ) -> None:
-    """A program for each block of keys of each key head."""
-    launch = launch_of(problem, "dk")
+    """A program for each block of keys of each key head, and each share of its query heads."""
     num_blocks = triton.cdiv(problem.num_keys, launch.block_n)
-    start(source, launch, num_blocks, problem.batch, num_heads, arguments)
+    programs = num_blocks * problem.batch * num_heads
+    start(source, launch, num_blocks, num_heads, programs, arguments)
 
 
 def start(
     source: Source,
     launch: TritonLaunch,
     num_blocks: int,
-    batch: int,
     num_heads: int,
+    programs: int,
     arguments: Mapping[str, Any],
 ) -> None:
     """Launch a kernel with the arguments that it has."""
@@ -306,5 +334,4 @@ def start(
         "BLOCK_N": launch.block_n,
     }
     given = {name: every[name] for name in source.arguments}
-    grid = (num_blocks * batch * num_heads,)
-    compiled(source)[grid](**given, **launch.options(), enable_fp_fusion=True)
+    compiled(source)[(programs,)](**given, **launch.options(), enable_fp_fusion=True)

@@ -41,6 +41,7 @@ def _start(w: Writer, block: str, positions: str) -> None:
     w.line(f"{positions} = start + tl.arange(0, {block})")
     w.line("batch = (bh // num_heads).to(tl.int64)")
     w.line("head = (bh % num_heads).to(tl.int64)")
+    w.bind_sequence("batch")
 
 
 def sums_kernel(
@@ -53,37 +54,46 @@ def sums_kernel(
     w.load_rows(is_checked=True)
     for slot, (_, kind) in slots.items():
         if kind != MAX:
-            w.line(f"sum{slot} = tl.zeros([BLOCK_M], tl.float32)")
+            w.line(f"sum{slot} = tl.zeros([BLOCK_M, LANES], tl.float32)")
         if kind != SUM:
-            w.line(f"peak{slot} = tl.full([BLOCK_M], {LOW}, tl.float32)")
+            w.line(f"peak{slot} = tl.full([BLOCK_M, LANES], {LOW}, tl.float32)")
     w.bounds("keys_of_rows", "start")
     for low, high, is_masked in w.loops(program.keys.left is not None):
         w.line(f"for j in tl.range({low}, {high}, BLOCK_N):")
         w.depth = 2
-        w.line("n = j + tl.arange(0, BLOCK_N)")
-        w.load_columns(is_masked)
-        w.elements(is_masked)
+        _tile_of_keys(w, is_masked)
         for slot, (node, kind) in slots.items():
             _accumulate(w, slot, node, kind, is_masked)
         w.depth = 1
     for slot, (_, kind) in slots.items():
         w.take(f"out{slot}", f"out{slot}_b", f"out{slot}_h")
-        value = f"peak{slot}" if kind == MAX else f"sum{slot}"
         if kind == LOGSUMEXP:
-            value = f"tl.where({value} == 0.0, {LOW}, peak{slot} + tl.log({value}))"
+            w.line(f"top{slot}, mass{slot} = merged_lanes(peak{slot}, sum{slot})")
+            value = f"tl.where(mass{slot} == 0.0, {LOW}, top{slot} + tl.log(mass{slot}))"
+        else:
+            value = f"tl.sum(sum{slot}, 1)" if kind == SUM else f"tl.max(peak{slot}, 1)"
         place = f"batch * out{slot}_b + head * out{slot}_h + m"
         w.line(f"tl.store(out{slot} + {place}, {value}, mask=m < num_rows)")
         if kind == LOGSUMEXP:
             w.take(f"outp{slot}", f"outs{slot}")
-            w.line(f"tl.store(outp{slot} + {place}, peak{slot}, mask=m < num_rows)")
-            w.line(f"tl.store(outs{slot} + {place}, tl.log(sum{slot}), mask=m < num_rows)")
-    return w.source("row_program_sums")
+            w.line(f"tl.store(outp{slot} + {place}, top{slot}, mask=m < num_rows)")
+            w.line(f"tl.store(outs{slot} + {place}, tl.log(mass{slot}), mask=m < num_rows)")
+    return w.source("row_program_sums", "LANES", "WIDTH")
+
+
+def _tile_of_keys(w: Writer, is_masked: bool) -> None:
+    """The elements of the keys from j on."""
+    w.line("n = j + tl.arange(0, BLOCK_N)")
+    w.load_columns(is_masked)
+    if is_masked:
+        w.keep()
+    w.elements(is_masked)
 
 
 def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> None:
     """Add a tile to a sum, a maximum, or a log-sum-exp relative to its largest element so far."""
     if kind == SUM:
-        w.line(f"sum{slot} += tl.sum({w.kept(node, '0.0', is_masked)}, 1)")
+        w.line(f"sum{slot} += lane_sums({w.kept(node, '0.0', is_masked)}, LANES, WIDTH)")
         return
     score = w.scaled(node) if kind == LOGSUMEXP else None
     if score is None or score.factor <= 0.0:
@@ -91,15 +101,19 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
     else:  # the largest dot product is that of the largest score
         x, factor = f"tl.where(keep, {score.dot}, {LOW})" if is_masked else score.dot, score.factor
     w.line(f"y{slot} = {x}")
-    w.line(f"new{slot} = tl.maximum(peak{slot}, tl.max(y{slot}, 1) * {factor!r})")
+    w.line(
+        f"new{slot} = tl.maximum(peak{slot}, lane_maxima(y{slot}, LANES, WIDTH) * {factor!r})"
+    )
     if kind == LOGSUMEXP:
         w.line(f"base{slot} = tl.where(new{slot} == {LOW}, 0.0, new{slot})")
         w.line(f"sum{slot} *= tl.math.exp2((peak{slot} - base{slot}) * {LOG2E!r})")
-        shift = f"(base{slot} * {LOG2E!r})[:, None]"
-        terms = f"tl.math.exp2(y{slot} * {factor * LOG2E!r} - {shift})"
-        if factor == 1.0:  # elements that a mask may have made alike, and large
-            terms = f"tl.math.exp2((y{slot} - base{slot}[:, None]) * {LOG2E!r})"
-        w.line(f"sum{slot} += tl.sum({terms}, 1)")
+        # elements that a mask may have made alike, and large, are subtracted as they are
+        scale = "" if factor == 1.0 else f" * {LOG2E!r}"
+        w.line(f"shift{slot} = over_lanes(base{slot}{scale}, BLOCK_N, LANES, WIDTH)")
+        terms = f"tl.math.exp2(y{slot} * {factor * LOG2E!r} - shift{slot})"
+        if factor == 1.0:
+            terms = f"tl.math.exp2((y{slot} - shift{slot}) * {LOG2E!r})"
+        w.line(f"sum{slot} += lane_sums({terms}, LANES, WIDTH)")
     w.line(f"peak{slot} = new{slot}")
 
 
@@ -115,9 +129,7 @@ def rows_kernel(program: Program, nodes: Sequence[Node], wanted: Mapping[int, in
     for low, high, is_masked in w.loops(program.keys.left is not None):
         w.line(f"for j in tl.range({low}, {high}, BLOCK_N):")
         w.depth = 2
-        w.line("n = j + tl.arange(0, BLOCK_N)")
-        w.load_columns(is_masked)
-        w.elements(is_masked)
+        _tile_of_keys(w, is_masked)
         for i, node in wanted.items():
             w.line(f"x{i} = {w.kept(node, '0.0', is_masked)}.to(b{i}_x.dtype)")
             w.line(f"da{i} = tl.dot(x{i}, b{i}_x, da{i}, input_precision=PRECISION)")
@@ -128,15 +140,21 @@ def rows_kernel(program: Program, nodes: Sequence[Node], wanted: Mapping[int, in
 
 
 def columns_kernel(program: Program, nodes: Sequence[Node], dot: int, node: int) -> Source:
-    """The gradient to the column operand of a dot, summed over the heads that share it."""
+    """The gradient to the column operand of a dot, summed over the heads that share it.
+
+    Or over a share of them, each with its place; ADD adds to what is there, of other rows.
+    """
     w = Writer(program, nodes, [node, *_dots_of(nodes, [dot])])
     _start(w, "BLOCK_N", "n")
-    w.take(f"group{dot}")
+    w.take(f"group{dot}", "num_shares")
+    w.line("share = head % num_shares")
+    w.line("head = head // num_shares")
+    w.line(f"members = group{dot} // num_shares")
     w.line(f"db{dot} = tl.zeros([BLOCK_N, DIM{dot}], tl.float32)")
     # without the option address arithmetic is hoisted out of this loop until registers spill
-    w.line(f"for member in tl.range(0, group{dot}, num_stages=1, disable_licm=True):")
+    w.line("for member in tl.range(0, members, num_stages=1, disable_licm=True):")
     w.depth = 2
-    w.line(f"h = head * group{dot} + member")
+    w.line(f"h = head * group{dot} + share * members + member")
     w.bind("batch", "h")
     w.load_columns(is_checked=True)
     w.bounds("rows_of_keys", "start")
@@ -146,13 +164,65 @@ def columns_kernel(program: Program, nodes: Sequence[Node], dot: int, node: int)
         w.depth = 3
         w.line("m = i + tl.arange(0, BLOCK_M)")
         w.load_rows(is_masked)
+        if is_masked:
+            w.keep()
         w.elements(is_masked)
         w.line(f"x = {w.kept(node, '0.0', is_masked)}.to(a{dot}_x.dtype)")
         w.line(f"db{dot} = tl.dot(tl.trans(x), a{dot}_x, db{dot}, input_precision=PRECISION)")
         w.depth = 2
     w.depth = 1
-    _store(w, f"db{dot}", dot, "n", "num_keys")
-    return w.source("row_program_columns")
+    w.take(f"db{dot}_share")
+    _store(w, f"db{dot}", dot, "n", "num_keys", f" + share * db{dot}_share", "ADD")
+    return w.source("row_program_columns", "ADD")
+
+
+def maps_kernel(
+    program: Program, nodes: Sequence[Node], wanted: Sequence[int], is_summed: bool
+) -> Source:
+    """Elements of a tile written to memory: summed over heads, or 0 where a key takes no part.
+
+    Tiles of sums that no row has a key in are not written.
+    """
+    w = Writer(program, nodes, wanted)
+    w.take("num_blocks", "num_tiles", "num_heads")
+    w.line("tile = tl.program_id(0)")
+    w.line("batch = (tile // num_tiles // num_blocks).to(tl.int64)")
+    w.line("start = tile // num_tiles % num_blocks * BLOCK_M")
+    w.line("first_n = tile % num_tiles * BLOCK_N")
+    w.line("m = start + tl.arange(0, BLOCK_M)")
+    w.line("n = first_n + tl.arange(0, BLOCK_N)")
+    w.bind_sequence("batch")
+    if is_summed:
+        w.bounds("keys_of_rows", "start")
+        w.line("if (first_n < first) | (first_n >= stop):")
+        w.line("    return")
+        for i in wanted:
+            w.line(f"total{i} = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
+        w.line("for h in tl.range(0, num_heads):")
+        w.depth = 2
+        w.line("head = batch * 0 + h")
+    else:
+        w.line("head = batch * 0")
+    w.bind("batch", "head")
+    w.load_rows(is_checked=True)
+    w.load_columns(is_checked=True)
+    w.elements(is_checked=True)
+    if is_summed:
+        for i in wanted:
+            w.line(f"total{i} += {w.name(i)}")
+        w.depth = 1
+    else:
+        w.keep()
+        for i in wanted:
+            w.line(f"total{i} = {w.kept(i, '0.0', is_masked=True)}")
+        # the map may be one that was read: by every thread, before any of them overwrites it
+        w.line("tl.debug_barrier()")
+    w.line("inside = (m[:, None] < num_rows) & (n[None, :] < num_keys)")
+    for i in wanted:
+        w.take(f"to{i}", f"to{i}_b", f"to{i}_m")
+        place = f"to{i} + batch * to{i}_b + m.to(tl.int64)[:, None] * to{i}_m + n[None, :]"
+        w.line(f"tl.store({place}, total{i}.to(to{i}.dtype.element_ty), mask=inside)")
+    return w.source("row_program_maps")
 
 
 def _dots_of(nodes: Sequence[Node], dots: Sequence[int]) -> list[int]:
@@ -160,12 +230,16 @@ def _dots_of(nodes: Sequence[Node], dots: Sequence[int]) -> list[int]:
     return [i for i, n in enumerate(nodes) if n.op == "dot" and int(n.value) in dots]
 
 
-def _store(w: Writer, name: str, dot: int, positions: str, count: str) -> None:
+def _store(
+    w: Writer, name: str, dot: int, positions: str, count: str, more: str = "", add: str = ""
+) -> None:
     w.take(f"{name}_out", *(f"{name}_{s}" for s in "bhmd"))
     w.line(f"to = {positions}.to(tl.int64)[:, None]")
     w.line(f"dims = tl.arange(0, DIM{dot})[None, :]")
-    base = f"{name}_out + batch * {name}_b + head * {name}_h"
-    w.line(
-        f"tl.store({base} + to * {name}_m + dims * {name}_d, {name}.to("
-        f"{name}_out.dtype.element_ty), mask=(to < {count}) & (dims < SIZE{dot}))"
-    )
+    w.line(f"base = {name}_out + batch * {name}_b + head * {name}_h{more}")
+    w.line(f"places = base + to * {name}_m + dims * {name}_d")
+    w.line(f"inside = (to < {count}) & (dims < SIZE{dot})")
+    if add:
+        w.line(f"if {add}:")
+        w.line(f"    {name} += tl.load(places, mask=inside, other=0.0)")
+    w.line(f"tl.store(places, {name}.to({name}_out.dtype.element_ty), mask=inside)")

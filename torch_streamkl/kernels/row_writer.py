@@ -235,7 +235,7 @@ class Writer:
     # ------------------------------------------------------------------ loads
 
     def bind(self, batch: str, head: str) -> None:
-        """Where the tensors of a head begin, and its sequence."""
+        """Where the tensors of a head begin."""
         for i in self.leaves("dot"):
             self.take(*(f"{x}{i}{s}" for x in "ab" for s in ("", "_b", "_h", "_m", "_d")))
             self.take(f"group{i}")
@@ -245,24 +245,29 @@ class Writer:
             self.take(f"c{i}", *(f"c{i}_{s}" for s in "bhmn"))
             self.line(f"c{i}_p = c{i} + {batch} * c{i}_b + {head} * c{i}_h")
         for i in self.leaves("map"):
-            self.take(f"map{i}", f"map{i}_m")
+            self.take(f"map{i}", f"map{i}_b", f"map{i}_m")
+            self.line(f"map{i}_p = map{i} + {batch} * map{i}_b")
         for kind, prefix in (("reduction", "r"), ("seed", "g")):
             for i in self.leaves(kind):
                 self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
                 self.line(f"{prefix}{i}_at = {batch} * {prefix}{i}_b + {head} * {prefix}{i}_h")
                 self.line(f"{prefix}{i}_p = {prefix}{i} + {prefix}{i}_at")
+        if self.program.keys.has_mask:
+            self.take("mask", *(f"mask_{s}" for s in "bmn"))
+            self.line(f"mask_p = mask + {batch} * mask_b")
+
+    def bind_sequence(self, batch: str) -> None:
+        """Sizes, and which keys there are; first_row and first_key are those of a block."""
         keys = self.program.keys
-        self.take("num_rows", "num_keys", "first_row", "offset")
+        self.take("num_rows", "num_keys", "first_row", "first_key", "offset")
         valid = "num_keys"
         if keys.has_lengths:
-            self.take("lengths")
-            valid = f"tl.minimum(num_keys, tl.load(lengths + {batch}).to(tl.int32))"
+            self.take("lengths", "lengths_b")
+            length = f"tl.load(lengths + {batch} * lengths_b).to(tl.int32) - first_key"
+            valid = f"tl.minimum(num_keys, {length})"
         self.line(f"valid = {valid}")
         self.line("seq = Sequence(0, 0, num_rows, num_keys, valid, offset, 0)")
         self.line(f"window = Window({keys.left or 0}, {keys.right or 0})")
-        if keys.has_mask:
-            self.take("mask", *(f"mask_{s}" for s in "bmn"))
-            self.line(f"mask_p = mask + {batch} * mask_b")
 
     def _operand(self, x: str, i: int, places: str, count: str, is_checked: bool) -> None:
         self.line(
@@ -326,17 +331,15 @@ class Writer:
                 i = int(node.value)
                 self._load(index, f"c{i}_p + n64 * c{i}_n", mask)
             elif node.op == "key_index":
-                self.line(f"v{index} = n[None, :]")
+                self.line(f"v{index} = n[None, :] + first_key")
             else:
                 self.line(f"v{index} = {self.expressions[index]}")
         for name, value in self.of_keys.items():
             self.line(f"{name} = {value}")
 
-    def elements(self, is_masked: bool) -> None:
-        """Everything of one tile, and in a masked one which keys take part."""
-        if is_masked:
-            self._keep()
-        inside = "(in_rows & in_keys)" if is_masked else "in_rows"
+    def elements(self, is_checked: bool) -> None:
+        """Everything of one tile, which may end beyond the last key where that is checked."""
+        inside = "(in_rows & in_keys)" if is_checked else "in_rows"
         for index in self.order:
             node = self.nodes[index]
             if self.shape[index] != OF_BOTH:
@@ -345,13 +348,14 @@ class Writer:
             if node.op == "capture":
                 self._load(index, f"c{i}_p + m64 * c{i}_m + n64 * c{i}_n", inside)
             elif node.op == "map":
-                place = f"map{i} + m64 * map{i}_m + n64"
+                place = f"map{i}_p + m64 * map{i}_m + n64"
                 cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
                 self.line(f"v{index} = tl.load({place}, mask={inside}, other=0){cast}")
             else:
                 self.line(f"v{index} = {self.expressions[index]}")
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
+        """Which keys of a tile take part."""
         keys = self.program.keys
         self.line("keep = in_rows & (n[None, :] < valid)")
         if keys.left is not None:
@@ -398,9 +402,10 @@ class Writer:
         found += [] if self.is_dense() else [("left", "right", False)]
         return [*found, ("right", "stop", True)]
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str, *more: str) -> Source:
+        """The kernel of this name; it has more constants than sizes."""
         sizes = [f"{x}{i}" for i in self.leaves("dot") for x in ("SIZE", "DIM")]
-        constants = [*sizes, "PRECISION", "BLOCK_M", "BLOCK_N"]
+        constants = [*sizes, "PRECISION", "BLOCK_M", "BLOCK_N", *more]
         head = ", ".join([*self.arguments, *(f"{c}: tl.constexpr" for c in constants)])
         body = "\n".join(self.lines)
         text = f"@triton.jit\ndef {name}({head}):\n{body}\n"
