@@ -40,9 +40,7 @@ def over_lanes(state, TILE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constex
         return state
     else:
         groups: tl.constexpr = TILE // (LANES * WIDTH)
-        whole = tl.broadcast_to(
-            state[:, None, :, None], [state.shape[0], groups, LANES, WIDTH]
-        )
+        whole = tl.broadcast_to(state[:, None, :, None], [state.shape[0], groups, LANES, WIDTH])
         return tl.reshape(whole, [state.shape[0], TILE])
 
 

@@ -23,14 +23,14 @@ from torch_streamkl.kernels.row_lanes import (
     merged_lanes,
     over_lanes,
 )
-from torch_streamkl.kernels.row_writer import Source
+from torch_streamkl.kernels.row_writer import Source, used_by
 from torch_streamkl.kernels.rows import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.launch import matmul_limit
 from torch_streamkl.rows import blocked, derive
 from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import Program
+from torch_streamkl.rows.program import ROW, SUM, Program
 from torch_streamkl.tiles import (
     LEAST,
     Operands,
@@ -131,7 +131,7 @@ def slots_of(
     }
     for slot, jacobian in enumerate(plan.jacobians, start=len(program.reductions)):
         if jacobian.level == level:
-            slots[slot] = (jacobian.node, "sum", jacobian.head)
+            slots[slot] = (jacobian.node, SUM, jacobian.head)
     return slots
 
 
@@ -139,6 +139,12 @@ def slots_of(
 def _rows(program: Program, dots: tuple[int, ...]) -> Source:
     plan = derive.backward_plan(program)
     return row_source.rows_kernel(program, plan.nodes, {i: _node(plan, i) for i in dots})
+
+
+@functools.lru_cache(maxsize=512)
+def _capture(program: Program, node: int) -> Source:
+    plan = derive.backward_plan(program)
+    return row_source.sums_kernel(program, plan.nodes, {0: (node, SUM)})
 
 
 @functools.lru_cache(maxsize=512)
@@ -184,13 +190,21 @@ def backward(
     grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to operands; those to captured tensors are the blocked implementation's."""
+    """Gradients to operands and tensors of rows.
+
+    Those to tensors of keys and pairs are the blocked implementation's.
+    """
     program = problem.program
-    if any(wanted[2 * len(problem.operands) :]):
-        return blocked.backward(problem, result, grads, wanted)
     plan = derive.backward_plan(program)
     arguments = arguments_of(problem, result, seeds_of(problem, result, grads))
-    out: list[Tensor | None] = [None] * (2 * len(problem.operands) + len(problem.captures))
+    count = 2 * len(problem.operands)
+    of_captures = wanted[count:]
+    own = [bool(need) and _is_of_rows(program, i) for i, need in enumerate(of_captures)]
+    rest = [False] * count + [a and not b for a, b in zip(of_captures, own, strict=True)]
+    if any(rest):
+        out = blocked.backward(problem, result, grads, rest)
+    else:
+        out = [None] * (count + len(problem.captures))
     for i, pair in enumerate(problem.operands):
         for side, x in enumerate(pair):
             if wanted[2 * i + side]:
@@ -207,7 +221,36 @@ def backward(
             arguments[f"db{i}_share"] = 0
             launch = launch_of(problem, "dk")
             launch_columns(_columns(program, i), problem, dk.shape[1], launch, arguments)
+    for i, x in enumerate(problem.captures):
+        if own[i]:
+            out[count + i] = _row_gradient(problem, i, x, arguments)
     return out
+
+
+def _is_of_rows(program: Program, capture: int) -> bool:
+    """Whether the gradient to a captured tensor is a sum over keys that a kernel can gather."""
+    plan = derive.backward_plan(program)
+    node = plan.captures[capture]
+    if node is None or program.captures[capture].kind != ROW:
+        return False
+    inside = used_by(plan.nodes, [node])
+    return not any(plan.nodes[i].op in derive.HEAD_OPERATIONS for i in inside)
+
+
+def _row_gradient(
+    problem: RowProblem, capture: int, x: Tensor, arguments: Mapping[str, Any]
+) -> Tensor:
+    """The gradient to a captured tensor of rows."""
+    plan = derive.backward_plan(problem.program)
+    node = plan.captures[capture]
+    assert node is not None
+    heads = problem.num_heads(plan.nodes[node].head)
+    size = (problem.batch, heads, problem.num_rows)
+    total = x.new_empty(size, dtype=torch.float32)
+    launch = launch_of(problem, "forward")
+    given = {**arguments, **row_argument("out0", total)}
+    launch_rows(_capture(problem.program, node), problem, heads, launch, given)
+    return total.sum_to_size(x.shape).to(x.dtype)
 
 
 def seeds_of(

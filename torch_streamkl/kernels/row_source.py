@@ -101,9 +101,7 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
     else:  # the largest dot product is that of the largest score
         x, factor = f"tl.where(keep, {score.dot}, {LOW})" if is_masked else score.dot, score.factor
     w.line(f"y{slot} = {x}")
-    w.line(
-        f"new{slot} = tl.maximum(peak{slot}, lane_maxima(y{slot}, LANES, WIDTH) * {factor!r})"
-    )
+    w.line(f"new{slot} = tl.maximum(peak{slot}, lane_maxima(y{slot}, LANES, WIDTH) * {factor!r})")
     if kind == LOGSUMEXP:
         w.line(f"base{slot} = tl.where(new{slot} == {LOW}, 0.0, new{slot})")
         w.line(f"sum{slot} *= tl.math.exp2((peak{slot} - base{slot}) * {LOG2E!r})")

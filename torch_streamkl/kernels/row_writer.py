@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.operations import OPERATIONS
-from torch_streamkl.rows.program import KEY, LOGSUMEXP, MAX, PAIR, ROW, Program
+from torch_streamkl.rows.program import KEY, LOGSUMEXP, MAX, ROW, Program
 
 CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
 LOG2E = math.log2(math.e)

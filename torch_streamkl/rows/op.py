@@ -56,11 +56,11 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
     Dot products are computed where they are used if nothing needs them in memory.
     """
-    from torch_streamkl.kernels import row_maps, row_programs
+    from torch_streamkl.kernels import row_blocks, row_programs
 
     if not row_programs.obstacle(problem, is_differentiated):
         return row_programs, ""
-    return row_maps, row_maps.obstacle(problem, is_differentiated)
+    return row_blocks, row_blocks.obstacle(problem, is_differentiated)
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:

@@ -70,7 +70,7 @@ class RowProblem:
         return self.batch, self.num_heads(axis), self.num_rows
 
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:
-        """The problem of a block (views); its positions are those of the block's first elements."""
+        """The problem of a block (views), whose first row and key are its own."""
         along: dict[str, tuple[slice, ...]] = {ROW: (rows,), KEY: (keys,), PAIR: (rows, keys)}
         return RowProblem(
             self.program,
