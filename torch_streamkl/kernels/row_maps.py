@@ -125,42 +125,49 @@ def _insides(nodes: Sequence[Node], i: int) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=512)
 def _sums_source(
-    program: Program, which: str, slots: tuple[tuple[int, int, str], ...], axis: int
+    program: Program,
+    which: str,
+    slots: tuple[tuple[int, int, str], ...],
+    axis: int,
+    is_exact: bool,
 ) -> Source:
     wanted = tuple(node for _, node, _ in slots)
     nodes = _with_maps(program, which, wanted, axis)[0]
-    return row_source.sums_kernel(program, nodes, {s: (node, kind) for s, node, kind in slots})
+    listed = {s: (node, kind) for s, node, kind in slots}
+    return row_source.sums_kernel(program, nodes, listed, is_exact)
 
 
 @functools.lru_cache(maxsize=512)
-def _maps_source(program: Program, which: str, wanted: tuple[int, ...], axis: int) -> Source:
+def _maps_source(
+    program: Program, which: str, wanted: tuple[int, ...], axis: int, is_exact: bool
+) -> Source:
     nodes = _with_maps(program, which, wanted, axis)[0]
-    return row_source.maps_kernel(program, nodes, wanted, axis != 0)
+    return row_source.maps_kernel(program, nodes, wanted, is_exact, axis != 0)
 
 
 @functools.lru_cache(maxsize=512)
-def _element_source(program: Program, which: str, node: int) -> Source:
+def _element_source(program: Program, which: str, node: int, is_exact: bool) -> Source:
     """Of a map that is an expression of others: it is not read itself."""
     given = nodes_of(program, which)
     args = _with_maps(program, which, given[node].args, 0)[0]
     nodes = [*args[:node], given[node], *args[node + 1 :]]
-    return row_source.maps_kernel(program, nodes, (node,), is_summed=False)
+    return row_source.maps_kernel(program, nodes, (node,), is_exact, is_summed=False)
 
 
 @functools.lru_cache(maxsize=512)
-def rows_source(program: Program, dot: int) -> Source:
+def rows_source(program: Program, dot: int, is_exact: bool) -> Source:
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
     nodes = _with_maps(program, BACKWARD, (node,), program.dot_heads[dot])[0]
-    return row_source.rows_kernel(program, nodes, {dot: node})
+    return row_source.rows_kernel(program, nodes, {dot: node}, is_exact)
 
 
 @functools.lru_cache(maxsize=512)
-def columns_source(program: Program, dot: int) -> Source:
+def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
     nodes = _with_maps(program, BACKWARD, (node,), program.dot_heads[dot])[0]
-    return row_source.columns_kernel(program, nodes, dot, node)
+    return row_source.columns_kernel(program, nodes, dot, node, is_exact)
 
 
 # ------------------------------------------------------------------------ a block
@@ -196,6 +203,7 @@ class Block:
             "first_key": keys.start,
             "offset": problem.num_keys - problem.num_rows + rows.start - keys.start,
         }
+        self.is_exact = row_programs.is_exact(problem)
         self.maps: dict[int, Tensor] = {}
 
     def new_map(self, dtype: torch.dtype) -> Tensor:
@@ -226,13 +234,13 @@ class Block:
                 inside = node.args[0]
                 axis = self.nodes[inside].head
                 out = self.new_map(torch.float32)
-                source = _maps_source(self.program, self.which, (inside,), axis)
+                source = _maps_source(self.program, self.which, (inside,), axis, self.is_exact)
                 more = {**self.reads((inside,), axis), **_place(f"to{inside}", out)}
                 launch = self._launch_of_sums(axis)
                 self._start_maps(source, launch, self.whole.num_heads(axis), more)
                 return out
         out = self.new_map(torch.float32)
-        source = _element_source(self.program, self.which, i)
+        source = _element_source(self.program, self.which, i, self.is_exact)
         more = {**self.reads(node.args, 0), **_place(f"to{i}", out)}
         self._start_maps(source, self._elements(), 1, more)
         return out
@@ -290,7 +298,7 @@ class Block:
     def sums(self, slots: dict[int, tuple[int, str]], axis: int, out: dict[str, Any]) -> None:
         """One pass over the keys, of the heads of an axis."""
         listed = tuple((slot, node, kind) for slot, (node, kind) in slots.items())
-        source = _sums_source(self.program, self.which, listed, axis)
+        source = _sums_source(self.program, self.which, listed, axis, self.is_exact)
         given = {**self.arguments, **self.reads([n for n, _ in slots.values()], axis), **out}
         if axis:
             launch = row_programs.launch_of(self.problem, "forward", self.operands_of(axis))
@@ -328,7 +336,7 @@ class Block:
             dtype = self.problem.operands[dot][0].dtype
             out[dot] = self.maps[at] if at in self.maps else self.new_map(dtype)
             reads.update(_place(f"to{node}", out[dot]))
-        source = _maps_source(self.program, self.which, nodes, 0)
+        source = _maps_source(self.program, self.which, nodes, 0, self.is_exact)
         self._start_maps(source, self._elements(), 1, reads)
         return out
 

@@ -81,6 +81,11 @@ def _operands(problem: RowProblem) -> Operands:
     return Operands(dims, q.element_size(), is_full)
 
 
+def is_exact(problem: RowProblem) -> bool:
+    """Whether operands are float32 (Writer)."""
+    return problem.operands[0][0].element_size() == 4
+
+
 SCOPE = {
     "triton": triton,
     "tl": tl,
@@ -112,12 +117,14 @@ def compiled(source: Source) -> Any:
 
 
 @functools.lru_cache(maxsize=512)
-def _sums(program: Program, is_differentiated: bool, level: int, axis: int) -> Source | None:
+def _sums(
+    program: Program, is_differentiated: bool, level: int, axis: int, is_exact: bool
+) -> Source | None:
     """The pass of a level over the heads of an axis; None where it gathers nothing."""
     plan = derive.forward_plan(program, is_differentiated)
     slots = slots_of(program, plan, level)
     own = {slot: slots[slot][:2] for slot in slots if slots[slot][2] == axis}
-    return row_source.sums_kernel(program, plan.nodes, own) if own else None
+    return row_source.sums_kernel(program, plan.nodes, own, is_exact) if own else None
 
 
 def slots_of(
@@ -136,21 +143,22 @@ def slots_of(
 
 
 @functools.lru_cache(maxsize=512)
-def _rows(program: Program, dots: tuple[int, ...]) -> Source:
+def _rows(program: Program, dots: tuple[int, ...], is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
-    return row_source.rows_kernel(program, plan.nodes, {i: _node(plan, i) for i in dots})
+    wanted = {i: _node(plan, i) for i in dots}
+    return row_source.rows_kernel(program, plan.nodes, wanted, is_exact)
 
 
 @functools.lru_cache(maxsize=512)
-def _capture(program: Program, node: int) -> Source:
+def _capture(program: Program, node: int, is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
-    return row_source.sums_kernel(program, plan.nodes, {0: (node, SUM)})
+    return row_source.sums_kernel(program, plan.nodes, {0: (node, SUM)}, is_exact)
 
 
 @functools.lru_cache(maxsize=512)
-def _columns(program: Program, dot: int) -> Source:
+def _columns(program: Program, dot: int, is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
-    return row_source.columns_kernel(program, plan.nodes, dot, _node(plan, dot))
+    return row_source.columns_kernel(program, plan.nodes, dot, _node(plan, dot), is_exact)
 
 
 def _node(plan: derive.BackwardPlan, dot: int) -> int:
@@ -167,7 +175,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     arguments = {**arguments_of(problem, result, {}), **outputs_of(problem, result)}
     for level in range(1, plan.num_passes + 1):
         for axis in range(len(program.dot_heads) + 1):
-            source = _sums(program, is_differentiated, level, axis)
+            source = _sums(program, is_differentiated, level, axis, is_exact(problem))
             if source is not None:
                 launch = launch_of(problem, "forward")
                 launch_rows(source, problem, problem.num_heads(axis), launch, arguments)
@@ -215,12 +223,16 @@ def backward(
         if node is not None and dq is not None:
             arguments.update(operand_argument(f"da{i}", dq, f"da{i}_out"))
             launch = launch_of(problem, "dq")
-            launch_rows(_rows(program, (i,)), problem, dq.shape[1], launch, arguments)
+            launch_rows(
+                _rows(program, (i,), is_exact(problem)), problem, dq.shape[1], launch, arguments
+            )
         if node is not None and dk is not None:
             arguments.update(operand_argument(f"db{i}", dk, f"db{i}_out"))
             arguments[f"db{i}_share"] = 0
             launch = launch_of(problem, "dk")
-            launch_columns(_columns(program, i), problem, dk.shape[1], launch, arguments)
+            launch_columns(
+                _columns(program, i, is_exact(problem)), problem, dk.shape[1], launch, arguments
+            )
     for i, x in enumerate(problem.captures):
         if own[i]:
             out[count + i] = _row_gradient(problem, i, x, arguments)
@@ -249,7 +261,7 @@ def _row_gradient(
     total = x.new_empty(size, dtype=torch.float32)
     launch = launch_of(problem, "forward")
     given = {**arguments, **row_argument("out0", total)}
-    launch_rows(_capture(problem.program, node), problem, heads, launch, given)
+    launch_rows(_capture(problem.program, node, is_exact(problem)), problem, heads, launch, given)
     return total.sum_to_size(x.shape).to(x.dtype)
 
 

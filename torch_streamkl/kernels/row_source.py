@@ -45,10 +45,13 @@ def _start(w: Writer, block: str, positions: str) -> None:
 
 
 def sums_kernel(
-    program: Program, nodes: Sequence[Node], slots: Mapping[int, tuple[int, str]]
+    program: Program,
+    nodes: Sequence[Node],
+    slots: Mapping[int, tuple[int, str]],
+    is_exact: bool,
 ) -> Source:
     """One pass over the keys: slots are reductions or Jacobians, as their node and kind."""
-    w = Writer(program, nodes, [node for node, _ in slots.values()])
+    w = Writer(program, nodes, [node for node, _ in slots.values()], is_exact)
     _start(w, "BLOCK_M", "m")
     w.bind("batch", "head")
     w.load_rows(is_checked=True)
@@ -115,9 +118,11 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
     w.line(f"peak{slot} = new{slot}")
 
 
-def rows_kernel(program: Program, nodes: Sequence[Node], wanted: Mapping[int, int]) -> Source:
+def rows_kernel(
+    program: Program, nodes: Sequence[Node], wanted: Mapping[int, int], is_exact: bool
+) -> Source:
     """Gradients to row operands, of the dots whose gradients are these nodes."""
-    w = Writer(program, nodes, [*wanted.values(), *_dots_of(nodes, list(wanted))])
+    w = Writer(program, nodes, [*wanted.values(), *_dots_of(nodes, list(wanted))], is_exact)
     _start(w, "BLOCK_M", "m")
     w.bind("batch", "head")
     w.load_rows(is_checked=True)
@@ -137,12 +142,14 @@ def rows_kernel(program: Program, nodes: Sequence[Node], wanted: Mapping[int, in
     return w.source("row_program_rows")
 
 
-def columns_kernel(program: Program, nodes: Sequence[Node], dot: int, node: int) -> Source:
+def columns_kernel(
+    program: Program, nodes: Sequence[Node], dot: int, node: int, is_exact: bool
+) -> Source:
     """The gradient to the column operand of a dot, summed over the heads that share it.
 
     Or over a share of them, each with its place; ADD adds to what is there, of other rows.
     """
-    w = Writer(program, nodes, [node, *_dots_of(nodes, [dot])])
+    w = Writer(program, nodes, [node, *_dots_of(nodes, [dot])], is_exact)
     _start(w, "BLOCK_N", "n")
     w.take(f"group{dot}", "num_shares")
     w.line("share = head % num_shares")
@@ -175,13 +182,17 @@ def columns_kernel(program: Program, nodes: Sequence[Node], dot: int, node: int)
 
 
 def maps_kernel(
-    program: Program, nodes: Sequence[Node], wanted: Sequence[int], is_summed: bool
+    program: Program,
+    nodes: Sequence[Node],
+    wanted: Sequence[int],
+    is_exact: bool,
+    is_summed: bool,
 ) -> Source:
     """Elements of a tile written to memory: summed over heads, or 0 where a key takes no part.
 
     Tiles of sums that no row has a key in are not written.
     """
-    w = Writer(program, nodes, wanted)
+    w = Writer(program, nodes, wanted, is_exact)
     w.take("num_blocks", "num_tiles", "num_heads")
     w.line("tile = tl.program_id(0)")
     w.line("batch = (tile // num_tiles // num_blocks).to(tl.int64)")

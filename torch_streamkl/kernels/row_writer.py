@@ -38,10 +38,17 @@ class Scaled:
 
 
 class Writer:
-    """The lines of one kernel."""
+    """The lines of one kernel.
 
-    def __init__(self, program: Program, nodes: Sequence[Node], wanted: Sequence[int]) -> None:
-        self.program, self.nodes = program, nodes
+    With float32 operands elements are subtracted from their row's largest one as they are: a
+    difference of rounded numbers is exact, and naive code has it. What 16 bits round before is
+    more than the factor of the scores folded into exp2's loses.
+    """
+
+    def __init__(
+        self, program: Program, nodes: Sequence[Node], wanted: Sequence[int], is_exact: bool
+    ) -> None:
+        self.program, self.nodes, self.is_exact = program, nodes, is_exact
         self.order = used_by(nodes, wanted)
         self.shape = {i: self._shape_of(i) for i in self.order}
         self.arguments: list[str] = []
@@ -97,7 +104,9 @@ class Writer:
         return op in ("const", "reduction", "seed", "row_index", "key_index", "capture", "map")
 
     def scaled(self, index: int) -> Scaled | None:
-        """A plain score."""
+        """A plain score, whose factor may be folded into another."""
+        if self.is_exact:
+            return None
         node = self.nodes[index]
         match node.op:
             case "dot" | "map":
