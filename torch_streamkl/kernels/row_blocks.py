@@ -26,7 +26,7 @@ from torch_streamkl.linear_problem import (
 from torch_streamkl.rows import blocked, derive, tile
 from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.problem import ALL, RowProblem, part
-from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, VALUES
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, SUM, VALUES
 
 ATTENTION_WORKSPACE_MIB = 64
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
@@ -155,6 +155,10 @@ class _Gradients:
             and wanted[count + i]
             and (kinds[i] == ROW or not plan.nodes[node].head)
         }
+        self.first_dot = {
+            axis: min(i for i in self.dots if self.program.dot_heads[i] == axis)
+            for axis in {self.program.dot_heads[i] for i in self.dots}
+        }
         # a tensor of keys or pairs that differs between heads
         self.rest = [False] * count + [
             bool(need) and plan.captures[i] is not None and i not in self.captures
@@ -192,11 +196,13 @@ class _Gradients:
 
     def add(self, block: row_maps.Block) -> None:
         """What a block contributes."""
-        for i, node in self.captures.items():
-            self._add_capture(block, i, node)
+        joined: set[int] = set()
         for i, node in self.dots.items():
             if self.program.dot_heads[i]:
-                self._add_headed(block, i, node)
+                joined.update(self._add_headed(block, i, node))
+        for i, node in self.captures.items():
+            if i not in joined:
+                self._add_capture(block, i, node)
         alone = {i: node for i, node in self.dots.items() if not self.program.dot_heads[i]}
         if alone:
             for i, d in block.element_gradients(alone).items():
@@ -217,19 +223,40 @@ class _Gradients:
                 into = part(dk.select(0, at).select(0, 0), keys)
                 _matmul_into(into, each.t(), a, rows.start == 0)
 
-    def _add_headed(self, block: row_maps.Block, i: int, node: int) -> None:
-        """Operands of a dot with heads."""
+    def _sums_beside(self, block: row_maps.Block, i: int) -> dict[int, Tensor]:
+        """Gradients to tensors of rows whose elements have the dot's heads: by node, a place."""
+        if self.out[2 * i] is None:
+            return {}
+        axis = self.program.dot_heads[i]
+        size = (block.problem.batch, self.problem.num_heads(axis), block.problem.num_rows)
+        return {
+            c: self.tensors[0].new_empty(size, dtype=torch.float32)
+            for c, node in self.captures.items()
+            if self.program.captures[c].kind == ROW
+            and block.nodes[node].head == axis
+            and self.first_dot[axis] == i
+        }
+
+    def _add_headed(self, block: row_maps.Block, i: int, node: int) -> set[int]:
+        """Operands of a dot with heads, and the captured tensors whose gradients come with it."""
         batch, rows, _ = block.at
         axis = self.program.dot_heads[i]
         at_dot = [j for j, n in enumerate(block.nodes) if n.op == "dot" and n.value == i]
-        given = {**block.arguments, **block.reads((node, *at_dot), axis)}
+        beside = self._sums_beside(block, i)
+        sums = tuple((c, self.captures[c]) for c in beside)
+        every = (node, *at_dot, *(n for _, n in sums))
+        given = {**block.arguments, **block.reads(every, axis)}
         dq, dk = self.out[2 * i], self.out[2 * i + 1]
         if dq is not None:
+            for c, d in beside.items():
+                given.update(row_argument(f"out{c}", d))
             mine = part(dq, batch, ALL, rows)
             given.update(row_programs.operand_argument(f"da{i}", mine, f"da{i}_out"))
             launch = row_programs.launch_of(block.problem, "dq", block.operands_of(axis))
-            source = row_maps.rows_source(self.program, i, block.is_exact)
+            source = row_maps.rows_source(self.program, i, sums, block.is_exact)
             row_programs.launch_rows(source, block.problem, dq.shape[1], launch, given)
+        for c, d in beside.items():
+            self._add_rows(block, c, d)
         if dk is not None:
             group = given[f"group{i}"]
             shares = max(1, group // MEMBERS) if group % MEMBERS == 0 else 1
@@ -243,6 +270,14 @@ class _Gradients:
             row_programs.launch_columns(source, block.problem, num_heads, launch, given)
             if shares > 1:
                 mine += parts.sum(0)
+        return set(beside)
+
+    def _add_rows(self, block: row_maps.Block, i: int, d: Tensor) -> None:
+        """The gradient of a block to a tensor of rows."""
+        target = self.out[2 * len(self.problem.operands) + i]
+        assert target is not None
+        into = part(target, block.at[0], ALL, block.at[1])
+        into += d.sum_to_size(into.shape)
 
     def _add_capture(self, block: row_maps.Block, i: int, node: int) -> None:
         """The sum of a node's elements over what a captured tensor does not have."""
@@ -254,9 +289,10 @@ class _Gradients:
             axis = block.nodes[node].head
             heads = self.problem.num_heads(axis)
             d = target.new_zeros(block.problem.batch, heads, block.problem.num_rows)
-            block.sums({0: (node, "sum")}, axis, row_argument("out0", d))
-            into = part(target, batch, ALL, rows)
-        elif kind == KEY:
+            block.sums({0: (node, SUM)}, axis, row_argument("out0", d))
+            self._add_rows(block, i, d)
+            return
+        if kind == KEY:
             d = block.map(node).sum(1).unsqueeze(1)
             into = part(target, batch, ALL, keys)
         elif kind == PAIR:

@@ -139,10 +139,15 @@ def _sums_source(
 
 @functools.lru_cache(maxsize=512)
 def _maps_source(
-    program: Program, which: str, wanted: tuple[int, ...], axis: int, is_exact: bool
+    program: Program,
+    which: str,
+    wanted: tuple[int, ...],
+    axis: int,
+    is_exact: bool,
+    has_one_key_head: bool = False,
 ) -> Source:
     nodes = _with_maps(program, which, wanted, axis)[0]
-    return row_source.maps_kernel(program, nodes, wanted, is_exact, axis != 0)
+    return row_source.maps_kernel(program, nodes, wanted, is_exact, axis != 0, has_one_key_head)
 
 
 @functools.lru_cache(maxsize=512)
@@ -155,11 +160,15 @@ def _element_source(program: Program, which: str, node: int, is_exact: bool) -> 
 
 
 @functools.lru_cache(maxsize=512)
-def rows_source(program: Program, dot: int, is_exact: bool) -> Source:
+def rows_source(
+    program: Program, dot: int, sums: tuple[tuple[int, int], ...], is_exact: bool
+) -> Source:
+    """With sums over keys of the same heads, as number and node."""
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
-    nodes = _with_maps(program, BACKWARD, (node,), program.dot_heads[dot])[0]
-    return row_source.rows_kernel(program, nodes, {dot: node}, is_exact)
+    every = (node, *(n for _, n in sums))
+    nodes = _with_maps(program, BACKWARD, every, program.dot_heads[dot])[0]
+    return row_source.rows_kernel(program, nodes, {dot: node}, dict(sums), is_exact)
 
 
 @functools.lru_cache(maxsize=512)
@@ -234,7 +243,14 @@ class Block:
                 inside = node.args[0]
                 axis = self.nodes[inside].head
                 out = self.new_map(torch.float32)
-                source = _maps_source(self.program, self.which, (inside,), axis, self.is_exact)
+                source = _maps_source(
+                    self.program,
+                    self.which,
+                    (inside,),
+                    axis,
+                    self.is_exact,
+                    self._has_one_key_head(axis),
+                )
                 more = {**self.reads((inside,), axis), **_place(f"to{inside}", out)}
                 launch = self._launch_of_sums(axis)
                 self._start_maps(source, launch, self.whole.num_heads(axis), more)
@@ -244,6 +260,11 @@ class Block:
         more = {**self.reads(node.args, 0), **_place(f"to{i}", out)}
         self._start_maps(source, self._elements(), 1, more)
         return out
+
+    def _has_one_key_head(self, axis: int) -> bool:
+        """Whether all heads of an axis share their keys."""
+        heads = zip(self.problem.operands, self.program.dot_heads, strict=True)
+        return all(k.shape[1] == 1 for (_, k), head in heads if head == axis)
 
     def _of_columns(self, number: int) -> Tensor:
         """Ids of a row, as whether a key is one of them; or the values at them."""

@@ -146,7 +146,7 @@ def slots_of(
 def _rows(program: Program, dots: tuple[int, ...], is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
     wanted = {i: _node(plan, i) for i in dots}
-    return row_source.rows_kernel(program, plan.nodes, wanted, is_exact)
+    return row_source.rows_kernel(program, plan.nodes, wanted, {}, is_exact)
 
 
 @functools.lru_cache(maxsize=512)

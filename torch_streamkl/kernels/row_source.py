@@ -119,15 +119,22 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
 
 
 def rows_kernel(
-    program: Program, nodes: Sequence[Node], wanted: Mapping[int, int], is_exact: bool
+    program: Program,
+    nodes: Sequence[Node],
+    wanted: Mapping[int, int],
+    sums: Mapping[int, int],
+    is_exact: bool,
 ) -> Source:
-    """Gradients to row operands, of the dots whose gradients are these nodes."""
-    w = Writer(program, nodes, [*wanted.values(), *_dots_of(nodes, list(wanted))], is_exact)
+    """Gradients to row operands, of the dots whose gradients are these nodes; and sums of some."""
+    every = [*wanted.values(), *sums.values(), *_dots_of(nodes, list(wanted))]
+    w = Writer(program, nodes, every, is_exact)
     _start(w, "BLOCK_M", "m")
     w.bind("batch", "head")
     w.load_rows(is_checked=True)
     for i in wanted:
         w.line(f"da{i} = tl.zeros([BLOCK_M, DIM{i}], tl.float32)")
+    for slot in sums:
+        w.line(f"sum{slot} = tl.zeros([BLOCK_M], tl.float32)")
     w.bounds("keys_of_rows", "start")
     for low, high, is_masked in w.loops(program.keys.left is not None):
         w.line(f"for j in tl.range({low}, {high}, BLOCK_N):")
@@ -136,9 +143,15 @@ def rows_kernel(
         for i, node in wanted.items():
             w.line(f"x{i} = {w.kept(node, '0.0', is_masked)}.to(b{i}_x.dtype)")
             w.line(f"da{i} = tl.dot(x{i}, b{i}_x, da{i}, input_precision=PRECISION)")
+        for slot, node in sums.items():
+            w.line(f"sum{slot} += tl.sum({w.kept(node, '0.0', is_masked)}, 1)")
         w.depth = 1
     for i in wanted:
         _store(w, f"da{i}", i, "m", "num_rows")
+    for slot in sums:
+        w.take(f"out{slot}", f"out{slot}_b", f"out{slot}_h")
+        place = f"batch * out{slot}_b + head * out{slot}_h + m"
+        w.line(f"tl.store(out{slot} + {place}, sum{slot}, mask=m < num_rows)")
     return w.source("row_program_rows")
 
 
@@ -187,10 +200,12 @@ def maps_kernel(
     wanted: Sequence[int],
     is_exact: bool,
     is_summed: bool,
+    has_one_key_head: bool = False,
 ) -> Source:
     """Elements of a tile written to memory: summed over heads, or 0 where a key takes no part.
 
-    Tiles of sums that no row has a key in are not written.
+    Tiles of sums that no row has a key in are not written. Keys that all heads share are loaded
+    once.
     """
     w = Writer(program, nodes, wanted, is_exact)
     w.take("num_blocks", "num_tiles", "num_heads")
@@ -207,6 +222,10 @@ def maps_kernel(
         w.line("    return")
         for i in wanted:
             w.line(f"total{i} = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
+        if has_one_key_head:
+            w.line("head = batch * 0")
+            w.bind("batch", "head")
+            w.load_column_operands(is_checked=True)
         w.line("for h in tl.range(0, num_heads):")
         w.depth = 2
         w.line("head = batch * 0 + h")
@@ -214,7 +233,7 @@ def maps_kernel(
         w.line("head = batch * 0")
     w.bind("batch", "head")
     w.load_rows(is_checked=True)
-    w.load_columns(is_checked=True)
+    w.load_columns(is_checked=True, has_operands=has_one_key_head)
     w.elements(is_checked=True)
     if is_summed:
         for i in wanted:

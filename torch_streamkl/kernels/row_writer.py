@@ -323,15 +323,20 @@ class Writer:
             self.line(f"v{index}{part} = tl.load({place}, mask=in_rows, other=0.0)")
             self.line(f"v{index}{part} = tl.where(v{index} == {low}, 0.0, v{index}{part})")
 
-    def load_columns(self, is_checked: bool) -> None:
-        """Column operands, as rows of keys, and values of keys."""
-        self.line("n64 = n.to(tl.int64)[None, :]")
-        self.line("in_keys = n[None, :] < num_keys")
-        mask = "in_keys" if is_checked else ""
+    def load_column_operands(self, is_checked: bool) -> None:
+        """Column operands, as rows of keys."""
         for i in self.leaves("dot"):
             self._operand("b", i, "n", "num_keys", is_checked)
             # in front of a loop over rows, or it would go to shared memory every time
             self.line(f"b{i}_t = tl.trans(b{i}_x)")
+
+    def load_columns(self, is_checked: bool, has_operands: bool = False) -> None:
+        """Column operands if they are not there yet, and values of keys."""
+        self.line("n64 = n.to(tl.int64)[None, :]")
+        self.line("in_keys = n[None, :] < num_keys")
+        mask = "in_keys" if is_checked else ""
+        if not has_operands:
+            self.load_column_operands(is_checked)
         for index in self.order:
             node = self.nodes[index]
             if self.shape[index] != OF_KEY:
