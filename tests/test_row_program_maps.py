@@ -92,14 +92,14 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _cast(x: Any, dtype: torch.dtype) -> Any:
+def _cast(x: Any, dtype: torch.dtype, device: str) -> Any:
     if isinstance(x, dict):
-        return {k: _cast(v, dtype) for k, v in x.items()}
+        return {k: _cast(v, dtype, device) for k, v in x.items()}
     if isinstance(x, tuple):
-        return tuple(_cast(v, dtype) for v in x)
+        return tuple(_cast(v, dtype, device) for v in x)
     if isinstance(x, Tensor) and x.is_floating_point():
-        return x.detach().to(dtype).requires_grad_(x.requires_grad)
-    return x
+        return x.detach().to(device, dtype).requires_grad_(x.requires_grad)
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def _leaves(x: Any) -> list[Tensor]:
@@ -109,12 +109,15 @@ def _leaves(x: Any) -> list[Tensor]:
     return [leaf for part in parts for leaf in _leaves(part)]
 
 
-def _run(name: str, dtype: torch.dtype, impl: str, **options: Any) -> list[Tensor]:
+def _run(
+    name: str, dtype: torch.dtype, impl: str, device: str = "cpu", **options: Any
+) -> list[Tensor]:
     torch.manual_seed(3)
     given, function = PROBLEMS[name]()
-    given = _cast(given, dtype)
+    given = _cast(given, dtype, device)
     out = row_program(function, impl=impl, **given, **options)
-    weight = torch.linspace(-1, 2, out["kl"].numel(), dtype=out["kl"].dtype)
+    kl = out["kl"]
+    weight = torch.linspace(-1, 2, kl.numel(), dtype=kl.dtype, device=device)
     total = sum((x * weight.view(x.shape)).sum() for x in out.values())
     return [*(x.detach() for x in out.values()), *torch.autograd.grad(total, _leaves(given))]
 
@@ -215,3 +218,13 @@ def test_compiles(name: str, target: str) -> None:
         built = compile_launch(launch, target)
         assert built.shared_bytes <= TARGETS[target].shared_bytes, launch.kernel.__name__
         assert built.spill_bytes <= MOST_SPILLS, launch.kernel.__name__
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_on_a_gpu(name: str, small_workspace: None) -> None:
+    _check(name, device="cuda")
+    if name == "heads":
+        lengths = torch.tensor([41, 20], device="cuda")
+        _check(name, device="cuda", is_causal=True, key_lengths=lengths)

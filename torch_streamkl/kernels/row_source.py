@@ -81,7 +81,8 @@ def sums_kernel(
             w.take(f"outp{slot}", f"outs{slot}")
             w.line(f"tl.store(outp{slot} + {place}, top{slot}, mask=m < num_rows)")
             w.line(f"tl.store(outs{slot} + {place}, tl.log(mass{slot}), mask=m < num_rows)")
-    return w.source("row_program_sums", "LANES", "WIDTH")
+    name = "row_program_sums" if w.leaves("dot") else "row_program_sums_of_maps"
+    return w.source(name, "LANES", "WIDTH")
 
 
 def _tile_of_keys(w: Writer, is_masked: bool) -> None:
@@ -250,7 +251,7 @@ def maps_kernel(
         w.take(f"to{i}", f"to{i}_b", f"to{i}_m")
         place = f"to{i} + batch * to{i}_b + m.to(tl.int64)[:, None] * to{i}_m + n[None, :]"
         w.line(f"tl.store({place}, total{i}.to(to{i}.dtype.element_ty), mask=inside)")
-    return w.source("row_program_maps")
+    return w.source("row_program_sum_of_heads" if is_summed else "row_program_elements")
 
 
 def _dots_of(nodes: Sequence[Node], dots: Sequence[int]) -> list[int]:
