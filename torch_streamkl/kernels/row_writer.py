@@ -400,8 +400,12 @@ class Writer:
     # ------------------------------------------------------------------ loops
 
     def is_dense(self) -> bool:
-        """Whether a mask, which has no structure, is looked at in every tile."""
-        return self.program.keys.has_mask
+        """Whether every tile is looked at for a mask.
+
+        A dense mask has no structure; and the float32 operands of two loops would lie in registers
+        that spill (bench/notes/portable_kernels.md).
+        """
+        return self.program.keys.has_mask or self.is_exact
 
     def bounds(self, of: str, start: str) -> None:
         """Tiles in [first, left) and [right, stop) need a mask; of is keys_of_rows or its twin."""
@@ -412,9 +416,10 @@ class Writer:
 
     def loops(self, has_head: bool) -> list[tuple[str, str, bool]]:
         """Bounds of each loop over tiles, and whether it looks at masks."""
+        if self.is_dense():
+            return [("right", "stop", True)]
         found = [("first", "left", True)] if has_head else []
-        found += [] if self.is_dense() else [("left", "right", False)]
-        return [*found, ("right", "stop", True)]
+        return [*found, ("left", "right", False), ("right", "stop", True)]
 
     def source(self, name: str, *more: str) -> Source:
         """The kernel of this name; it has more constants than sizes."""
