@@ -70,7 +70,9 @@ def _is_of_words(problem: RowProblem) -> bool:
 def _workspace(problem: RowProblem) -> int:
     device = problem.operands[0][0].device.type
     mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
-    return MIB * (mib if _is_of_words(problem) else min(mib, ATTENTION_WORKSPACE_MIB))
+    if not _is_of_words(problem):
+        return MIB * min(mib, ATTENTION_WORKSPACE_MIB)
+    return MIB * mib * 15 // 16  # the rest is for places of ids and values of rows
 
 
 def _row_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice, slice, slice]]:
