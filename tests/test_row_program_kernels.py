@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,7 @@ from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
 MOST_SPILLS = 1024  # bytes of a thread: the last of three levels, with its derivatives
-WITHOUT_KERNELS = ("indexer", "top_k_with_ghost", "cached_top_k")
-NAMES = [name for name in CASES if name not in WITHOUT_KERNELS]
+NAMES = list(CASES)
 SMALL = Sizes(batch=1, heads=2, rows=33, keys=70, dim=7)
 
 
@@ -70,7 +70,12 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _compare(dots: dict[str, Any], impl: str, **options: Any) -> list[torch.Tensor]:
+def _compare(
+    dots: dict[str, Any],
+    impl: str,
+    differentiated: Sequence[tuple[str, str]] = (("rows", "row"),),
+    **options: Any,
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     rows, keys = dots["t"][0].shape[2], dots["t"][1].shape[2]
     device = dots["t"][0].device
@@ -86,47 +91,72 @@ def _compare(dots: dict[str, Any], impl: str, **options: Any) -> list[torch.Tens
         },
     }
     moved = {k: {n: x.to(device) for n, x in v.items()} for k, v in captures.items()}
+    for kind, name in differentiated:
+        moved[kind][name].requires_grad_()
     out = row_program(_program, dots=dots, impl=impl, **moved, **options)
     total = (out["kl"] + out["extra"] ** 2).sum()
     leaves = [x for pair in dots.values() for x in pair]
+    leaves += [x for kind in moved.values() for x in kind.values() if x.requires_grad]
     return [*(x.detach() for x in out.values()), *torch.autograd.grad(total, leaves)]
 
 
 @inside
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_and_captures(name: str) -> None:
+def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with 16-bit operands, whose tiles without a mask have a loop of their own."""
+    from torch_streamkl.rows.triton import launches as row_programs
+
+    monkeypatch.setattr(row_programs, "is_exact", lambda problem: False)
     dots = _operands()
-    truth = _compare(
-        {n: tuple(x.double() for x in pair) for n, pair in dots.items()}, "blocked", **MASKS[name]
-    )
-    for got, same, exact in zip(
-        _compare(dots, "triton", **MASKS[name]),
-        _compare(dots, "blocked", **MASKS[name]),
-        truth,
-        strict=True,
-    ):
+    double = {n: tuple(x.double() for x in pair) for n, pair in dots.items()}
+    truth = _compare(double, "blocked", **MASKS[name])
+    same = _compare(dots, "blocked", **MASKS[name])
+    _check(_compare(dots, "triton", **MASKS[name]), same, truth)
+
+
+def _check(
+    every: list[torch.Tensor], of_blocks: list[torch.Tensor], truth: list[torch.Tensor]
+) -> None:
+    """Errors of at most twice those of blocks in the same dtype, and some roundings."""
+    for got, same, exact in zip(every, of_blocks, truth, strict=True):
         allowed = 2 * float((same - exact).abs().max()) + 2e-6 * float(exact.abs().max())
         assert float((got - exact).abs().max()) <= allowed
 
 
+@inside
+def test_every_captured_tensor_gets_its_gradient() -> None:
+    differentiated = (("rows", "row"), ("keys", "key"), ("pairs", "bias"))
+    dots = _operands()
+    truth, same, got = (
+        _compare(
+            {n: tuple(x.to(t) for x in pair) for n, pair in dots.items()}, impl, differentiated
+        )
+        for impl, t in (
+            ("blocked", torch.float64),
+            ("blocked", torch.float32),
+            ("triton", torch.float32),
+        )
+    )
+    _check(got, same, truth)
+
+
 def test_what_has_no_kernels_says_why() -> None:
-    x, w = torch.randn(3, 4), torch.randn(5, 4)
-    ids = torch.zeros(3, 1, dtype=torch.int64)
-    for options, match in (
-        ({"columns": {"c": ids}}, "columns have no kernels"),
-        ({"dots": {"s": (x.double(), w.double())}}, "operands are float64"),
-        ({"dots": {"s": (x.repeat(1, 65), w.repeat(1, 65))}}, "dimensions in kernels, got 260"),
-    ):
-        given: dict[str, Any] = {"dots": {"s": (x, w)}, **options}
-
-        def sums(e: Any, has_columns: bool = "columns" in options) -> Any:
-            return (torch.where(e.c, e.s, 0.0) if has_columns else e.s).sum("key")
-
-        with pytest.raises(NotImplementedError, match=match):
-            row_program(sums, impl="triton", **given)
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
-    with pytest.raises(NotImplementedError, match="sums over heads have no kernels"):
-        row_program(lambda e: e.s.sum("head").sum("key"), dots={"s": (q, k)}, impl="triton")
+    wide = (torch.randn(1, 2, 3, 260), torch.randn(1, 2, 5, 260))
+    for pair, match in (
+        ((q.double(), k.double()), "operands are float64"),
+        (wide, "dimensions in kernels, got 260"),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
+            row_program(lambda e: e.s.sum("key"), dots={"s": pair}, impl="triton")
+    ids = torch.zeros(1, 2, 3, 1, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="columns that differ between heads"):
+        row_program(
+            lambda e: torch.where(e.c, e.s, 0.0).sum("key"),
+            dots={"s": (q, k)},
+            columns={"c": ids},
+            impl="triton",
+        )
 
 
 @outside
@@ -146,25 +176,19 @@ def test_compiles(target: str, head_dim: int) -> None:
 
 @outside
 def test_tiles_fit_every_gpu() -> None:
-    from torch_streamkl.rows.triton import launches as row_kernels
 
     text, _ = _recorded()
 
-    def block(target: str, head_dim: int, dtype: torch.dtype) -> int:
+    def obstacle(target: str, head_dim: int, dtype: torch.dtype) -> str:
         with looks_like(target), FakeTensorMode():
             x = torch.empty(1, 2, 64, head_dim, dtype=dtype, device="cuda")
             weight = torch.empty(1, 1, 64, device="cuda")
-            return row_kernels.block_of(RowProblem.of(text, [*[x] * 4, weight]))
+            return row_kernels.obstacle(RowProblem.of(text, [*[x] * 4, weight]), True)
 
-    assert block("sm_90", 128, torch.bfloat16) == 64
-    assert block("gfx942", 128, torch.bfloat16) == 32
-    assert block("sm_80", 128, torch.float32) == 16
-    assert block("sm_86", 256, torch.bfloat16) == 32
-    assert block("sm_75", 128, torch.float16) == 16
     for target, head_dim in itertools.product(TARGETS, (32, 80, 128, 256)):
         for dtype in (torch.float16, torch.float32):
             fits = (target, head_dim, dtype) != ("sm_75", 256, torch.float32)
-            assert block(target, head_dim, dtype) >= (16 if fits else 0)
+            assert ("KiB" not in obstacle(target, head_dim, dtype)) >= fits
 
 
 @outside
@@ -208,7 +232,7 @@ def _launches(
         result = module.forward(problem, True)
         grads = [torch.empty(1, 32, 1024, device="cuda") for _ in problem.program.outputs]
         module.backward(problem, result, grads, [True] * 4 + [False])
-    assert len(launches) == 6  # three levels, rows, and columns of both dots
+    assert len(launches) == 7  # three levels, rows and columns of both dots
     return launches
 
 

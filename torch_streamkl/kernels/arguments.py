@@ -53,6 +53,13 @@ class MaskArgs(NamedTuple):
     seqlen_k: Any
 
 
+class Window(NamedTuple):
+    """Keys before and after a row's position, of those that the kernel's flags say are bounded."""
+
+    window_left: Any
+    window_right: Any
+
+
 class Mean(NamedTuple):
     """log2 of the mean over teacher heads, of some blocks of query rows (triton/head_mean.py)."""
 

@@ -14,6 +14,9 @@ class HeadJacobianError(ValueError):
     """A Jacobian between values of rows of different heads, which is not kept."""
 
 
+HEAD_OPERATIONS = ("sum_heads", "expand_heads")
+
+
 @dataclass(frozen=True)
 class Sum:
     """A sum over keys that a pass of the forward gathers."""
@@ -50,12 +53,10 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
         return ForwardPlan(program.nodes, max(program.levels), ())
     graph = Graph.of(program.nodes)
     jacobians = []
+    varies = _varying(program)
     for c, reduction in enumerate(program.reductions):
         for b in range(len(program.reductions)):
-            if program.levels[b] >= program.levels[c] or MAX in (
-                reduction.kind,
-                program.reductions[b].kind,
-            ):
+            if program.levels[b] >= program.levels[c] or not (varies[b] and varies[c]):
                 continue
             node = _tangent(graph, program, reduction.node, b)
             if graph.constant(node) == 0:
@@ -66,6 +67,32 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
             jacobians.append(Sum(level, node, graph[node].head, c, b))
     passes = max(*program.levels, *(j.level for j in jacobians), 1)
     return ForwardPlan(tuple(graph.nodes), passes, tuple(jacobians))
+
+
+def _varying(program: Program) -> list[bool]:
+    """Of each reduction, whether something that may need a gradient comes into it."""
+    of_nodes: list[bool] = []
+    found: list[bool] = []
+
+    def reduction(number: int) -> bool:
+        while len(found) <= number:
+            c = program.reductions[len(found)]
+            found.append(c.kind != MAX and of_nodes[c.node])
+        return found[number]
+
+    for node in program.nodes:
+        match node.op:
+            case "dot" | "capture":
+                varies = node.dtype == "float"
+            case "reduction":
+                varies = reduction(int(node.value))
+            case op:
+                is_smooth = op in HEAD_OPERATIONS or (
+                    op in OPERATIONS and OPERATIONS[op].rule is not None
+                )
+                varies = is_smooth and any(of_nodes[a] for a in node.args)
+        of_nodes.append(varies)
+    return [reduction(c) for c in range(len(program.reductions))]
 
 
 def _softmax(graph: Graph, program: Program, c: int) -> int:

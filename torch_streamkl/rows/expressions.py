@@ -223,14 +223,48 @@ class Graph:
                 return self.apply("mul", a, self.const(1.0 / vb)) if mantissa == 0.5 else None
             case "neg" if self.nodes[a].op == "neg":
                 return self.nodes[a].args[0]
-            case "log" if self.nodes[a].op == "exp":
-                return self.nodes[a].args[0]
+            case "log":
+                return self._log_of(a)
             case "sqrt" if self.nodes[a].op == "exp":
                 return self.power(a, 0.5)
             case "where" if va is not None:
                 return args[1] if va else args[2]
             case "where" if args[1] == args[2]:
                 return b
+        return None
+
+    def _log_of(self, x: int) -> int | None:
+        """The logarithm of an exponential, of a product with one, or of a quotient.
+
+        No underflow of a probability, and derivatives without a division by it.
+        """
+        node = self.nodes[x]
+        if node.op == "exp":
+            return node.args[0]
+        if node.op == "div":
+            a, b = node.args
+            factors = self._exponential(a)
+            if factors is None:
+                return self.apply("log_div", a, b)
+            exponent, rest = factors
+            if rest is None:
+                return self.apply("sub", exponent, self.apply("log", b))
+            return self.apply("add", exponent, self.apply("log_div", rest, b))
+        if node.op in ("mul", "mul0"):
+            factors = self._exponential(x)
+            if factors is not None and factors[1] is not None:
+                return self.apply("add", factors[0], self.apply("log", factors[1]))
+        return None
+
+    def _exponential(self, x: int) -> tuple[int, int | None] | None:
+        """The exponent of a product with an exponential, and the other factor."""
+        node = self.nodes[x]
+        if node.op == "exp":
+            return node.args[0], None
+        if node.op in ("mul", "mul0"):
+            for i in (0, 1):
+                if self.nodes[node.args[i]].op == "exp":
+                    return self.nodes[node.args[i]].args[0], node.args[1 - i]
         return None
 
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:

@@ -115,10 +115,11 @@ def row_program(
         tensors.keys_of(inputs, is_causal, window),
         inputs.num_heads,
     )
-    traced = trace(function, inputs.dot_names, inputs.capture_names, tracer)
+    is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
+    constants = _constants(inputs) if is_differentiated else ()
+    traced = trace(function, inputs.dot_names, inputs.capture_names, tracer, constants)
     program = traced.program
     problem = RowProblem.of(program.text, inputs.tensors)
-    is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
     if impl == "reference":
         results = reference.forward(problem)
     else:
@@ -133,3 +134,14 @@ def row_program(
         finished = [x.reshape(inputs.row_shape) for x in finished]
     names = traced.names
     return finished[0] if names is None else dict(zip(names, finished, strict=True))
+
+
+def _constants(inputs: tensors.Normalised) -> set[str]:
+    """Dots and captured tensors that need no gradient: no derivative is gathered for them."""
+    count = 2 * len(inputs.dot_names)
+    pairs = zip(inputs.tensors[:count:2], inputs.tensors[1:count:2], strict=True)
+    needs = [q.requires_grad or k.requires_grad for q, k in pairs]
+    needs += [x.requires_grad for x in inputs.tensors[count:]]
+    names = [*inputs.dot_names, *inputs.capture_names]
+    # of ids and values the name is the values', which come last
+    return {name for name, need in dict(zip(names, needs, strict=False)).items() if not need}

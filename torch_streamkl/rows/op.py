@@ -43,23 +43,32 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
         impl = _automatic(problem, is_differentiated)
     if impl != "triton":
         return blocked
-    from torch_streamkl.rows.triton import launches as row_kernels
-
-    why = row_kernels.obstacle(problem, is_differentiated)
+    module, why = _kernels(problem, is_differentiated)
     if why:
         raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'blocked'")
     if problem.operands[0][0].device.type == "cuda":
         require_driver()
-    return row_kernels
+    return module
+
+
+def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
+    """The kernels that run a problem, or why there are none.
+
+    Dot products are computed where they are used if nothing needs them in memory.
+    """
+    from torch_streamkl.rows.triton import blocks as row_blocks
+    from torch_streamkl.rows.triton import launches as row_kernels
+
+    if not row_kernels.obstacle(problem, is_differentiated):
+        return row_kernels, ""
+    return row_blocks, row_blocks.obstacle(problem, is_differentiated)
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
     """Kernels where there are some, on a GPU; else blocks in plain torch."""
     if not AUTO_TAKES_KERNELS or problem.operands[0][0].device.type != "cuda":
         return "blocked"
-    from torch_streamkl.rows.triton import launches as row_kernels
-
-    return "blocked" if row_kernels.obstacle(problem, is_differentiated) else "triton"
+    return "blocked" if _kernels(problem, is_differentiated)[1] else "triton"
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:

@@ -74,6 +74,11 @@ def _div(g: Graph, node: int, arg: int, t: int) -> int:
     return quotient if arg == 0 else g.apply("neg", g.apply("mul", quotient, node))
 
 
+def _log_div(g: Graph, node: int, arg: int, t: int) -> int:
+    quotient = g.apply("div0", t, g[node].args[arg])
+    return quotient if arg == 0 else g.apply("neg", quotient)
+
+
 def _by(factor: Callable[[Graph, int, int], int]) -> Rule:
     """t times a function of node and argument."""
 
@@ -164,6 +169,13 @@ OPERATIONS: dict[str, Operation] = {
     "float": Operation(1, lambda a: a * 1.0, "{0} * 1.0", None, is_finite=True),
     "exp": Operation(1, torch.exp, "tl.exp({0})", _by(lambda g, n, x: n), is_finite=True),
     "log": Operation(1, torch.log, "tl.log({0})", _over(lambda g, n, x: x), is_finite=False),
+    "log_div": Operation(  # the logarithm of a quotient
+        2,
+        lambda a, b: torch.log(a / b),
+        "tl.log({0} / {1})",
+        _log_div,
+        is_finite=False,
+    ),
     "log1p": Operation(
         1,
         torch.log1p,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows.program import VALUES, Program
+from torch_streamkl.rows.program import KEY, PAIR, ROW, VALUES, Program
 
 Slices = tuple[slice, slice, slice]  # of batch, rows and keys
 
@@ -68,6 +68,22 @@ class RowProblem:
 
     def row_shape(self, axis: int) -> tuple[int, int, int]:
         return self.batch, self.num_heads(axis), self.num_rows
+
+    def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:
+        """The problem of a block (views), whose first row and key are its own."""
+        along: dict[str, tuple[slice, ...]] = {ROW: (rows,), KEY: (keys,), PAIR: (rows, keys)}
+        return RowProblem(
+            self.program,
+            tuple(
+                (part(q, batch, ALL, rows), part(k, batch, ALL, keys)) for q, k in self.operands
+            ),
+            tuple(
+                part(x, batch, ALL, *along.get(c.kind, (rows,)))
+                for x, c in zip(self.captures, self.program.captures, strict=True)
+            ),
+            None if self.lengths is None else part(self.lengths, batch),
+            None if self.mask is None else part(self.mask, batch, ALL, rows, keys),
+        )
 
     def ids_of(self, capture: int) -> Tensor:
         """The ids that a capture's elements stand at."""

@@ -86,6 +86,13 @@ class Program:
     outputs: tuple[int, ...]
     keys: Keys = Keys()
 
+    def __hash__(self) -> int:
+        return self._hash  # every launch looks for its kernel by the program
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.text)
+
     @functools.cached_property
     def text(self) -> str:
         """The program as an argument of an operator."""

@@ -72,6 +72,7 @@ class _Product(torch.autograd.Function):
 GUARDED: dict[str, Callable[..., Any]] = {
     "exp": lambda x: _Function.apply(x, "exp"),
     "log": lambda x: _Function.apply(x, "log"),
+    "log_div": lambda a, b: _Function.apply(_Product.apply(a, b, True, False), "log"),
     "sqrt": lambda x: _Function.apply(x, "sqrt"),
     "pow": lambda x, exponent: _Function.apply(x, exponent),
     "mul": lambda a, b: _Product.apply(a, b, False, False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -336,11 +336,15 @@ def trace(
     names: list[str],
     capture_names: list[str],
     tracer: Tracer,
+    constants: Container[str] = (),
 ) -> Traced:
-    """The program of a callable."""
+    """The program of a callable. What is named as constant gets no gradient."""
     values = {name: Element(tracer, tracer.dot(i)) for i, name in enumerate(names)}
     for i, name in enumerate(capture_names):
         values[name] = Element(tracer, tracer.capture(i))
+    for name in values:
+        if name in constants and tracer.graph[values[name]._index].dtype == FLOAT:
+            values[name] = values[name]._apply("detach", values[name])
     for name in POSITIONS:
         values[name] = Element(tracer, tracer.graph.index(name))
     returned = function(Elements(values))

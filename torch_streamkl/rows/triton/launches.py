@@ -13,22 +13,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_streamkl.kernels.arguments import Sequence as KeySequence
+from torch_streamkl.kernels.arguments import Window
+from torch_streamkl.kernels.row_state import place_of
+from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.launches.devices import gpu_of
 from torch_streamkl.launches.launch import matmul_limit
+from torch_streamkl.launches.tiles import (
+    LEAST,
+    Operands,
+    TritonLaunch,
+    default_launch,
+    shared_bytes,
+)
 from torch_streamkl.rows import blocked, derive
 from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import Program
+from torch_streamkl.rows.program import ROW, SUM, Program
 from torch_streamkl.rows.triton import source as row_source
-from torch_streamkl.rows.triton.source import Source
+from torch_streamkl.rows.triton.lanes import lane_maxima, lane_sums, merged_lanes, over_lanes
+from torch_streamkl.rows.triton.writer import Source, used_by
 
-BLOCKS = (64, 32, 16)  # rows, and keys, of a tile
-# of a block's rows of all dots, whose gradients are registers: beyond, kilobytes of a thread spill
-MOST_ELEMENTS = 64 * 256
-MOST_ELEMENTS_OF_AMD = 32 * 256
-WIDEST_OF_REGISTERS = 128  # of a tile of 64, where matrix units read operands from registers
-MOST_ELEMENTS_OF_FLOAT32 = 16 * 256
 MAX_DIM = 256  # of operands, which a tile holds whole
+INTERPRETED = TritonLaunch(32, 16, 4, 1)  # rows and keys of a tile differ, to be told apart
+MARGIN = 2048  # bytes of shared memory beside the operands, for reductions
 
 
 def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
@@ -43,43 +51,54 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
     if problem.compute_dtype == torch.float64:
         return "kernels compute in float32, and operands are float64"
     q = problem.operands[0][0]
-    limit = matmul_limit(q.device, q.dtype, dim) if q.device.type == "cuda" else None
-    if limit is None and block_of(problem) == 0:
-        room = gpu_of(q.device).shared_bytes // 1024
+    if q.device.type != "cuda":
+        return ""
+    limit = matmul_limit(q.device, q.dtype, dim)
+    gpu, operands = gpu_of(q.device), _operands(problem)
+    if limit is None and shared_bytes(LEAST, "dk", operands, gpu) + MARGIN > gpu.shared_bytes:
+        room = gpu.shared_bytes // 1024
         limit = f"holds tiles of all dots in {room} KiB, got {len(problem.operands)} of them"
     return "" if limit is None else f"a kernel {limit}"
 
 
-def block_of(problem: RowProblem) -> int:
-    """Rows and keys of a tile: the most that registers and shared memory hold, 0 if none fits."""
+def launch_of(problem: RowProblem, kernel: str, operands: Operands | None = None) -> TritonLaunch:
+    """Tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots' operands."""
     q = problem.operands[0][0]
-    width = sum(_padded(x.shape[-1]) for x, _ in problem.operands)
-    gpu = gpu_of(q.device) if q.device.type == "cuda" else None
-    if gpu is None:
-        return BLOCKS[0]
-    # the tiles that stream by are there twice but on AMD GPUs; those that stay, where matrix units
-    # read them from shared memory; and a tile of weights
-    copies = 1 if gpu.is_hip else 2 if gpu.operands_in_registers else 3
-    most = MOST_ELEMENTS_OF_AMD if gpu.is_hip else MOST_ELEMENTS
-    if _is_float32(q):
-        most = MOST_ELEMENTS_OF_FLOAT32
-    is_wide = gpu.operands_in_registers and width > WIDEST_OF_REGISTERS
-    for block in BLOCKS[1:] if is_wide else BLOCKS:
-        shared = (copies * width + block) * block * q.element_size() + 2048
-        is_narrow = block * width <= most or block == BLOCKS[-1]
-        if is_narrow and shared <= gpu.shared_bytes:
-            return block
-    return 0
+    if q.device.type != "cuda":
+        return INTERPRETED
+    return default_launch(kernel, operands or _operands(problem), gpu_of(q.device))
 
 
-def _is_float32(q: Tensor) -> bool:
-    """Whether operands are multiplied in float32, where they lie in registers."""
-    on_gpu = q.device.type == "cuda"
-    return q.element_size() == 4 or (on_gpu and not gpu_of(q.device).multiplies_half)
+def _operands(problem: RowProblem) -> Operands:
+    q = problem.operands[0][0]
+    dims = tuple(padded_dim(x.shape[-1]) for x, _ in problem.operands)
+    is_full = torch.get_float32_matmul_precision() == "highest"
+    return Operands(dims, q.element_size(), is_full)
+
+
+def is_exact(problem: RowProblem) -> bool:
+    """Whether operands are float32 (Writer)."""
+    return problem.operands[0][0].element_size() == 4
+
+
+SCOPE = {
+    "triton": triton,
+    "tl": tl,
+    "Sequence": KeySequence,
+    "Window": Window,
+    "keys_of_rows": keys_of_rows,
+    "lane_maxima": lane_maxima,
+    "lane_sums": lane_sums,
+    "load_tile": load_tile,
+    "merged_lanes": merged_lanes,
+    "over_lanes": over_lanes,
+    "place_of": place_of,
+    "rows_of_keys": rows_of_keys,
+}
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(source: Source) -> Any:
+def compiled(source: Source) -> Any:
     """The jit function of a text, created once."""
     digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
     filename = f"<streamkl row program {digest}>"
@@ -87,46 +106,85 @@ def _compiled(source: Source) -> Any:
     linecache.cache[filename] = (
         len(source.text), None, source.text.splitlines(keepends=True), filename,
     )  # fmt: skip
-    scope = {"triton": triton, "tl": tl, "__name__": f"torch_streamkl.kernels.generated_{digest}"}
+    scope = {**SCOPE, "__name__": f"torch_streamkl.kernels.generated_{digest}"}
     exec(compile(source.text, filename, "exec"), scope)
     return scope[source.name]
 
 
 @functools.lru_cache(maxsize=512)
-def _level(program: Program, is_differentiated: bool, level: int) -> tuple[Source, list[int]]:
+def _sums(
+    program: Program, is_differentiated: bool, level: int, axis: int, is_exact: bool
+) -> Source | None:
+    """The pass of a level over the heads of an axis; None where it gathers nothing."""
     plan = derive.forward_plan(program, is_differentiated)
-    return row_source.level_kernel(program, plan, level)
+    slots = slots_of(program, plan, level)
+    own = {slot: slots[slot][:2] for slot in slots if slots[slot][2] == axis}
+    return row_source.sums_kernel(program, plan.nodes, own, is_exact) if own else None
+
+
+def slots_of(
+    program: Program, plan: derive.ForwardPlan, level: int
+) -> dict[int, tuple[int, str, int]]:
+    """Reductions, then Jacobians, that a level gathers: node, kind and axis of heads."""
+    slots = {
+        c: (r.node, r.kind, r.head)
+        for c, r in enumerate(program.reductions)
+        if program.levels[c] == level
+    }
+    for slot, jacobian in enumerate(plan.jacobians, start=len(program.reductions)):
+        if jacobian.level == level:
+            slots[slot] = (jacobian.node, SUM, jacobian.head)
+    return slots
 
 
 @functools.lru_cache(maxsize=512)
-def _rows(program: Program, dots: tuple[int, ...]) -> Source:
-    return row_source.rows_kernel(program, derive.backward_plan(program), dots)
+def _rows(program: Program, dots: tuple[int, ...], is_exact: bool) -> Source:
+    plan = derive.backward_plan(program)
+    wanted = {i: _node(plan, i) for i in dots}
+    return row_source.rows_kernel(program, plan.nodes, wanted, {}, is_exact)
 
 
 @functools.lru_cache(maxsize=512)
-def _columns(program: Program, dot: int) -> Source:
-    return row_source.columns_kernel(program, derive.backward_plan(program), dot)
+def _capture(program: Program, node: int, is_exact: bool) -> Source:
+    plan = derive.backward_plan(program)
+    return row_source.sums_kernel(program, plan.nodes, {0: (node, SUM)}, is_exact)
+
+
+@functools.lru_cache(maxsize=512)
+def _columns(program: Program, dot: int, is_exact: bool) -> Source:
+    plan = derive.backward_plan(program)
+    return row_source.columns_kernel(program, plan.nodes, dot, _node(plan, dot), is_exact)
+
+
+def _node(plan: derive.BackwardPlan, dot: int) -> int:
+    node = plan.dots[dot]
+    assert node is not None
+    return node
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """A launch for each level."""
+    """A launch for each level and number of heads."""
     program = problem.program
     result = blocked.allocate(problem, is_differentiated)
-    arguments_of_parts: dict[str, Any] = {}
-    every = [*result.reductions, *result.jacobians]
-    for c, parts in zip(program.logsumexps, result.parts, strict=True):
-        arguments_of_parts.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})
     plan = derive.forward_plan(program, is_differentiated)
-    arguments = {**_arguments(problem, result, {}), **arguments_of_parts}
-    heads = problem.max_heads
-    for slot, x in enumerate(every):
-        arguments.update(_row_argument(f"out{slot}", x))
-    grid = (triton.cdiv(problem.num_rows, arguments["BLOCK_M"]), problem.batch * heads)
+    arguments = {**arguments_of(problem, result, {}), **outputs_of(problem, result)}
     for level in range(1, plan.num_passes + 1):
-        source, slots = _level(program, is_differentiated, level)
-        if slots:
-            _launch(source, grid, {**arguments, "num_heads": heads})
+        for axis in range(len(program.dot_heads) + 1):
+            source = _sums(program, is_differentiated, level, axis, is_exact(problem))
+            if source is not None:
+                launch = launch_of(problem, "forward")
+                launch_rows(source, problem, problem.num_heads(axis), launch, arguments)
     return result
+
+
+def outputs_of(problem: RowProblem, result: Result) -> dict[str, Any]:
+    """Where the passes of the forward write."""
+    found: dict[str, Any] = {}
+    for c, parts in zip(problem.program.logsumexps, result.parts, strict=True):
+        found.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})
+    for slot, x in enumerate([*result.reductions, *result.jacobians]):
+        found.update(row_argument(f"out{slot}", x))
+    return found
 
 
 def backward(
@@ -135,75 +193,126 @@ def backward(
     grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to operands; those to captured tensors are the blocked implementation's."""
+    """Gradients to operands and tensors of rows.
+
+    Those to tensors of keys and pairs are the blocked implementation's.
+    """
     program = problem.program
-    if any(wanted[2 * len(problem.operands) :]):
-        return blocked.backward(problem, result, grads, wanted)
     plan = derive.backward_plan(program)
-    seeds = blocked.row_gradients(problem, result, grads)
-    for c, reduction in enumerate(program.reductions):
-        if c not in seeds:
-            seeds[c] = result.reductions[c].new_zeros(problem.row_shape(reduction.head))
-        seeds[c] = seeds[c].contiguous()
-    arguments = _arguments(problem, result, seeds)
-    out: list[Tensor | None] = [None] * (2 * len(problem.operands) + len(problem.captures))
+    arguments = arguments_of(problem, result, seeds_of(problem, result, grads))
+    count = 2 * len(problem.operands)
+    of_captures = wanted[count:]
+    own = [bool(need) and _is_of_rows(program, i) for i, need in enumerate(of_captures)]
+    rest = [False] * count + [a and not b for a, b in zip(of_captures, own, strict=True)]
+    if any(rest):
+        out = blocked.backward(problem, result, grads, rest)
+    else:
+        out = [None] * (count + len(problem.captures))
     for i, pair in enumerate(problem.operands):
         for side, x in enumerate(pair):
             if wanted[2 * i + side]:
                 make = torch.zeros_like if plan.dots[i] is None else torch.empty_like
                 out[2 * i + side] = make(x, memory_format=torch.contiguous_format)
-    active = [i for i, node in enumerate(plan.dots) if node is not None]
-    dots = tuple(i for i in active if out[2 * i] is not None)
-    if dots:
-        for i in dots:
-            arguments.update(_operand_argument(f"da{i}", out[2 * i], f"da{i}_out"))
-        num_blocks = triton.cdiv(problem.num_rows, arguments["BLOCK_M"])
-        grid = (num_blocks, problem.batch * problem.max_heads)
-        _launch(_rows(program, dots), grid, {**arguments, "num_heads": problem.max_heads})
-    for i in active:
-        target = out[2 * i + 1]
-        if target is None:
-            continue
-        arguments.update(_operand_argument(f"db{i}", target, f"db{i}_out"))
-        kv_heads = target.shape[1]
-        grid = (triton.cdiv(problem.num_keys, arguments["BLOCK_N"]), problem.batch * kv_heads)
-        _launch(_columns(program, i), grid, {**arguments, "num_heads": kv_heads})
+    for i, node in enumerate(plan.dots):
+        dq, dk = out[2 * i], out[2 * i + 1]
+        if node is not None and dq is not None:
+            arguments.update(operand_argument(f"da{i}", dq, f"da{i}_out"))
+            launch = launch_of(problem, "dq")
+            launch_rows(
+                _rows(program, (i,), is_exact(problem)), problem, dq.shape[1], launch, arguments
+            )
+        if node is not None and dk is not None:
+            arguments.update(operand_argument(f"db{i}", dk, f"db{i}_out"))
+            arguments[f"db{i}_share"] = 0
+            launch = launch_of(problem, "dk")
+            launch_columns(
+                _columns(program, i, is_exact(problem)), problem, dk.shape[1], launch, arguments
+            )
+    for i, x in enumerate(problem.captures):
+        if own[i]:
+            out[count + i] = _row_gradient(problem, i, x, arguments)
     return out
 
 
-def _arguments(problem: RowProblem, result: Result, seeds: Mapping[int, Tensor]) -> dict[str, Any]:
+def _is_of_rows(program: Program, capture: int) -> bool:
+    """Whether the gradient to a captured tensor is a sum over keys that a kernel can gather."""
+    plan = derive.backward_plan(program)
+    node = plan.captures[capture]
+    if node is None or program.captures[capture].kind != ROW:
+        return False
+    inside = used_by(plan.nodes, [node])
+    return not any(plan.nodes[i].op in derive.HEAD_OPERATIONS for i in inside)
+
+
+def _row_gradient(
+    problem: RowProblem, capture: int, x: Tensor, arguments: Mapping[str, Any]
+) -> Tensor:
+    """The gradient to a captured tensor of rows."""
+    plan = derive.backward_plan(problem.program)
+    node = plan.captures[capture]
+    assert node is not None
+    heads = problem.num_heads(plan.nodes[node].head)
+    size = (problem.batch, heads, problem.num_rows)
+    total = x.new_empty(size, dtype=torch.float32)
+    launch = launch_of(problem, "forward")
+    given = {**arguments, **row_argument("out0", total)}
+    launch_rows(_capture(problem.program, node, is_exact(problem)), problem, heads, launch, given)
+    return total.sum_to_size(x.shape).to(x.dtype)
+
+
+def seeds_of(
+    problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
+) -> dict[int, Tensor]:
+    """The gradient to every reduction, 0 where none comes."""
+    seeds = blocked.row_gradients(problem, result, grads)
+    for c, reduction in enumerate(problem.program.reductions):
+        if c not in seeds:
+            seeds[c] = result.reductions[c].new_zeros(problem.row_shape(reduction.head))
+        seeds[c] = seeds[c].contiguous()
+    return seeds
+
+
+def arguments_of(
+    problem: RowProblem, result: Result, seeds: Mapping[int, Tensor]
+) -> dict[str, Any]:
     """Every argument that a kernel of the problem may have, by name."""
     is_full = torch.get_float32_matmul_precision() == "highest"
     found: dict[str, Any] = {
-        "num_warps": 8 if _is_float32(problem.operands[0][0]) else 4,
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,
+        "first_row": 0,
+        "first_key": 0,
+        "lengths_b": 0 if problem.lengths is None else problem.lengths.stride(0),
+        "num_shares": 1,
+        "ADD": False,
+        "LANES": 1,
+        "WIDTH": 1,
+        "offset": problem.num_keys - problem.num_rows,
         "lengths": problem.lengths,
         "PRECISION": "ieee" if is_full else "tf32",
-        "BLOCK_M": block_of(problem),
-        "BLOCK_N": block_of(problem),
     }
     for i, (q, k) in enumerate(problem.operands):
-        found.update(_operand_argument(f"a{i}", q, f"a{i}"))
-        found.update(_operand_argument(f"b{i}", k, f"b{i}"))
+        found.update(operand_argument(f"a{i}", q, f"a{i}"))
+        found.update(operand_argument(f"b{i}", k, f"b{i}"))
         found[f"group{i}"] = q.shape[1] // k.shape[1]
         found[f"SIZE{i}"] = q.shape[-1]
-        found[f"DIM{i}"] = _padded(q.shape[-1])
+        found[f"DIM{i}"] = padded_dim(q.shape[-1])
     for i, (x, declared) in enumerate(
         zip(problem.captures, problem.program.captures, strict=True)
     ):
-        found.update(_capture_argument(f"c{i}", x, declared.kind))
+        if declared.kind in CAPTURED:
+            found.update(_capture_argument(f"c{i}", x, declared.kind))
     for c, (peak, mass) in zip(problem.program.logsumexps, result.parts, strict=True):
         found.update({f"rp{c}": peak, f"rs{c}": mass})  # which lie as the reduction does
     for prefix, values in (("r", dict(enumerate(result.reductions))), ("g", seeds)):
         for i, x in values.items():
-            found.update(_row_argument(f"{prefix}{i}", x))
+            found.update(row_argument(f"{prefix}{i}", x))
     if problem.mask is not None:
         found.update(_capture_argument("mask", problem.mask, "pair"))
     return found
 
 
-def _padded(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """Dimensions of a tile."""
     return max(16, triton.next_power_of_2(dim))
 
@@ -213,24 +322,66 @@ def _stride(x: Tensor, dim: int) -> int:
     return 0 if x.shape[dim] == 1 else x.stride(dim)
 
 
-def _operand_argument(name: str, x: Tensor | None, pointer: str) -> dict[str, Any]:
-    assert x is not None
+def operand_argument(name: str, x: Tensor, pointer: str) -> dict[str, Any]:
     strides = {f"{name}_{s}": x.stride(dim) for dim, s in enumerate("bhmd")}
     # one head stays where it is, whatever the grid's
     return {pointer: x, **strides, f"{name}_h": _stride(x, 1)}
 
 
+CAPTURED: dict[str, dict[str, int]] = {"row": {"m": 2}, "key": {"n": 2}, "pair": {"m": 2, "n": 3}}
+
+
 def _capture_argument(name: str, x: Tensor, kind: str) -> dict[str, Any]:
-    dims = {"row": {"m": 2}, "key": {"n": 2}, "pair": {"m": 2, "n": 3}}[kind]
+    dims = CAPTURED[kind]
     places = {f"{name}_{s}": _stride(x, dims[s]) if s in dims else 0 for s in "mn"}
     return {name: x, f"{name}_b": _stride(x, 0), f"{name}_h": _stride(x, 1), **places}
 
 
-def _row_argument(name: str, x: Tensor) -> dict[str, Any]:
+def row_argument(name: str, x: Tensor) -> dict[str, Any]:
     return {name: x, f"{name}_b": x.stride(0), f"{name}_h": _stride(x, 1)}
 
 
-def _launch(source: Source, grid: tuple[int, int], arguments: Mapping[str, Any]) -> None:
-    given = {name: arguments[name] for name in source.arguments}
-    num_warps = arguments["num_warps"]
-    _compiled(source)[grid](**given, num_warps=num_warps, num_stages=2, enable_fp_fusion=True)
+def launch_rows(
+    source: Source,
+    problem: RowProblem,
+    num_heads: int,
+    launch: TritonLaunch,
+    arguments: Mapping[str, Any],
+) -> None:
+    """A program for each block of rows of each head."""
+    num_blocks = triton.cdiv(problem.num_rows, launch.block_m)
+    programs = num_blocks * problem.batch * num_heads
+    start(source, launch, num_blocks, num_heads, programs, arguments)
+
+
+def launch_columns(
+    source: Source,
+    problem: RowProblem,
+    num_heads: int,
+    launch: TritonLaunch,
+    arguments: Mapping[str, Any],
+) -> None:
+    """A program for each block of keys of each key head, and each share of its query heads."""
+    num_blocks = triton.cdiv(problem.num_keys, launch.block_n)
+    programs = num_blocks * problem.batch * num_heads
+    start(source, launch, num_blocks, num_heads, programs, arguments)
+
+
+def start(
+    source: Source,
+    launch: TritonLaunch,
+    num_blocks: int,
+    num_heads: int,
+    programs: int,
+    arguments: Mapping[str, Any],
+) -> None:
+    """Launch a kernel with the arguments that it has."""
+    every = {
+        **arguments,
+        "num_blocks": num_blocks,
+        "num_heads": num_heads,
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+    }
+    given = {name: every[name] for name in source.arguments}
+    compiled(source)[(programs,)](**given, **launch.options(), enable_fp_fusion=True)

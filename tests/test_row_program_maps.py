@@ -1,0 +1,230 @@
+"""Row programs by maps of a block of rows: sums over heads, LM heads, columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.offline import TARGETS, compile_launch, record_launches
+from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
+from torch_streamkl import row_program
+from torch_streamkl.rows import blocked
+from torch_streamkl.rows.problem import RowProblem
+
+pytestmark = quiet
+MOST_SPILLS = 1024  # bytes of a thread
+
+
+@outside
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows, and of words."""
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    monkeypatch.setattr(row_blocks, "_workspace", lambda problem: 100 * problem.num_keys * 4)
+    monkeypatch.setattr(row_blocks, "MEMBERS", 2)  # a gradient to keys in several shares
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+
+def _heads() -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """An indexer of many heads on one key head; captured tensors of every kind."""
+    given: dict[str, Any] = {
+        "dots": {
+            "t": (_leaf(2, 2, 37, 5), _leaf(2, 2, 41, 5)),
+            "s": (_leaf(2, 4, 37, 3), _leaf(2, 1, 41, 3)),
+        },
+        "rows": {"w": _leaf(2, 4, 37), "temperature": _leaf(2, 1, 37)},
+        "keys": {"key": torch.rand(1, 1, 41, dtype=torch.float64).requires_grad_()},
+        "pairs": {"bias": _leaf(2, 1, 37, 41)},
+    }
+
+    def kl(e: Any) -> Any:
+        p = e.t.softmax("key").sum("head") * e.key
+        p = p / (p.sum("key") + 1e-6)
+        s = ((e.w * e.s.relu()).sum("head") / (1 + e.temperature**2) + e.bias).log_softmax("key")
+        return {"kl": (p * ((p + 1e-10).log() - s)).sum("key"), "z": s.exp().square().sum("key")}
+
+    return given, kl
+
+
+def _words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Two LM heads with a bias, a mask of words, ids and values at them."""
+    ids = torch.rand(19, 300).argsort(-1)[:, :9]
+    ids[:, 7] = ids[:, 2]  # which is summed
+    ids[::3, 8] = -1
+    given: dict[str, Any] = {
+        "dots": {"t": (_leaf(19, 260), _leaf(300, 260)), "s": (_leaf(19, 7), _leaf(300, 7))},
+        "rows": {"label": torch.randint(300, (19,))},
+        "keys": {"bias": _leaf(300)},
+        "pairs": {"extra": _leaf(19, 300)},
+        "columns": {"top": ids, "value": (ids, _leaf(19, 9))},
+    }
+
+    def sums(e: Any) -> Any:
+        t = torch.where(e.top, e.t * 0.05, -torch.inf).log_softmax("key")
+        s = (e.s + e.bias + e.extra).log_softmax("key")
+        return {
+            "kl": (t.exp() * (t - s)).sum("key"),
+            "label": torch.where(e.key_index == e.label, s, 0.0).sum("key"),
+            "value": torch.where(e.top, e.value * s.exp(), 0.0).sum("key"),
+        }
+
+    return given, sums
+
+
+PROBLEMS = {"heads": _heads, "words": _words}
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "window": {"window": (20, 3)},
+    "lengths": {"key_lengths": torch.tensor([41, 20])},
+}
+
+
+def _cast(x: Any, dtype: torch.dtype, device: str) -> Any:
+    if isinstance(x, dict):
+        return {k: _cast(v, dtype, device) for k, v in x.items()}
+    if isinstance(x, tuple):
+        return tuple(_cast(v, dtype, device) for v in x)
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x.detach().to(device, dtype).requires_grad_(x.requires_grad)
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
+def _leaves(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x] if x.requires_grad else []
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else ()
+    return [leaf for part in parts for leaf in _leaves(part)]
+
+
+def _run(
+    name: str, dtype: torch.dtype, impl: str, device: str = "cpu", **options: Any
+) -> list[Tensor]:
+    torch.manual_seed(3)
+    given, function = PROBLEMS[name]()
+    given = _cast(given, dtype, device)
+    out = row_program(function, impl=impl, **given, **options)
+    kl = out["kl"]
+    weight = torch.linspace(-1, 2, kl.numel(), dtype=kl.dtype, device=device)
+    total = sum((x * weight.view(x.shape)).sum() for x in out.values())
+    return [*(x.detach() for x in out.values()), *torch.autograd.grad(total, _leaves(given))]
+
+
+@inside
+@pytest.mark.parametrize("mask", MASKS)
+def test_sums_over_heads(mask: str, small_workspace: None) -> None:
+    _check("heads", **MASKS[mask])
+
+
+@inside
+def test_words(small_workspace: None) -> None:
+    _check("words")
+
+
+def _check(name: str, **options: Any) -> None:
+    truth = _run(name, torch.float64, "blocked", **options)
+    same = _run(name, torch.float32, "blocked", **options)
+    for i, (got, a, exact) in enumerate(
+        zip(_run(name, torch.float32, "triton", **options), same, truth, strict=True)
+    ):
+        allowed = 2 * float((a - exact).abs().max()) + 2e-6 * float(exact.abs().max())
+        assert float((got - exact).abs().max()) <= allowed, i
+
+
+@inside
+@pytest.mark.parametrize("name", ["policy_loss", "z_loss", "dkd", "top_k_with_ghost"])
+def test_wide_heads(name: str, small_workspace: None) -> None:
+    sizes = Sizes(batch=2, rows=9, keys=300, dim=257, spread=0.05)
+    check_errors(name, "triton", torch.float32, sizes)
+
+
+@inside
+def test_float16_logits(small_workspace: None) -> None:
+    check_errors("policy_loss", "triton", torch.float16, Sizes(2, 2, 9, 300, 257, 0.05))
+
+
+def test_one_mask_holds_for_the_blocks_of_a_program(small_workspace: None) -> None:
+    """The workspace is as large as it says, and not a row is left out."""
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    problem = _recorded("top_k_with_ghost")
+    covered = torch.zeros(problem.num_rows, problem.num_keys)
+    for _, rows, keys in row_blocks._word_blocks(problem, 9):
+        covered[rows, keys] += 1
+    assert (covered == 1).all()
+
+
+def _recorded(name: str) -> RowProblem:
+    """The problem of an example."""
+    seen: list[RowProblem] = []
+    original = blocked.forward
+
+    def spy(problem: RowProblem, is_differentiated: bool) -> Any:
+        seen.append(problem)
+        return original(problem, is_differentiated)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "forward", spy)
+        EXAMPLES[name](**CASES[name](Sizes(1, 4, 16, 300, 8)).tensors)
+    return seen[0]
+
+
+SHAPES: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # keys; heads, key heads, dim
+    "indexer": (1024, [(128, 8, 128), (64, 1, 128)]),
+    "top_k_with_ghost": (32000, [(1, 1, 5120), (1, 1, 3584)]),
+    "cached_top_k": (32000, [(1, 1, 3584)]),
+    "policy_loss": (32000, [(1, 1, 3584)]),
+}
+
+
+@outside
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_compiles(name: str, target: str) -> None:
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    small = _recorded(name)
+    keys, dots = SHAPES[name]
+    rows = 1024
+    heads = {axis: dot[0] for axis, dot in zip(small.program.dot_heads, dots, strict=True)}
+    ends = {"row": (rows,), "key": (keys,), "columns": (rows, 64), "values": (rows, 64)}
+    with record_launches(target) as launches:
+        tensors = [
+            torch.empty(1, n, size, dim, dtype=torch.bfloat16, device="cuda")
+            for q_heads, k_heads, dim in dots
+            for n, size in ((q_heads, rows), (k_heads, keys))
+        ]
+        for c in small.program.captures:
+            dtype = torch.float32 if c.dtype == "float" else torch.int64
+            shape = (1, heads[c.head] if c.head else 1, *ends[c.kind])
+            tensors.append(torch.empty(shape, dtype=dtype, device="cuda"))
+        problem = RowProblem.of(small.program.text, tensors)
+        result = row_blocks.forward(problem, True)
+        grads = [torch.empty(problem.row_shape(0), device="cuda") for _ in problem.program.outputs]
+        row_blocks.backward(problem, result, grads, [x.is_floating_point() for x in tensors])
+    for launch in {id(x.kernel): x for x in launches}.values():
+        built = compile_launch(launch, target)
+        assert built.shared_bytes <= TARGETS[target].shared_bytes, launch.kernel.__name__
+        assert built.spill_bytes <= MOST_SPILLS, launch.kernel.__name__
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_on_a_gpu(name: str, small_workspace: None) -> None:
+    _check(name, device="cuda")
+    if name == "heads":
+        lengths = torch.tensor([41, 20], device="cuda")
+        _check(name, device="cuda", is_causal=True, key_lengths=lengths)

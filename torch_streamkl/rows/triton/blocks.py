@@ -1,0 +1,320 @@
+"""Row programs by blocks of rows with maps in memory (maps.py): launches and matmuls.
+
+The workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
+words with all tokens, so that each block of a weight's gradient is one matmul. A gradient to dot
+products without heads is a map too, which takes the place of the dot products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.linear.problem import (
+    DEFAULT_WORKSPACE_MIB,
+    MAX_LOW_PRECISION_SUMS,
+    MIB,
+    even_ranges,
+    even_step,
+    padded,
+)
+from torch_streamkl.rows import blocked, derive, tile
+from torch_streamkl.rows.blocked import Result
+from torch_streamkl.rows.problem import ALL, RowProblem, part
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, SUM, VALUES
+from torch_streamkl.rows.triton import launches as row_kernels
+from torch_streamkl.rows.triton import maps
+from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
+from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
+
+ATTENTION_WORKSPACE_MIB = 64
+MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
+
+
+def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
+    """Why a problem cannot run by maps; empty if it can."""
+    program = problem.program
+    if problem.compute_dtype == torch.float64:
+        return "kernels compute in float32, and operands are float64"
+    if any(c.kind in (COLUMNS, VALUES) and c.head for c in program.captures):
+        return "columns that differ between heads have no kernels"
+    for (q, _), head in zip(problem.operands, program.dot_heads, strict=True):
+        if head and q.shape[-1] > MAX_DIM:
+            return f"operands have at most {MAX_DIM} dimensions in kernels, got {q.shape[-1]}"
+    for which in (DIFFERENTIATED, BACKWARD) if is_differentiated else (FORWARD,):
+        if any(n.op == "sum_heads" and not n.by_key for n in maps.nodes_of(program, which)):
+            return "sums over heads of values of rows have no kernels"
+    return ""
+
+
+def _bytes_of(problem: RowProblem, which: str, wanted: tuple[tuple[int, int], ...]) -> int:
+    """Of all maps, for one row and key, with the gradients that take no dot product's place."""
+    nodes, found = maps.nodes_of(problem.program, which), 0
+    for i in maps.every_map(problem.program, which, wanted):
+        node = nodes[i]
+        if node.op == "dot":
+            found += problem.operands[int(node.value)][0].element_size()
+        elif node.op == "capture" and problem.program.captures[int(node.value)].kind == COLUMNS:
+            found += 1
+        else:
+            found += 4
+    return max(found, 2)
+
+
+def _is_of_words(problem: RowProblem) -> bool:
+    """Whether no dot has heads: an LM head."""
+    return not any(problem.program.dot_heads)
+
+
+def _workspace(problem: RowProblem) -> int:
+    device = problem.operands[0][0].device.type
+    mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
+    if not _is_of_words(problem):
+        return MIB * min(mib, ATTENTION_WORKSPACE_MIB)
+    return MIB * mib * 15 // 16  # the rest is for places of ids and values of rows
+
+
+def _row_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Blocks of batch elements and rows, with all keys."""
+    keys = slice(0, problem.num_keys)
+    room = max(1, _workspace(problem) // (bytes_of_pair * padded(problem.num_keys)))
+    batch = max(1, min(problem.batch, room // problem.num_rows))
+    for b in range(0, problem.batch, batch):
+        for rows in even_ranges(problem.num_rows, max(1, room // batch), 128):
+            yield slice(b, min(b + batch, problem.batch)), rows, keys
+
+
+def forward(problem: RowProblem, is_differentiated: bool) -> Result:
+    """All passes of a block of rows before the next one: they share its maps."""
+    program, which = problem.program, DIFFERENTIATED if is_differentiated else FORWARD
+    result = blocked.allocate(problem, is_differentiated)
+    plan = derive.forward_plan(program, is_differentiated)
+    passes: list[tuple[dict[int, tuple[int, str]], int]] = []
+    for level in range(1, plan.num_passes + 1):
+        slots = slots_of(program, plan, level)
+        for axis in sorted({axis for _, _, axis in slots.values()}, reverse=True):
+            passes.append(({s: x[:2] for s, x in slots.items() if x[2] == axis}, axis))
+    wanted = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
+    for at in _row_blocks(problem, _bytes_of(problem, which, wanted)):
+        block = maps.Block(problem, which, result, {}, at)
+        for slots, axis in passes:
+            block.sums(slots, axis, {})
+    return result
+
+
+def backward(
+    problem: RowProblem,
+    result: Result,
+    grads: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients to operands and captured tensors, block by block."""
+    seeds = row_kernels.seeds_of(problem, result, grads)
+    out = _Gradients(problem, wanted)
+    nodes = maps.nodes_of(problem.program, BACKWARD)
+    each = tuple((n, nodes[n].head) for n in (*out.dots.values(), *out.captures.values()))
+    if each:
+        size = _bytes_of(problem, BACKWARD, each)
+        blocks = _word_blocks if _is_of_words(problem) else _row_blocks
+        for at in blocks(problem, size):
+            out.add(maps.Block(problem, BACKWARD, result, seeds, at))
+    rest = blocked.backward(problem, result, grads, out.rest) if any(out.rest) else None
+    return out.finished(rest)
+
+
+def _word_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Blocks of words with all tokens where they fit: a gradient to them is then one matmul."""
+    room = _workspace(problem) // bytes_of_pair
+    fewest = -(-problem.num_keys // MAX_LOW_PRECISION_SUMS)
+    words = padded(max(room // problem.num_rows, fewest), 256)
+    words = even_step(problem.num_keys, words, 256)
+    tokens = max(1, room // padded(words))
+    for keys in even_ranges(problem.num_keys, words, 256):
+        for rows in even_ranges(problem.num_rows, tokens, 128):
+            yield slice(0, problem.batch), rows, keys
+
+
+class _Gradients:
+    """What the blocks' gradients are added to."""
+
+    def __init__(self, problem: RowProblem, wanted: Sequence[bool]) -> None:
+        self.problem, self.program = problem, problem.program
+        plan = derive.backward_plan(problem.program)
+        operands = [x for pair in problem.operands for x in pair]
+        count = len(operands)
+        kinds = [c.kind for c in self.program.captures]
+        self.tensors = [*operands, *problem.captures]
+        self.dots = {
+            i: node
+            for i, node in enumerate(plan.dots)
+            if node is not None and (wanted[2 * i] or wanted[2 * i + 1])
+        }
+        self.captures = {
+            i: node
+            for i, node in enumerate(plan.captures)
+            if node is not None
+            and wanted[count + i]
+            and (kinds[i] == ROW or not plan.nodes[node].head)
+        }
+        self.first_dot = {
+            axis: min(i for i in self.dots if self.program.dot_heads[i] == axis)
+            for axis in {self.program.dot_heads[i] for i in self.dots}
+        }
+        # a tensor of keys or pairs that differs between heads
+        self.rest = [False] * count + [
+            bool(need) and plan.captures[i] is not None and i not in self.captures
+            for i, need in enumerate(wanted[count : count + len(kinds)])
+        ]
+        self.out: list[Tensor | None] = [
+            self._allocated(n) if need else None
+            for n, need in enumerate(wanted[: len(self.tensors)])
+        ]
+
+    def _dtype(self, n: int) -> torch.dtype:
+        """Where blocks add to each other, but for the matmuls of words, in float32."""
+        x = self.tensors[n]
+        if n >= 2 * len(self.problem.operands):
+            return torch.float32
+        is_added = n % 2 == 1 and not _is_of_words(self.problem)
+        return torch.float32 if is_added else x.dtype
+
+    def _allocated(self, n: int) -> Tensor:
+        """0 where blocks add to each other from the first one on."""
+        x, dtype = self.tensors[n], self._dtype(n)
+        is_written = n // 2 in self.dots and n < 2 * len(self.problem.operands)
+        if is_written and n % 2:  # of a dot with heads, kernels add
+            is_written = not self.program.dot_heads[n // 2] and dtype == x.dtype
+        make = torch.empty if is_written else torch.zeros
+        return make(x.shape, dtype=dtype, device=x.device)
+
+    def finished(self, rest: list[Tensor | None] | None) -> list[Tensor | None]:
+        found = [
+            g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
+        ]
+        for i, g in enumerate(rest or ()):
+            found[i] = g if g is not None else found[i]
+        return found
+
+    def add(self, block: maps.Block) -> None:
+        """What a block contributes."""
+        joined: set[int] = set()
+        for i, node in self.dots.items():
+            if self.program.dot_heads[i]:
+                joined.update(self._add_headed(block, i, node))
+        for i, node in self.captures.items():
+            if i not in joined:
+                self._add_capture(block, i, node)
+        alone = {i: node for i, node in self.dots.items() if not self.program.dot_heads[i]}
+        if alone:
+            for i, d in block.element_gradients(alone).items():
+                self._add_matmuls(block, i, d)
+
+    def _add_matmuls(self, block: maps.Block, i: int, d: Tensor) -> None:
+        """Operands of a dot without heads, of which blocks of words and tokens ascend."""
+        q, k = block.problem.operands[i]
+        batch, rows, keys = block.at
+        dq, dk = self.out[2 * i], self.out[2 * i + 1]
+        for b in range(d.shape[0]):
+            at, each = batch.start + b, d.select(0, b)
+            a, words = (x.select(0, b).select(0, 0) for x in (q, k))
+            if dq is not None:
+                into = part(dq.select(0, at).select(0, 0), rows)
+                _matmul_into(into, each, words, keys.start == 0)
+            if dk is not None:
+                into = part(dk.select(0, at).select(0, 0), keys)
+                _matmul_into(into, each.t(), a, rows.start == 0)
+
+    def _sums_beside(self, block: maps.Block, i: int) -> dict[int, Tensor]:
+        """Gradients to tensors of rows whose elements have the dot's heads: by node, a place."""
+        if self.out[2 * i] is None:
+            return {}
+        axis = self.program.dot_heads[i]
+        size = (block.problem.batch, self.problem.num_heads(axis), block.problem.num_rows)
+        return {
+            c: self.tensors[0].new_empty(size, dtype=torch.float32)
+            for c, node in self.captures.items()
+            if self.program.captures[c].kind == ROW
+            and block.nodes[node].head == axis
+            and self.first_dot[axis] == i
+        }
+
+    def _add_headed(self, block: maps.Block, i: int, node: int) -> set[int]:
+        """Operands of a dot with heads, and the captured tensors whose gradients come with it."""
+        batch, rows, _ = block.at
+        axis = self.program.dot_heads[i]
+        at_dot = [j for j, n in enumerate(block.nodes) if n.op == "dot" and n.value == i]
+        beside = self._sums_beside(block, i)
+        sums = tuple((c, self.captures[c]) for c in beside)
+        every = (node, *at_dot, *(n for _, n in sums))
+        given = {**block.arguments, **block.reads(every, axis)}
+        dq, dk = self.out[2 * i], self.out[2 * i + 1]
+        if dq is not None:
+            for c, d in beside.items():
+                given.update(row_argument(f"out{c}", d))
+            mine = part(dq, batch, ALL, rows)
+            given.update(row_kernels.operand_argument(f"da{i}", mine, f"da{i}_out"))
+            launch = row_kernels.launch_of(block.problem, "dq", block.operands_of(axis))
+            source = maps.rows_source(self.program, i, sums, block.is_exact)
+            row_kernels.launch_rows(source, block.problem, dq.shape[1], launch, given)
+        for c, d in beside.items():
+            self._add_rows(block, c, d)
+        if dk is not None:
+            group = given[f"group{i}"]
+            shares = max(1, group // MEMBERS) if group % MEMBERS == 0 else 1
+            mine = part(dk, batch)
+            parts = mine.unsqueeze(0) if shares == 1 else mine.new_zeros(shares, *mine.shape)
+            given.update(row_kernels.operand_argument(f"db{i}", parts.select(0, 0), f"db{i}_out"))
+            given.update({f"db{i}_share": parts.stride(0), "num_shares": shares, "ADD": True})
+            launch = row_kernels.launch_of(block.problem, "dk", block.operands_of(axis))
+            source = maps.columns_source(self.program, i, block.is_exact)
+            num_heads = dk.shape[1] * shares
+            row_kernels.launch_columns(source, block.problem, num_heads, launch, given)
+            if shares > 1:
+                mine += parts.sum(0)
+        return set(beside)
+
+    def _add_rows(self, block: maps.Block, i: int, d: Tensor) -> None:
+        """The gradient of a block to a tensor of rows."""
+        target = self.out[2 * len(self.problem.operands) + i]
+        assert target is not None
+        into = part(target, block.at[0], ALL, block.at[1])
+        into += d.sum_to_size(into.shape)
+
+    def _add_capture(self, block: maps.Block, i: int, node: int) -> None:
+        """The sum of a node's elements over what a captured tensor does not have."""
+        batch, rows, keys = block.at
+        kind = self.program.captures[i].kind
+        target = self.out[2 * len(self.problem.operands) + i]
+        assert target is not None
+        if kind == ROW:
+            axis = block.nodes[node].head
+            heads = self.problem.num_heads(axis)
+            d = target.new_zeros(block.problem.batch, heads, block.problem.num_rows)
+            block.sums({0: (node, SUM)}, axis, row_argument("out0", d))
+            self._add_rows(block, i, d)
+            return
+        if kind == KEY:
+            d = block.map(node).sum(1).unsqueeze(1)
+            into = part(target, batch, ALL, keys)
+        elif kind == PAIR:
+            d = block.map(node).unsqueeze(1)
+            into = part(target, batch, ALL, rows, keys)
+        else:
+            places = tile.column_places(self.problem, i, block.at).select(1, 0)
+            found = block.map(node).expand(*places.shape[:-1], -1)
+            inside = places < found.shape[-1]
+            d = torch.where(inside, found.gather(-1, places.clamp_max(found.shape[-1] - 1)), 0.0)
+            d, into = d.unsqueeze(1), part(target, batch, ALL, rows)
+        into += d.sum_to_size(into.shape)
+
+
+def _matmul_into(out: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """Add a product, which has the operands' dtype, to a sum; or begin one."""
+    if out.dtype != a.dtype:
+        out += a @ b
+    elif is_first:
+        torch.mm(a, b, out=out)
+    else:
+        out.addmm_(a, b)

@@ -1,0 +1,365 @@
+"""Elements of a row program that are computed into memory, for a block of rows and keys.
+
+A sum over heads is the same for all heads, and the logits of an LM head are a matmul of many
+dimensions: neither fits a tile's loop. They become maps [batch, rows, keys] of a block: of dot
+products by a matmul of torch, of sums over heads by a kernel that loops over heads, of columns by
+a scatter. What is left of the program is pointwise in them, and its sums and gradients have the
+kernels of source.py, which read maps instead of multiplying.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from torch_streamkl.launches.devices import gpu_of
+from torch_streamkl.launches.tiles import Operands, TritonLaunch, head_mean_launch
+from torch_streamkl.linear.problem import padded
+from torch_streamkl.rows import derive, tile
+from torch_streamkl.rows.blocked import Result
+from torch_streamkl.rows.expressions import Node
+from torch_streamkl.rows.problem import ALL, RowProblem, part
+from torch_streamkl.rows.program import COLUMNS, VALUES, Program
+from torch_streamkl.rows.triton import launches as row_kernels
+from torch_streamkl.rows.triton import source as row_source
+from torch_streamkl.rows.triton.launches import padded_dim, start
+from torch_streamkl.rows.triton.writer import Source
+
+FORWARD, DIFFERENTIATED, BACKWARD = "forward", "differentiated", "backward"
+# rows, and keys, of tiles that multiply nothing; neighbours that a thread has of them
+ROW_SUMS, ROW_WIDTH = TritonLaunch(1, 4096, 8, 1), 8
+ELEMENTS = TritonLaunch(4, 1024, 4, 1)
+INTERPRETED = TritonLaunch(4, 32, 4, 1)
+
+
+# ------------------------------------------------------------------------ which maps there are
+
+
+@functools.lru_cache(maxsize=256)
+def nodes_of(program: Program, which: str) -> tuple[Node, ...]:
+    """What the forward, with derivatives or without, or the backward computes."""
+    if which == BACKWARD:
+        return derive.backward_plan(program).nodes
+    return derive.forward_plan(program, which == DIFFERENTIATED).nodes
+
+
+@functools.lru_cache(maxsize=256)
+def _behind_maps(program: Program, which: str) -> tuple[bool, ...]:
+    """Of each node, whether a map comes into it."""
+    found: list[bool] = []
+    for node in nodes_of(program, which):
+        found.append(_is_own_map(program, node) or any(found[a] for a in node.args))
+    return tuple(found)
+
+
+def _is_own_map(program: Program, node: Node) -> bool:
+    """What no kernel computes inside of a tile."""
+    if node.op == "capture":
+        return program.captures[int(node.value)].kind in (COLUMNS, VALUES)
+    return node.by_key and (node.op == "sum_heads" or (node.op == "dot" and not node.head))
+
+
+@functools.lru_cache(maxsize=512)
+def _with_maps(
+    program: Program, which: str, wanted: tuple[int, ...], axis: int
+) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+    """The nodes as a kernel over the heads of an axis reads them, and the maps that it reads.
+
+    Elements that all heads share, and that come from maps, are one map.
+    """
+    nodes, behind = list(nodes_of(program, which)), _behind_maps(program, which)
+    found: list[int] = []
+    seen, stack = set(wanted), list(wanted)
+    while stack:
+        i = stack.pop()
+        node = nodes[i]
+        is_shared = bool(axis) and not node.head and node.by_key and behind[i]
+        if _is_own_map(program, node) or is_shared:
+            found.append(i)
+            continue
+        for a in node.args:
+            if a not in seen:
+                seen.add(a)
+                stack.append(a)
+    for i in found:
+        nodes[i] = Node("map", (), i, nodes[i].dtype, 0, True, nodes[i].is_finite)
+    return tuple(nodes), tuple(sorted(found))
+
+
+@functools.lru_cache(maxsize=512)
+def every_map(
+    program: Program, which: str, wanted: tuple[tuple[int, int], ...]
+) -> tuple[int, ...]:
+    """All maps that nodes need, which are given with their axis of heads."""
+    nodes = nodes_of(program, which)
+    found: set[int] = set()
+    stack = list(wanted)
+    while stack:
+        i, axis = stack.pop()
+        for each in _with_maps(program, which, (i,), axis)[1]:
+            if each not in found:
+                found.add(each)
+                stack += _insides(nodes, each)
+    return tuple(sorted(found))
+
+
+def _insides(nodes: Sequence[Node], i: int) -> list[tuple[int, int]]:
+    """What a map is computed from, with the axis of heads."""
+    node = nodes[i]
+    if node.op == "sum_heads":
+        return [(node.args[0], nodes[node.args[0]].head)]
+    if node.op in ("dot", "capture"):
+        return []
+    return [(a, 0) for a in node.args]
+
+
+# ------------------------------------------------------------------------ sources
+
+
+@functools.lru_cache(maxsize=512)
+def _sums_source(
+    program: Program,
+    which: str,
+    slots: tuple[tuple[int, int, str], ...],
+    axis: int,
+    is_exact: bool,
+) -> Source:
+    wanted = tuple(node for _, node, _ in slots)
+    nodes = _with_maps(program, which, wanted, axis)[0]
+    listed = {s: (node, kind) for s, node, kind in slots}
+    return row_source.sums_kernel(program, nodes, listed, is_exact)
+
+
+@functools.lru_cache(maxsize=512)
+def _maps_source(
+    program: Program,
+    which: str,
+    wanted: tuple[int, ...],
+    axis: int,
+    is_exact: bool,
+    has_one_key_head: bool = False,
+) -> Source:
+    nodes = _with_maps(program, which, wanted, axis)[0]
+    return row_source.maps_kernel(program, nodes, wanted, is_exact, axis != 0, has_one_key_head)
+
+
+@functools.lru_cache(maxsize=512)
+def _element_source(program: Program, which: str, node: int, is_exact: bool) -> Source:
+    """Of a map that is an expression of others: it is not read itself."""
+    given = nodes_of(program, which)
+    args = _with_maps(program, which, given[node].args, 0)[0]
+    nodes = [*args[:node], given[node], *args[node + 1 :]]
+    return row_source.maps_kernel(program, nodes, (node,), is_exact, is_summed=False)
+
+
+@functools.lru_cache(maxsize=512)
+def rows_source(
+    program: Program, dot: int, sums: tuple[tuple[int, int], ...], is_exact: bool
+) -> Source:
+    """With sums over keys of the same heads, as number and node."""
+    node = derive.backward_plan(program).dots[dot]
+    assert node is not None
+    every = (node, *(n for _, n in sums))
+    nodes = _with_maps(program, BACKWARD, every, program.dot_heads[dot])[0]
+    return row_source.rows_kernel(program, nodes, {dot: node}, dict(sums), is_exact)
+
+
+@functools.lru_cache(maxsize=512)
+def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
+    node = derive.backward_plan(program).dots[dot]
+    assert node is not None
+    nodes = _with_maps(program, BACKWARD, (node,), program.dot_heads[dot])[0]
+    return row_source.columns_kernel(program, nodes, dot, node, is_exact)
+
+
+# ------------------------------------------------------------------------ a block
+
+
+class Block:
+    """A block of batch, rows and keys with the maps of it that were needed so far."""
+
+    def __init__(
+        self,
+        problem: RowProblem,
+        which: str,
+        result: Result,
+        seeds: dict[int, Tensor],
+        at: tuple[slice, slice, slice],
+    ) -> None:
+        batch, rows, keys = at
+        self.whole, self.at, self.which = problem, at, which
+        self.program = problem.program
+        self.problem = problem.of_block(*at)
+        self.nodes = nodes_of(problem.program, which)
+        own = Result(
+            [part(x, batch, ALL, rows) for x in result.reductions],
+            [(part(a, batch, ALL, rows), part(b, batch, ALL, rows)) for a, b in result.parts],
+            [part(x, batch, ALL, rows) for x in result.jacobians],
+        )
+        self.arguments = {
+            **row_kernels.arguments_of(
+                self.problem, own, {c: part(x, batch, ALL, rows) for c, x in seeds.items()}
+            ),
+            **row_kernels.outputs_of(self.problem, own),
+            "first_row": rows.start,
+            "first_key": keys.start,
+            "offset": problem.num_keys - problem.num_rows + rows.start - keys.start,
+        }
+        self.is_exact = row_kernels.is_exact(problem)
+        self.maps: dict[int, Tensor] = {}
+
+    def new_map(self, dtype: torch.dtype) -> Tensor:
+        p = self.problem
+        # rows start aligned, which the fast matmuls need
+        shape = (p.batch, p.num_rows, padded(p.num_keys))
+        return p.operands[0][0].new_empty(shape, dtype=dtype).narrow(-1, 0, p.num_keys)
+
+    def map(self, i: int) -> Tensor:
+        """A map, computed when it is first needed."""
+        if i not in self.maps:
+            self.maps[i] = self._computed(i)
+        return self.maps[i]
+
+    def _computed(self, i: int) -> Tensor:
+        node = self.nodes[i]
+        match node.op:
+            case "dot":
+                q, k = self.problem.operands[int(node.value)]
+                out = self.new_map(q.dtype)
+                for b in range(out.shape[0]):
+                    rows, words = (x.select(0, b).select(0, 0) for x in (q, k))
+                    torch.mm(rows, words.t(), out=out.select(0, b))
+                return out
+            case "capture":
+                return self._of_columns(int(node.value))
+            case "sum_heads":
+                inside = node.args[0]
+                axis = self.nodes[inside].head
+                out = self.new_map(torch.float32)
+                source = _maps_source(
+                    self.program,
+                    self.which,
+                    (inside,),
+                    axis,
+                    self.is_exact,
+                    self._has_one_key_head(axis),
+                )
+                more = {**self.reads((inside,), axis), **_place(f"to{inside}", out)}
+                launch = self._launch_of_sums(axis)
+                self._start_maps(source, launch, self.whole.num_heads(axis), more)
+                return out
+        out = self.new_map(torch.float32)
+        source = _element_source(self.program, self.which, i, self.is_exact)
+        more = {**self.reads(node.args, 0), **_place(f"to{i}", out)}
+        self._start_maps(source, self._elements(), 1, more)
+        return out
+
+    def _has_one_key_head(self, axis: int) -> bool:
+        """Whether all heads of an axis share their keys."""
+        heads = zip(self.problem.operands, self.program.dot_heads, strict=True)
+        return all(k.shape[1] == 1 for (_, k), head in heads if head == axis)
+
+    def _of_columns(self, number: int) -> Tensor:
+        """Ids of a row, as whether a key is one of them; or the values at them."""
+        declared, p = self.program.captures[number], self.problem
+        places = tile.column_places(self.whole, number, self.at)
+        dtype = torch.bool if declared.kind == COLUMNS else torch.float32
+        shape = (p.batch, p.num_rows, padded(p.num_keys + 1))
+        out = places.new_zeros(shape, dtype=dtype)
+        places = places.select(1, 0).expand(p.batch, p.num_rows, -1)
+        if declared.kind == COLUMNS:
+            out.scatter_(-1, places, True)
+        else:
+            values = p.captures[number].select(1, 0).float()
+            out.scatter_add_(-1, places, values.expand(places.shape))
+        return out.narrow(-1, 0, p.num_keys)
+
+    def reads(self, wanted: Sequence[int], axis: int) -> dict[str, Any]:
+        """The maps that a kernel of these nodes reads."""
+        found: dict[str, Any] = {}
+        for i in _with_maps(self.program, self.which, tuple(wanted), axis)[1]:
+            found.update(_place(f"map{i}", self.map(i)))
+        return found
+
+    def operands_of(self, axis: int) -> Operands:
+        q = self.problem.operands[0][0]
+        dims = [
+            padded_dim(q.shape[-1])
+            for (q, _), head in zip(self.problem.operands, self.program.dot_heads, strict=True)
+            if head == axis
+        ]
+        is_full = torch.get_float32_matmul_precision() == "highest"
+        return Operands(tuple(dims), q.element_size(), is_full)
+
+    def _launch_of_sums(self, axis: int) -> TritonLaunch:
+        q = self.problem.operands[0][0]
+        if q.device.type != "cuda":
+            return row_kernels.INTERPRETED
+        return head_mean_launch("mean", self.operands_of(axis), gpu_of(q.device))
+
+    def _elements(self) -> TritonLaunch:
+        return ELEMENTS if self.problem.operands[0][0].device.type == "cuda" else INTERPRETED
+
+    def _start_maps(
+        self, source: Source, launch: TritonLaunch, num_heads: int, more: dict[str, Any]
+    ) -> None:
+        num_blocks = triton.cdiv(self.problem.num_rows, launch.block_m)
+        num_tiles = triton.cdiv(self.problem.num_keys, launch.block_n)
+        programs = num_blocks * num_tiles * self.problem.batch
+        given = {**self.arguments, **more, "num_tiles": num_tiles}
+        start(source, launch, num_blocks, num_heads, programs, given)
+
+    def sums(self, slots: dict[int, tuple[int, str]], axis: int, out: dict[str, Any]) -> None:
+        """One pass over the keys, of the heads of an axis."""
+        listed = tuple((slot, node, kind) for slot, (node, kind) in slots.items())
+        source = _sums_source(self.program, self.which, listed, axis, self.is_exact)
+        given = {**self.arguments, **self.reads([n for n, _ in slots.values()], axis), **out}
+        if axis:
+            launch = row_kernels.launch_of(self.problem, "forward", self.operands_of(axis))
+        else:
+            is_here = self.problem.operands[0][0].device.type != "cuda"
+            launch = INTERPRETED if is_here else self._row_sums()
+            given.update(LANES=launch.block_n // ROW_WIDTH, WIDTH=ROW_WIDTH)
+        num_heads = self.whole.num_heads(axis)
+        num_blocks = triton.cdiv(self.problem.num_rows, launch.block_m)
+        start(
+            source,
+            launch,
+            num_blocks,
+            num_heads,
+            num_blocks * num_heads * self.problem.batch,
+            given,
+        )
+
+    def _row_sums(self) -> TritonLaunch:
+        """A tile no longer than the keys."""
+        keys = max(256, triton.next_power_of_2(self.problem.num_keys))
+        if keys >= ROW_SUMS.block_n:
+            return ROW_SUMS
+        return replace(ROW_SUMS, block_n=keys, num_warps=max(1, keys // 512))
+
+    def element_gradients(self, wanted: dict[int, int]) -> dict[int, Tensor]:
+        """Gradients to dot products without heads, in place of the map of them."""
+        nodes = tuple(wanted.values())
+        reads = self.reads(nodes, 0)
+        out = {}
+        for dot, node in wanted.items():
+            at = next(
+                (i for i, n in enumerate(self.nodes) if n.op == "dot" and n.value == dot), -1
+            )
+            dtype = self.problem.operands[dot][0].dtype
+            out[dot] = self.maps[at] if at in self.maps else self.new_map(dtype)
+            reads.update(_place(f"to{node}", out[dot]))
+        source = _maps_source(self.program, self.which, nodes, 0, self.is_exact)
+        self._start_maps(source, self._elements(), 1, reads)
+        return out
+
+
+def _place(name: str, x: Tensor) -> dict[str, Any]:
+    return {name: x, f"{name}_b": x.stride(0), f"{name}_m": x.stride(1)}

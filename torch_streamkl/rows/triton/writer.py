@@ -1,0 +1,449 @@
+"""The lines of a row program's kernel: what is computed in a tile, written out from its nodes.
+
+A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N] or of both. Values of rows and keys
+are computed where rows and keys are loaded, outside of the loop over the other. Values are float32
+and in nats; exponentials are exp2, whose factor log2(e) is folded into the factor of the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_streamkl.rows.expressions import Node
+from torch_streamkl.rows.operations import OPERATIONS
+from torch_streamkl.rows.program import KEY, LOGSUMEXP, MAX, ROW, Program
+
+CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
+LOG2E = math.log2(math.e)
+INF = "float('inf')"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel's text, the name of its function, and its arguments in order."""
+
+    text: str
+    name: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """An element that is a factor times a dot product: no mask or bias has changed it."""
+
+    dot: str
+    factor: float
+
+
+class Writer:
+    """The lines of one kernel.
+
+    With float32 operands elements are subtracted from their row's largest one as they are: a
+    difference of rounded numbers is exact, and naive code has it. What 16 bits round before is
+    more than the factor of the scores folded into exp2's loses.
+    """
+
+    def __init__(
+        self, program: Program, nodes: Sequence[Node], wanted: Sequence[int], is_exact: bool
+    ) -> None:
+        self.program, self.nodes, self.is_exact = program, nodes, is_exact
+        self.order = used_by(nodes, wanted)
+        self.shape = {i: self._shape_of(i) for i in self.order}
+        self.arguments: list[str] = []
+        self.lines: list[str] = []
+        self.depth = 1
+        # what tiles need beside the nodes, by name: values of rows, and of keys
+        self.of_rows: dict[str, str] = {}
+        self.of_keys: dict[str, str] = {}
+        self.in_parts: set[int] = set()  # log-sum-exps that something is compared with
+        self.expressions = {
+            i: self._expression(i) for i in self.order if not self._is_loaded(nodes[i].op)
+        }
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self.depth + text)
+
+    def take(self, *names: str) -> None:
+        """Arguments of the kernel."""
+        self.arguments += [n for n in names if n not in self.arguments]
+
+    def leaves(self, op: str) -> list[int]:
+        return [int(self.nodes[i].value) for i in self.order if self.nodes[i].op == op]
+
+    def name(self, index: int) -> str:
+        node = self.nodes[index]
+        if node.op != "const":
+            return f"v{index}"
+        return repr(node.value) if abs(node.value) < float("inf") else f"float('{node.value}')"
+
+    # ------------------------------------------------------------------ what nodes are
+
+    def _shape_of(self, index: int) -> str:
+        parts = {self._own_shape(i) for i in used_by(self.nodes, [index])} - {CONST}
+        if not parts:  # a comparison of constants is computed with the rows
+            return CONST if self.nodes[index].op == "const" else OF_ROW
+        return parts.pop() if len(parts) == 1 else OF_BOTH
+
+    def _own_shape(self, index: int) -> str:
+        node = self.nodes[index]
+        match node.op:
+            case "dot" | "map":
+                return OF_BOTH
+            case "reduction" | "seed" | "row_index":
+                return OF_ROW
+            case "key_index":
+                return OF_KEY
+            case "capture":
+                kind = self.program.captures[int(node.value)].kind
+                return {ROW: OF_ROW, KEY: OF_KEY}.get(kind, OF_BOTH)
+        return CONST
+
+    def _is_loaded(self, op: str) -> bool:
+        return op in ("const", "reduction", "seed", "row_index", "key_index", "capture", "map")
+
+    def scaled(self, index: int) -> Scaled | None:
+        """A plain score, whose factor may be folded into another."""
+        if self.is_exact:
+            return None
+        node = self.nodes[index]
+        match node.op:
+            case "dot" | "map":
+                return Scaled(self.name(index), 1.0)
+            case "detach" | "expand_heads":
+                return self.scaled(node.args[0])
+            case "mul":
+                for i in (0, 1):
+                    other = self.nodes[node.args[1 - i]]
+                    inner = self.scaled(node.args[i])
+                    if inner is not None and other.op == "const" and math.isfinite(other.value):
+                        return Scaled(inner.dot, inner.factor * other.value)
+        return None
+
+    def _log_sum_exp(self, index: int) -> int | None:
+        """The number of a log-sum-exp."""
+        node = self.nodes[index]
+        if node.op == "reduction" and self.program.reductions[int(node.value)].kind == LOGSUMEXP:
+            return int(node.value)
+        return None
+
+    # ------------------------------------------------------------------ expressions
+
+    def _expression(self, index: int) -> str:
+        node = self.nodes[index]
+        args = [self.name(a) for a in node.args]
+        match node.op:
+            case "dot":
+                i = int(node.value)
+                return f"tl.dot(a{i}_x, b{i}_t, input_precision=PRECISION)"
+            case "exp":
+                return f"tl.math.exp2({self._in_log2(node.args[0])})"
+            case "sub":
+                return self._difference(*node.args)
+            case "mul0":
+                return self._guarded_product(*node.args)
+            case "div" | "div0" if inverse := self._inverse(*node.args):
+                product = f"{args[0]} * {inverse}"
+                return product if node.op == "div" else f"tl.where({args[0]} == 0, 0.0, {product})"
+            case "log_div" if logarithm := self._split_logarithm(*node.args):
+                return logarithm
+            case "pow":
+                return _power(args[0], node.value)
+            case "expand_heads":
+                return args[0]
+        return OPERATIONS[node.op].triton.format(*args)
+
+    def _in_log2(self, index: int) -> str:
+        """The argument of an exponential, times log2(e)."""
+        node = self.nodes[index]
+        if node.op == "sub" and self.shape[index] != OF_ROW:
+            x, row = node.args
+            number = self._log_sum_exp(row)
+            if number is not None:
+                score = self._own_score(x, number)
+                if score is not None:
+                    total = self.row_value(f"v{row}log2", f"({self._total(row)}) * {LOG2E!r}")
+                    return f"{score.dot} * {score.factor * LOG2E!r} - {total}"
+                self.in_parts.add(row)
+                mass = self.row_value(f"v{row}s2", f"v{row}s * {LOG2E!r}")
+                return f"({self.name(x)} - v{row}p) * {LOG2E!r} - {mass}"
+        if node.op == "mul":
+            for i in (0, 1):
+                factor = self.nodes[node.args[1 - i]]
+                if factor.op == "const":
+                    return f"{self.name(node.args[i])} * {factor.value * LOG2E!r}"
+        return f"{self.name(index)} * {LOG2E!r}"
+
+    def _own_score(self, x: int, number: int) -> Scaled | None:
+        """A plain score that a log-sum-exp is of: no mask has made all of its elements alike.
+
+        Where one has, one number in place of two parts would lose the count of keys.
+        """
+        return self.scaled(x) if self.program.reductions[number].node == x else None
+
+    def _total(self, row: int) -> str:
+        self.in_parts.add(row)
+        return f"v{row}p + v{row}s"
+
+    def _difference(self, a: int, b: int) -> str:
+        x, y = self.name(a), self.name(b)
+        if (number := self._log_sum_exp(b)) is not None:
+            if score := self._own_score(a, number):
+                total = self.row_value(f"v{b}nats", self._total(b))
+                return f"{score.dot} * {score.factor!r} - {total}"
+            self.in_parts.add(b)
+            return f"({x} - v{b}p) - v{b}s"
+        if (number := self._log_sum_exp(a)) is not None:
+            if score := self._own_score(b, number):
+                total = self.row_value(f"v{a}nats", self._total(a))
+                return f"{total} - {score.dot} * {score.factor!r}"
+            self.in_parts.add(a)
+            return f"v{a}s - ({y} - v{a}p)"
+        return f"{x} - {y}"
+
+    def _guarded_product(self, a: int, b: int) -> str:
+        """0 where a factor is: only a factor beside one that may be infinite is looked at."""
+        x, y = self.name(a), self.name(b)
+        if self.nodes[a].is_finite:
+            return f"tl.where({x} == 0, 0.0, {x} * {y})"
+        if self.nodes[b].is_finite:
+            return f"tl.where({y} == 0, 0.0, {x} * {y})"
+        return OPERATIONS["mul0"].triton.format(x, y)
+
+    def _inverse(self, a: int, b: int) -> str | None:
+        """One division for a row or a key, where many elements are divided by it."""
+        if self.shape[b] not in (OF_ROW, OF_KEY) or self.shape[a] in (self.shape[b], CONST):
+            return None
+        value = f"1.0 / {self.name(b)}"
+        add = self.row_value if self.shape[b] == OF_ROW else self.key_value
+        return add(f"v{b}inverse", value)
+
+    def _split_logarithm(self, a: int, b: int) -> str | None:
+        """log(a / b) of a key and a row as a difference, NaN where the quotient is negative."""
+        if {self.shape[a], self.shape[b]} != {OF_ROW, OF_KEY}:
+            return None
+        logs, signs = [], []
+        for i in (a, b):
+            add = self.row_value if self.shape[i] == OF_ROW else self.key_value
+            x = self.name(i)
+            logs.append(add(f"v{i}logarithm", f"tl.log(tl.abs({x}))"))
+            signs.append(add(f"v{i}sign", OPERATIONS["sign"].triton.format(x)))
+        return f"tl.where({signs[0]} * {signs[1]} < 0, float('nan'), {logs[0]} - {logs[1]})"
+
+    def row_value(self, name: str, value: str) -> str:
+        """A value of a row that tiles need."""
+        self.of_rows[name] = value
+        return name
+
+    def key_value(self, name: str, value: str) -> str:
+        """A value of a key that tiles need."""
+        self.of_keys[name] = value
+        return name
+
+    # ------------------------------------------------------------------ loads
+
+    def bind(self, batch: str, head: str) -> None:
+        """Where the tensors of a head begin."""
+        for i in self.leaves("dot"):
+            self.take(*(f"{x}{i}{s}" for x in "ab" for s in ("", "_b", "_h", "_m", "_d")))
+            self.take(f"group{i}")
+            for x, of in (("a", head), ("b", f"({head} // group{i})")):
+                self.line(f"{x}{i}_p = {x}{i} + {batch} * {x}{i}_b + {of} * {x}{i}_h")
+        for i in self.leaves("capture"):
+            self.take(f"c{i}", *(f"c{i}_{s}" for s in "bhmn"))
+            self.line(f"c{i}_p = c{i} + {batch} * c{i}_b + {head} * c{i}_h")
+        for i in self.leaves("map"):
+            self.take(f"map{i}", f"map{i}_b", f"map{i}_m")
+            self.line(f"map{i}_p = map{i} + {batch} * map{i}_b")
+        for kind, prefix in (("reduction", "r"), ("seed", "g")):
+            for i in self.leaves(kind):
+                self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
+                self.line(f"{prefix}{i}_at = {batch} * {prefix}{i}_b + {head} * {prefix}{i}_h")
+                self.line(f"{prefix}{i}_p = {prefix}{i} + {prefix}{i}_at")
+        if self.program.keys.has_mask:
+            self.take("mask", *(f"mask_{s}" for s in "bmn"))
+            self.line(f"mask_p = mask + {batch} * mask_b")
+
+    def bind_sequence(self, batch: str) -> None:
+        """Sizes, and which keys there are; first_row and first_key are those of a block."""
+        keys = self.program.keys
+        self.take("num_rows", "num_keys", "first_row", "first_key", "offset")
+        valid = "num_keys"
+        if keys.has_lengths:
+            self.take("lengths", "lengths_b")
+            length = f"tl.load(lengths + {batch} * lengths_b).to(tl.int32) - first_key"
+            valid = f"tl.minimum(num_keys, {length})"
+        self.line(f"valid = {valid}")
+        self.line("seq = Sequence(0, 0, num_rows, num_keys, valid, offset, 0)")
+        self.line(f"window = Window({keys.left or 0}, {keys.right or 0})")
+
+    def _operand(self, x: str, i: int, places: str, count: str, is_checked: bool) -> None:
+        self.line(
+            f"{x}{i}_x = load_tile({x}{i}_p, {places}, {count}, {x}{i}_m, {x}{i}_d, "
+            f"SIZE{i}, DIM{i}, {is_checked})"
+        )
+
+    def load_rows(self, is_checked: bool) -> None:
+        """Row operands, values of rows and their positions."""
+        self.line("m64 = m.to(tl.int64)[:, None]")
+        self.line("in_rows = m[:, None] < num_rows")
+        for i in self.leaves("dot"):
+            self._operand("a", i, "m", "num_rows", is_checked)
+        for index in self.order:
+            node = self.nodes[index]
+            if self.shape[index] != OF_ROW:
+                continue
+            i = int(node.value) if self._is_loaded(node.op) else 0
+            prefix = {"reduction": "r", "seed": "g"}.get(node.op)
+            if prefix:
+                place = f"{prefix}{i}_p + m64"
+                self.line(f"v{index} = tl.load({place}, mask=in_rows, other=0.0)")
+                if prefix == "r":
+                    self._load_parts(index, i)
+            elif node.op == "capture":
+                self._load(index, f"c{i}_p + m64 * c{i}_m", "in_rows")
+            elif node.op == "row_index":
+                self.line(f"v{index} = m[:, None] + first_row")
+            else:
+                self.line(f"v{index} = {self.expressions[index]}")
+        for name, value in self.of_rows.items():
+            self.line(f"{name} = {value}")
+
+    def _load_parts(self, index: int, i: int) -> None:
+        """Largest element and logarithm of the rest of a log-sum-exp, 0 where it has no keys."""
+        low = "float('-inf')"
+        if self.program.reductions[i].kind == MAX:
+            self.line(f"v{index} = tl.where(v{index} == {low}, 0.0, v{index})")
+        if index not in self.in_parts:
+            return
+        for part in "ps":
+            self.take(f"r{part}{i}")
+            place = f"r{part}{i} + r{i}_at + m64"
+            self.line(f"v{index}{part} = tl.load({place}, mask=in_rows, other=0.0)")
+            self.line(f"v{index}{part} = tl.where(v{index} == {low}, 0.0, v{index}{part})")
+
+    def load_column_operands(self, is_checked: bool) -> None:
+        """Column operands, as rows of keys."""
+        for i in self.leaves("dot"):
+            self._operand("b", i, "n", "num_keys", is_checked)
+            # in front of a loop over rows, or it would go to shared memory every time
+            self.line(f"b{i}_t = tl.trans(b{i}_x)")
+
+    def load_columns(self, is_checked: bool, has_operands: bool = False) -> None:
+        """Column operands if they are not there yet, and values of keys."""
+        self.line("n64 = n.to(tl.int64)[None, :]")
+        self.line("in_keys = n[None, :] < num_keys")
+        mask = "in_keys" if is_checked else ""
+        if not has_operands:
+            self.load_column_operands(is_checked)
+        for index in self.order:
+            node = self.nodes[index]
+            if self.shape[index] != OF_KEY:
+                continue
+            if node.op == "capture":
+                i = int(node.value)
+                self._load(index, f"c{i}_p + n64 * c{i}_n", mask)
+            elif node.op == "key_index":
+                self.line(f"v{index} = n[None, :] + first_key")
+            else:
+                self.line(f"v{index} = {self.expressions[index]}")
+        for name, value in self.of_keys.items():
+            self.line(f"{name} = {value}")
+
+    def elements(self, is_checked: bool) -> None:
+        """Everything of one tile, which may end beyond the last key where that is checked."""
+        inside = "(in_rows & in_keys)" if is_checked else "in_rows"
+        for index in self.order:
+            node = self.nodes[index]
+            if self.shape[index] != OF_BOTH:
+                continue
+            i = int(node.value) if self._is_loaded(node.op) else 0
+            if node.op == "capture":
+                self._load(index, f"c{i}_p + m64 * c{i}_m + n64 * c{i}_n", inside)
+            elif node.op == "map":
+                place = f"map{i}_p + m64 * map{i}_m + n64"
+                cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
+                self.line(f"v{index} = tl.load({place}, mask={inside}, other=0){cast}")
+            else:
+                self.line(f"v{index} = {self.expressions[index]}")
+
+    def keep(self) -> None:
+        """Which keys of a tile take part."""
+        keys = self.program.keys
+        self.line("keep = in_rows & (n[None, :] < valid)")
+        if keys.left is not None:
+            self.line(f"keep &= n[None, :] >= m[:, None] + offset - {keys.left}")
+        if keys.right is not None:
+            self.line(f"keep &= n[None, :] <= m[:, None] + offset + {keys.right}")
+        if keys.has_mask:
+            place = "mask_p + m64 * mask_m + n64 * mask_n"
+            self.line(f"keep &= tl.load({place}, mask=keep, other=0) != 0")
+
+    def kept(self, index: int, other: str, is_masked: bool) -> str:
+        """An element where its key takes part, over the whole tile."""
+        x = self.name(index)
+        if not is_masked and self.shape[index] == OF_BOTH:
+            return x
+        if is_masked:
+            return f"tl.where(keep, {x}, {other})"
+        # a value of a row or a key, or a constant, counts for every element
+        return f"({x} + tl.zeros([BLOCK_M, BLOCK_N], tl.float32))"
+
+    def _load(self, index: int, place: str, mask: str) -> None:
+        number = int(self.nodes[index].value)
+        dtype = self.program.captures[number].dtype
+        cast = {"float": ".to(tl.float32)", "bool": " != 0", "int": ""}[dtype]
+        masked = f", mask={mask}, other=0" if mask else ""
+        self.line(f"v{index} = tl.load({place}{masked}){cast}")
+
+    # ------------------------------------------------------------------ loops
+
+    def is_dense(self) -> bool:
+        """Whether every tile is looked at for a mask.
+
+        A dense mask has no structure; and the float32 operands of two loops would lie in registers
+        that spill (bench/notes/portable_kernels.md).
+        """
+        return self.program.keys.has_mask or self.is_exact
+
+    def bounds(self, of: str, start: str) -> None:
+        """Tiles in [first, left) and [right, stop) need a mask; of is keys_of_rows or its twin."""
+        keys = self.program.keys
+        sizes = "BLOCK_M, BLOCK_N" if of == "keys_of_rows" else "BLOCK_N, BLOCK_M"
+        flags = f"{keys.left is not None}, {keys.right is not None}, {self.is_dense()}"
+        self.line(f"first, left, right, stop = {of}(window, seq, {start}, {sizes}, {flags})")
+
+    def loops(self, has_head: bool) -> list[tuple[str, str, bool]]:
+        """Bounds of each loop over tiles, and whether it looks at masks."""
+        if self.is_dense():
+            return [("right", "stop", True)]
+        found = [("first", "left", True)] if has_head else []
+        return [*found, ("left", "right", False), ("right", "stop", True)]
+
+    def source(self, name: str, *more: str) -> Source:
+        """The kernel of this name; it has more constants than sizes."""
+        sizes = [f"{x}{i}" for i in self.leaves("dot") for x in ("SIZE", "DIM")]
+        constants = [*sizes, "PRECISION", "BLOCK_M", "BLOCK_N", *more]
+        head = ", ".join([*self.arguments, *(f"{c}: tl.constexpr" for c in constants)])
+        body = "\n".join(self.lines)
+        text = f"@triton.jit\ndef {name}({head}):\n{body}\n"
+        return Source(text, name, (*self.arguments, *constants))
+
+
+def used_by(nodes: Sequence[Node], wanted: Sequence[int]) -> list[int]:
+    """What the wanted nodes need, in the order of computation."""
+    needed, stack = set(wanted), list(wanted)
+    while stack:
+        for a in nodes[stack.pop()].args:
+            if a not in needed:
+                needed.add(a)
+                stack.append(a)
+    return sorted(needed)
+
+
+def _power(x: str, exponent: float) -> str:
+    magnitude = f"tl.exp({exponent!r} * tl.log(tl.abs({x})))"
+    if exponent != int(exponent):
+        return f"tl.exp({exponent!r} * tl.log({x}))"
+    return magnitude if exponent % 2 == 0 else f"tl.where({x} < 0, -1.0, 1.0) * {magnitude}"
