@@ -104,7 +104,7 @@ def _compare(
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with 16-bit operands, whose tiles without a mask have a loop of their own."""
-    from torch_streamkl.rows.triton import launches as row_programs
+    from torch_streamkl.rows.triton import launches as row_kernels
 
     monkeypatch.setattr(row_programs, "is_exact", lambda problem: False)
     dots = _operands()
@@ -176,6 +176,7 @@ def test_compiles(target: str, head_dim: int) -> None:
 
 @outside
 def test_tiles_fit_every_gpu() -> None:
+    from torch_streamkl.rows.triton import launches as row_kernels
 
     text, _ = _recorded()
 
