@@ -106,7 +106,7 @@ def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with 16-bit operands, whose tiles without a mask have a loop of their own."""
     from torch_streamkl.rows.triton import launches as row_kernels
 
-    monkeypatch.setattr(row_programs, "is_exact", lambda problem: False)
+    monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
     dots = _operands()
     double = {n: tuple(x.double() for x in pair) for n, pair in dots.items()}
     truth = _compare(double, "blocked", **MASKS[name])
