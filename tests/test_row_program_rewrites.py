@@ -340,7 +340,7 @@ def part_of_flattened_heads(sq, sk, tq, tk, w, pad):
 
 
 def the_other_side_is_an_input_that_is_trained(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+    _, t = scores(sq, sk, tq, tk)
     torch._dynamo.graph_break()
     return F.kl_div((sq @ sk.mT).log_softmax(-1), t.softmax(-1), reduction="sum")
 
