@@ -339,6 +339,12 @@ def part_of_flattened_heads(sq, sk, tq, tk, w, pad):
     return (t**2 * s.log()).sum(-1).mean()
 
 
+def the_other_side_is_an_input_that_is_trained(sq, sk, tq, tk, w, pad):
+    _, t = scores(sq, sk, tq, tk)
+    torch._dynamo.graph_break()
+    return F.kl_div((sq @ sk.mT).log_softmax(-1), t.softmax(-1), reduction="sum")
+
+
 def heads_that_are_multiplied(sq, sk, tq, tk, w, pad):
     """A sum of logarithms: where one head's probability underflows, eager has 0."""
     s, t = (x.softmax(-1)[:, :, 0].log().sum(1).softmax(-1) for x in scores(sq, sk, tq, tk))
@@ -356,6 +362,7 @@ LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
     (rows_of_what_a_tensor_has_met, ""),
     (part_of_flattened_heads, ""),
     (heads_that_are_multiplied, ""),
+    (the_other_side_is_an_input_that_is_trained, "not made"),
 ]
 
 

@@ -19,7 +19,14 @@ from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import Dim, Dot, Formula, Placed, Sum
 from torch_streamkl.fx_passes.domain.score_algebra import part_of_operand
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+    is_one,
+    is_unknown,
+    same,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -52,6 +59,8 @@ def _narrow(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 
 def _range(self: RowElements, node: fx.Node, a: Arguments, dim: int) -> Placed:
     dim %= len(shape_of(a["self"]))
+    if is_unknown(shape_of(node)[dim]):
+        raise Blocked("scores are sliced to a size that only data decides")
     start = self.recognised.first_index(node, a["self"], dim, a.get("start"))
     if start is None:
         raise Blocked("scores are sliced from a place that depends on their size")

@@ -327,6 +327,9 @@ class _Planner:
                     raise Blocked("a mask varies along some dimensions that become one")
         if by_key and f.flows and source in self.elements.behind_dots:
             raise Blocked("a tensor with keys that is made of scores meets them")
+        if kind == PAIR and f.flows and known <= set(axes):
+            # the map of the other side, from another graph: its gradient is as large
+            raise Blocked("a tensor as large as the scores meets them and needs a gradient")
         return Captured(source, dims, kind, heads, bool(f.flows))
 
     def _node(self, f: Formula) -> int:
