@@ -1,4 +1,4 @@
-"""What a call costs on the host: direct calls of attention_kl, their kernels left out.
+"""What a call of attention_kl costs on the host, its kernels left out: direct, and in a graph.
 
     python -m bench.host_time                    # CPU clock, medians of rounds that alternate
     python -m bench.host_time --profile forward
@@ -36,6 +36,7 @@ def calls() -> dict[str, Callable[[], object]]:
     import torch
 
     from torch_streamkl import attention_kl
+    from torch_streamkl.attention.sites import CompiledBackward, CompiledForward
 
     shape = (32, 12, 128, 64)
     with torch.no_grad():
@@ -69,7 +70,15 @@ def calls() -> dict[str, Callable[[], object]]:
     def least() -> object:
         return torch.autograd.grad(Least.apply(*learning), learning[:2], grad)
 
+    # what a compiled graph calls for a site: less can be shared by sites of one shape
+    options = ("(P*(logP-logS))", 0.125, 0.125)
+    site = CompiledForward(options, 4, False)
+    gradients = CompiledBackward(options, 4, False, (True, True, False, False))
+    _, *statistics = site(*plain)
+
     return {
+        "a site of a compiled graph": lambda: site(*plain),
+        "its gradients": lambda: gradients(grad, *statistics, *plain),
         "forward": forward,
         "its allocations alone": allocations,
         "forward and gradients": with_gradients,

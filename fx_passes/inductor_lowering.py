@@ -23,7 +23,7 @@ from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes.inductor_launch import KernelLaunch
 from torch_streamkl.kernels.entries import Entry, entry_of
 from torch_streamkl.kernels.traced import Allocation, Launch, Operation, Untraceable, trace
-from torch_streamkl.launches.launch import select_implementation
+from torch_streamkl.launches.launch import hopper_limit, select_implementation
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
 
@@ -38,9 +38,10 @@ def attention_implementation(given: dict[str, Any]) -> str:
     problem, impl = ops.problem_of(**{k: given[k] for k in ATTENTION})
     if not all(isinstance(n, int) for x in problem.queries_and_keys for n in x.shape[1::2]):
         raise Untraceable("the number of heads or their width varies")
-    # a package has no Python that could launch kernels for Hopper
-    automatic = "triton" if V.graph.aot_mode else "auto"
-    return select_implementation(problem, automatic if impl == "auto" else impl)
+    # a package has no Python that could launch kernels for Hopper; elsewhere sizes decide
+    if impl == "auto" and (V.graph.aot_mode or hopper_limit(problem) is not None):
+        impl = "triton"
+    return select_implementation(problem, impl)
 
 
 def linear_implementation(given: dict[str, Any]) -> str:
@@ -72,13 +73,13 @@ class Lowering:
         shape_env = V.graph.sizevars.shape_env
         with V.graph.fake_mode:
             given = {name: self._fake(x) for name, x in self.given.items()}
-            found = implementation(given)
-            if found != "triton":
-                raise Untraceable(f"impl={given['impl']!r} runs as {found!r} here")
-            given["impl"] = found
             tensors = [x for x in given.values() if isinstance(x, Tensor)]
             self.inputs = set(self.boxes)
             with mock.patch.object(shape_env, "_check_frozen", refuse):
+                found = implementation(given)
+                if found != "triton":
+                    raise Untraceable(f"impl={given['impl']!r} runs as {found!r} here")
+                given["impl"] = found
                 self.trace, outputs = trace(lambda *_: run(*given.values()), tensors)
         steps = self.trace.steps
         entries = {id(x): entry_of(x) for x in steps if isinstance(x, Launch)}
