@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Which libraries are missing, and how many tests wait for each."""
     missing: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
-        found = re.search(r"(\w+) is not installed", str(report.longrepr))
+        found = re.search(r"([\w.]+) is not installed", str(report.longrepr))
         if found is not None:
             missing[found[1]] += 1
     for name, count in sorted(missing.items()):
