@@ -30,7 +30,7 @@ from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import ALL, RowProblem, part
 from torch_streamkl.rows.program import COLUMNS, VALUES, Program
-from torch_streamkl.tiles import Operands, TritonLaunch, head_mean_launch
+from torch_streamkl.tiles import Operands, TritonLaunch, head_mean_launch, one_dot_launch
 
 FORWARD, DIFFERENTIATED, BACKWARD = "forward", "differentiated", "backward"
 # rows, and keys, of tiles that multiply nothing; neighbours that a thread has of them
@@ -252,7 +252,7 @@ class Block:
                     self._has_one_key_head(axis),
                 )
                 more = {**self.reads((inside,), axis), **_place(f"to{inside}", out)}
-                launch = self._launch_of_sums(axis)
+                launch = self.launch_of("mean", axis)
                 self._start_maps(source, launch, self.whole.num_heads(axis), more)
                 return out
         out = self.new_map(torch.float32)
@@ -288,7 +288,7 @@ class Block:
             found.update(_place(f"map{i}", self.map(i)))
         return found
 
-    def operands_of(self, axis: int) -> Operands:
+    def _operands_of(self, axis: int) -> Operands:
         q = self.problem.operands[0][0]
         dims = [
             padded_dim(q.shape[-1])
@@ -298,11 +298,13 @@ class Block:
         is_full = torch.get_float32_matmul_precision() == "highest"
         return Operands(tuple(dims), q.element_size(), is_full)
 
-    def _launch_of_sums(self, axis: int) -> TritonLaunch:
+    def launch_of(self, kernel: str, axis: int) -> TritonLaunch:
+        """Tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an axis."""
         q = self.problem.operands[0][0]
         if q.device.type != "cuda":
             return row_programs.INTERPRETED
-        return head_mean_launch("mean", self.operands_of(axis), gpu_of(q.device))
+        choose = head_mean_launch if kernel == "mean" else one_dot_launch
+        return choose(kernel, self._operands_of(axis), gpu_of(q.device))
 
     def _elements(self) -> TritonLaunch:
         return ELEMENTS if self.problem.operands[0][0].device.type == "cuda" else INTERPRETED
@@ -322,7 +324,7 @@ class Block:
         source = _sums_source(self.program, self.which, listed, axis, self.is_exact)
         given = {**self.arguments, **self.reads([n for n, _ in slots.values()], axis), **out}
         if axis:
-            launch = row_programs.launch_of(self.problem, "forward", self.operands_of(axis))
+            launch = self.launch_of("forward", axis)
         else:
             is_here = self.problem.operands[0][0].device.type != "cuda"
             launch = INTERPRETED if is_here else self._row_sums()
