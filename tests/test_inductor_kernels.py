@@ -204,7 +204,7 @@ def test_written_as_cpp() -> None:
     called = re.findall(r"^ *call_streamkl_(\w+kernel)_\d+\(", code, re.MULTILINE)
     assert called == ["forward_kernel", "dq_kernel", "dk_kernel"]
     assert "enable_fp_fusion" in code
-    assert "from torch_streamkl.kernels.attention_forward import forward_kernel" in code
+    assert "from torch_streamkl.attention.triton.forward import forward_kernel" in code
     for operator in (forward, backward):
         assert operator._schema.name not in code
         assert str(operator) not in code

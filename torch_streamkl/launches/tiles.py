@@ -30,7 +30,7 @@ class TritonLaunch:
 class Operands:
     """What the matmuls of a kernel multiply."""
 
-    head_dims: tuple[int, int]  # of both sides, padded to powers of two
+    head_dims: tuple[int, ...]  # of all dot products, padded to powers of two
     element_bytes: int
     is_full_float32: bool  # no rounding to TF32
 
@@ -65,6 +65,17 @@ def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
     if gpu.is_hopper and kernel != "forward":
         return TritonLaunch(128, 128, 8, 2) if kernel == "lse" else TritonLaunch(64, 128, 8, 2)
     return TritonLaunch(64, 32, 8, 2)
+
+
+def one_dot_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
+    """ "forward", "dq" or "dk" of a single dot product, beside maps in memory.
+
+    An indexer with 64 heads of 128 on an H200: 8.8 ms with these tiles for dQ, 10.1 with 64 x 64.
+    """
+    is_one = len(operands.head_dims) == 1 and operands.widest <= 128
+    if kernel == "dq" and gpu.is_hopper and operands.element_bytes == 2 and is_one:
+        return TritonLaunch(64, 128, 8, 2)
+    return default_launch(kernel, operands, gpu)
 
 
 def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:

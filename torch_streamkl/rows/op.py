@@ -33,10 +33,6 @@ row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
 
 
-# kernels are chosen by name only until they have been seen right, and measured, on a GPU
-AUTO_TAKES_KERNELS = False
-
-
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """What computes a problem; an explicit choice that cannot run is an error."""
     if impl == "auto":
@@ -66,7 +62,7 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
     """Kernels where there are some, on a GPU; else blocks in plain torch."""
-    if not AUTO_TAKES_KERNELS or problem.operands[0][0].device.type != "cuda":
+    if problem.operands[0][0].device.type != "cuda":
         return "blocked"
     return "blocked" if _kernels(problem, is_differentiated)[1] else "triton"
 

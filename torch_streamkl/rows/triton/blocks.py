@@ -255,7 +255,7 @@ class _Gradients:
                 given.update(row_argument(f"out{c}", d))
             mine = part(dq, batch, ALL, rows)
             given.update(row_kernels.operand_argument(f"da{i}", mine, f"da{i}_out"))
-            launch = row_kernels.launch_of(block.problem, "dq", block.operands_of(axis))
+            launch = block.launch_of("dq", axis)
             source = maps.rows_source(self.program, i, sums, block.is_exact)
             row_kernels.launch_rows(source, block.problem, dq.shape[1], launch, given)
         for c, d in beside.items():
@@ -267,7 +267,7 @@ class _Gradients:
             parts = mine.unsqueeze(0) if shares == 1 else mine.new_zeros(shares, *mine.shape)
             given.update(row_kernels.operand_argument(f"db{i}", parts.select(0, 0), f"db{i}_out"))
             given.update({f"db{i}_share": parts.stride(0), "num_shares": shares, "ADD": True})
-            launch = row_kernels.launch_of(block.problem, "dk", block.operands_of(axis))
+            launch = block.launch_of("dk", axis)
             source = maps.columns_source(self.program, i, block.is_exact)
             num_heads = dk.shape[1] * shares
             row_kernels.launch_columns(source, block.problem, num_heads, launch, given)

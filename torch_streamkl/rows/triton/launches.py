@@ -61,12 +61,12 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
     return "" if limit is None else f"a kernel {limit}"
 
 
-def launch_of(problem: RowProblem, kernel: str, operands: Operands | None = None) -> TritonLaunch:
+def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
     """Tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots' operands."""
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return INTERPRETED
-    return default_launch(kernel, operands or _operands(problem), gpu_of(q.device))
+    return default_launch(kernel, _operands(problem), gpu_of(q.device))
 
 
 def _operands(problem: RowProblem) -> Operands:

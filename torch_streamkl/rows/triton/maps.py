@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.launches.devices import gpu_of
-from torch_streamkl.launches.tiles import Operands, TritonLaunch, head_mean_launch
+from torch_streamkl.launches.tiles import Operands, TritonLaunch, head_mean_launch, one_dot_launch
 from torch_streamkl.linear.problem import padded
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.blocked import Result
@@ -251,7 +251,7 @@ class Block:
                     self._has_one_key_head(axis),
                 )
                 more = {**self.reads((inside,), axis), **_place(f"to{inside}", out)}
-                launch = self._launch_of_sums(axis)
+                launch = self.launch_of("mean", axis)
                 self._start_maps(source, launch, self.whole.num_heads(axis), more)
                 return out
         out = self.new_map(torch.float32)
@@ -287,7 +287,7 @@ class Block:
             found.update(_place(f"map{i}", self.map(i)))
         return found
 
-    def operands_of(self, axis: int) -> Operands:
+    def _operands_of(self, axis: int) -> Operands:
         q = self.problem.operands[0][0]
         dims = [
             padded_dim(q.shape[-1])
@@ -297,11 +297,13 @@ class Block:
         is_full = torch.get_float32_matmul_precision() == "highest"
         return Operands(tuple(dims), q.element_size(), is_full)
 
-    def _launch_of_sums(self, axis: int) -> TritonLaunch:
+    def launch_of(self, kernel: str, axis: int) -> TritonLaunch:
+        """Tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an axis."""
         q = self.problem.operands[0][0]
         if q.device.type != "cuda":
             return row_kernels.INTERPRETED
-        return head_mean_launch("mean", self.operands_of(axis), gpu_of(q.device))
+        choose = head_mean_launch if kernel == "mean" else one_dot_launch
+        return choose(kernel, self._operands_of(axis), gpu_of(q.device))
 
     def _elements(self) -> TritonLaunch:
         return ELEMENTS if self.problem.operands[0][0].device.type == "cuda" else INTERPRETED
@@ -321,7 +323,7 @@ class Block:
         source = _sums_source(self.program, self.which, listed, axis, self.is_exact)
         given = {**self.arguments, **self.reads([n for n, _ in slots.values()], axis), **out}
         if axis:
-            launch = row_kernels.launch_of(self.problem, "forward", self.operands_of(axis))
+            launch = self.launch_of("forward", axis)
         else:
             is_here = self.problem.operands[0][0].device.type != "cuda"
             launch = INTERPRETED if is_here else self._row_sums()

@@ -87,7 +87,9 @@ def sums_kernel(
 
 def _tile_of_keys(w: Writer, is_masked: bool) -> None:
     """The elements of the keys from j on."""
-    w.line("n = j + tl.arange(0, BLOCK_N)")
+    # a loop that is not empty begins at a tile's first key (scores.tiles), which the compiler
+    # cannot know: without it maps and pairs are loaded element by element
+    w.line("n = tl.multiple_of(j + tl.arange(0, BLOCK_N), BLOCK_N)")
     w.load_columns(is_masked)
     if is_masked:
         w.keep()
