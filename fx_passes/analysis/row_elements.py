@@ -662,8 +662,29 @@ def _masked_fill(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 
 @rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
 def _xlogy(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
-    log = self.pointwise("log", a["other"])
-    return self.combined("mul0", self.operand(a["self"]), log)
+    x, y = self.operand(a["self"]), self.operand(a["other"])
+    values = self.combined("mul0", x, self.combined("log", y))
+    if _vanishes_with_gradient(x.formula):
+        return values
+    # torch's gradient to x is 0 where both are 0, not the infinite logarithm
+    zero = self._number(0.0)
+    _check_comparison([x, y])
+    is_zero = self.combined("and", self.combined("eq", x, zero), self.combined("le", y, zero))
+    return self.combined("where", is_zero, zero, values)
+
+
+def _vanishes_with_gradient(x: Formula) -> bool:
+    """Whether an element that is 0 has a gradient of 0 as well, as a probability has."""
+    match x.op:
+        case _ if not x.flows:
+            return True
+        case "exp":
+            return True
+        case "mul" | "mul0":
+            return all(map(_vanishes_with_gradient, x.args))
+        case "div" | "pow" | "sqrt":
+            return _vanishes_with_gradient(x.args[0])
+    return False
 
 
 @rule(aten.lerp.Scalar)
@@ -786,7 +807,7 @@ def _norm(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
         [d % len(shape) for d in dims],
         bool(a.get("keepdim", False)),
     )
-    return total if order == 1 else self.combined("sqrt", total)
+    return total if order == 1 else self.combined("norm", total)
 
 
 def _total(self: RowElements, node: fx.Node, x: Placed, shape: Any, reduction: int) -> Placed:

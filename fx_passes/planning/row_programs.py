@@ -529,7 +529,7 @@ def _joined(
     # a tensor that only some of the results depend on would get zeros from the others, not None
     if formula.flows != elements.placed[plan.outputs[0].inner].formula.flows:
         return None
-    leaves = [f for f in formulas_in(formula) if f.op in ("dot", "capture")]
+    leaves = [f for f in formulas_in(formula) if f.op in ("dot", "capture", "columns")]
     read = [
         n
         for f in leaves

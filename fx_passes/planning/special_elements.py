@@ -4,8 +4,9 @@ As in nan_readers.py, but between scores and sums. Two values of a program diffe
 
 - The softmax of a row without any key is 0, and its logarithm -inf, where eager has NaN. So is 0
   times infinity. What keeps NaN leaves the sum NaN: a comparison is all that can tell.
-- The logarithm of a probability that underflows is what its score gives, where eager has -inf.
-  What makes a number of infinity can tell, unless it gives the same for the smallest logarithms.
+- The logarithm of a probability that underflows is what its score gives, where eager has -inf,
+  and a small power of it is a number, where eager has 0. What makes a number of infinity can
+  tell, unless it gives the same for the smallest logarithms.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def check_readers_inside(
     _check_comparisons(formulas, nodes, graph)
     _check_maxima(formulas, nodes, graph)
     _check_logarithms(formulas, nodes, graph)
+    _check_powers(formulas, nodes, graph)
 
 
 def _check_comparisons(
@@ -100,6 +102,20 @@ def _check_logarithms(
                 scaled.add(f)
 
 
+def _check_powers(formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph) -> None:
+    """A power of a probability has none of its underflow: eager has 0 ** 0.01, a program 0.4."""
+    exponents: dict[Formula, float] = {}
+    for f in formulas:
+        if f.op not in ("pow", "sqrt") or f.args[0] not in nodes:
+            continue
+        if graph[nodes[f.args[0]]].op != "exp":
+            continue
+        exponent = exponents.get(f.args[0], 1.0) * (0.5 if f.op == "sqrt" else f.data)
+        exponents[f] = exponent
+        if exponent and abs(exponent) * _smallest(f) > math.log(_precision(f)):
+            raise Blocked("a small power of a probability that may underflow")
+
+
 def _may_be_nan(f: Formula, nodes: Mapping[Formula, int], graph: Graph) -> bool:
     """Whether eager has NaN, and the program a number, first here."""
     if _is_logsumexp(f):
@@ -118,6 +134,12 @@ def _is_inverse(f: Formula) -> bool:
 def _smallest(f: Formula) -> float:
     dtypes = [ref.node.meta["val"].dtype for dot in f.dots for ref in (dot.lhs, dot.rhs)]
     return max(SMALLEST.get(dtype, SMALLEST_OF_OTHERS) for dtype in dtypes)
+
+
+def _precision(f: Formula) -> float:
+    """What is less beside 1 is nothing, in float32 or a narrower type of as many exponents."""
+    dtypes = {ref.node.meta["val"].dtype for dot in f.dots for ref in (dot.lhs, dot.rhs)}
+    return float(torch.finfo(torch.float16 if torch.float16 in dtypes else torch.float32).eps)
 
 
 def _constant(f: Formula) -> float:

@@ -3,7 +3,7 @@
 A derivative is a rule `(graph, node, argument, t) -> t * d(node)/d(argument)`. It serves both
 directions, since a pointwise derivative multiplies a tangent and an adjoint alike. At kinks it is
 what torch's autograd gives: 1/2 and 1/2 where minimum and maximum tie, 1 at the bound of a clamp,
-0 for relu and abs at 0.
+0 for relu, abs and a norm at 0.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ def mul0(a: Tensor, b: Tensor) -> Tensor:
 
 def div0(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == 0, 0.0, a / b)
+
+
+def norm(squares: Tensor) -> Tensor:
+    """The square root of a sum of squares: its gradient at 0 is 0, also by autograd."""
+    is_zero = squares == 0
+    return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -128,6 +134,11 @@ def _relu_rule(g: Graph, node: int, arg: int, t: int) -> int:
     return g.apply("where", g.apply("gt", g[node].args[0], g.const(0.0)), t, g.const(0.0))
 
 
+def _norm_rule(g: Graph, node: int, arg: int, t: int) -> int:
+    slope = g.apply("div0", t, g.apply("mul", node, g.const(2.0)))
+    return g.apply("where", g.apply("eq", node, g.const(0.0)), g.const(0.0), slope)
+
+
 def _power_rule(g: Graph, node: int, arg: int, t: int) -> int:
     exponent = g[node].value
     slope = g.power(g[node].args[0], exponent - 1.0)
@@ -189,6 +200,7 @@ OPERATIONS: dict[str, Operation] = {
         "tl.sqrt({0})",
         _over(lambda g, n, x: g.apply("mul", n, g.const(2.0))),
     ),
+    "norm": Operation(1, norm, "tl.sqrt({0})", _norm_rule),
     "pow": Operation(1, torch.pow, "", _power_rule, is_finite=False),  # of its value
     "abs": Operation(1, torch.abs, "tl.abs({0})", _by(lambda g, n, x: g.apply("sign", x)), "same"),
     "sign": Operation(1, torch.sign, _SIGN, None, "float", True),

@@ -1,0 +1,91 @@
+"""What a reader found after row programs became the default: each program stands for its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.misleading.registry import student
+from tests.test_fifth_reading import judge, tensors
+
+
+def equal_pairs(trained: str = "qkw") -> list[Tensor]:
+    """A teacher that is a copy of the student, as at the first step."""
+    q, k, _, _, *rest = tensors(trained)
+    return [q, k, q.detach().clone(), k.detach().clone(), *rest]
+
+
+# ------------------------------------------------------ slopes that are infinite at 0
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of order 2": lambda x: x.norm(dim=-1, keepdim=True),
+    "of order 1": lambda x: x.norm(p=1, dim=-1, keepdim=True),
+    "normalised": lambda x: torch.nn.functional.normalize(x, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_gradient_of_a_norm_of_zeros(name: str) -> None:
+    """It is 0 in eager code, unlike that of a square root."""
+
+    def step(q, k, r, s, w, keep):
+        p = student(q, k).softmax(-1)
+        return (w * p * NORMS[name](p - student(r, s).softmax(-1))).sum(-1)
+
+    judge(step, equal_pairs(), 1)
+
+
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a difference": lambda p: p - p.detach(),
+    "a probability": lambda p: p,
+    "a square": lambda p: (p - p.detach()).square(),
+    "renormalised": lambda p: p / (p.sum(-1, keepdim=True) + 1.0),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_xlogy_where_both_arguments_are_zero(name: str) -> None:
+    """Its gradient to the factor is 0 in eager code, not the logarithm."""
+
+    def step(q, k, r, s, w, keep):
+        x = FACTORS[name](student(q, k).softmax(-1))
+        return (torch.xlogy(x, student(r, s).relu()) * w).sum(-1)
+
+    judge(step, tensors("qkw"))
+
+
+# ------------------------------------------------------ probabilities that underflow
+POWERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "small": (lambda p: p**0.01, 0),
+    "small, by two": (lambda p: (p**0.3) ** 0.3, 0),
+    "roots of roots": (lambda p: p.sqrt().sqrt().sqrt(), 0),
+    "small and negative": (lambda p: p**-0.01, 0),
+    "a root": (lambda p: p.sqrt(), 1),
+    "large": (lambda p: p**1.5, 1),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_small_powers_of_what_underflows(name: str) -> None:
+    """0 ** 0.01 is 0 in eager code; of the logarithm it is a number."""
+    function, sites = POWERS[name]
+
+    def step(q, k, r, s, w, keep):
+        return (w * student(r, s).softmax(-1) * function(student(q, k).softmax(-1))).sum(-1)
+
+    judge(step, tensors("w", size=600.0), sites)
+
+
+# ------------------------------------------------------ sums that one operator computes
+def test_ids_that_are_made_behind_the_first_sum() -> None:
+    """Label smoothing: the mean over the words comes before the labels are given a dimension."""
+
+    def step(h, w, labels):
+        log_p = (h @ w.T).log_softmax(-1)
+        smooth = 0.1 * log_p.mean(-1)
+        return smooth + log_p.gather(-1, labels[..., None])[..., 0]
+
+    h, w = (torch.randn(n, 4, dtype=torch.float64).requires_grad_() for n in (6, 11))
+    judge(step, [h, w, torch.arange(6)], 2)
