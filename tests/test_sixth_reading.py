@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from tests.support.misleading.registry import student
@@ -89,3 +90,17 @@ def test_ids_that_are_made_behind_the_first_sum() -> None:
 
     h, w = (torch.randn(n, 4, dtype=torch.float64).requires_grad_() for n in (6, 11))
     judge(step, [h, w, torch.arange(6)], 2)
+
+
+# ------------------------------------------------------ sizes that data decides
+@pytest.mark.parametrize("selected", ["rows", "words"])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_rows_or_words_of_which_none_is_selected(selected: str, count: int) -> None:
+    def step(h, w, keep):
+        x = h[keep] @ w.T if selected == "rows" else h @ w[keep].T
+        p = x.softmax(-1)
+        return (p * p * x.tanh()).sum(-1).sum()
+
+    h, w = (torch.randn(n, 4, dtype=torch.float64).requires_grad_() for n in (9, 9))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        judge(step, [h, w, torch.arange(9) < count])

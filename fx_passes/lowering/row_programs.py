@@ -250,11 +250,6 @@ class _Lowering:
         if f.op == "detach":
             (x,) = arguments
             return x if isinstance(x, float) else self.build.method("detach", x)
-        if f.op == "norm" and not isinstance(arguments[0], float):
-            is_zero = self.build.call(torch.eq, arguments[0], 0.0)
-            squares = self.build.method("masked_fill", arguments[0], is_zero, 1.0)
-            root = self.build.call(torch.sqrt, squares)
-            return self.build.method("masked_fill", root, is_zero, 0.0)
         if f.op not in OF_ROWS or all(isinstance(x, float) for x in arguments):
             raise Blocked(f"{f.op} of a value of rows, inside of an operation")
         return self.build.call(OF_ROWS[f.op], *arguments)

@@ -95,14 +95,15 @@ def _is_on_gpu(problem: RowProblem) -> bool:
 
 
 def _keys_of_block(problem: RowProblem) -> int:
-    return min(problem.num_keys, MAX_KEYS * (KEYS_ON_GPU if _is_on_gpu(problem) else 1))
+    most = MAX_KEYS * (KEYS_ON_GPU if _is_on_gpu(problem) else 1)
+    return max(1, min(problem.num_keys, most))
 
 
 def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
-    """Blocks of batch and rows."""
+    """Blocks of batch and rows: none where the data has selected none."""
     keys, factor = _keys_of_block(problem), ON_GPU if _is_on_gpu(problem) else 1
-    budget = max(1, factor * BLOCK_ELEMENTS // (keys * problem.max_heads))
-    rows = min(problem.num_rows, budget)
+    budget = max(1, factor * BLOCK_ELEMENTS // (keys * max(1, problem.max_heads)))
+    rows = max(1, min(problem.num_rows, budget))
     batch = max(1, budget // rows)
     for b in range(0, problem.batch, batch):
         for i in range(0, problem.num_rows, rows):
