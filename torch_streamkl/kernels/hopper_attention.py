@@ -11,16 +11,21 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from torch_streamkl.devices import multiprocessors
 from torch_streamkl.kernels import attention_forward as portable
-from torch_streamkl.kernels import hopper_atomic
+from torch_streamkl.kernels import hopper_atomic, hopper_masks
 from torch_streamkl.kernels import hopper_backward as bwd
 from torch_streamkl.kernels import hopper_forward as fwd
+from torch_streamkl.kernels.arguments import Config
 from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
+from torch_streamkl.kernels.hopper_masks import PreparedMask
 from torch_streamkl.kernels.hopper_parts import unite_rows_kernel
 from torch_streamkl.kernels.plans import LOG2E, Plan, config_of, plan_of
+from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.shares import as_heads, new_shares, sum_of_shares
 from torch_streamkl.launch import (
     HOPPER_AGAIN,
+    HOPPER_MASKED,
     HopperLaunch,
     adds_queries,
     ceil_div,
@@ -29,6 +34,7 @@ from torch_streamkl.launch import (
     key_shares,
     parts_of_last_round,
     plain_clamp,
+    takes_turns,
 )
 from torch_streamkl.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.streaming import Wanted
@@ -44,7 +50,7 @@ class Blocks:
     of_head: int
     num_whole: int
     parts: int
-    num_programs: int
+    num_works: int
     first_row: int  # of those computed in parts, counted over all heads
     num_rows: int  # of those computed in parts
 
@@ -64,21 +70,25 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
         state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
         strides = (state.stride(1), state.stride(0))
     config, again_config = plan.kept(
-        "configs", lambda: (config_of(problem, launch), config_of(problem, HOPPER_AGAIN))
+        "configs", lambda: (_config(problem, launch), config_of(problem, HOPPER_AGAIN))
     )
+    prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan)
     plan.run(
         "hopper",
         fwd.forward_kernel,
-        (blocks.num_programs, 1, 1),
+        (_num_programs(problem, blocks.num_works, takes_turns(problem)), 1, 1),
         (
             descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
             descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
             *outputs, state, *strides, blocks.first_row,
-            blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
-            *_masks(problem), _log2_scale(problem, other), _log2_scale(problem, weight),
+            blocks.num_works, blocks.num_whole, blocks.of_head,
+            problem.num_heads, plan.num_sequences, _group(other), _group(weight),
+            *_masks(problem), *_mask_blocks(prepared, True),
+            _log2_scale(problem, other), _log2_scale(problem, weight),
         ),
         (
-            by_teacher, launch.groups, launch.slots, blocks.parts, form, config,
+            by_teacher, launch.groups, launch.slots, blocks.parts, form,
+            _helper(problem, plan) if config.TWO_PASS and not config.GUARDED else None, config,
         ),
         {"num_warps": 4},
         _mask_tensors(problem),
@@ -115,7 +125,8 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
     num_whole, parts = of_head * heads, 1
     # blocks under a causal mask get shorter, those of a window are short: so is the last round
     whole_rows = problem.window_left is None and problem.window_right is None
-    if whole_rows and not problem.is_packed:
+    whole_rows = whole_rows and problem.mask is None
+    if whole_rows and not problem.is_packed and problem.functional.closed_form is not None:
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
         num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
     first_row = num_whole // of_head * problem.seqlen_q
@@ -130,6 +141,18 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
     )
 
 
+def _config(problem: AttentionProblem, launch: HopperLaunch) -> Config:
+    config = config_of(problem, launch)
+    if problem.mask is not None:  # the prepared mask has them
+        config = config._replace(HAS_LEFT=False, HAS_RIGHT=False)
+    return config
+
+
+def _num_programs(problem: AttentionProblem, works: int, in_turns: bool) -> int:
+    """NOTE [Turns] in hopper_work.py."""
+    return min(works, multiprocessors(problem.student.q.device)) if in_turns else works
+
+
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -141,6 +164,7 @@ def backward(
         head_dim = problem.student.head_dim
         launch = hopper_backward_launch(head_dim, has_logarithms=False, adds=True)
         sums = hopper_atomic.new_sums(problem.student.q, launch.block_n)
+    prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan_of(problem))
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
     for is_wanted, student, rows in (
         (wanted.student_k, True, False),
@@ -150,7 +174,9 @@ def backward(
     ):
         if is_wanted:
             beside = None if rows or not student else sums
-            shares = _gradient(problem, stats, grad, student, rows, beside, not gradients)
+            shares = _gradient(
+                problem, stats, grad, student, rows, beside, prepared, not gradients
+            )
             gradients[student, rows] = shares
     # added up once all kernels are on their way: the next need not wait for a sum
     inputs = {
@@ -170,6 +196,7 @@ def _gradient(
     student: bool,
     rows: bool,
     sums: Tensor | None,
+    prepared: PreparedMask | None,
     is_first: bool,
 ) -> Tensor:
     """Shares of dQ (rows) or dK of one side; beside dK, dQ is added to the sums.
@@ -190,22 +217,24 @@ def _gradient(
         lambda: _task(problem, plan, own, other, student, rows, adds),
     )
     num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
+    works = num_blocks * x.shape[1] * task.SHARES * plan.num_sequences
     shares = new_shares(x, task.SHARES)
     out = as_heads(shares)
     plan.run(
         ("gradient", student, rows, adds, is_first),
         bwd.backward_kernel,
-        (num_blocks * x.shape[1] * task.SHARES * plan.num_sequences, 1, 1),
+        (_num_programs(problem, works, takes_turns(problem, backward=True) and not adds), 1, 1),
         (
             *(descriptor(plan, t, task.BLOCK) for t in outer),
             *(descriptor(plan, t, task.INNER) for t in inner),
             grad, own_stats, other_stats, plan.stats_stride,
             out, *out.stride()[:3], own.scale / problem.temperature,
             grad if sums is None else sums,  # nobody reads it without sums
-            num_blocks, problem.num_heads, _group(own), _group(other),
-            *_masks(problem), _log2_scale(problem, own), _log2_scale(problem, other),
+            works, num_blocks, problem.num_heads, plan.num_sequences, _group(own), _group(other),
+            *_masks(problem), *_mask_blocks(prepared, rows),
+            _log2_scale(problem, own), _log2_scale(problem, other),
         ),
-        (None if task.PLAIN else plan.helper, task),
+        (None if task.PLAIN or plan.helper is None else _helper(problem, plan), task),
         {"num_warps": 4, "launch_pdl": not is_first},
         (grad, *_mask_tensors(problem)),
     )  # fmt: skip
@@ -231,6 +260,10 @@ def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
     return out
 
 
+def _helper(problem: AttentionProblem, plan: Plan) -> Any:
+    return plan.kept("helper", lambda: helper(problem.functional.text, of_half=True))
+
+
 def _task(
     problem: AttentionProblem,
     plan: Plan,
@@ -243,6 +276,8 @@ def _task(
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
     launch = hopper_backward_launch(own.head_dim, has_logarithms=not plain, adds=adds)
+    if problem.mask is not None:
+        launch = HOPPER_MASKED
     group, num_shares = 1, 1
     if not rows:
         group = _group(own)
@@ -252,9 +287,10 @@ def _task(
     return bwd.Task(
         ROWS=rows,
         STUDENT=student,
-        HAS_LEFT=problem.window_left is not None,
-        HAS_RIGHT=problem.window_right is not None,
-        HAS_MASK=False,
+        HAS_LEFT=problem.window_left is not None and problem.mask is None,
+        HAS_RIGHT=problem.window_right is not None and problem.mask is None,
+        HAS_MASK=problem.mask is not None,
+        IS_PACKED=problem.is_packed,
         PLAIN=plain,
         CLAMP=clamp or 0.0,
         FOLDED=plain and not rows,
@@ -310,8 +346,15 @@ def _masks(problem: AttentionProblem) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _mask_blocks(prepared: PreparedMask | None, by_rows: bool) -> tuple[Any, ...]:
+    if prepared is None:
+        return None, None, 0, 0, 0, 0
+    blocks = prepared.by_rows if by_rows else prepared.by_keys
+    return *blocks, prepared.stride_b, prepared.stride_h
+
+
 def _mask_tensors(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
-    return problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k
+    return problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.mask
 
 
 def _longest(problem: AttentionProblem) -> tuple[int, int]:
