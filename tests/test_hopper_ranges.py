@@ -13,24 +13,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from torch_streamkl.kernels import (
-    hopper,
-    hopper_backward,
-    hopper_parts,
-    hopper_tiles,
-    hopper_work,
-    rows,
-    scores,
-)
-from torch_streamkl.kernels.arguments import Sequence
+from torch_streamkl.kernels import hopper, hopper_backward, hopper_forward, scores
+from torch_streamkl.kernels.arguments import MaskArgs, Sequence
 
 Pairs = NDArray[np.int64]
-LANGUAGE = SimpleNamespace(
-    minimum=min, maximum=max, constexpr=Any, where=lambda chosen, a, b: a if chosen else b
-)
+LANGUAGE = SimpleNamespace(minimum=min, maximum=max, constexpr=Any)
 
 
-def on_numbers(function: Any, **others: Callable[..., Any]) -> Callable[..., Any]:
+def on_numbers(function: Any, **others: Any) -> Callable[..., Any]:
     """A jit function as plain Python, which calls ``others`` for those that it calls by name."""
     code = function.fn
     names = {**code.__globals__, "tl": LANGUAGE, "gl": LANGUAGE, **others}
@@ -44,11 +34,11 @@ RANGES = {
 }
 in_window = on_numbers(scores.in_window)
 without_offset = on_numbers(hopper.without_offset)
-pairs_met = on_numbers(hopper_work.pairs_met, **RANGES)
-tiles_of_rows = on_numbers(hopper_work.tiles_seen, **RANGES)
+pairs_met = on_numbers(hopper_forward.pairs_met, **RANGES)
+keys_met = on_numbers(hopper_forward.keys_met)
+pairs_without_mask = on_numbers(hopper_forward.pairs_without_mask, **RANGES)
 tiles_met = on_numbers(hopper_backward.tiles_met, **RANGES)
-tiles_seen = on_numbers(hopper_backward.tiles_seen, **RANGES)
-Window = hopper_work.Window
+tiles_without_mask = on_numbers(hopper_backward.tiles_without_mask, **RANGES)
 
 
 def sequences() -> Iterator[tuple[int, int, int, int | None, int | None]]:
@@ -63,23 +53,24 @@ def sequences() -> Iterator[tuple[int, int, int, int | None, int | None]]:
 
 def arguments(
     rows: int, keys: int, length: int, left: int | None, right: int | None
-) -> tuple[Window, Sequence, Pairs]:
+) -> tuple[MaskArgs, Sequence, Pairs]:
     """What the kernels make of a sequence, and the pairs [rows, keys] that count."""
     offset = keys - rows
     seq = without_offset(Sequence(0, 0, rows, keys, length, offset, 0))
-    window = Window((left or 0) - offset, (right or 0) + offset)
+    window = ((left or 0) - offset, (right or 0) + offset)
+    masks = MaskArgs(None, 0, 0, 0, 0, None, *window, None, None, rows, keys)
     i, j = np.arange(rows)[:, None] + offset, np.arange(keys)[None, :]
     allowed = j < length
     if left is not None:
         allowed = allowed & (j >= i - left)
     if right is not None:
         allowed = allowed & (j <= i + right)
-    return window, seq, np.broadcast_to(allowed, (rows, keys)).astype(np.int64)
+    return masks, seq, np.broadcast_to(allowed, (rows, keys)).astype(np.int64)
 
 
-def sees(window: Window, seq: Sequence, i: int, j: int, choices: Any) -> bool:
+def sees(masks: MaskArgs, seq: Sequence, i: int, j: int, choices: Any) -> bool:
     return bool(
-        in_window(j < seq.num_valid, window, seq, i, j, choices.HAS_LEFT, choices.HAS_RIGHT)
+        in_window(j < seq.num_valid, masks, seq, i, j, choices.HAS_LEFT, choices.HAS_RIGHT)
     )
 
 
@@ -89,139 +80,62 @@ def count(found: Pairs, i: int, j: int) -> None:
         found[i, j] += 1
 
 
-class WarpGroup:
-    """What a warp group of the forward does: tiles it sums, pairs it waits for and releases."""
-
-    def __init__(self) -> None:
-        self.waited: list[int] = []
-        self.released: list[int] = []
-        self.tiles: list[tuple[int, bool]] = []  # and whether they are masked
-        nothing: dict[str, Callable[..., Any]] = {
-            name: lambda *_, **__: None
-            for name in ("start_scores", "tile_at", "tile_of", "start_sums", "with_sums",
-                         "without_doubtful", "sees_keys")
-        }  # fmt: skip
-        waits: dict[str, Callable[..., Any]] = {"wait_for": self.wait_for, "release": self.release}
-        self._start_following = on_numbers(hopper_tiles.start_following, **waits, **nothing)
-        self._sum_pairs = on_numbers(hopper_tiles.sum_pairs, step=self.step, **nothing)
-        self.reduce_tiles = on_numbers(
-            hopper_tiles.reduce_tiles,
-            masked_step=self.masked_step, sum_pairs=self._sum_pairs,
-            keys_of_tile=lambda *_: 0, warpgroup_mma_wait=lambda *_, **__: (None, None),
-            **waits, **nothing,
-        )  # fmt: skip
-        self.pass_by = on_numbers(hopper_tiles.pass_by, **waits)
-
-    def wait_for(self, _tiles: Any, pair: int, more: bool, _slots: int) -> None:
-        if more:
-            self.waited.append(pair)
-
-    def release(self, _tiles: Any, pair: int, _slots: int) -> None:
-        assert pair in self.waited
-        self.released.append(pair)
-
-    def visit(self, t: int, used: int, masked: bool) -> None:
-        assert used + t // 2 in self.waited
-        assert used + t // 2 not in self.released
-        self.tiles.append((t, masked))
-
-    def masked_step(
-        self, o: Any, sums: Any, t: int, _tiles: Any, place: Any, *_: Any
-    ) -> tuple[Any, Any]:
-        self.visit(t, place.used, True)
-        self._start_following(TILES, place, t, None, 2)
-        return o, sums
-
-    def step(
-        self, o: Any, sums: Any, i: int, more: bool, _tiles: Any, place: Any, _zero: Any,
-        half: int, *_: Any,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """As hopper_tiles.step: the pair is waited for before, the next one under its end."""
-        self.visit(2 * (i - place.used) + 1 - half, place.used, False)
-        if half == 0:
-            self.wait_for(None, i + 1, more, 2)
-            self.release(None, i, 2)
-        return o, sums
-
-
-FORM = SimpleNamespace(TT=1.0, TS=-1.0, ST=0.0, SS=0.0)
-TILES = SimpleNamespace(other_k=None, weight_k=None)
-
-
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_forward(groups: int, parts: int) -> None:
+def test_forward(groups: int) -> None:
     for case in sequences():
-        window, seq, expected = arguments(*case)
+        masks, seq, expected = arguments(*case)
         config = SimpleNamespace(
-            BLOCK_M=4, BLOCK_N=2, HAS_LEFT=case[3] is not None, HAS_RIGHT=case[4] is not None,
-            GUARDED=False,
-        )  # fmt: skip
-        found = np.zeros_like(expected)
+            BLOCK_M=4, BLOCK_N=2, HAS_LEFT=case[3] is not None, HAS_RIGHT=case[4] is not None
+        )
+        found, met = np.zeros_like(expected), np.zeros_like(expected)
         for m0 in range(0, seq.num_rows, 4 * groups):
-            first, all_pairs = pairs_met(window, seq, m0, 4 * groups, config)
-            for part in range(parts):
-                first_pair, stop_pair = all_pairs * part // parts, all_pairs * (part + 1) // parts
-                num_pairs, used = stop_pair - first_pair, 7
-                block = SimpleNamespace(
-                    window=window, seq=seq, num_pairs=num_pairs, stop_pair=first + stop_pair
-                )
-                for first_row in range(m0, m0 + 4 * groups, 4):
-                    begin, whole, edge, end = tiles_of_rows(block, first_row, config)
-                    assert 0 <= begin <= whole <= edge <= end <= 2 * num_pairs
-                    assert whole % 2 == edge % 2 == 0 or whole == edge == end
-                    place = SimpleNamespace(
-                        used=used, end=end, oq=None, wq=None, rows=None, block=block,
-                        other_scale=1.0, weight_scale=1.0,
-                    )  # fmt: skip
-                    group = WarpGroup()
-                    group.pass_by(TILES, used, used + begin // 2, 2)
-                    if begin < end:
-                        group.reduce_tiles(
-                            TILES, place, begin, whole, edge, 0, True, 2, FORM, config
-                        )
-                    group.pass_by(TILES, used + (end + 1) // 2, used + num_pairs, 2)
-                    # every pair once, in order
-                    assert group.waited == group.released == list(range(used, used + num_pairs))
-                    for t, masked in group.tiles:
-                        tile = 2 * (2 * block.stop_pair - 1 - t)
+            first, num_pairs = pairs_met(masks, seq, m0, 4 * groups, config)
+            block = SimpleNamespace(
+                masks=masks, seq=seq, num_pairs=num_pairs, stop_pair=first + num_pairs
+            )
+            for first_row in range(m0, m0 + 4 * groups, 4):
+                start, stop = pairs_without_mask(block, first_row, config)
+                assert 0 <= start <= stop <= num_pairs
+                assert start > 0 or num_pairs == 0  # the first pair gives the bases
+                first_key, stop_key = keys_met(masks, seq, first_row, config)
+                for pair in range(num_pairs):
+                    for key in range(
+                        4 * (block.stop_pair - 1 - pair), 4 * (block.stop_pair - pair)
+                    ):
+                        tile = key // 2 * 2
+                        is_masked = not start <= pair < stop
+                        if is_masked and not (tile < stop_key and tile + 2 > first_key):
+                            continue
                         for i in range(first_row, first_row + 4):
-                            for key in range(tile, tile + 2):
-                                if not masked or sees(window, seq, i, key, config):
-                                    assert masked or key < seq.num_valid
-                                    count(found, i, key)
-                    if config.HAS_LEFT and config.HAS_RIGHT:
-                        # no more than the tiles that the band of the rows touches
-                        width = (case[3] or 0) + (case[4] or 0) + 4 + 2
-                        assert 2 * len(group.tiles) <= width + 2, case
+                            count(met, i, key)
+                            if not is_masked or sees(masks, seq, i, key, config):
+                                count(found, i, key)
         assert (found == expected).all(), case
+        if case[2] == seq.num_keys and config.HAS_LEFT and config.HAS_RIGHT:
+            # no more than the tiles of a block that the band of its rows touches
+            width = (case[3] or 0) + (case[4] or 0) + 4 * groups + 6
+            assert met.sum(1).max() <= width, case
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("of_rows", [True, False])
-@pytest.mark.parametrize("adds", [False, True])
-def test_backward(of_rows: bool, groups: int, adds: bool) -> None:
-    if of_rows and adds:
-        pytest.skip("dQ is added up beside dK")
+def test_backward(of_rows: bool, groups: int) -> None:
     for case in sequences():
-        window, seq, expected = arguments(*case)
+        masks, seq, expected = arguments(*case)
         task = SimpleNamespace(
-            HAS_MASK=False,
             ROWS=of_rows, BLOCK=4, INNER=3, GROUPS=groups, GROUP_SIZE=1 if of_rows else 2,
-            HAS_LEFT=case[3] is not None, HAS_RIGHT=case[4] is not None, ADDS=adds,
+            HAS_LEFT=case[3] is not None, HAS_RIGHT=case[4] is not None,
         )  # fmt: skip
         found = np.zeros((task.GROUP_SIZE, *expected.shape), np.int64)
         length = seq.num_rows if of_rows else seq.num_keys
         for block in range(0, length, 4 * groups):
-            first_tile, num_tiles = tiles_met(window, seq, block, task)
+            first_tile, num_tiles = tiles_met(masks, seq, block, task)
             work = SimpleNamespace(
-                window=window, seq=seq, first_tile=first_tile, num_tiles=num_tiles, length=length
+                masks=masks, seq=seq, first_tile=first_tile, num_tiles=num_tiles
             )
             for first in range(block, block + 4 * groups, 4):
-                begin, start, stop, end = tiles_seen(work, first, task)
-                assert 0 <= begin <= end <= num_tiles
-                assert not adds or (begin, end) == (0, num_tiles)
-                for tile in range(begin, end):
+                start, stop = tiles_without_mask(work, first, task)
+                for tile in range(num_tiles):
                     member = tile % task.GROUP_SIZE
                     inner = tile // task.GROUP_SIZE
                     inner = 3 * (first_tile - inner if of_rows else first_tile + inner)
@@ -233,32 +147,8 @@ def test_backward(of_rows: bool, groups: int, adds: bool) -> None:
                                 # of dQ's rows those beyond the end are not stored; a key
                                 # beyond it would add to dQ where dK adds that up, too
                                 assert i < seq.num_rows or of_rows, case
-                                assert j < seq.num_valid or (outer >= length), case
+                                assert j < seq.num_valid, case
                                 count(found[member], i, j)
-                            elif sees(window, seq, i, j, task):
+                            elif sees(masks, seq, i, j, task):
                                 count(found[member], i, j)
         assert (found == expected).all(), case
-
-
-place_among = on_numbers(rows.place_among)
-block_of = on_numbers(hopper_parts.block_of)
-work_of_turn = on_numbers(hopper_work.work_of_turn)
-num_turns = on_numbers(hopper_work.num_turns)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("programs", [1, 5, 132])
-def test_every_block_once(programs: int, interleaved: bool) -> None:
-    for num_blocks, num_heads, at_once in ((1, 1, 8), (3, 20, 8), (7, 16, 8), (4, 15, 12)):
-        works = num_blocks * num_heads
-        found = []
-        for program in range(min(programs, works)):
-            work = SimpleNamespace(
-                program=program, num_programs=min(programs, works), num_works=works
-            )
-            for turn in range(num_turns(work)):
-                number = work_of_turn(turn, work)
-                if number < works:
-                    found.append(place_among(number, num_blocks, num_heads, at_once, interleaved))
-        expected = [(block, head) for block in range(num_blocks) for head in range(num_heads)]
-        assert sorted(found) == expected

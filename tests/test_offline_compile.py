@@ -23,6 +23,7 @@ from torch_streamkl.problem import AttentionProblem, RowStatistics
 from torch_streamkl.streaming import Wanted
 
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
+JS = named("js").text
 # any two of the choices meet without these
 slow = pytest.mark.slow
 
@@ -36,6 +37,7 @@ def problem(
     key_heads: tuple[int, int] = (8, 8),
     has_lengths: bool = False,
     is_packed: bool = False,
+    has_mask: bool = False,
     **options: Any,
 ) -> AttentionProblem:
     tensors = [
@@ -51,6 +53,9 @@ def problem(
         offsets = torch.empty(4, dtype=torch.int32, device="cuda")
         options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
         options |= {"max_seqlen_q": seqlen // 2, "max_seqlen_k": seqlen // 2}
+    if has_mask:
+        mask = torch.empty(1, 1, seqlen, seqlen, dtype=torch.bool, device="cuda")
+        options["mask"] = mask
     functional = DIVERGENCES.get(divergence, divergence)
     return problem_of(*tensors, functional=functional, **scales, **options)[0]
 
@@ -183,6 +188,10 @@ WINDOW = {"window_left": 511, "window_right": 0}
         (128, CLAMPED, WINDOW | {"has_lengths": True}, 1024),
         pytest.param(64, CLAMPED, {}, 8192, marks=slow),
         (128, "forward_kl", {}, 8192),
+        (128, "forward_kl", {"has_mask": True}, 1024),
+        pytest.param(64, CLAMPED, {"has_mask": True, "window_right": 0}, 1024, marks=slow),
+        (128, JS, {"window_right": 0}, 1024),
+        pytest.param(64, "tv", WINDOW, 1024, marks=slow),
     ],
 )
 def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen: int) -> None:
@@ -190,10 +199,15 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
 
     with record_launches("sm_90") as launches:
         hopper_attention.forward(problem(head_dim, divergence, seqlen, **options))
+    if options.get("has_mask"):
+        for launch in launches[:2]:
+            assert compile_launch(launch, "sm_90").spill_bytes == 0
+        launches = launches[2:]
     forward, *others = launches
     check_hopper(forward, HOPPER_FORWARD_STACK)
     expected = ["forward_again_kernel"]
-    if "window_right" not in options and seqlen > 1:  # the last round is less than half full
+    whole = not {"window_right", "has_mask"} & set(options)
+    if whole and seqlen > 1:  # the last round is less than half full
         expected.insert(0, "unite_rows_kernel")
     assert [launch.kernel.__name__ for launch in others] == expected
     assert all(compile_launch(launch, "sm_90").spill_bytes == 0 for launch in others)
@@ -210,6 +224,9 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         (128, CLAMPED, OTHER_SIDES, 1024, True),
         (64, CLAMPED, {"is_packed": True}, 1024, False),
         (128, CLAMPED, {"window_right": 0}, 1024, False),
+        (128, "forward_kl", {"has_mask": True}, 1024, True),
+        pytest.param(64, "reverse_kl", {"has_mask": True}, 1024, True, marks=slow),
+        (128, JS, {}, 1024, True),
     ],
 )
 def test_hopper_backward(
@@ -223,6 +240,10 @@ def test_hopper_backward(
         grad = torch.empty(1, 32, seqlen, device="cuda")
         wanted = Wanted(of_student, of_student, not of_student, not of_student)
         hopper_attention.backward(p, stats, grad, wanted)
+    if options.get("has_mask"):
+        names = [launch.kernel.__name__ for launch in launches[:2]]
+        assert names == ["words_kernel", "lists_kernel"]
+        launches = launches[2:]
     assert len(launches) == 2
     stack = WIDER_TEACHER_STACK if "student_dim" in options else STACK["sm_90", "backward_kernel"]
     for launch in launches:

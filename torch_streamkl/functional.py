@@ -454,6 +454,11 @@ class Functional:
         return self.guarded.form if self.guarded else self.bilinear
 
     @functools.cached_property
+    def is_mixture(self) -> bool:
+        """Whether this is JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
+        return _mixture_terms(self.expr) is not None
+
+    @functools.cached_property
     def plain_student_floor(self) -> float | None:
         """The floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P always.
 

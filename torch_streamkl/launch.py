@@ -171,6 +171,8 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         return f"takes key heads whose gradients have at most {MOST_SHARES} shares, got {least}"
     functional = problem.functional
     form = functional.closed_form
+    if form is None and problem.is_packed:
+        return f"takes packed sequences with divergences of one pass, got {functional.text}"
     if form is not None and form.has_teacher_moment == form.has_student_moment:
         text = functional.text
         return f"takes a divergence with logarithms under one of P and S, got {text}"
@@ -250,7 +252,19 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
         and _fills_device(problem)
         and not _clamps_every_row(problem)
+        and (not _is_prepared(problem) or _is_measured(problem))
     )
+
+
+def _is_prepared(problem: AttentionProblem) -> bool:
+    """Whether a Hopper kernel has a mask tensor to prepare or a second pass."""
+    return problem.mask is not None or problem.functional.closed_form is None
+
+
+def _is_measured(problem: AttentionProblem) -> bool:
+    """Whether such a problem was measured, and is faster than with the portable kernels."""
+    dims = (problem.student.head_dim, problem.teacher.head_dim)
+    return dims == (128, 128) and (problem.mask is not None or problem.functional.is_mixture)
 
 
 def _clamps_every_row(problem: AttentionProblem) -> bool:
@@ -334,18 +348,30 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
     return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
 
 
+def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
+    """Whether the Hopper kernels go by tiles of warp groups (hopper_turns_forward.py).
+
+    Those that go by blocks know neither mask tensors nor a second pass, and are faster elsewhere,
+    but where blocks are short: under a window, and with few rows.
+    """
+    return _is_prepared(problem) or takes_turns(problem, backward)
+
+
 def takes_turns(problem: AttentionProblem, backward: bool = False) -> bool:
     """Whether a program of a Hopper kernel computes several blocks (NOTE [Turns], hopper_work.py).
 
     That hides how a block starts and ends, which short blocks gain from; but programs then have
-    the same number of blocks, and only those of a window are equally long.
+    the same number of blocks, which costs more where long ones differ.
     """
-    if problem.is_packed or problem.mask is not None:
+    if problem.is_packed or problem.mask is not None or problem.window_right is None:
         return False
-    if problem.window_left is not None and problem.window_right is not None:
+    if problem.student.head_dim != problem.teacher.head_dim:
+        return False
+    if problem.window_left is not None:
         return True
-    short = max(problem.seqlen_q, problem.seqlen_k) <= TURNS_MOST_KEYS
-    return short and (backward or problem.window_right is not None)
+    is_short = max(problem.seqlen_q, problem.seqlen_k) <= TURNS_MOST_KEYS
+    is_measured = backward or problem.student.head_dim == 128
+    return is_short and problem.key_lengths is None and is_measured
 
 
 def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(tiles, work, sums, tiles_of_head, used, done, TASK: gl.constexpr):
+def add_queries(tiles, work, sums, TASK: gl.constexpr):
     """The warp group of dQ: dscore^T @ own keys, added to the sums of a tile of queries."""
     handover = tiles.handover
     GROUPS: gl.constexpr = TASK.GROUPS
@@ -88,12 +88,12 @@ def add_queries(tiles, work, sums, tiles_of_head, used, done, TASK: gl.constexpr
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.HEAD_DIM, 16]
     )
     zero = gl.full([TASK.INNER, TASK.HEAD_DIM], 0.0, gl.float32, layout=mma)
-    sums += work.query_head.to(gl.int64) * tiles_of_head * SIZE
-    for group in gl.static_range(GROUPS):
-        mbarrier.wait(tiles.outer_full.index(group), done & 1)
+    tiles_of_head = (work.masks.seqlen_q + TASK.INNER - 1) // TASK.INNER
+    mbarrier.wait(tiles.outer_bar, 0)
+    # the tile that comes twice is handed over, too, but nobody needs it
     for i in range(work.num_tiles):
-        hand = slot_of(used + i, HANDS)
-        mbarrier.wait(handover.full.index(hand), phase_of(used + i, HANDS))
+        hand = slot_of(i, HANDS)
+        mbarrier.wait(handover.full.index(hand), phase_of(i, HANDS))
         acc = zero
         for group in gl.static_range(GROUPS):
             d = handover.tiles.index(hand * GROUPS + group).permute((1, 0))
@@ -107,8 +107,6 @@ def add_queries(tiles, work, sums, tiles_of_head, used, done, TASK: gl.constexpr
         acc = gl.reshape(gl.permute(acc, (0, 3, 2, 4, 1, 5)), [SIZE])
         offsets = gl.arange(0, SIZE, layout=acc.type.layout)
         gl.atomic_add(sums + tile.to(gl.int64) * SIZE + offsets, acc, sem="relaxed")
-    for group in gl.static_range(GROUPS):
-        mbarrier.arrive(tiles.outer_empty.index(group), count=1)
 
 
 @triton.jit(do_not_specialize=["seqlen"])

@@ -16,6 +16,8 @@ from torch_streamkl.kernels import attention_forward as portable
 from torch_streamkl.kernels import hopper_atomic, hopper_masks
 from torch_streamkl.kernels import hopper_backward as bwd
 from torch_streamkl.kernels import hopper_forward as fwd
+from torch_streamkl.kernels import hopper_turns_backward as turns_bwd
+from torch_streamkl.kernels import hopper_turns_forward as turns_fwd
 from torch_streamkl.kernels.arguments import Config
 from torch_streamkl.kernels.attention import NUM_STATE_FIELDS
 from torch_streamkl.kernels.hopper_masks import PreparedMask
@@ -28,6 +30,7 @@ from torch_streamkl.launch import (
     HOPPER_MASKED,
     HopperLaunch,
     adds_queries,
+    by_tiles,
     ceil_div,
     hopper_backward_launch,
     hopper_launch,
@@ -50,7 +53,7 @@ class Blocks:
     of_head: int
     num_whole: int
     parts: int
-    num_works: int
+    num_programs: int
     first_row: int  # of those computed in parts, counted over all heads
     num_rows: int  # of those computed in parts
 
@@ -58,37 +61,60 @@ class Blocks:
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
     value, stats = RowStatistics.allocate(problem)
-    plan, launch = plan_of(problem), hopper_launch(problem)
-    form, options = plan.form, HOPPER_AGAIN.options()
-    by_teacher = form.TT != 0.0 or form.TS != 0.0
-    student, teacher = problem.student, problem.teacher
-    other, weight = (student, teacher) if by_teacher else (teacher, student)
-    blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
+    plan = plan_of(problem)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    if by_tiles(problem):
+        _forward_by_tiles(problem, plan, outputs)
+    else:
+        _forward_by_blocks(problem, plan, outputs)
+    again_config = plan.kept("again", lambda: config_of(problem, HOPPER_AGAIN))
+    again_blocks = ceil_div(_longest(problem)[0], HOPPER_AGAIN.block_m)
+    plan.run(
+        "again",
+        portable.forward_again_kernel,
+        (again_blocks * problem.num_heads * plan.num_sequences, 1, 1),
+        (
+            *plan.arguments(problem), *outputs,
+            again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
+        ),
+        (plan.form, plan.helper, again_config),
+        HOPPER_AGAIN.options(),
+        _mask_tensors(problem),
+    )  # fmt: skip
+    return value, stats
+
+
+def _sides(problem: AttentionProblem, plan: Plan) -> tuple[bool, Side, Side]:
+    """Whether the teacher's probabilities weight the moment; the other side, and that side."""
+    by_teacher = plan.form.TT != 0.0 or plan.form.TS != 0.0
+    sides = problem.student, problem.teacher
+    return (by_teacher, *(sides if by_teacher else sides[::-1]))
+
+
+def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
+    """hopper_forward.py, and hopper_parts.py where its last blocks are computed in parts."""
+    launch = hopper_launch(problem)
+    by_teacher, other, weight = _sides(problem, plan)
+    value, form = outputs[0], plan.form
+    blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
     state, strides = value, (0, 0)  # nobody writes it
     if blocks.parts > 1:
         state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
         strides = (state.stride(1), state.stride(0))
-    config, again_config = plan.kept(
-        "configs", lambda: (_config(problem, launch), config_of(problem, HOPPER_AGAIN))
-    )
-    prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan)
+    config = plan.kept("config", lambda: config_of(problem, launch))
     plan.run(
         "hopper",
         fwd.forward_kernel,
-        (_num_programs(problem, blocks.num_works, takes_turns(problem)), 1, 1),
+        (blocks.num_programs, 1, 1),
         (
             descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
             descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
             *outputs, state, *strides, blocks.first_row,
-            blocks.num_works, blocks.num_whole, blocks.of_head,
-            problem.num_heads, plan.num_sequences, _group(other), _group(weight),
-            *_masks(problem), *_mask_blocks(prepared, True),
-            _log2_scale(problem, other), _log2_scale(problem, weight),
+            blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
+            *_masks(problem), _log2_scale(problem, other), _log2_scale(problem, weight),
         ),
         (
-            by_teacher, launch.groups, launch.slots, blocks.parts, form,
-            _helper(problem, plan) if config.TWO_PASS and not config.GUARDED else None, config,
+            by_teacher, launch.groups, launch.slots, blocks.parts, form, config,
         ),
         {"num_warps": 4},
         _mask_tensors(problem),
@@ -103,20 +129,51 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             {"num_warps": 4},
             (),
         )
-    again_blocks = ceil_div(_longest(problem)[0], HOPPER_AGAIN.block_m)
+
+
+def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
+    """hopper_turns_forward.py, behind the kernels that prepare a mask tensor."""
+    launch = hopper_launch(problem)
+    by_teacher, other, weight = _sides(problem, plan)
+    config = plan.kept("config", lambda: _config_by_tiles(problem, launch))
+    second = config.TWO_PASS and not config.GUARDED
+    num_blocks = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
+    works = num_blocks * problem.num_heads * problem.batch
+    prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan)
     plan.run(
-        "again",
-        portable.forward_again_kernel,
-        (again_blocks * problem.num_heads * plan.num_sequences, 1, 1),
+        "hopper",
+        turns_fwd.turns_forward_kernel,
+        (_num_programs(problem, works, takes_turns(problem)), 1, 1),
         (
-            *plan.arguments(problem), *outputs,
-            again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
+            descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
+            descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
+            *outputs, works, num_blocks, problem.num_heads, problem.batch,
+            _group(other), _group(weight), *_masks(problem)[:5], *_mask_blocks(prepared, True),
+            _log2_scale(problem, other), _log2_scale(problem, weight),
         ),
-        (form, plan.helper, again_config),
-        options,
+        (
+            by_teacher, launch.groups, launch.slots, plan.form,
+            _helper(problem, plan) if second else None, config,
+        ),
+        {"num_warps": 4},
         _mask_tensors(problem),
     )  # fmt: skip
-    return value, stats
+
+
+def _config_by_tiles(problem: AttentionProblem, launch: HopperLaunch) -> Config:
+    config = config_of(problem, launch)
+    if problem.mask is None:
+        return config
+    return config._replace(HAS_LEFT=False, HAS_RIGHT=False)  # the prepared mask has them
+
+
+def _num_programs(problem: AttentionProblem, works: int, in_turns: bool) -> int:
+    """NOTE [Turns] in hopper_work.py."""
+    return min(works, multiprocessors(problem.student.q.device)) if in_turns else works
+
+
+def _helper(problem: AttentionProblem, plan: Plan) -> Any:
+    return plan.kept("helper", lambda: helper(problem.functional.text, of_half=True))
 
 
 def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Blocks:
@@ -125,8 +182,7 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
     num_whole, parts = of_head * heads, 1
     # blocks under a causal mask get shorter, those of a window are short: so is the last round
     whole_rows = problem.window_left is None and problem.window_right is None
-    whole_rows = whole_rows and problem.mask is None
-    if whole_rows and not problem.is_packed and problem.functional.closed_form is not None:
+    if whole_rows and not problem.is_packed:
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
         num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
     first_row = num_whole // of_head * problem.seqlen_q
@@ -139,18 +195,6 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
         first_row,
         heads * problem.seqlen_q - first_row,
     )
-
-
-def _config(problem: AttentionProblem, launch: HopperLaunch) -> Config:
-    config = config_of(problem, launch)
-    if problem.mask is not None:  # the prepared mask has them
-        config = config._replace(HAS_LEFT=False, HAS_RIGHT=False)
-    return config
-
-
-def _num_programs(problem: AttentionProblem, works: int, in_turns: bool) -> int:
-    """NOTE [Turns] in hopper_work.py."""
-    return min(works, multiprocessors(problem.student.q.device)) if in_turns else works
 
 
 def backward(
@@ -220,25 +264,46 @@ def _gradient(
     works = num_blocks * x.shape[1] * task.SHARES * plan.num_sequences
     shares = new_shares(x, task.SHARES)
     out = as_heads(shares)
+    tensors = (
+        *(descriptor(plan, t, task.BLOCK) for t in outer),
+        *(descriptor(plan, t, task.INNER) for t in inner),
+        grad, own_stats, other_stats, plan.stats_stride,
+        out, *out.stride()[:3], own.scale / problem.temperature,
+    )  # fmt: skip
+    scales = (_log2_scale(problem, own), _log2_scale(problem, other))
+    options = {"num_warps": 4, "launch_pdl": not is_first}
+    if _gradients_by_tiles(problem):
+        plan.run(
+            ("gradient", student, rows, adds, is_first),
+            turns_bwd.turns_backward_kernel,
+            (_num_programs(problem, works, takes_turns(problem, backward=True)), 1, 1),
+            (
+                *tensors, works, num_blocks, problem.num_heads, problem.batch,
+                _group(own), _group(other), *_masks(problem)[:5],
+                *_mask_blocks(prepared, rows), *scales,
+            ),
+            (None if task.PLAIN or plan.helper is None else _helper(problem, plan), task),
+            options,
+            (grad, *_mask_tensors(problem)),
+        )  # fmt: skip
+        return shares
     plan.run(
         ("gradient", student, rows, adds, is_first),
         bwd.backward_kernel,
-        (_num_programs(problem, works, takes_turns(problem, backward=True) and not adds), 1, 1),
+        (works, 1, 1),
         (
-            *(descriptor(plan, t, task.BLOCK) for t in outer),
-            *(descriptor(plan, t, task.INNER) for t in inner),
-            grad, own_stats, other_stats, plan.stats_stride,
-            out, *out.stride()[:3], own.scale / problem.temperature,
-            grad if sums is None else sums,  # nobody reads it without sums
-            works, num_blocks, problem.num_heads, plan.num_sequences, _group(own), _group(other),
-            *_masks(problem), *_mask_blocks(prepared, rows),
-            _log2_scale(problem, own), _log2_scale(problem, other),
+            *tensors, grad if sums is None else sums,  # nobody reads it without sums
+            num_blocks, problem.num_heads, _group(own), _group(other), *_masks(problem), *scales,
         ),
-        (None if task.PLAIN or plan.helper is None else _helper(problem, plan), task),
-        {"num_warps": 4, "launch_pdl": not is_first},
+        (None if task.PLAIN else plan.helper, task),
+        options,
         (grad, *_mask_tensors(problem)),
     )  # fmt: skip
     return shares
+
+
+def _gradients_by_tiles(problem: AttentionProblem) -> bool:
+    return by_tiles(problem, backward=True) and not adds_queries(problem)
 
 
 def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
@@ -258,10 +323,6 @@ def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
         (),
     )  # fmt: skip
     return out
-
-
-def _helper(problem: AttentionProblem, plan: Plan) -> Any:
-    return plan.kept("helper", lambda: helper(problem.functional.text, of_half=True))
 
 
 def _task(

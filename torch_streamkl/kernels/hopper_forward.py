@@ -3,55 +3,90 @@
 The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
 the student of forward KL. Tiles of keys are loaded in pairs, which halves the barriers, and come
 from the last key to the first, so that those that need a mask come first. Every warp group runs on
-its own; only the barriers of the slots tie them. A program computes blocks of rows in turns: NOTE
-[Turns] in hopper_work.py. The last blocks are computed in parts where that helps: NOTE [Parts] in
-hopper_parts.py. What a warp group does with its tiles is in hopper_tiles.py.
+its own; only the barriers of the slots tie them. The last blocks are computed in parts where that
+helps: NOTE [Parts] in hopper_parts.py.
+
+NOTE [Pairs of a block]
+Which pairs of tiles a block meets, and which of them every row of a warp group sees whole, are two
+ranges that `scores.keys_of_rows` finds once: from key lengths, a causal mask, a window. The pairs
+outside the second range, and the first pair in any case, are masked element by element: those at
+the right edge come first, those at the left edge of a window last.
+
+NOTE [Fixed bases]
+The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
+The others are summed relative to the maxima found before them, which stay fixed: no maxima, no
+rescaling, no exchange between threads. With x the score less the base, a sum of 2^x over at most
+2^23 keys is as good as one relative to the true maximum if it is from 2^-80 to 2^100: no term
+overflowed, nor does the sum times its logarithm, and what terms below 2^-126 lose is less than
+2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then
+loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100
+either. A row that fails gets NaN for its value, and the launch that follows
+(`attention_forward.forward_again_kernel`) computes blocks with such rows again, and no others.
+
+NOTE [Clamps]
+FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
+or two] in functional.py). So the lowest scores of a clamped side are kept, and a row with a
+probability below its clamp gets NaN, as one that fails does.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from torch_streamkl.kernels.arguments import MaskArgs
-from torch_streamkl.kernels.attention_forward import (
-    finite_lse,
-    row_offset,
-    store_rows,
-    store_state,
-)
+from torch_streamkl.kernels.arguments import MaskArgs, State
+from torch_streamkl.kernels.attention_forward import row_offset, store_state
 from torch_streamkl.kernels.hopper import (
     GROUP_REGISTERS,
     NUM_WARPS,
     async_load,
+    before_wait,
+    before_wait_pair,
+    exp2,
     flat,
+    lane_lowest,
+    lane_sum,
     phase_of,
     slot_of,
+    start_scores,
+    without_offset,
 )
-from torch_streamkl.kernels.hopper_masks import MaskBlocks
-from torch_streamkl.kernels.hopper_parts import finish_rows
-from torch_streamkl.kernels.hopper_second_pass import sum_keys
-from torch_streamkl.kernels.hopper_tiles import (
-    Place,
-    Tiles,
-    empty,
-    pass_by,
-    reduce_listed,
-    reduce_tiles,
-    tile_of,
-)
-from torch_streamkl.kernels.hopper_work import (
-    Work,
-    block_at,
-    num_turns,
-    pair_at,
-    tiles_seen,
-    work_of_turn,
-)
-from torch_streamkl.kernels.rows import finish
+from torch_streamkl.kernels.hopper_parts import block_of, finish_rows, tiles_of_part
+from torch_streamkl.kernels.rows import LOW, moment, place_of, update
+from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows
 
-LOADER_REGISTERS = gl.constexpr(32)
+SMALLEST_SUM = gl.constexpr(2.0**-80)
+LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
+LOADER_REGISTERS = gl.constexpr(24)
+
+
+class Tiles(NamedTuple):
+    """Shared memory: queries of each warp group, slots of pairs of key tiles, barriers."""
+
+    other_q: Any
+    weight_q: Any
+    other_k: Any
+    weight_k: Any
+    q_bar: Any
+    full: Any  # by slot, for both sides
+    empty: Any
+
+
+class Block(NamedTuple):
+    """The block of rows of a program, and the tiles of keys it meets."""
+
+    b: Any  # in the tensors: packed ones have one batch element
+    h: Any
+    bh: Any
+    m0: Any
+    num_pairs: Any  # of tiles of the program
+    stop_pair: Any  # behind the last of them
+    beyond: Any  # number of the program among those that are parts, negative before them
+    masks: Any  # arguments.MaskArgs
+    seq: Any  # arguments.Sequence
+    other_scale: Any
+    weight_scale: Any
 
 
 class Outputs(NamedTuple):
@@ -61,209 +96,359 @@ class Outputs(NamedTuple):
     stats_stride: Any
     state: Any  # where a part writes the state of its head's row 0, fields apart by field_stride
     field_stride: Any
-    part_stride: Any
-    first_row: Any  # of those computed in parts
+
+
+class Sums(NamedTuple):
+    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores."""
+
+    other: Any
+    weight: Any
+    moment: Any
+    low_o: Any  # kept for a side with a clamp only
+    low_w: Any
+    base_o: Any
+    base_w: Any
 
 
 @gluon.jit
 def load_all(
-    other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks, other_group, weight_group,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, CONFIG: gl.constexpr,
+    other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: of every block its queries, and every pair into the slot that is empty.
+    """The loading warp: queries once, then every pair into the slot that is empty."""
+    mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
+    for group in gl.static_range(GROUPS):
+        row = block.seq.start_q + block.m0 + group * CONFIG.BLOCK_M
+        async_load(other_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.other_q.index(group))
+        async_load(weight_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.weight_q.index(group))
+    for i in range(block.num_pairs):
+        slot = slot_of(i, SLOTS)
+        full = tiles.full.index(slot)
+        mbarrier.wait(tiles.empty.index(slot), phase_of(i, SLOTS) ^ 1)
+        mbarrier.expect(full, 2 * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
+        for half in gl.static_range(2):
+            first = (2 * (block.stop_pair - 1 - i) + half) * CONFIG.BLOCK_N
+            row = block.seq.start_k + first
+            other = tile_of(tiles.other_k, i, half, SLOTS)
+            weight = tile_of(tiles.weight_k, i, half, SLOTS)
+            async_load(other_k, [block.b, other_h, row, 0], full, other)
+            async_load(weight_k, [block.b, weight_h, row, 0], full, weight)
 
-    The last warp group is the first to be done with a block, and sees the next one's first pair.
+
+@gluon.jit
+def tile_of(keys, i, half, SLOTS: gl.constexpr):
+    """The tile with the first keys of pair i (half 0), or the last (1)."""
+    return keys.index(2 * slot_of(i, SLOTS) + half)
+
+
+@gluon.jit
+def wait_for(tiles, i, more, SLOTS: gl.constexpr):
+    """Wait until pair i is in its slot; `more` is false past the end.
+
+    Past the end matmuls read whatever the slot holds, and nobody reads the result.
     """
-    SECOND: gl.constexpr = CONFIG.TWO_PASS and not CONFIG.GUARDED
-    used = 0
-    done = 0
-    for turn in range(num_turns(work)):
-        number = work_of_turn(turn, work)
-        if number < work.num_works:
-            block = block_at(number, work, masks, blocks, GROUPS, PARTS, CONFIG)
-            if block.m0 < block.seq.num_rows:
-                other_h = block.h // other_group
-                weight_h = block.h // weight_group
-                load_queries(other_q, weight_q, tiles, block, done, GROUPS - 1, CONFIG)
-                for i in range(gl.minimum(block.num_pairs, 1)):
-                    load_pair(
-                        other_k, weight_k, tiles, block, i, used, other_h, weight_h, SLOTS, CONFIG
-                    )
-                for group in gl.static_range(1, GROUPS):
-                    load_queries(other_q, weight_q, tiles, block, done, GROUPS - 1 - group, CONFIG)
-                for i in range(1, block.num_pairs):
-                    load_pair(
-                        other_k, weight_k, tiles, block, i, used, other_h, weight_h, SLOTS, CONFIG
-                    )
-                used += block.num_pairs
-                if SECOND:
-                    for i in range(block.num_pairs):
-                        load_pair(
-                            other_k, weight_k, tiles, block, i, used, other_h, weight_h,
-                            SLOTS, CONFIG,
-                        )  # fmt: skip
-                    used += block.num_pairs
-                done += 1
+    mbarrier.wait(tiles.full.index(slot_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
 
 @gluon.jit
-def load_queries(other_q, weight_q, tiles, block, done, GROUP: gl.constexpr, CONFIG: gl.constexpr):
-    """Queries of a warp group, when it is done with those of the block before."""
-    full = tiles.q_full.index(GROUP)
-    mbarrier.wait(tiles.q_empty.index(GROUP), (done & 1) ^ 1)
-    mbarrier.expect(full, other_q.block_type.nbytes + weight_q.block_type.nbytes)
-    row = block.seq.start_q + block.m0 + GROUP * CONFIG.BLOCK_M
-    async_load(other_q, [block.b, block.h, row, 0], full, tiles.other_q.index(GROUP))
-    async_load(weight_q, [block.b, block.h, row, 0], full, tiles.weight_q.index(GROUP))
+def release(tiles, i, SLOTS: gl.constexpr):
+    """This warp group has read both sides of pair i."""
+    mbarrier.arrive(tiles.empty.index(slot_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
-def load_pair(
-    other_k, weight_k, tiles, block, i, used, other_h, weight_h,
-    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """First and number of the pairs with a key that some of the ROWS from m0 on sees."""
+    PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
+    first_key, _, _, stop_key = keys_of_rows(
+        masks, seq, m0, ROWS, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
+    )
+    return first_key // PAIR, (stop_key - first_key + PAIR - 1) // PAIR
+
+
+@gluon.jit
+def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
+    """Where the keys begin and end that some row of the warp group at first_row sees."""
+    first_key = seq.num_valid * 0
+    stop_key = seq.num_valid
+    if CONFIG.HAS_LEFT:
+        first_key = first_row + seq.offset - masks.window_left
+    if CONFIG.HAS_RIGHT:
+        last_row = first_row + CONFIG.BLOCK_M - 1
+        stop_key = gl.minimum(stop_key, last_row + seq.offset + masks.window_right + 1)
+    return first_key, stop_key
+
+
+@gluon.jit
+def update_pairs(
+    state, oq, wq, tiles, block, first_row, rows, start, stop, zero,
+    WEIGHT_IS_TEACHER: gl.constexpr,
+    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Pair i of a block, counted from its last."""
-    full = tiles.full.index(slot_of(used + i, SLOTS))
-    pair = pair_at(block, i, CONFIG)
-    mbarrier.wait(tiles.empty.index(slot_of(used + i, SLOTS)), phase_of(used + i, SLOTS) ^ 1)
-    mbarrier.expect(full, 2 * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
-    for half in gl.static_range(2):
-        row = block.seq.start_k + (2 * pair + half) * CONFIG.BLOCK_N
-        other = tile_of(tiles.other_k, used + i, half, SLOTS)
-        weight = tile_of(tiles.weight_k, used + i, half, SLOTS)
-        async_load(other_k, [block.b, other_h, row, 0], full, other)
-        async_load(weight_k, [block.b, weight_h, row, 0], full, weight)
+    """Running state after the pairs from start to stop, masked element by element."""
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
+    masks, seq = block.masks, block.seq
+    first_key, stop_key = keys_met(masks, seq, first_row, CONFIG)
+    for i in range(start, stop):
+        wait_for(tiles, i, True, SLOTS)
+        for second in range(2):
+            half = 1 - second
+            first = (2 * (block.stop_pair - 1 - i) + half) * BLOCK_N
+            if (first < stop_key) & (first + BLOCK_N > first_key):
+                o = start_scores(oq, tile_of(tiles.other_k, i, half, SLOTS), zero)
+                w = start_scores(wq, tile_of(tiles.weight_k, i, half, SLOTS), zero)
+                o, w = warpgroup_mma_wait(0, deps=[o, w])
+                cols = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=col_layout), 0)
+                allowed = in_window(
+                    cols < seq.num_valid, masks, seq, gl.expand_dims(rows, 1), cols,
+                    CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT,
+                )  # fmt: skip
+                o = gl.where(allowed, o * block.other_scale, -float("inf"))
+                w = gl.where(allowed, w * block.weight_scale, -float("inf"))
+                if WEIGHT_IS_TEACHER:
+                    state = update(state, w, o, allowed, True, FORM, CONFIG)
+                else:
+                    state = update(state, o, w, allowed, True, FORM, CONFIG)
+        release(tiles, i, SLOTS)
+    return state
+
+
+@gluon.jit
+def step(
+    o, sums, i, more, oq, wq, tiles, block, zero, HALF: gl.constexpr,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
+    CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
+    w = start_scores(wq, tile_of(tiles.weight_k, i, HALF, SLOTS), zero)
+    o = o * block.other_scale - gl.expand_dims(sums.base_o, 1)
+    sum_o = before_wait(sums.other + lane_sum(exp2(o)))
+    low_o = sums.low_o
+    if CLAMP_OTHER:
+        low_o = before_wait(lane_lowest(low_o, o))
+    w = warpgroup_mma_wait(0, deps=[w])
+    if HALF == 1:
+        next_o = start_scores(oq, tile_of(tiles.other_k, i, 0, SLOTS), zero)
+    else:
+        wait_for(tiles, i + 1, more, SLOTS)
+        next_o = start_scores(oq, tile_of(tiles.other_k, i + 1, 1, SLOTS), zero)
+        # Only now: the arrive and the bar.sync before it are then off the path from a finished
+        # matmul to the next.
+        release(tiles, i, SLOTS)
+    w = w * block.weight_scale - gl.expand_dims(sums.base_w, 1)
+    low_w = sums.low_w
+    if CLAMP_WEIGHT:
+        low_w = before_wait(lane_lowest(low_w, w))
+    ew = exp2(w)
+    sum_w = sums.weight + lane_sum(ew)
+    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    mom, sum_w = before_wait_pair(mom, sum_w)
+    o = warpgroup_mma_wait(0, deps=[next_o])
+    return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
+
+
+@gluon.jit
+def sum_pairs(
+    sums, oq, wq, tiles, block, start, stop, zero,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
+    CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Sums over the pairs from start to stop, which need no mask.
+
+    One matmul is in flight at a time, so that the registers are enough for three warp groups.
+    """
+    wait_for(tiles, start, True, SLOTS)
+    o = start_scores(oq, tile_of(tiles.other_k, start, 1, SLOTS), zero)
+    o = warpgroup_mma_wait(0, deps=[o])
+    for i in range(start, stop):
+        more = i + 1 < stop
+        o, sums = step(
+            o, sums, i, more, oq, wq, tiles, block, zero, 1,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        )  # fmt: skip
+        o, sums = step(
+            o, sums, i, more, oq, wq, tiles, block, zero, 0,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        )  # fmt: skip
+    return sums
+
+
+@gluon.jit
+def per_thread(x, none):
+    """x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
+    rows = gl.convert_layout(x, gl.SliceLayout(1, none.type.layout))
+    return none + gl.expand_dims(rows, 1)
+
+
+@gluon.jit
+def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr):
+    """The state with sums relative to its own maxima added."""
+    row_layout: gl.constexpr = state.l_t.type.layout
+    sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
+    sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
+    mom = gl.convert_layout(gl.sum(sums.moment, 1), row_layout)
+    # The base is a score of the row, so that the lowest is not above it; of a row that had no key
+    # before, whose base is 0, it may be above.
+    low_o = gl.minimum(gl.convert_layout(gl.min(sums.low_o, 1), row_layout), 0.0) + sums.base_o
+    low_w = gl.minimum(gl.convert_layout(gl.min(sums.low_w, 1), row_layout), 0.0) + sums.base_w
+    if WEIGHT_IS_TEACHER:
+        return State(
+            sums.base_w, state.l_t + sum_w, sums.base_o, state.l_s + sum_o, state.a + mom,
+            state.b, low_w, low_o, state.count,
+        )  # fmt: skip
+    else:
+        return State(
+            sums.base_o, state.l_t + sum_o, sums.base_w, state.l_s + sum_w, state.a,
+            state.b + mom, low_o, low_w, state.count,
+        )  # fmt: skip
+
+
+@gluon.jit
+def without_doubtful(state):
+    """The state, with NaN for a sum of rows where those relative to a fixed base may be wrong."""
+    good = (state.l_t >= SMALLEST_SUM) & (state.l_t <= LARGEST)
+    good &= (state.l_s >= SMALLEST_SUM) & (state.l_s <= LARGEST)
+    good &= (gl.abs(state.a) <= LARGEST) & (gl.abs(state.b) <= LARGEST)
+    return State(
+        state.m_t, gl.where(good, state.l_t, float("nan")), state.m_s, state.l_s,
+        state.a, state.b, state.low_t, state.low_s, state.count,
+    )  # fmt: skip
+
+
+@gluon.jit
+def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """rows.empty_state in a layout."""
+    low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
+    zero = gl.full([BLOCK_M], 0.0, gl.float32, layout=layout)
+    return State(low, zero, low, zero, zero, zero, -low, -low, zero)
+
+
+@gluon.jit
+def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
+    """Pairs from start to stop, but never the first: the warp group's rows see them whole."""
+    PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
+    _, left, right, _ = keys_of_rows(
+        block.masks, block.seq, first_row, CONFIG.BLOCK_M, PAIR,
+        CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False,
+    )  # fmt: skip
+    start = gl.minimum(gl.maximum(block.stop_pair - right // PAIR, 1), block.num_pairs)
+    stop = block.num_pairs
+    if CONFIG.HAS_LEFT:
+        stop = gl.maximum(gl.minimum(stop, block.stop_pair - left // PAIR), start)
+    return start, stop
 
 
 @gluon.jit
 def reduce_rows(
-    tiles, work, masks, blocks, outputs, other_scale, weight_scale,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr, HELPER: gl.constexpr,
-    CONFIG: gl.constexpr,
+    tiles, block, outputs, GROUP: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
+    SLOTS: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: values and statistics of its rows of every block."""
+    """One warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    SECOND: gl.constexpr = CONFIG.TWO_PASS and not CONFIG.GUARDED
+    C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
+    C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
+    CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
+    CLAMP_S: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.S_FLOOR
+    CLAMP_WEIGHT: gl.constexpr = CLAMP_T if WEIGHT_IS_TEACHER else CLAMP_S
+    CLAMP_OTHER: gl.constexpr = CLAMP_S if WEIGHT_IS_TEACHER else CLAMP_T
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
     row_layout: gl.constexpr = gl.SliceLayout(1, mma)
+    first = block.m0 + GROUP * BLOCK_M
+    rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=mma)
+    start, stop = pairs_without_mask(block, first, CONFIG)
     oq = flat(tiles.other_q.index(GROUP))
     wq = flat(tiles.weight_q.index(GROUP))
-    used = 0
-    done = 0
-    for turn in range(num_turns(work)):
-        number = work_of_turn(turn, work)
-        if number < work.num_works:
-            block = block_at(number, work, masks, blocks, GROUPS, PARTS, CONFIG)
-            if block.m0 < block.seq.num_rows:
-                first = block.m0 + GROUP * BLOCK_M
-                rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
-                if CONFIG.HAS_MASK:
-                    begin, whole, edge, end = 0, 0, 0, 2 * block.num_pairs
-                else:
-                    begin, whole, edge, end = tiles_seen(block, first, CONFIG)
-                place = Place(oq, wq, block, rows, used, end, other_scale, weight_scale)
-                inside = rows < block.seq.num_rows
-                state = empty(BLOCK_M, row_layout)
-                mbarrier.wait(tiles.q_full.index(GROUP), done & 1)
-                pass_by(tiles, used, used + begin // 2, SLOTS)
-                if CONFIG.HAS_MASK:
-                    if end > 0:
-                        state = reduce_listed(
-                            tiles, place, first, blocks, zero,
-                            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
-                        )  # fmt: skip
-                elif begin < end:
-                    state = reduce_tiles(
-                        tiles, place, begin, whole, edge, zero,
-                        WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
-                    )  # fmt: skip
-                pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
-                used += block.num_pairs
-                if SECOND:
-                    lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
-                    again = state.l_t != state.l_t
-                    if begin < end:
-                        place = Place(oq, wq, block, rows, used, end, other_scale, weight_scale)
-                        pass_by(tiles, used, used + begin // 2, SLOTS)
-                        lse_o = finite_lse(lse_s if WEIGHT_IS_TEACHER else lse_t)
-                        lse_w = finite_lse(lse_t if WEIGHT_IS_TEACHER else lse_s)
-                        sums = sum_keys(
-                            lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-                            WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
-                        )  # fmt: skip
-                        value = gl.convert_layout(gl.sum(sums.value, 1), row_layout)
-                        h_sum = gl.convert_layout(gl.sum(sums.h, 1), row_layout)
-                        g_sum = gl.convert_layout(gl.sum(sums.g, 1), row_layout)
-                    mbarrier.arrive(tiles.q_empty.index(GROUP), count=1)
-                    pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
-                    used += block.num_pairs
-                    row = row_offset(block.bh, block.h, block.seq, masks) + rows
-                    store_rows(
-                        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride,
-                        row, inside, lse_t, lse_s, gl.where(again, float("nan"), value),
-                        h_sum, g_sum,
-                    )  # fmt: skip
-                else:
-                    mbarrier.arrive(tiles.q_empty.index(GROUP), count=1)
-                    write_rows(state, block, masks, rows, outputs, PARTS, FORM, CONFIG)
-                done += 1
-
-
-@gluon.jit
-def write_rows(
-    state, block, masks, rows, outputs,
-    PARTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
+    mbarrier.wait(tiles.q_bar, 0)
+    state = update_pairs(
+        empty(BLOCK_M, row_layout), oq, wq, tiles, block, first, rows, 0, start, zero,
+        WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+    )  # fmt: skip
+    if start < stop:
+        m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
+        m_w = state.m_t if WEIGHT_IS_TEACHER else state.m_s
+        base_o = gl.where(m_o == LOW, 0.0, m_o)
+        base_w = gl.where(m_w == LOW, 0.0, m_w)
+        none = lane_sum(zero)
+        low_o = state.low_s if WEIGHT_IS_TEACHER else state.low_t
+        low_w = state.low_t if WEIGHT_IS_TEACHER else state.low_s
+        low_o = per_thread(low_o - base_o, none)
+        low_w = per_thread(low_w - base_w, none)
+        sums = Sums(none, none, none, low_o, low_w, base_o, base_w)
+        sums = sum_pairs(
+            sums, oq, wq, tiles, block, start, stop, zero,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        )  # fmt: skip
+        state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER))
+    if CONFIG.HAS_LEFT:
+        state = update_pairs(
+            state, oq, wq, tiles, block, first, rows, stop, block.num_pairs, zero,
+            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+        )  # fmt: skip
     inside = rows < block.seq.num_rows
     if PARTS == 1 or block.beyond < 0:
         finish_rows(
-            state, row_offset(block.bh, block.h, block.seq, masks) + rows, inside,
+            state, row_offset(block.bh, block.h, block.seq, block.masks) + rows, inside,
             outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, FORM, CONFIG,
         )  # fmt: skip
     else:
-        first = block.bh.to(gl.int64) * masks.seqlen_q - outputs.first_row
-        first += block.beyond % PARTS * outputs.part_stride
-        store_state(outputs.state + first + rows, outputs.field_stride, state, inside)
+        store_state(outputs.state + rows, outputs.field_stride, state, inside)
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
 @gluon.jit(
     do_not_specialize=[
-        "num_works", "num_whole", "num_blocks", "num_heads", "num_sequences", "first_row",
-        "seqlen_q", "seqlen_k", "window_left", "window_right",
-        "mask_row_blocks", "mask_key_blocks", "mask_b", "mask_h",
+        "num_blocks", "num_whole", "first_row", "seqlen_q", "seqlen_k",
+        "window_left", "window_right",
     ]
 )  # fmt: skip
 def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     state_ptr, field_stride, part_stride, first_row,
-    num_works, num_whole, num_blocks, num_heads, num_sequences, other_group, weight_group,
+    num_whole, num_blocks, num_heads, other_group, weight_group,
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
-    mask_words, mask_lists, mask_row_blocks, mask_key_blocks, mask_b, mask_h,
     other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
-    FORM: gl.constexpr, HELPER: gl.constexpr, CONFIG: gl.constexpr,
+    FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Blocks from num_whole on are PARTS works each."""
+    """Blocks from num_whole on are PARTS programs each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM
-    work = Work(
-        gl.program_id(0), gl.num_programs(0), num_works, num_whole, num_blocks, num_heads,
-        num_sequences,
-    )  # fmt: skip
-    blocks = MaskBlocks(mask_words, mask_lists, mask_row_blocks, mask_key_blocks)
+    beyond = gl.program_id(0) - num_whole
+    position, bh = place_of(block_of(beyond, num_whole, PARTS), num_blocks, CONFIG.HAS_RIGHT)
+    if CONFIG.HAS_RIGHT:
+        position = num_blocks - 1 - position  # causal rows grow: the longest first
+    b = bh // num_heads
+    h = bh % num_heads
+    m0 = position * (GROUPS * BLOCK_M)
     masks = MaskArgs(
-        None, mask_b, mask_h, 0, 0, key_lengths, window_left, window_right,
-        cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k,
+        None, 0, 0, 0, 0, key_lengths, 0, 0, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+    )
+    seq = bind_sequence(masks, b, h, CONFIG)
+    # the bounds of the window with the offset in them: a register less in the loops
+    left, right = window_left - seq.offset, window_right + seq.offset
+    seq = without_offset(seq)
+    masks = MaskArgs(
+        None, 0, 0, 0, 0, key_lengths, left, right, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+    )
+    if cu_seqlens_q is not None:
+        if m0 >= seq.num_rows:
+            return
+        b = b * 0
+    first_met, num_pairs = pairs_met(masks, seq, m0, GROUPS * BLOCK_M, CONFIG)
+    first_pair, stop_pair = tiles_of_part(num_pairs, beyond, PARTS)
+    block = Block(
+        b, h, bh, m0, stop_pair - first_pair, first_met + stop_pair, beyond,
+        masks, seq, other_scale, weight_scale,
     )  # fmt: skip
+
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = Tiles(
         gl.allocate_shared_memory(
@@ -278,43 +463,42 @@ def forward_kernel(
         gl.allocate_shared_memory(
             weight_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, WEIGHT_DIM], weight_k.layout
         ),
-        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
     )
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(tiles.q_full.index(group), count=1)
-        mbarrier.init(tiles.q_empty.index(group), count=1)
+    mbarrier.init(tiles.q_bar, count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(tiles.full.index(slot), count=1)
         mbarrier.init(tiles.empty.index(slot), count=GROUPS)
+    if PARTS > 1:
+        first_field = bh.to(gl.int64) * seqlen_q - first_row
+        state_ptr += first_field + beyond % PARTS * part_stride
     outputs = Outputs(
-        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, state_ptr, field_stride, part_stride,
-        first_row,
+        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, state_ptr, field_stride
     )  # fmt: skip
     REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
     gl.warp_specialize(
         [
             (reduce_rows, (
-                tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(0),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, HELPER, CONFIG,
+                tiles, block, outputs, gl.constexpr(0),
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
             (load_all, (
-                other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks,
-                other_group, weight_group, GROUPS, SLOTS, PARTS, CONFIG,
+                other_q, other_k, weight_q, weight_k, tiles, block,
+                h // other_group, h // weight_group, GROUPS, SLOTS, CONFIG,
             )),
             (reduce_rows, (
-                tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(1),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, HELPER, CONFIG,
+                tiles, block, outputs, gl.constexpr(1),
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
             (reduce_rows, (
-                tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(2),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, HELPER, CONFIG,
+                tiles, block, outputs, gl.constexpr(2),
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
             (reduce_rows, (
-                tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(3),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, HELPER, CONFIG,
+                tiles, block, outputs, gl.constexpr(3),
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],

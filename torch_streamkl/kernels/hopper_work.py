@@ -1,4 +1,4 @@
-"""Which blocks of rows a program of the Hopper forward computes, and which keys they meet.
+"""Which blocks a Hopper kernel's program computes in turns, and which keys rows meet.
 
 NOTE [Turns]
 A program may compute several blocks, one a turn. While the last warp group is busy with one block,
@@ -7,9 +7,6 @@ for queries to arrive, and warp groups whose rows see different keys do not wait
 the end of a block. Blocks come longest first, and every other turn gives them to the programs in
 reverse order, so that none has the longest block of every turn.
 
-NOTE [Order of packed blocks]
-A causal row sees as many keys as precede it, in whatever sequence: the longest blocks of all
-sequences of some heads come first, then those before them.
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_streamkl.kernels.hopper import without_offset
+from torch_streamkl.kernels.hopper_forward import pairs_met
 from torch_streamkl.kernels.hopper_masks import list_at
-from torch_streamkl.kernels.hopper_parts import block_of, tiles_of_part
 from torch_streamkl.kernels.rows import HEADS_AT_ONCE, place_among
 from torch_streamkl.kernels.scores import bind_sequence, keys_of_rows
 
@@ -36,23 +33,21 @@ class Work(NamedTuple):
 
     program: Any
     num_programs: Any
-    num_works: Any  # blocks, or parts of them
-    num_whole: Any
-    num_blocks: Any  # of the longest sequence
+    num_works: Any
+    num_blocks: Any  # of a head
     num_heads: Any
-    num_sequences: Any
+    batch: Any
 
 
 class Block(NamedTuple):
     """A block of rows, and the tiles of keys it meets."""
 
-    b: Any  # in the tensors: packed ones have one batch element
+    b: Any
     h: Any
     bh: Any
     m0: Any
-    num_pairs: Any  # of tiles of the program
+    num_pairs: Any  # of tiles
     stop_pair: Any  # behind the last of them
-    beyond: Any  # number of the work among those that are parts, negative before them
     window: Any
     seq: Any  # arguments.Sequence
     list: Any  # of a mask's blocks of keys: hopper_masks.list_at
@@ -66,45 +61,24 @@ def work_of_turn(turn, work):
 
 
 @gluon.jit
-def of_sequences(num_sequences):
-    """HEADS_AT_ONCE where heads have num_sequences each: all of those of some heads."""
-    return (HEADS_AT_ONCE + num_sequences - 1) // num_sequences * num_sequences
-
-
-@gluon.jit
 def num_turns(work):
     return (work.num_works + work.num_programs - 1) // work.num_programs
 
 
 @gluon.jit
-def block_at(
-    number, work, masks, blocks,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """The block, or part of one, with this number; its sequence may have no such rows."""
-    beyond = number - work.num_whole
-    num_heads = work.num_heads * work.num_sequences
-    at_once = HEADS_AT_ONCE
-    if masks.cu_seqlens_q is not None:
-        at_once = of_sequences(work.num_sequences)
+def block_at(number, work, masks, blocks, GROUPS: gl.constexpr, CONFIG: gl.constexpr):
+    """The block with this number."""
     position, bh = place_among(
-        block_of(beyond, work.num_whole, PARTS), work.num_blocks, num_heads, at_once,
-        CONFIG.HAS_RIGHT,
-    )  # fmt: skip
+        number, work.num_blocks, work.num_heads * work.batch, HEADS_AT_ONCE, CONFIG.HAS_RIGHT
+    )
     if CONFIG.HAS_RIGHT:
         position = work.num_blocks - 1 - position  # causal rows grow: the longest first
-    if masks.cu_seqlens_q is not None:  # NOTE [Order of packed blocks]
-        b = bh % work.num_sequences
-        h = bh // work.num_sequences
-    else:
-        b = bh // work.num_heads
-        h = bh % work.num_heads
+    b = bh // work.num_heads
+    h = bh % work.num_heads
     m0 = position * (GROUPS * CONFIG.BLOCK_M)
     seq = bind_sequence(masks, b, h, CONFIG)
     window = Window(masks.window_left - seq.offset, masks.window_right + seq.offset)
     seq = without_offset(seq)
-    if masks.cu_seqlens_q is not None:
-        b = b * 0
     entries = 0
     if CONFIG.HAS_MASK:
         entries = list_at(blocks, seq.mask_offset, position)
@@ -112,10 +86,7 @@ def block_at(
         num_pairs = gl.load(entries)
     else:
         first_met, num_pairs = pairs_met(window, seq, m0, GROUPS * CONFIG.BLOCK_M, CONFIG)
-    first_pair, stop_pair = tiles_of_part(num_pairs, beyond, PARTS)
-    return Block(
-        b, h, bh, m0, stop_pair - first_pair, first_met + stop_pair, beyond, window, seq, entries
-    )  # fmt: skip
+    return Block(b, h, bh, m0, num_pairs, first_met + num_pairs, window, seq, entries)
 
 
 @gluon.jit
@@ -125,16 +96,6 @@ def pair_at(block, i, CONFIG: gl.constexpr):
         return gl.load(block.list + 1 + i) // 2
     else:
         return block.stop_pair - 1 - i
-
-
-@gluon.jit
-def pairs_met(window, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """First and number of the pairs with a key that some of the ROWS from m0 on sees."""
-    PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
-    first_key, _, _, stop_key = keys_of_rows(
-        window, seq, m0, ROWS, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
-    )
-    return first_key // PAIR, (stop_key - first_key + PAIR - 1) // PAIR
 
 
 @gluon.jit
