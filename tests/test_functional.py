@@ -19,6 +19,7 @@ from torch_streamkl.functional import (
     evaluate,
     named,
     parse,
+    render,
 )
 
 EXPRESSIONS = (
@@ -101,3 +102,29 @@ def test_known_values() -> None:
 def test_simplified_constants() -> None:
     for (a, b), op in itertools.product(((3.0, 2.0), (-1.5, 0.25)), "+-*/"):
         assert parse(f"{a}{op}{b}").value == eval(f"{a}{op}{b}")
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_derivatives_of_js(beta: float) -> None:
+    """Its own terms: what the mixture's logarithm adds to both derivatives cancels."""
+    js = named("js", beta)
+    assert js.is_mixture
+    logs = (torch.rand(2, 300, dtype=torch.float64) * -30).unbind()
+    for variable, given in ((LOG_S, js.student_grad), (LOG_P, js.teacher_grad)):
+        assert "exp" not in render(given).replace("logaddexp", "")
+        expected = evaluate(derivative(js.expr, variable), variables(*logs))
+        torch.testing.assert_close(evaluate(given, variables(*logs)), expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "P*(logP-logaddexp(logP,logS))",
+        "0.5*(P*(logP-logaddexp(logP-0.1,logS-0.1)))+0.5*(S*(logS-logaddexp(logP-0.1,logS-0.1)))",
+        named("js", student_clamp=1e-6).text,
+    ],
+)
+def test_what_is_no_mixture(text: str) -> None:
+    functional = Functional.of(text)
+    assert not functional.is_mixture
+    assert functional.student_grad == derivative(functional.expr, LOG_S)
