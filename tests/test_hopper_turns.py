@@ -18,7 +18,6 @@ from torch_streamkl.kernels import (
     hopper_tiles,
     hopper_turns_backward,
     hopper_work,
-    rows,
 )
 
 LANGUAGE = SimpleNamespace(
@@ -173,7 +172,7 @@ def test_backward(of_rows: bool, groups: int) -> None:
         assert (found == expected).all(), case
 
 
-place_among = on_numbers(rows.place_among, tl=LANGUAGE)
+place_among = on_numbers(hopper_work.place_among, gl=LANGUAGE)
 work_of_turn = on_numbers(hopper_work.work_of_turn, gl=LANGUAGE)
 num_turns = on_numbers(hopper_work.num_turns, gl=LANGUAGE)
 

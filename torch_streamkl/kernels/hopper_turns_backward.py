@@ -57,8 +57,8 @@ from torch_streamkl.kernels.hopper_masks import (
     load_words,
     where_admitted,
 )
-from torch_streamkl.kernels.hopper_work import num_turns, work_of_turn
-from torch_streamkl.kernels.rows import HEADS_AT_ONCE, place_among
+from torch_streamkl.kernels.hopper_work import num_turns, place_among, work_of_turn
+from torch_streamkl.kernels.rows import HEADS_AT_ONCE
 from torch_streamkl.kernels.scores import bind_sequence, keys_of_rows, rows_of_keys
 
 

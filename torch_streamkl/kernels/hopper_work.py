@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from torch_streamkl.kernels.hopper import without_offset
 from torch_streamkl.kernels.hopper_forward import pairs_met
 from torch_streamkl.kernels.hopper_masks import list_at
-from torch_streamkl.kernels.rows import HEADS_AT_ONCE, place_among
+from torch_streamkl.kernels.rows import HEADS_AT_ONCE
 from torch_streamkl.kernels.scores import bind_sequence, keys_of_rows
 
 
@@ -63,6 +63,18 @@ def work_of_turn(turn, work):
 @gluon.jit
 def num_turns(work):
     return (work.num_works + work.num_programs - 1) // work.num_programs
+
+
+@gluon.jit
+def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: gl.constexpr):
+    """As rows.place_of, of a number below num_blocks * num_heads: (block, batch and head)."""
+    if INTERLEAVED:
+        first = number // (num_blocks * at_once) * at_once
+        num_heads = gl.minimum(num_heads - first, at_once)
+        inside = number - first * num_blocks
+        return inside // num_heads, first + inside % num_heads
+    else:
+        return number % num_blocks, number // num_blocks
 
 
 @gluon.jit

@@ -25,20 +25,13 @@ HEADS_AT_ONCE = tl.constexpr(8)
 @triton.jit
 def place_of(pid, num_blocks, INTERLEAVED: tl.constexpr):
     """(block, batch and head) of a program: NOTE [Order of programs] where INTERLEAVED."""
-    num_heads = tl.num_programs(0) // num_blocks
-    return place_among(pid, num_blocks, num_heads, HEADS_AT_ONCE, INTERLEAVED)
-
-
-@triton.jit
-def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: tl.constexpr):
-    """(block, batch and head) of a number below num_blocks * num_heads."""
     if INTERLEAVED:
-        first = number // (num_blocks * at_once) * at_once
-        num_heads = tl.minimum(num_heads - first, at_once)
-        inside = number - first * num_blocks
+        first = pid // (num_blocks * HEADS_AT_ONCE) * HEADS_AT_ONCE
+        num_heads = tl.minimum(tl.num_programs(0) // num_blocks - first, HEADS_AT_ONCE)
+        inside = pid - first * num_blocks
         return inside // num_heads, first + inside % num_heads
     else:
-        return number % num_blocks, number // num_blocks
+        return pid % num_blocks, pid // num_blocks
 
 
 @triton.jit
