@@ -15,6 +15,7 @@ from torch_streamkl import attention_kl, attention_kl_varlen
 TOKENS = 8192  # of a batch of shorter sequences
 WINDOW = 1024  # keys that a row of the window mask sees
 LENGTH = 0.75  # of the keys that key_lengths admits
+BLOCK = 128  # queries and keys of a block that "blocks" admits or not
 PACKED = (3 / 8, 5 / 16, 3 / 16, 1 / 8)  # of the tokens in each packed sequence
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "window", "boolean", "additive", "key lengths", "alibi", "packed")
@@ -51,8 +52,8 @@ class Cell:
     def pairs(self) -> float:
         """Pairs of query and key of a head: masked ones count where their tiles are not skipped.
 
-        None, boolean, additive and alibi: all. Causal: half. Window: the band. Key lengths: the
-        admitted keys. Packed: half of every sequence's.
+        None, boolean, additive and alibi: all. Causal: half. Window: the band. Key lengths and
+        blocks: the admitted keys. Packed: half of every sequence's.
         """
         everything = float(self.seqlen_q) * self.seqlen_k
         match self.mask:
@@ -63,9 +64,17 @@ class Cell:
                 return float(self.seqlen_q) * width - width * width / 2
             case "key lengths":
                 return everything * LENGTH
+            case "blocks":
+                return float(self.blocks().sum()) * BLOCK * BLOCK
             case "packed":
                 return sum(n * n / 2.0 for n in self.packed_lengths)
         return everything
+
+    def blocks(self) -> Tensor:
+        """Which blocks the mask "blocks" admits: half of them, and those on the diagonal."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.seqlen_q // BLOCK, self.seqlen_k // BLOCK)
+        return torch.rand(shape, generator=generator).fill_diagonal_(0.0) < 0.5
 
     def flops(self) -> tuple[float, float]:
         """Forward; student's backward."""
@@ -108,6 +117,9 @@ class Cell:
                 mask = torch.rand(n, m, generator=generator, device=device) < 0.5
                 mask[:, 0] = True
                 return {"attn_mask": mask}
+            case "blocks":
+                mask = self.blocks().to(device).repeat_interleave(BLOCK, 0)
+                return {"attn_mask": mask.repeat_interleave(BLOCK, 1)}
             case "additive":
                 bias = torch.randn(n, m, generator=generator, device=device)
                 return {"attn_mask": bias.to(DTYPES[self.dtype])}
@@ -193,6 +205,7 @@ def matrix() -> list[Cell]:
         for rows in (1, 16, 64)
     ]
     cells.append(cell(128, "causal", seqlen=131072, heads=8))
+    cells.append(cell(128, "blocks"))
     cells += [
         cell(dim, mask, seqlen=32768)
         for dim in (64, 128, 32, 96, 192, 256)
@@ -258,7 +271,7 @@ def _row_bias(cell: Cell, like: Tensor, head: int, i: int) -> Tensor:
             allowed = j <= position
         case "window":
             allowed = (j <= position) & (j > position - WINDOW)
-        case "boolean":
+        case "boolean" | "blocks":
             allowed = options["attn_mask"][i]
         case "additive":
             bias = options["attn_mask"][i].double()

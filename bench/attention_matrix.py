@@ -400,7 +400,7 @@ def markdown(matrix: Matrix) -> str:
     if matrix.note:
         lines += [matrix.note, ""]
     lines += beside_lines(matrix)
-    order = {mask: i for i, mask in enumerate(MASKS)}
+    order = {mask: i for i, mask in enumerate((*MASKS, "blocks"))}
     usual = [row for row in matrix.rows if not row.cell.has_few_rows]
     usual.sort(
         key=lambda row: (

@@ -100,7 +100,8 @@ TARGETS = {
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.bool: "i1", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64",
 }  # fmt: skip
 
 

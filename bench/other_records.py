@@ -194,6 +194,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
         "attention_kl on Hopper: masks, head_dims and key heads, beside cuDNN",
         _forms,
     ),
+    "hopper_turns": (
+        "attention_kl on Hopper: windows, a boolean mask and short rows by tiles of warp groups",
+        _forms,
+    ),
     "hopper_forms_before": ("The same machine and hour, before", _forms),
     "h200-several-gpus": (
         "A training step of the Llama pair on several GPUs, DistributedDataParallel",

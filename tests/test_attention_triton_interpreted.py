@@ -77,7 +77,7 @@ def test_sums_in_the_order_of_registers() -> None:
     "name", ["forward_kl", "key_lengths", "varlen_causal", "varlen", "window"]
 )
 def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows the kernel for Hopper, whose rows may fail (hopper_forward.py)."""
+    """What follows the kernel for Hopper, whose rows may fail (forward.py)."""
     from torch_streamkl.attention.hopper import launches as hopper
     from torch_streamkl.attention.triton import forward as attention_forward
     from torch_streamkl.attention.triton import launches as portable
@@ -266,7 +266,7 @@ def test_only_blocks_with_nan_are_computed_again(window_right: int | None) -> No
 @inside
 @pytest.mark.parametrize(("clamp", "is_reached"), [(1e-30, False), (1e-3, True)])
 def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool) -> None:
-    """NOTE [Rows without a clamped key] in hopper_backward.py: even where P is 0 below it."""
+    """NOTE [Rows without a clamped key] in backward.py: even where P is 0 below it."""
     from torch_streamkl.attention.triton import launches as portable
 
     q, k = torch.randn(2, 1, 2, 40, 16).unbind(0)

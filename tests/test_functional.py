@@ -19,6 +19,7 @@ from torch_streamkl.divergences.functional import (
     evaluate,
     named,
     parse,
+    render,
 )
 
 EXPRESSIONS = (
@@ -110,3 +111,29 @@ def test_roots_of_probabilities_have_gradients_at_a_masked_key(text: str) -> Non
     for variable in (LOG_P, LOG_S):
         found = evaluate(derivative(parse(text), variable), variables(masked, masked))
         torch.testing.assert_close(found, torch.zeros_like(masked))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_derivatives_of_js(beta: float) -> None:
+    """Its own terms: what the mixture's logarithm adds to both derivatives cancels."""
+    js = named("js", beta)
+    assert js.is_mixture
+    logs = (torch.rand(2, 300, dtype=torch.float64) * -30).unbind()
+    for variable, given in ((LOG_S, js.student_grad), (LOG_P, js.teacher_grad)):
+        assert "exp" not in render(given).replace("logaddexp", "")
+        expected = evaluate(derivative(js.expr, variable), variables(*logs))
+        torch.testing.assert_close(evaluate(given, variables(*logs)), expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "P*(logP-logaddexp(logP,logS))",
+        "0.5*(P*(logP-logaddexp(logP-0.1,logS-0.1)))+0.5*(S*(logS-logaddexp(logP-0.1,logS-0.1)))",
+        named("js", student_clamp=1e-6).text,
+    ],
+)
+def test_what_is_no_mixture(text: str) -> None:
+    functional = Functional.of(text)
+    assert not functional.is_mixture
+    assert functional.student_grad == derivative(functional.expr, LOG_S)

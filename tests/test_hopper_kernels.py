@@ -240,6 +240,96 @@ def test_low_scores_beside_absent_keys() -> None:
         assert (a - b).norm() <= 1e-2 * b.norm()
 
 
+TWO_PASSES = [("js", 0.0), ("tv", 0.0), ("forward_kl", 1e-6), ("reverse_kl", 1e-6)]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("sizes", [(700, 700), (129, 500), (500, 129), (1, 130)])
+@pytest.mark.parametrize("mask", ["none", "causal", "lengths", "window"])
+@pytest.mark.parametrize(("divergence", "eps"), TWO_PASSES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_passes(
+    head_dim: int, divergence: str, eps: float, mask: str, sizes: tuple[int, int]
+) -> None:
+    form = ((head_dim, head_dim), (4, 2), mask, divergence, 0.0)
+    call = call_of(form, sizes, student_eps=eps, teacher_eps=eps)
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("score_size", [60.0, 1e4])
+def test_two_passes_of_large_scores(score_size: float) -> None:
+    call = call_of(((128, 64), (2, 4), "causal", "js", 0.0), (300, 500), score_size=score_size)
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+# key heads of 4, options of the mask tensor
+TENSORS: list[tuple[int, dict[str, Any]]] = [
+    (4, {}),
+    (2, {"mask_shape": (False, False, True, True)}),
+    (4, {"mask_shape": (False, True, True, True), "window": (200, 30)}),
+    (2, {"mask_shape": (True, False, False, True)}),  # padding
+    (1, {"mask_density": 0.01, "is_causal": True}),  # rows without keys, empty blocks
+    (4, {"student_clamp": 1e-3, "teacher_clamp": 1e-3}),
+    (4, {"divergence": "reverse_kl"}),
+]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("sizes", [(700, 700), (129, 500), (500, 129), (1, 130), (257, 65)])
+@pytest.mark.parametrize(("kv_heads", "options"), TENSORS)
+def test_mask_tensors(
+    kv_heads: int, options: dict[str, Any], sizes: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    call = build(
+        Spec(
+            batch=2, heads=4, student_dim=dims[0], teacher_dim=dims[1],
+            student_kv_heads=kv_heads, teacher_kv_heads=kv_heads, dtype=torch.bfloat16,
+            seqlen_q=sizes[0], seqlen_k=sizes[1], **{"mask": "bool", **options},
+        )
+    )  # fmt: skip
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_mask_of_blocks(head_dim: int) -> None:
+    """Blocks that are empty, full and neither."""
+    call = build(spec(head_dim, seqlen_q=900, seqlen_k=1100, mask="bool"))
+    mask = call.options["attn_mask"]
+    mask[:, :, 128:512, 256:640] = False
+    mask[:, :, 512:, 128:384] = True
+    mask[:, :, 640:768] = False
+    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "lengths", "packed", "bool"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_turns_change_no_bit(head_dim: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_streamkl.attention.hopper import launches as hopper_attention
+
+    options: dict[str, Any] = {
+        "packed": {"batch": 1, "packed": PACKED}, "bool": {"mask": "bool"},
+    }.get(mask, {})  # fmt: skip
+    form = ((head_dim, head_dim), (2, 2), "none" if options else mask, "forward_kl", 0.0)
+    call = call_of(form, (700, 700), **options).to(device="cuda")
+    expected = None
+    for programs in (10**6, 1, 5):
+        monkeypatch.setattr(
+            hopper_attention, "_num_programs", lambda _, works, __, n=programs: min(works, n)
+        )
+        found = call.value_and_gradients("hopper")
+        expected = found if expected is None else expected
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The last round of blocks is computed in parts however few tiles they have."""
@@ -504,7 +594,7 @@ def test_who_sums_in_any_order(change: dict[str, Any], expected: bool) -> None:
 @pytest.mark.parametrize("clamp", [0.0, 1e-3])
 @pytest.mark.parametrize("kind", ["positive", "negative", "mixed", "tiny", "none"])
 def test_incoming_gradients(kind: str, clamp: float, head_dim: int) -> None:
-    # what is folded and what is left: NOTE [Folded gradients] in hopper_backward.py
+    # what is folded and what is left: NOTE [Folded gradients] in backward.py
     call = build(
         spec(
             head_dim, seqlen_q=200, seqlen_k=333, is_causal=True,
@@ -623,6 +713,32 @@ def test_choice(batch: int, rows: int, keys: int, expected: str) -> None:
     assert launch.select_implementation(problem, "auto") == expected
 
 
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("head_dim", "options", "expected"),
+    [
+        (128, {"functional": named("js").text}, "hopper"),
+        (128, {"functional": named("js", beta=0.1).text, "window_right": 0}, "hopper"),
+        (64, {"functional": named("js").text}, "triton"),  # not measured
+        (128, {"functional": DIVERGENCES["tv"]}, "triton"),
+        (128, {"has_mask": True}, "hopper"),
+        (64, {"has_mask": True}, "triton"),
+    ],
+)
+def test_choice_of_what_was_measured(
+    head_dim: int, options: dict[str, Any], expected: str
+) -> None:
+    options = dict(options)
+    has_mask = options.pop("has_mask", False)
+    with FakeTensorMode():
+        x = torch.empty(1, 32, 8192, head_dim, device="cuda", dtype=torch.bfloat16)
+        if has_mask:
+            options["mask"] = torch.empty(1, 1, 8192, 8192, device="cuda", dtype=torch.bool)
+    problem = problem_of(x, x, x, x, **options)[0]
+    assert launch.select_implementation(problem, "hopper") == "hopper"
+    assert launch.select_implementation(problem, "auto") == expected
+
+
 def guarded(divergence: str, **guards: float) -> dict[str, Any]:
     return {"functional": named(divergence, **guards).text}
 
@@ -633,8 +749,8 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window_left": 5, "window_right": 3}, ""),
     "left": ({"window_left": 5}, ""),
     "jeffreys": ({"functional": DIVERGENCES["jeffreys"]}, "logarithms under one of P and S"),
-    "tv": ({"functional": DIVERGENCES["tv"]}, "logarithms under one of P and S"),
-    "softcap": ({"student_softcap": 20.0}, "takes no mask tensor"),
+    "tv": ({"functional": DIVERGENCES["tv"]}, ""),
+    "softcap": ({"student_softcap": 20.0}, "takes no bias"),
     "filled": ({"window_right": 0, "mask_value": -1e4}, "masks that remove keys"),
     "clamps": (guarded("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12), ""),
     "reverse_clamp": (guarded("reverse_kl", student_clamp=1e-3), ""),
@@ -642,8 +758,9 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
         guarded("jeffreys", student_clamp=1e-12),
         "logarithms under one of P and S",
     ),
-    "eps": (guarded("forward_kl", student_eps=1e-12), "logarithms under one of P and S"),
-    "js_clamp": (guarded("js", student_clamp=1e-12), "logarithms under one of P and S"),
+    "eps": (guarded("forward_kl", student_eps=1e-12), ""),
+    "js": (guarded("js"), ""),
+    "js_clamp": (guarded("js", student_clamp=1e-12), ""),
 }
 
 
@@ -659,6 +776,51 @@ def test_limits(name: str) -> None:
     if reason:
         with pytest.raises(NotImplementedError, match=reason):
             launch.select_implementation(problem, "hopper")
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("options", "mask_heads", "kv_heads", "reason"),
+    [
+        ({}, 1, 2, ""),
+        ({}, 4, 4, ""),
+        ({}, 4, 2, "a mask per head with as many key heads as heads"),
+        ({"functional": DIVERGENCES["tv"]}, 1, 4, "with a divergence of two passes"),
+        ({"mask_value": -1e4}, 1, 4, "masks that remove keys"),
+    ],
+)
+def test_limits_of_mask_tensors(
+    options: dict[str, Any], mask_heads: int, kv_heads: int, reason: str
+) -> None:
+    with FakeTensorMode():
+        q, k = (
+            torch.empty(2, heads, 256, 128, device="cuda", dtype=torch.bfloat16)
+            for heads in (4, kv_heads)
+        )
+        mask = torch.empty(2, mask_heads, 256, 256, device="cuda", dtype=torch.bool)
+    limit = launch.hopper_limit(problem_of(q, k, q, k, mask=mask, **options)[0])
+    assert limit is None if not reason else reason in str(limit)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("options", "seqlen", "expected"),
+    [
+        ({"window_left": 1023, "window_right": 0}, 8192, (True, True)),
+        ({"window_right": 0}, 8192, (False, False)),  # blocks of unequal length
+        ({"window_right": 0}, 512, (True, True)),
+        ({"window_left": 100}, 512, (False, False)),
+        ({}, 512, (False, False)),
+        ({}, 8192, (False, False)),
+    ],
+)
+def test_who_takes_turns(
+    options: dict[str, Any], seqlen: int, expected: tuple[bool, bool]
+) -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 4, seqlen, 128, device="cuda", dtype=torch.bfloat16)
+    problem = problem_of(x, x, x, x, **options)[0]
+    assert tuple(launch.takes_turns(problem, backward) for backward in (False, True)) == expected
 
 
 @pytest.mark.usefixtures("h200")

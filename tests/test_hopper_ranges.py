@@ -21,7 +21,7 @@ Pairs = NDArray[np.int64]
 LANGUAGE = SimpleNamespace(minimum=min, maximum=max, constexpr=Any)
 
 
-def on_numbers(function: Any, **others: Callable[..., Any]) -> Callable[..., Any]:
+def on_numbers(function: Any, **others: Any) -> Callable[..., Any]:
     """A jit function as plain Python, which calls ``others`` for those that it calls by name."""
     code = function.fn
     names = {**code.__globals__, "tl": LANGUAGE, "gl": LANGUAGE, **others}

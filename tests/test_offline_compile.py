@@ -23,6 +23,7 @@ from torch_streamkl.launches.launch import HopperLaunch
 from torch_streamkl.linear import problem as linear_problem
 
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
+JS = named("js").text
 # any two of the choices meet without these
 slow = pytest.mark.slow
 
@@ -36,6 +37,7 @@ def problem(
     key_heads: tuple[int, int] = (8, 8),
     has_lengths: bool = False,
     is_packed: bool = False,
+    has_mask: bool = False,
     **options: Any,
 ) -> AttentionProblem:
     tensors = [
@@ -51,6 +53,9 @@ def problem(
         offsets = torch.empty(4, dtype=torch.int32, device="cuda")
         options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
         options |= {"max_seqlen_q": seqlen // 2, "max_seqlen_k": seqlen // 2}
+    if has_mask:
+        mask = torch.empty(1, 1, seqlen, seqlen, dtype=torch.bool, device="cuda")
+        options["mask"] = mask
     functional = DIVERGENCES.get(divergence, divergence)
     return problem_of(*tensors, functional=functional, **scales, **options)[0]
 
@@ -74,6 +79,8 @@ STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 88}
 WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
 HOPPER_FORWARD_STACK = 72
+# of those that go by tiles, whose programs keep what they need for the next block
+HOPPER_TURNS_STACK = {"forward": 288, "backward": 128}
 HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
 
 
@@ -162,6 +169,9 @@ def check_hopper(launch: Launch, stack: int) -> None:
     assert built.asm["ptx"].count("wgmma.mma_async") > 0
     if launch.kernel.__name__ == "forward_kernel":
         assert not stack_in_main_loops(built.asm["cubin"])
+    if launch.kernel.__name__ == "turns_forward_kernel":
+        has_plain_loop = launch.args["HELPER"] is None and not launch.args["CONFIG"].HAS_MASK
+        assert not (has_plain_loop and stack_in_main_loops(built.asm["cubin"]))
     assert "mbarrier.arrive.shared" in built.asm["ptx"]
     assert not arrivals_alone(built.asm["ptx"])
     assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
@@ -183,6 +193,10 @@ WINDOW = {"window_left": 511, "window_right": 0}
         (128, CLAMPED, WINDOW | {"has_lengths": True}, 1024),
         pytest.param(64, CLAMPED, {}, 8192, marks=slow),
         (128, "forward_kl", {}, 8192),
+        (128, "forward_kl", {"has_mask": True}, 1024),
+        pytest.param(64, CLAMPED, {"has_mask": True, "window_right": 0}, 1024, marks=slow),
+        (128, JS, {"window_right": 0}, 1024),
+        pytest.param(64, "tv", WINDOW, 1024, marks=slow),
     ],
 )
 def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen: int) -> None:
@@ -190,10 +204,18 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
 
     with record_launches("sm_90") as launches:
         hopper.forward(problem(head_dim, divergence, seqlen, **options))
+    if options.get("has_mask"):
+        for launch in launches[:2]:
+            assert compile_launch(launch, "sm_90").spill_bytes <= 8
+        launches = launches[2:]
     forward, *others = launches
-    check_hopper(forward, HOPPER_FORWARD_STACK)
+    by_tiles = forward.kernel.__name__ == "turns_forward_kernel"
+    asks = "window_left" in options or "has_mask" in options or divergence in (JS, "tv")
+    assert by_tiles == asks
+    check_hopper(forward, HOPPER_TURNS_STACK["forward"] if by_tiles else HOPPER_FORWARD_STACK)
     expected = ["forward_again_kernel"]
-    if "window_right" not in options and seqlen > 1:  # the last round is less than half full
+    whole = not {"window_right", "has_mask"} & set(options)
+    if whole and seqlen > 1:  # the last round is less than half full
         expected.insert(0, "unite_rows_kernel")
     assert [launch.kernel.__name__ for launch in others] == expected
     assert all(compile_launch(launch, "sm_90").spill_bytes == 0 for launch in others)
@@ -210,6 +232,9 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         (128, CLAMPED, OTHER_SIDES, 1024, True),
         (64, CLAMPED, {"is_packed": True}, 1024, False),
         (128, CLAMPED, {"window_right": 0}, 1024, False),
+        (128, "forward_kl", {"has_mask": True}, 1024, True),
+        pytest.param(64, "reverse_kl", {"has_mask": True}, 1024, True, marks=slow),
+        (128, JS, {}, 1024, True),
     ],
 )
 def test_hopper_backward(
@@ -223,9 +248,15 @@ def test_hopper_backward(
         grad = torch.empty(1, 32, seqlen, device="cuda")
         wanted = Wanted(of_student, of_student, not of_student, not of_student)
         hopper.backward(p, stats, grad, wanted)
+    if options.get("has_mask"):
+        names = [launch.kernel.__name__ for launch in launches[:2]]
+        assert names == ["words_kernel", "lists_kernel"]
+        launches = launches[2:]
     assert len(launches) == 2
     stack = WIDER_TEACHER_STACK if "student_dim" in options else STACK["sm_90", "backward_kernel"]
     for launch in launches:
+        if launch.kernel.__name__ == "turns_backward_kernel":
+            stack = HOPPER_TURNS_STACK["backward"]
         check_hopper(launch, stack)
 
 

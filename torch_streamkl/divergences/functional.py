@@ -436,11 +436,15 @@ class Functional:
             absent = evaluate(
                 expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()}
             ).item()
+        student_grad, teacher_grad = _mixture_terms(expr) or (
+            derivative(expr, LOG_S),
+            derivative(expr, LOG_P),
+        )
         return Functional(
             render(expr),
             expr,
-            derivative(expr, LOG_S),
-            derivative(expr, LOG_P),
+            student_grad,
+            teacher_grad,
             form,
             guarded,
             absent,
@@ -450,6 +454,11 @@ class Functional:
     def closed_form(self) -> Bilinear | None:
         """What one pass computes: of every row, or of those that reach no clamp."""
         return self.guarded.form if self.guarded else self.bilinear
+
+    @functools.cached_property
+    def is_mixture(self) -> bool:
+        """Whether this is JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
+        return _mixture_terms(self.expr) is not None
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:
@@ -486,6 +495,44 @@ def _js(beta: float) -> Expr:
         "logaddexp", LOG_P + const(math.log(beta)), LOG_S + const(math.log(1.0 - beta))
     )
     return b * (P * (LOG_P - mixture)) + c * (S * (LOG_S - mixture))
+
+
+def _mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
+    """df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c S.
+
+    They are f's own terms of S and of P: what M's derivative adds to both cancels.
+    """
+    if e.op != "add":
+        return None
+    weights = []
+    for term, weight, log in ((e.args[0], P, LOG_P), (e.args[1], S, LOG_S)):
+        if term.op != "mul" or term.args[0].op != "const" or term.args[1].op != "mul":
+            return None
+        share, (factor, difference) = term.args[0], term.args[1].args
+        if factor != weight or difference.op != "sub" or difference.args[0] != log:
+            return None
+        weights.append((share.value, difference.args[1]))
+    (b, mixture), (c, same) = weights
+    if min(b, c) <= 0.0 or mixture != same:
+        return None
+    shares = mixture_shares(mixture)
+    if shares is None or any(
+        not math.isclose(x, y, rel_tol=1e-12) for x, y in zip(shares, (b, c), strict=True)
+    ):
+        return None
+    return e.args[1], e.args[0]
+
+
+def mixture_shares(e: Expr) -> tuple[float, float] | None:
+    """b and c where an expression is log(b P + c S)."""
+    if e.op != "logaddexp":
+        return None
+    shares = []
+    for term, log in zip(e.args, (LOG_P, LOG_S), strict=True):
+        if term.op != "add" or term.args[0] != log or term.args[1].op != "const":
+            return None
+        shares.append(math.exp(term.args[1].value))
+    return shares[0], shares[1]
 
 
 DIVERGENCES = {

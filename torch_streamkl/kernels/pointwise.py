@@ -10,13 +10,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+import math
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from torch_streamkl.divergences.functional import Expr, Functional, is_weight
+from torch_streamkl.divergences.functional import Expr, Functional, is_weight, mixture_shares
 
+# The logarithm of the smallest number is finite, and P and S below it are 0.
+_FAST_LOG2 = (
+    'tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", '
+    f"[tl.maximum({{0}}, {2.0**-126!r})], tl.float32, True, 1)"
+)
 _CALLS = {
     "exp": "tl.exp({0})",
     "log": "tl.log({0})",
@@ -38,8 +44,12 @@ _CALLS = {
 }
 
 
-def source(functional: Functional) -> str:
-    """Source of the helper: one assignment per distinct subexpression."""
+def source(functional: Functional, of_half: bool = False) -> str:
+    """Source of the helper: one assignment per distinct subexpression.
+
+    ``of_half``: of scores of half-precision inputs. There log(b P + c S) is one instruction, off
+    by 2^-22 of itself, where the maximum of both and log(1 + x) are off by a rounding.
+    """
     lines: list[str] = []
     names: dict[Expr, str] = {}
 
@@ -52,6 +62,11 @@ def source(functional: Functional) -> str:
             )
         if not e.args:
             return e.op
+        shares = mixture_shares(e) if of_half else None
+        if shares is not None and e not in names:
+            mixture = f"{shares[0]!r} * P + {shares[1]!r} * S"
+            names[e] = f"x{len(names)}"
+            lines.append(f"{names[e]} = {_FAST_LOG2.format(mixture)} * {math.log(2.0)!r}")
         if e not in names:
             args = [name_of(a) for a in e.args]
             if e.op == "mul":  # a key without probability contributes 0, whatever the other factor
@@ -73,9 +88,9 @@ def source(functional: Functional) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def helper(functional_text: str) -> Any:
-    """The jit function of a functional, created once."""
-    text = source(Functional.of(functional_text))
+def helper(functional_text: str, of_half: bool = False) -> Any:
+    """The jit function of a functional, created once; ``of_half`` as in `source`."""
+    text = source(Functional.of(functional_text), of_half)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     filename = f"<streamkl functional {digest}>"
     # Triton reads the source of a jit function through inspect, which asks linecache

@@ -171,13 +171,19 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         return f"takes key heads whose gradients have at most {MOST_SHARES} shares, got {least}"
     functional = problem.functional
     form = functional.closed_form
-    if form is None or form.has_teacher_moment == form.has_student_moment:
+    if form is None and problem.is_packed:
+        return f"takes packed sequences with divergences of one pass, got {functional.text}"
+    if form is not None and form.has_teacher_moment == form.has_student_moment:
         text = functional.text
         return f"takes a divergence with logarithms under one of P and S, got {text}"
     if problem.has_masked_keys and problem.mask_value != -math.inf:
         return f"takes masks that remove keys, got mask_value {problem.mask_value}"
+    if problem.mask is not None:
+        limit = _mask_limit(problem)
+        if limit is not None:
+            return limit
     other = (
-        problem.mask, problem.teacher_lse,
+        problem.teacher_lse,
         student.bias, teacher.bias, student.alibi_slopes, teacher.alibi_slopes,
         student.sink, teacher.sink,
     )  # fmt: skip
@@ -187,7 +193,7 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         or teacher.softcap
         or problem.head_mean
     ):
-        return "takes no mask tensor, bias, alibi, sink, softcap, known lse"
+        return "takes no bias, alibi, sink, softcap, known lse"
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return "takes at least one query and one key"
     for x in (student.q, student.k, teacher.q, teacher.k):
@@ -195,6 +201,20 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         is_odd = any(size > 1 and (n <= 0 or n % 8) for size, n in outer)
         if last != 1 or is_odd or not _aligned_to_16(x):
             return f"takes tensors aligned to 16 bytes in every row, got strides {x.stride()}"
+    return None
+
+
+def _mask_limit(problem: AttentionProblem) -> str | None:
+    """Why a problem with a mask tensor does not run, or None."""
+    mask = problem.mask
+    assert mask is not None
+    if problem.is_packed:
+        return "takes no mask tensor beside packed sequences"
+    if problem.functional.closed_form is None:
+        return "takes no mask tensor with a divergence of two passes"
+    groups = [x.num_heads // x.num_kv_heads for x in (problem.student, problem.teacher)]
+    if mask.shape[1] > 1 and max(groups) > 1:
+        return "takes a mask per head with as many key heads as heads"
     return None
 
 
@@ -232,7 +252,19 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
         and _fills_device(problem)
         and not _clamps_every_row(problem)
+        and (not _is_prepared(problem) or _is_measured(problem))
     )
+
+
+def _is_prepared(problem: AttentionProblem) -> bool:
+    """Whether a Hopper kernel has a mask tensor to prepare or a second pass."""
+    return problem.mask is not None or problem.functional.closed_form is None
+
+
+def _is_measured(problem: AttentionProblem) -> bool:
+    """Whether such a problem was measured, and is faster than with the portable kernels."""
+    dims = (problem.student.head_dim, problem.teacher.head_dim)
+    return dims == (128, 128) and (problem.mask is not None or problem.functional.is_mixture)
 
 
 def _clamps_every_row(problem: AttentionProblem) -> bool:
@@ -293,11 +325,16 @@ ATOMIC_LEAST_FLOP = 2.0**34
 LOWEST_CLAMP = -126 * math.log(2.0)  # of a log-probability: below, hopper.exp2 gives 0
 # where logarithms of the probabilities are needed, too: three warp groups would spill
 HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
+# with a boolean mask, whose blocks have 128 queries and 128 keys (hopper/masks.py)
+HOPPER_MASKED = HopperBackwardLaunch(64, 64, 2, 4, False)
+HOPPER_MASKED_FORWARD = HopperLaunch(64, 64, 2, 2)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
     128: HopperLaunch(64, 64, 3, 2),
 }
+# Rows of so many keys are short blocks (bench/notes/hopper_kernels.md).
+TURNS_MOST_KEYS = 512
 # Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
 LEAST_TILES_OF_PART = 8
 # of the portable kernel that repeats blocks of rows
@@ -306,7 +343,35 @@ HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 
 def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
     """Configuration of the forward kernel on Hopper."""
+    if problem.mask is not None:
+        return HOPPER_MASKED_FORWARD
     return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
+
+
+def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
+    """Whether the Hopper kernels go by tiles of warp groups (turns_forward.py).
+
+    Those that go by blocks know neither mask tensors nor a second pass, and are faster elsewhere,
+    but where blocks are short: under a window, and with few rows.
+    """
+    return _is_prepared(problem) or takes_turns(problem, backward)
+
+
+def takes_turns(problem: AttentionProblem, backward: bool = False) -> bool:
+    """Whether a program of a Hopper kernel computes several blocks (NOTE [Turns], work.py).
+
+    That hides how a block starts and ends, which short blocks gain from; but programs then have
+    the same number of blocks, which costs more where long ones differ.
+    """
+    if problem.is_packed or problem.mask is not None or problem.window_right is None:
+        return False
+    if problem.student.head_dim != problem.teacher.head_dim:
+        return False
+    if problem.window_left is not None:
+        return True
+    is_short = max(problem.seqlen_q, problem.seqlen_k) <= TURNS_MOST_KEYS
+    is_measured = backward or problem.student.head_dim == 128
+    return is_short and problem.key_lengths is None and is_measured
 
 
 def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
@@ -328,6 +393,8 @@ def adds_queries(problem: AttentionProblem) -> bool:
     """Whether dQ may be summed in any order, and is faster so."""
     return (
         not problem.deterministic
+        and problem.mask is None
+        and problem.window_left is None  # gradients by tiles are as fast there
         and not torch.are_deterministic_algorithms_enabled()
         and not problem.is_packed
         and problem.student.head_dim in HOPPER_ATOMIC_LAUNCHES

@@ -80,6 +80,7 @@ class Task(NamedTuple):
     HAS_LEFT: bool  # these as in arguments.Config
     HAS_RIGHT: bool
     HAS_MASK: bool
+    IS_PACKED: bool
     PLAIN: bool  # the gradient is FORM.TS (P - S): no logarithms, and the teacher's mass is 1
     CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
     FOLDED: bool  # NOTE [Folded gradients]
@@ -108,7 +109,7 @@ class Tiles(NamedTuple):
     outer_bar: Any
     full: Any
     empty: Any
-    handover: Any  # hopper_atomic.Handover where TASK.ADDS
+    handover: Any  # atomic.Handover where TASK.ADDS
 
 
 class Work(NamedTuple):
@@ -320,7 +321,7 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
         rows = gl.expand_dims(inner + row, 0)
         keys = gl.expand_dims(outer, 1)
     allowed = keys < gl.where(i < work.num_tiles, work.seq.num_valid, -(1 << 30))
-    if not TASK.ROWS and work.masks.cu_seqlens_q is not None:  # behind them is another sequence
+    if not TASK.ROWS and TASK.IS_PACKED:  # behind them is another sequence
         allowed = allowed & (rows < work.seq.num_rows)
     allowed = in_window(allowed, work.masks, work.seq, rows, keys, TASK.HAS_LEFT, TASK.HAS_RIGHT)
     return gl.where(allowed, d, 0.0)

@@ -15,22 +15,32 @@ from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.hopper import atomic
 from torch_streamkl.attention.hopper import backward as bwd
 from torch_streamkl.attention.hopper import forward as fwd
+from torch_streamkl.attention.hopper import masks as hopper_masks
+from torch_streamkl.attention.hopper import turns_backward as turns_bwd
+from torch_streamkl.attention.hopper import turns_forward as turns_fwd
+from torch_streamkl.attention.hopper.masks import PreparedMask
 from torch_streamkl.attention.hopper.parts import unite_rows_kernel
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.attention.triton import forward as portable
 from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
 from torch_streamkl.attention.triton.plans import LOG2E, Plan, config_of, plan_of
+from torch_streamkl.kernels.arguments import Config
+from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.shares import as_heads, new_shares, sum_of_shares
+from torch_streamkl.launches.devices import multiprocessors
 from torch_streamkl.launches.launch import (
     HOPPER_AGAIN,
+    HOPPER_MASKED,
     HopperLaunch,
     adds_queries,
+    by_tiles,
     ceil_div,
     hopper_backward_launch,
     hopper_launch,
     key_shares,
     parts_of_last_round,
     plain_clamp,
+    takes_turns,
 )
 
 UNITED_ROWS = 128  # of a program
@@ -52,20 +62,47 @@ class Blocks:
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
     value, stats = RowStatistics.allocate(problem)
-    plan, launch = plan_of(problem), hopper_launch(problem)
-    form, options = plan.form, HOPPER_AGAIN.options()
-    by_teacher = form.TT != 0.0 or form.TS != 0.0
-    student, teacher = problem.student, problem.teacher
-    other, weight = (student, teacher) if by_teacher else (teacher, student)
-    blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
+    plan = plan_of(problem)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    if by_tiles(problem):
+        _forward_by_tiles(problem, plan, outputs)
+    else:
+        _forward_by_blocks(problem, plan, outputs)
+    again_config = plan.kept("again", lambda: config_of(problem, HOPPER_AGAIN))
+    again_blocks = ceil_div(_longest(problem)[0], HOPPER_AGAIN.block_m)
+    plan.run(
+        "again",
+        portable.forward_again_kernel,
+        (again_blocks * problem.num_heads * plan.num_sequences, 1, 1),
+        (
+            *plan.arguments(problem), *outputs,
+            again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
+        ),
+        (plan.form, plan.helper, again_config),
+        HOPPER_AGAIN.options(),
+        _mask_tensors(problem),
+    )  # fmt: skip
+    return value, stats
+
+
+def _sides(problem: AttentionProblem, plan: Plan) -> tuple[bool, Side, Side]:
+    """Whether the teacher's probabilities weight the moment; the other side, and that side."""
+    by_teacher = plan.form.TT != 0.0 or plan.form.TS != 0.0
+    sides = problem.student, problem.teacher
+    return (by_teacher, *(sides if by_teacher else sides[::-1]))
+
+
+def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
+    """forward.py, and parts.py where its last blocks are computed in parts."""
+    launch = hopper_launch(problem)
+    by_teacher, other, weight = _sides(problem, plan)
+    value, form = outputs[0], plan.form
+    blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
     state, strides = value, (0, 0)  # nobody writes it
     if blocks.parts > 1:
         state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
         strides = (state.stride(1), state.stride(0))
-    config, again_config = plan.kept(
-        "configs", lambda: (config_of(problem, launch), config_of(problem, HOPPER_AGAIN))
-    )
+    config = plan.kept("config", lambda: config_of(problem, launch))
     plan.run(
         "hopper",
         fwd.forward_kernel,
@@ -93,20 +130,51 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             {"num_warps": 4},
             (),
         )
-    again_blocks = ceil_div(_longest(problem)[0], HOPPER_AGAIN.block_m)
+
+
+def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
+    """turns_forward.py, behind the kernels that prepare a mask tensor."""
+    launch = hopper_launch(problem)
+    by_teacher, other, weight = _sides(problem, plan)
+    config = plan.kept("config", lambda: _config_by_tiles(problem, launch))
+    second = config.TWO_PASS and not config.GUARDED
+    num_blocks = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
+    works = num_blocks * problem.num_heads * problem.batch
+    prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan)
     plan.run(
-        "again",
-        portable.forward_again_kernel,
-        (again_blocks * problem.num_heads * plan.num_sequences, 1, 1),
+        "hopper",
+        turns_fwd.turns_forward_kernel,
+        (_num_programs(problem, works, takes_turns(problem)), 1, 1),
         (
-            *plan.arguments(problem), *outputs,
-            again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
+            descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
+            descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
+            *outputs, works, num_blocks, problem.num_heads, problem.batch,
+            _group(other), _group(weight), *_masks(problem)[:5], *_mask_blocks(prepared, True),
+            _log2_scale(problem, other), _log2_scale(problem, weight),
         ),
-        (form, plan.helper, again_config),
-        options,
+        (
+            by_teacher, launch.groups, launch.slots, plan.form,
+            _helper(problem, plan) if second else None, config,
+        ),
+        {"num_warps": 4},
         _mask_tensors(problem),
     )  # fmt: skip
-    return value, stats
+
+
+def _config_by_tiles(problem: AttentionProblem, launch: HopperLaunch) -> Config:
+    config = config_of(problem, launch)
+    if problem.mask is None:
+        return config
+    return config._replace(HAS_LEFT=False, HAS_RIGHT=False)  # the prepared mask has them
+
+
+def _num_programs(problem: AttentionProblem, works: int, in_turns: bool) -> int:
+    """NOTE [Turns] in work.py."""
+    return min(works, multiprocessors(problem.student.q.device)) if in_turns else works
+
+
+def _helper(problem: AttentionProblem, plan: Plan) -> Any:
+    return plan.kept("helper", lambda: helper(problem.functional.text, of_half=True))
 
 
 def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Blocks:
@@ -141,6 +209,7 @@ def backward(
         head_dim = problem.student.head_dim
         launch = hopper_backward_launch(head_dim, has_logarithms=False, adds=True)
         sums = atomic.new_sums(problem.student.q, launch.block_n)
+    prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan_of(problem))
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
     for is_wanted, student, rows in (
         (wanted.student_k, True, False),
@@ -150,7 +219,9 @@ def backward(
     ):
         if is_wanted:
             beside = None if rows or not student else sums
-            shares = _gradient(problem, stats, grad, student, rows, beside, not gradients)
+            shares = _gradient(
+                problem, stats, grad, student, rows, beside, prepared, not gradients
+            )
             gradients[student, rows] = shares
     # added up once all kernels are on their way: the next need not wait for a sum
     inputs = {
@@ -170,6 +241,7 @@ def _gradient(
     student: bool,
     rows: bool,
     sums: Tensor | None,
+    prepared: PreparedMask | None,
     is_first: bool,
 ) -> Tensor:
     """Shares of dQ (rows) or dK of one side; beside dK, dQ is added to the sums.
@@ -190,26 +262,49 @@ def _gradient(
         lambda: _task(problem, plan, own, other, student, rows, adds),
     )
     num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
+    works = num_blocks * x.shape[1] * task.SHARES * plan.num_sequences
     shares = new_shares(x, task.SHARES)
     out = as_heads(shares)
+    tensors = (
+        *(descriptor(plan, t, task.BLOCK) for t in outer),
+        *(descriptor(plan, t, task.INNER) for t in inner),
+        grad, own_stats, other_stats, plan.stats_stride,
+        out, *out.stride()[:3], own.scale / problem.temperature,
+    )  # fmt: skip
+    scales = (_log2_scale(problem, own), _log2_scale(problem, other))
+    options = {"num_warps": 4, "launch_pdl": not is_first}
+    if _gradients_by_tiles(problem):
+        plan.run(
+            ("gradient", student, rows, adds, is_first),
+            turns_bwd.turns_backward_kernel,
+            (_num_programs(problem, works, takes_turns(problem, backward=True)), 1, 1),
+            (
+                *tensors, works, num_blocks, problem.num_heads, problem.batch,
+                _group(own), _group(other), *_masks(problem)[:5],
+                *_mask_blocks(prepared, rows), *scales,
+            ),
+            (None if task.PLAIN or plan.helper is None else _helper(problem, plan), task),
+            options,
+            (grad, *_mask_tensors(problem)),
+        )  # fmt: skip
+        return shares
     plan.run(
         ("gradient", student, rows, adds, is_first),
         bwd.backward_kernel,
-        (num_blocks * x.shape[1] * task.SHARES * plan.num_sequences, 1, 1),
+        (works, 1, 1),
         (
-            *(descriptor(plan, t, task.BLOCK) for t in outer),
-            *(descriptor(plan, t, task.INNER) for t in inner),
-            grad, own_stats, other_stats, plan.stats_stride,
-            out, *out.stride()[:3], own.scale / problem.temperature,
-            grad if sums is None else sums,  # nobody reads it without sums
-            num_blocks, problem.num_heads, _group(own), _group(other),
-            *_masks(problem), _log2_scale(problem, own), _log2_scale(problem, other),
+            *tensors, grad if sums is None else sums,  # nobody reads it without sums
+            num_blocks, problem.num_heads, _group(own), _group(other), *_masks(problem), *scales,
         ),
         (None if task.PLAIN else plan.helper, task),
-        {"num_warps": 4, "launch_pdl": not is_first},
+        options,
         (grad, *_mask_tensors(problem)),
     )  # fmt: skip
     return shares
+
+
+def _gradients_by_tiles(problem: AttentionProblem) -> bool:
+    return by_tiles(problem, backward=True) and not adds_queries(problem)
 
 
 def _gradient_of_sums(problem: AttentionProblem, sums: Tensor) -> Tensor:
@@ -243,6 +338,8 @@ def _task(
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
     launch = hopper_backward_launch(own.head_dim, has_logarithms=not plain, adds=adds)
+    if problem.mask is not None:
+        launch = HOPPER_MASKED
     group, num_shares = 1, 1
     if not rows:
         group = _group(own)
@@ -252,9 +349,10 @@ def _task(
     return bwd.Task(
         ROWS=rows,
         STUDENT=student,
-        HAS_LEFT=problem.window_left is not None,
-        HAS_RIGHT=problem.window_right is not None,
-        HAS_MASK=False,
+        HAS_LEFT=problem.window_left is not None and problem.mask is None,
+        HAS_RIGHT=problem.window_right is not None and problem.mask is None,
+        HAS_MASK=problem.mask is not None,
+        IS_PACKED=problem.is_packed,
         PLAIN=plain,
         CLAMP=clamp or 0.0,
         FOLDED=plain and not rows,
@@ -310,8 +408,15 @@ def _masks(problem: AttentionProblem) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _mask_blocks(prepared: PreparedMask | None, by_rows: bool) -> tuple[Any, ...]:
+    if prepared is None:
+        return None, None, 0, 0, 0, 0
+    blocks = prepared.by_rows if by_rows else prepared.by_keys
+    return *blocks, prepared.stride_b, prepared.stride_h
+
+
 def _mask_tensors(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
-    return problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k
+    return problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.mask
 
 
 def _longest(problem: AttentionProblem) -> tuple[int, int]:

@@ -1,0 +1,193 @@
+"""Tiles and turns of the Hopper kernels that go by tiles, as in test_hopper_ranges.py.
+
+A warp group's order of waits, matmuls and releases is followed by running its functions on
+Python's numbers, with what touches tensors replaced.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.test_hopper_ranges import RANGES, arguments, count, on_numbers, sees, sequences
+from torch_streamkl.attention.hopper import (
+    backward,
+    forward,
+    tiles,
+    turns_backward,
+)
+from torch_streamkl.attention.hopper import (
+    work as hopper_work,
+)
+
+LANGUAGE = SimpleNamespace(
+    minimum=min, maximum=max, constexpr=Any, where=lambda chosen, a, b: a if chosen else b
+)
+pairs_met = on_numbers(forward.pairs_met, **RANGES)
+tiles_of_rows = on_numbers(hopper_work.tiles_seen, **RANGES, gl=LANGUAGE)
+tiles_met = on_numbers(backward.tiles_met, **RANGES)
+tiles_seen = on_numbers(turns_backward.tiles_seen, **RANGES, gl=LANGUAGE)
+
+
+class WarpGroup:
+    """What a warp group of the forward does: tiles it sums, pairs it waits for and releases."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self.released: list[int] = []
+        self.tiles: list[tuple[int, bool]] = []  # and whether they are masked
+        nothing: dict[str, Callable[..., Any]] = {
+            name: lambda *_, **__: None
+            for name in ("start_scores", "tile_at", "tile_of", "start_sums", "with_sums",
+                         "without_doubtful", "sees_keys")
+        }  # fmt: skip
+        waits: dict[str, Callable[..., Any]] = {"wait_for": self.wait_for, "release": self.release}
+        self._start_following = on_numbers(tiles.start_following, gl=LANGUAGE, **waits, **nothing)
+        self._sum_pairs = on_numbers(tiles.sum_pairs, gl=LANGUAGE, step=self.step, **nothing)
+        self.reduce_tiles = on_numbers(
+            tiles.reduce_tiles, gl=LANGUAGE,
+            masked_step=self.masked_step, sum_pairs=self._sum_pairs,
+            keys_of_tile=lambda *_: 0, warpgroup_mma_wait=lambda *_, **__: (None, None),
+            **waits, **nothing,
+        )  # fmt: skip
+        self.pass_by = on_numbers(tiles.pass_by, **waits)
+
+    def wait_for(self, _tiles: Any, pair: int, more: bool, _slots: int) -> None:
+        if more:
+            self.waited.append(pair)
+
+    def release(self, _tiles: Any, pair: int, _slots: int) -> None:
+        assert pair in self.waited
+        self.released.append(pair)
+
+    def visit(self, t: int, used: int, masked: bool) -> None:
+        assert used + t // 2 in self.waited
+        assert used + t // 2 not in self.released
+        self.tiles.append((t, masked))
+
+    def masked_step(
+        self, o: Any, sums: Any, t: int, _tiles: Any, place: Any, *_: Any
+    ) -> tuple[Any, Any]:
+        self.visit(t, place.used, True)
+        self._start_following(TILES, place, t, None, 2)
+        return o, sums
+
+    def step(
+        self, o: Any, sums: Any, i: int, more: bool, _tiles: Any, place: Any, _zero: Any,
+        half: int, *_: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """As tiles.step: the pair is waited for before, the next one under its end."""
+        self.visit(2 * (i - place.used) + 1 - half, place.used, False)
+        if half == 0:
+            self.wait_for(None, i + 1, more, 2)
+            self.release(None, i, 2)
+        return o, sums
+
+
+FORM = SimpleNamespace(TT=1.0, TS=-1.0, ST=0.0, SS=0.0)
+TILES = SimpleNamespace(other_k=None, weight_k=None)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_forward(groups: int) -> None:
+    for case in sequences():
+        window, seq, expected = arguments(*case)
+        config = SimpleNamespace(
+            BLOCK_M=4, BLOCK_N=2, HAS_LEFT=case[3] is not None, HAS_RIGHT=case[4] is not None,
+            GUARDED=False,
+        )  # fmt: skip
+        found = np.zeros_like(expected)
+        used = 7
+        for m0 in range(0, seq.num_rows, 4 * groups):
+            first, num_pairs = pairs_met(window, seq, m0, 4 * groups, config)
+            block = SimpleNamespace(
+                window=window, seq=seq, num_pairs=num_pairs, stop_pair=first + num_pairs
+            )
+            for first_row in range(m0, m0 + 4 * groups, 4):
+                begin, whole, edge, end = tiles_of_rows(block, first_row, config)
+                assert 0 <= begin <= whole <= edge <= end <= 2 * num_pairs
+                assert whole % 2 == edge % 2 == 0 or whole == edge == end
+                place = SimpleNamespace(
+                    used=used, end=end, oq=None, wq=None, rows=None, block=block,
+                    other_scale=1.0, weight_scale=1.0,
+                )  # fmt: skip
+                group = WarpGroup()
+                group.pass_by(TILES, used, used + begin // 2, 2)
+                if begin < end:
+                    group.reduce_tiles(TILES, place, begin, whole, edge, 0, True, 2, FORM, config)
+                group.pass_by(TILES, used + (end + 1) // 2, used + num_pairs, 2)
+                # every pair once, in order
+                assert group.waited == group.released == list(range(used, used + num_pairs))
+                for t, is_masked in group.tiles:
+                    tile = 2 * (2 * block.stop_pair - 1 - t)
+                    for i in range(first_row, first_row + 4):
+                        for key in range(tile, tile + 2):
+                            if not is_masked or sees(window, seq, i, key, config):
+                                assert is_masked or key < seq.num_valid
+                                count(found, i, key)
+                if config.HAS_LEFT and config.HAS_RIGHT:
+                    # no more than the tiles that the band of the rows touches
+                    width = (case[3] or 0) + (case[4] or 0) + 4 + 2
+                    assert 2 * len(group.tiles) <= width + 2, case
+        assert (found == expected).all(), case
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_backward(of_rows: bool, groups: int) -> None:
+    for case in sequences():
+        window, seq, expected = arguments(*case)
+        task = SimpleNamespace(
+            ROWS=of_rows, BLOCK=4, INNER=3, GROUPS=groups, GROUP_SIZE=1 if of_rows else 2,
+            HAS_LEFT=case[3] is not None, HAS_RIGHT=case[4] is not None, HAS_MASK=False,
+        )  # fmt: skip
+        found = np.zeros((task.GROUP_SIZE, *expected.shape), np.int64)
+        length = seq.num_rows if of_rows else seq.num_keys
+        for block in range(0, length, 4 * groups):
+            first_tile, num_tiles = tiles_met(window, seq, block, task)
+            work = SimpleNamespace(
+                masks=window, seq=seq, first_tile=first_tile, num_tiles=num_tiles, length=length
+            )
+            for first in range(block, block + 4 * groups, 4):
+                begin, start, stop, end = tiles_seen(work, first, task)
+                assert 0 <= begin <= end <= num_tiles
+                for tile in range(begin, end):
+                    member = tile % task.GROUP_SIZE
+                    inner = tile // task.GROUP_SIZE
+                    inner = 3 * (first_tile - inner if of_rows else first_tile + inner)
+                    assert inner >= 0
+                    for outer in range(first, first + 4):
+                        for other in range(inner, inner + 3):
+                            i, j = (outer, other) if of_rows else (other, outer)
+                            if start <= tile < stop:
+                                assert i < seq.num_rows or of_rows, case  # else not stored
+                                assert j < seq.num_valid or outer >= length, case
+                                count(found[member], i, j)
+                            elif sees(window, seq, i, j, task):
+                                count(found[member], i, j)
+        assert (found == expected).all(), case
+
+
+place_among = on_numbers(hopper_work.place_among, gl=LANGUAGE)
+work_of_turn = on_numbers(hopper_work.work_of_turn, gl=LANGUAGE)
+num_turns = on_numbers(hopper_work.num_turns, gl=LANGUAGE)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("programs", [1, 5, 132])
+def test_every_block_once(programs: int, interleaved: bool) -> None:
+    for num_blocks, num_heads, at_once in ((1, 1, 8), (3, 20, 8), (7, 16, 8), (4, 15, 12)):
+        works = num_blocks * num_heads
+        found = []
+        for program in range(min(programs, works)):
+            work = SimpleNamespace(
+                program=program, num_programs=min(programs, works), num_works=works
+            )
+            for turn in range(num_turns(work)):
+                number = work_of_turn(turn, work)
+                if number < works:
+                    found.append(place_among(number, num_blocks, num_heads, at_once, interleaved))
+        expected = [(block, head) for block in range(num_blocks) for head in range(num_heads)]
+        assert sorted(found) == expected
