@@ -18,6 +18,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--inner", default="eager", choices=("eager", "aot_eager", "inductor"))
     parser.add_argument("--verify", default="never", choices=("never", "auto", "always"))
+    parser.add_argument(
+        "--divergences", action="store_true", help="without streamkl.row_programs, as by default"
+    )
     parser.add_argument("--show", action="store_true", help="print the program of --seed")
     parser.add_argument("--reasons", type=int, default=0, help="how many to print")
     parser.add_argument("--output", help="file that failures are written to as they are found")
@@ -26,7 +29,11 @@ def main() -> int:
     if arguments.show:
         return _show(arguments.seed, arguments.inner, arguments.verify)
     total = Outcome()
-    options = {"inner": arguments.inner, "verify": arguments.verify}
+    options = {
+        "inner": arguments.inner,
+        "verify": arguments.verify,
+        "row_programs": not arguments.divergences,
+    }
     with tqdm(total=arguments.programs, unit="program") as progress:
         for size, part in outcomes(arguments.seed, arguments.programs, arguments.jobs, options):
             total.add(part)

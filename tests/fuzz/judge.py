@@ -40,7 +40,9 @@ class Invalid(Exception):
     """Eager does not run the program, or has no number to compare."""
 
 
-def judge(program: Program, inner: str = "eager", verify: str = "never") -> Verdict:
+def judge(
+    program: Program, inner: str = "eager", verify: str = "never", row_programs: bool = True
+) -> Verdict:
     """Run a program in eager and compiled.
 
     The rules are judged alone unless ``verify`` says that rewrites are checked when compiled.
@@ -54,7 +56,12 @@ def judge(program: Program, inner: str = "eager", verify: str = "never") -> Verd
             backend="streamkl",
             dynamic=program.dynamic,
             # all of these programs are small
-            options={"streamkl.inner": inner, "streamkl.verify": verify, "streamkl.min_mib": 0.0},
+            options={
+                "streamkl.inner": inner,
+                "streamkl.verify": verify,
+                "streamkl.min_mib": 0.0,
+                "streamkl.row_programs": row_programs,
+            },
         )
         try:
             compiled = run(compiled_fn, inputs)

@@ -61,10 +61,15 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
-    """Kernels where there are some, on a GPU; else blocks in plain torch."""
+    """Kernels that multiply where they sum, on a GPU; else blocks in plain torch.
+
+    Those that read maps from memory are taken by name: their last form was not run on a GPU.
+    """
     if problem.operands[0][0].device.type != "cuda":
         return "blocked"
-    return "blocked" if _kernels(problem, is_differentiated)[1] else "triton"
+    from torch_streamkl.rows.triton import launches as row_kernels
+
+    return "blocked" if row_kernels.obstacle(problem, is_differentiated) else "triton"
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:
