@@ -1,4 +1,4 @@
-"""What a reader found after row programs became the default: each program stands for its class."""
+"""What a second reader of row programs found: each program stands for its class."""
 
 from __future__ import annotations
 
@@ -104,3 +104,16 @@ def test_rows_or_words_of_which_none_is_selected(selected: str, count: int) -> N
     h, w = (torch.randn(n, 4, dtype=torch.float64).requires_grad_() for n in (9, 9))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         judge(step, [h, w, torch.arange(9) < count])
+
+
+# ------------------------------------------------------ numbers, which torch gives a dimension
+@pytest.mark.parametrize("reduce", [Tensor.mean, Tensor.sum, Tensor.logsumexp])
+def test_a_dimension_of_a_number(reduce: Callable[..., Tensor]) -> None:
+    """It stops what is read of the number, and no divergence beside it."""
+
+    def step(q, k, r, s, w, keep):
+        t = student(r, s).softmax(-1)
+        loss = torch.nn.functional.kl_div(student(q, k).log_softmax(-1), t, reduction="sum")
+        return loss + reduce(student(q, k).sum(), 0)
+
+    judge(step, tensors("qk"), 1)

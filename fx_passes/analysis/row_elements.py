@@ -119,6 +119,14 @@ class RowElements:
                 if a in self.reasons:
                     raise Blocked(self.reasons[a])
             raise Blocked(f"{name_of(node)} of scores")
+        x = arguments.get("self", arguments.get("input"))
+        dims = (arguments.get(name) for name in ("dim", "dims", "dim0"))
+        if (
+            any(d not in (None, [], ()) for d in dims)
+            and isinstance(x, fx.Node)
+            and not shape_of(x)
+        ):
+            raise Blocked("a dimension of a number")  # torch takes 0 and -1
         return function(self, node, arguments)
 
     # ------------------------------------------------------------------ leaves
