@@ -51,6 +51,12 @@ def test_in_the_interpreter() -> None:
     run_interpreted(__file__, "-m", "not slow")
 
 
+@outside
+@slow
+def test_the_rest_in_the_interpreter() -> None:
+    run_interpreted(__file__, "-m", "slow")
+
+
 def results(function: Any, inputs: list[Tensor]) -> list[Tensor]:
     value = function(*inputs)
     learning = [x for x in inputs if x.requires_grad]

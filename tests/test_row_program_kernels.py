@@ -20,16 +20,29 @@ from torch_streamkl.rows.problem import RowProblem
 pytestmark = quiet
 MOST_SPILLS = 1024  # bytes of a thread: the last of three levels, with its derivatives
 NAMES = list(CASES)
+# what differs most in the kernels that are written; the others are marked slow
+QUICK = ("forward_kl", "weighted_keys", "indexer", "top_k_with_ghost", "causal", "mask")
+slow = pytest.mark.slow
 SMALL = Sizes(batch=1, heads=2, rows=33, keys=70, dim=7)
+
+
+def _unless(name: str, quick: Sequence[str]) -> list[pytest.MarkDecorator]:
+    return [] if name in quick else [slow]
 
 
 @outside
 def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+    run_interpreted(__file__, "-m", "not slow")
+
+
+@outside
+@slow
+def test_the_rest_in_the_interpreter() -> None:
+    run_interpreted(__file__, "-m", "slow")
 
 
 @inside
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=_unless(x, QUICK)) for x in NAMES])
 def test_example(name: str) -> None:
     check_errors(name, "triton", torch.float32, SMALL)
 
@@ -101,7 +114,7 @@ def _compare(
 
 
 @inside
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=_unless(x, QUICK)) for x in MASKS])
 def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with 16-bit operands, whose tiles without a mask have a loop of their own."""
     from torch_streamkl.rows.triton import launches as row_kernels

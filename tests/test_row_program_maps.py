@@ -18,11 +18,23 @@ from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
 MOST_SPILLS = 1024  # bytes of a thread
+slow = pytest.mark.slow
+
+
+def _all(first: str, *others: str) -> list[Any]:
+    """Names, of which all but the first are marked slow."""
+    return [first, *(pytest.param(x, marks=slow) for x in others)]
 
 
 @outside
 def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+    run_interpreted(__file__, "-m", "not slow")
+
+
+@outside
+@slow
+def test_the_rest_in_the_interpreter() -> None:
+    run_interpreted(__file__, "-m", "slow")
 
 
 @pytest.fixture
@@ -123,7 +135,7 @@ def _run(
 
 
 @inside
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", _all("causal", "window", "lengths"))
 def test_sums_over_heads(mask: str, small_workspace: None) -> None:
     _check("heads", **MASKS[mask])
 
@@ -144,7 +156,10 @@ def _check(name: str, **options: Any) -> None:
 
 
 @inside
-@pytest.mark.parametrize("name", ["policy_loss", "z_loss", "dkd", "top_k_with_ghost"])
+@pytest.mark.parametrize(
+    "name",
+    _all("top_k_with_ghost", "policy_loss", "z_loss", "dkd"),
+)
 def test_wide_heads(name: str, small_workspace: None) -> None:
     sizes = Sizes(batch=2, rows=9, keys=300, dim=257, spread=0.05)
     check_errors(name, "triton", torch.float32, sizes)
@@ -190,7 +205,7 @@ SHAPES: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # keys; heads, ke
 
 
 @outside
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("target", _all("sm_90", "sm_80"))
 @pytest.mark.parametrize("name", SHAPES)
 def test_compiles(name: str, target: str) -> None:
     from torch_streamkl.rows.triton import blocks as row_blocks
