@@ -2,9 +2,9 @@
 
 The wrapper of a compiled graph calls a custom operator through the dispatcher, which passes some
 thirty arguments to Python and back; beside short kernels that is most of the time. Here it calls
-an object of `torch_streamkl.sites` instead, which knows everything but the tensors, and where they
-vary their sizes. The generated code makes that object from literals, so that it means the same in
-another process, where Inductor finds it in its caches.
+an object of `torch_streamkl.attention.sites` instead, which knows everything but the tensors, and
+where they vary their sizes. The generated code makes that object from literals, so that it means
+the same in another process, where Inductor finds it in its caches.
 
 Inductor has a table for such code, CUSTOM_EXTERN_KERNEL_CODEGEN, which is private. Where it is
 missing, with the C++ wrapper, and with options that vary, the operator is called.
@@ -20,7 +20,7 @@ from typing import Any
 from torch_streamkl.attention import ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
-IMPORT = "from torch_streamkl.sites import CompiledBackward, CompiledForward"
+IMPORT = "from torch_streamkl.attention.sites import CompiledBackward, CompiledForward"
 WITHOUT_TABLE = (
     "this torch's Inductor calls attention_kl by the dispatcher: short steps take longer"
 )
