@@ -6,8 +6,9 @@
 ``ddp`` is a Llama pair's distillation where every process has a batch of its own; the other cases
 are those of `sharded_cases.py`. Loss and gradients of the first step are compared with those of
 the first provider on the same ranks. A row is the slowest rank's median step and the largest peak,
-and is written as soon as it is there. Nothing waits for a lost rank: collectives give up after a
-minute, and processes end when the time limit is over.
+and is written as soon as it is there. Steps of a shared problem are timed in bursts that follow
+each other without a wait, as in a training loop. Nothing waits for a lost rank: collectives give
+up after a minute, and processes end when the time limit is over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import datetime
 import faulthandler
 import json
+import math
 import os
 import statistics
 import sys
@@ -30,7 +32,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import machine, sharded_cases
-from bench.end_to_end import OBJECTIVES, PAIRS, PROVIDERS, build, forget_program, make_loss
+from bench.end_to_end import (
+    BURST_S,
+    OBJECTIVES,
+    PAIRS,
+    PROVIDERS,
+    build,
+    forget_program,
+    make_loss,
+)
 from bench.measure import host_seconds, peak_mib, release
 from bench.records import command_line
 
@@ -189,13 +199,22 @@ def _shared(name: str, options: argparse.Namespace, device: torch.device, write:
 
 
 def _times(steps: Any, device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every provider's steps, in turn."""
+    """Milliseconds of every provider's steps, in turn, each time of a burst of them."""
     times: dict[str, list[float]] = {name: [] for name in steps}
+    lengths = {name: _burst(step, device) for name, step in steps.items()}
     for _ in range(rounds):
         for name, step in steps.items():
             torch.distributed.barrier()
-            times[name].append(host_seconds(step, device) * 1e3)
+            times[name].append(host_seconds(step, device, lengths[name]) * 1e3)
     return times
+
+
+def _burst(step: Any, device: torch.device) -> int:
+    """How many steps take `BURST_S`, the same number on every rank."""
+    number = math.ceil(BURST_S / max(host_seconds(step, device), 1e-6))
+    numbers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(numbers, number)
+    return int(max(numbers))
 
 
 def difference(given: list[Tensor], expected: list[Tensor]) -> float:
