@@ -45,6 +45,7 @@ from bench.measure import host_seconds, peak_mib, release
 from bench.records import command_line
 
 UNTIMED_STEPS, STEPS = 2, 10  # the same number on every rank, or they would wait for each other
+FIRST_ROUNDS, ROUNDS = 2, 6  # of bursts
 COMPARED = ["eager", "inductor", "streamkl"]
 CASES = ("ddp", "vocabulary", "sequence", "layers")
 COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
@@ -183,18 +184,20 @@ def _shared(name: str, options: argparse.Namespace, device: torch.device, write:
                 "received_mib": case.received_mib.get(provider, 0.0),
                 "loss_difference": abs(float(loss) / expected[0] - 1.0),
                 "gradient_difference": difference(gradients, expected[1]),
-                "step_ms": statistics.median(_times({provider: step}, device, 3)[provider]),
+                "step_ms": statistics.median(
+                    _times({provider: step}, device, FIRST_ROUNDS)[provider]
+                ),
             }
             write(rows[provider])
             steps[provider] = step
             if not case.interleaves:
-                more = _times({provider: step}, device, STEPS)[provider]
+                more = _times({provider: step}, device, ROUNDS)[provider]
                 write(rows[provider] | {"step_ms": statistics.median(more)})
                 steps.clear()
                 del step
                 torch._dynamo.reset()
                 release(device)
-        for provider, times in _times(steps, device, STEPS).items():
+        for provider, times in _times(steps, device, ROUNDS).items():
             write(rows[provider] | {"step_ms": statistics.median(times)})
 
 
