@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import triton
 
-from bench import offline_matrix, offline_rates
+from bench import offline_cells, offline_matrix, offline_rates
 from bench.offline import TARGETS
-from bench.offline_matrix import Cell, Row, can_run, compiled, kernels_of, load, tiles_of
+from bench.offline_cells import Cell, can_run, kernels_of, tiles_of
+from bench.offline_matrix import Row, compiled, load
 
 ROWS = load()
 # bytes of a thread; docs/gpus.md says where and why
@@ -100,15 +101,15 @@ def test_a_compiler_that_aborts_is_a_result(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_cells_are_what_the_document_says() -> None:
     options = {"bf16", "fp16", "fp32", "tf32"}
-    assert set(offline_matrix.DTYPES) == options
+    assert set(offline_cells.DTYPES) == options
     cells = [
         Cell(*x)
         for x in itertools.product(
             TARGETS,
-            offline_matrix.WORK,
+            offline_cells.WORK,
             options,
-            offline_matrix.HEAD_DIMS,
-            offline_matrix.VARIANTS,
+            offline_cells.HEAD_DIMS,
+            offline_cells.VARIANTS,
         )
     ]
     hopper = {c.target for c in cells if c.work == "hopper" and can_run(c)}

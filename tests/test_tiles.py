@@ -198,3 +198,22 @@ def test_a_capability_of_amd_is_not_hoppers() -> None:
         assert not gpu.is_hopper
         limit = launch.hopper_limit(problem(torch.bfloat16))
     assert limit is not None and limit.startswith("needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize(
+    ("target", "precision"),
+    [("sm_75", "ieee"), ("sm_80", "tf32"), ("gfx90a", "ieee"), ("gfx942", "tf32"),
+     ("gfx950", "ieee")],
+)  # fmt: skip
+def test_tf32_where_matrix_units_take_it(target: str, precision: str) -> None:
+    """Triton refuses the others: "input_precision must be one of ..."."""
+    with FakeTensorMode():
+        x, half = (torch.empty(8, device="cuda", dtype=t) for t in (torch.float32, torch.half))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with looks_like(target):
+            assert launch.dot_precision(x) == precision
+            assert launch.dot_precision(half) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -18,7 +18,7 @@ from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.kernels.row_state import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.launches.devices import gpu_of
-from torch_streamkl.launches.launch import matmul_limit
+from torch_streamkl.launches.launch import dot_precision, matmul_limit
 from torch_streamkl.launches.tiles import (
     LEAST,
     Operands,
@@ -72,8 +72,7 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
 def _operands(problem: RowProblem) -> Operands:
     q = problem.operands[0][0]
     dims = tuple(padded_dim(x.shape[-1]) for x, _ in problem.operands)
-    is_full = torch.get_float32_matmul_precision() == "highest"
-    return Operands(dims, q.element_size(), is_full)
+    return Operands(dims, q.element_size(), dot_precision(q) == "ieee")
 
 
 def is_exact(problem: RowProblem) -> bool:
@@ -276,7 +275,6 @@ def arguments_of(
     problem: RowProblem, result: Result, seeds: Mapping[int, Tensor]
 ) -> dict[str, Any]:
     """Every argument that a kernel of the problem may have, by name."""
-    is_full = torch.get_float32_matmul_precision() == "highest"
     found: dict[str, Any] = {
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,
@@ -289,7 +287,7 @@ def arguments_of(
         "WIDTH": 1,
         "offset": problem.num_keys - problem.num_rows,
         "lengths": problem.lengths,
-        "PRECISION": "ieee" if is_full else "tf32",
+        "PRECISION": dot_precision(problem.operands[0][0]),
     }
     for i, (q, k) in enumerate(problem.operands):
         found.update(operand_argument(f"a{i}", q, f"a{i}"))

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.launches.devices import gpu_of
+from torch_streamkl.launches.launch import dot_precision
 from torch_streamkl.launches.tiles import Operands, TritonLaunch, head_mean_launch, one_dot_launch
 from torch_streamkl.linear.problem import padded
 from torch_streamkl.rows import derive, tile
@@ -294,8 +295,7 @@ class Block:
             for (q, _), head in zip(self.problem.operands, self.program.dot_heads, strict=True)
             if head == axis
         ]
-        is_full = torch.get_float32_matmul_precision() == "highest"
-        return Operands(tuple(dims), q.element_size(), is_full)
+        return Operands(tuple(dims), q.element_size(), dot_precision(q) == "ieee")
 
     def launch_of(self, kernel: str, axis: int) -> TritonLaunch:
         """Tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an axis."""
