@@ -28,7 +28,16 @@ from tests.support.faults import FAULTS, Fault
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "planted_faults.md"
 BEGIN, END = "<!-- faults:begin -->\n", "<!-- faults:end -->\n"
-PARTS = ("torch_streamkl", "fx_passes", "tests", "bench", "pyproject.toml", "README.md", "LICENSE")
+PARTS = (
+    "torch_streamkl",
+    "fx_passes",
+    "tests",
+    "bench",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 
 
 def tree(folder: Path) -> Path:
@@ -105,7 +114,7 @@ def _first_failure(tests: str, folder: Path, interpreted: bool) -> str:
 
         def pytest_collectreport(self, report: pytest.CollectReport) -> None:
             if report.failed and not self.found:
-                self.found = f"collection of {report.nodeid}"
+                self.found = f"no run: {report.nodeid} is not collected"
 
     failures = Failures()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -53,6 +53,12 @@ def test_float16(name: str) -> None:
     check_errors(name, "triton", torch.float16, SMALL)
 
 
+@inside
+def test_key_heads_of_several_heads() -> None:
+    """Two key heads of two heads each: with one key head their order cannot be wrong."""
+    check_errors("weighted_keys", "triton", torch.float32, Sizes(1, 4, 17, 19, 3))
+
+
 def _operands(rows: int = 70, keys: int = 67) -> dict[str, Any]:
     torch.manual_seed(0)
     shapes = {"t": ((2, 2, rows, 5), (2, 1, keys, 5)), "s": ((2, 2, rows, 3), (2, 2, keys, 3))}

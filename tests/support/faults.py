@@ -408,7 +408,7 @@ FAULTS = (
         DERIVE,
         'node, level = graph.apply("mul", _softmax(graph, program, c), node), level + 1',
         'node, level = graph.apply("mul", _softmax(graph, program, c), node), level',
-        "test_row_programs.py",
+        "test_row_program_rules.py",
     ),
     Fault(
         DERIVE,
@@ -451,7 +451,7 @@ FAULTS = (
         GENERATED,
         'w.line(f"h = head * group{dot} + share * members + member")',
         'w.line(f"h = head + share * members + member")',
-        "test_row_program_kernels.py",
+        "test_row_program_kernels.py::test_key_heads_of_several_heads",
         True,
     ),
     Fault(
