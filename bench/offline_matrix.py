@@ -35,6 +35,7 @@ from bench.offline_cells import (
     cells,
     kernels_of,
     tiles_of,
+    twin,
 )
 from bench.table import markdown_lines
 
@@ -140,11 +141,15 @@ def render() -> None:
     rows = load()
     done = {r.cell for r in rows}
     every = cells()
+    twins = {c for c in every if c not in done and twin(c) in done}
     counts = [
-        f"{w} {sum(c.work == w for c in done)} of {sum(c.work == w for c in every)}" for w in WORK
+        f"{w} {sum(c.work == w for c in done)} and {sum(c.work == w for c in twins)} "
+        f"of {sum(c.work == w for c in every)}"
+        for w in WORK
     ]
     versions = sorted({r.triton for r in rows})
-    note = f"{len(rows)} kernels, by Triton {' and '.join(versions)}. Cells: {', '.join(counts)}."
+    cells_of = f"Cells that were compiled, and that have a twin that was: {', '.join(counts)}."
+    note = f"{len(rows)} kernels, by Triton {' and '.join(versions)}. {cells_of}"
     lines = [note, "", *markdown_lines(COLUMNS, table(rows))]
     between(DOCUMENT, "matrix", "\n".join(lines))
 
