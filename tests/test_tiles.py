@@ -18,7 +18,7 @@ from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.reporting import execution
 from torch_streamkl.launches import devices, launch, tiles
-from torch_streamkl.launches.tiles import LEAST, Operands, TritonLaunch
+from torch_streamkl.launches.tiles import Operands, TritonLaunch
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import problem as linear_problem
 from torch_streamkl.linear import rows as linear_rows
