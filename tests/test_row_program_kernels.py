@@ -219,15 +219,30 @@ def test_tiles_fit_every_gpu() -> None:
 
 @outside
 def test_a_gpu_without_matrix_units_for_a_dtype() -> None:
+    from torch_streamkl.rows.triton import blocks as row_blocks
     from torch_streamkl.rows.triton import launches as row_kernels
 
     text, _ = _recorded()
     with looks_like("sm_75"), FakeTensorMode():
         x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
         problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
-        assert "takes bfloat16 from compute capability 8.0 on" in row_kernels.obstacle(
-            problem, True
-        )
+        for module in (row_kernels, row_blocks):
+            limit = module.obstacle(problem, True)
+            assert "takes bfloat16 from compute capability 8.0 on" in limit
+
+
+@outside
+def test_maps_that_fit_no_gpu() -> None:
+    """Operands of both dot products are in one tile where both have heads."""
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    text, _ = _recorded()
+    for dim, room in ((256, "64 KiB"), (128, "")):
+        with looks_like("sm_75"), FakeTensorMode():
+            x = torch.empty(1, 2, 64, dim, dtype=torch.float32, device="cuda")
+            problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
+            assert room in row_blocks.obstacle(problem, True)
+            assert bool(row_blocks.obstacle(problem, True)) == bool(room)
 
 
 def _recorded() -> tuple[str, list[torch.Tensor]]:
