@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.test_gpu_guarantees import largest_allocation, skip_unless_it_runs, without_waiting
+from tests.test_gpu_guarantees import (
+    largest_allocation,
+    replayed,
+    skip_unless_it_runs,
+    without_waiting,
+)
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.distributed.shard_rows import num_fields
 from torch_streamkl.divergences.functional import named
@@ -195,17 +200,7 @@ def test_does_not_wait_for_the_device(name: str) -> None:
 def test_cuda_graph(name: str) -> None:
     """Captured and replayed on other numbers, a step has the bits of an ordinary one."""
     tensors, step = FORMS[name](300)
-    for _ in range(2):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        for x in tensors:
-            x.copy_(torch.randn_like(x))
-    graph.replay()
-    for a, b in zip(captured, step(), strict=True):
+    for a, b in replayed(step, tensors):
         assert a.equal(b) or (name in SUMS_IN_ANY_ORDER and torch.allclose(a, b, 2e-2, 1e-3))
 
 
