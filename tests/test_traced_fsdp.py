@@ -139,6 +139,21 @@ def mixed_precision(me: Rank) -> None:
 
 
 @on_ranks
+def gradients_travel_in_the_dtype_of_the_policy(me: Rank) -> None:
+    for reduce_dtype, expected in ((torch.float32, torch.float32), (None, torch.bfloat16)):
+        torch._dynamo.reset()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        model = trace_fully_shard(sharded(me, dtype=torch.float32, mp_policy=policy))
+        graphs: list[torch.fx.GraphModule] = []
+        step = torch.compile(model, backend=keeping_graphs(graphs), fullgraph=True)
+        step(torch.randn(3, SEQLEN, WIDTH, device=me.device)).backward()
+        for name, dtype in (("all_gather", torch.bfloat16), ("reduce_scatter", expected)):
+            nodes = [node for graph in graphs for node in graph.graph.nodes]
+            found = {node.meta["val"].dtype for node in nodes if name in str(node.target)}
+            assert found == {dtype}, (name, found)
+
+
+@on_ranks
 def hybrid_sharding(me: Rank) -> None:
     """With four ranks, two replicas of two shards: gradients are means over both dimensions."""
     for shape in ((2, 2),) if me.size == 4 else ((me.size, 1), (1, me.size)):
