@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -452,6 +453,18 @@ def bad_calls(me: Rank) -> None:
     )
     same_error(me, lambda: linear_kl(**parts, group=3), "process group", "int")
     same_error(me, lambda: linear_kl(**parts, student_first_word=0), "need a group")
+    square = init_device_mesh(me.device.type, (1, me.size), mesh_dim_names=("data", "words"))
+    same_error(
+        me, lambda: linear_kl(**parts, group=square), "one dimension", f"shape (1, {me.size})"
+    )
+    first = 0 if me.rank == 0 else 60  # words 51 to 59 are nobody's
+    same_error(
+        me,
+        lambda: linear_kl(
+            **parts, group=me.group, student_first_word=first, teacher_first_word=first
+        ),
+        "must make up a whole vocabulary", "[0, 51) (rank 0)", "[60, 110) (rank 1)",
+    )  # fmt: skip
     mesh = me.mesh
     dtensors = _distributed(problem, mesh, [Replicate()], [Shard(0)])
 
@@ -471,9 +484,21 @@ def bad_calls(me: Rank) -> None:
     whole = dtensors["teacher_weight"].redistribute(placements=[Replicate()])
     same_error(me, call(teacher_weight=whole), "teacher_weight", "Replicate")
     same_error(me, call(group=me.group), "group is for plain tensors")
-    same_error(
-        me, lambda: reshard_words(parts["student_weight"], [(0, 3)], group=me.group), "ranges"
+    elsewhere = distribute_tensor(
+        problem.tensors["teacher_weight"], square, [Replicate(), Shard(0)]
     )
+    same_error(me, call(teacher_weight=elsewhere), "same device mesh", "teacher_weight")
+
+    def moved(*ranges: tuple[int, int]) -> Any:
+        return lambda: reshard_words(parts["student_weight"], list(ranges), group=me.group)
+
+    same_error(me, moved((0, 3)), f"words of {me.size} ranks", "[(0, 3)]")
+    same_error(me, moved((0, 3), (4, NUM_WORDS)), "consecutive", "(4, 101)")
+    same_error(me, moved((0, 3), (3, 99)), "last of 101 words", "(3, 99)")
+    mine = (0, 3 + me.rank)
+    same_error(me, moved(mine, (mine[1], NUM_WORDS)), "(rank 0)", "(rank 1)")
+    same_error(me, lambda: reshard_words(weight), "either ranges or like")
+    same_error(me, lambda: reshard_words(parts["student_weight"]), "needs a group")
 
 
 @on_ranks
