@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -344,7 +344,8 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = [(kind, name) for kind in options.tools for name in names]
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {job: pool.submit(_run, tool, *job) for job in jobs}
-        verdicts = [_report(kind, name, runs) for kind, name in jobs]
+        named = {run: job for job, run in runs.items()}
+        verdicts = [_report(*named[run], runs) for run in as_completed(named)]
     launched = {x for run in runs.values() for x in run.result()[1]}
     missing = sorted(written_kernels() - launched)
     if not hopper:

@@ -173,7 +173,7 @@ SUMS_IN_ANY_ORDER = ("hopper, any order",)
 
 @pytest.mark.parametrize("name", FORMS)
 def test_many_streams(name: str) -> None:
-    cases = [FORMS[name](200 + 56 * i) for i in range(4)]
+    cases = [FORMS[name](204 + 32 * i) for i in range(4)]  # one compilation serves them all
     expected = [step() for _, step in cases]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in cases]
@@ -207,7 +207,7 @@ def test_cuda_graph(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_no_allocation_of_all_pairs(name: str) -> None:
     """A byte for each pair would be n^2, which the mask that is given has."""
-    n = 4096
+    n = 4108
     _, step = FORMS[name](n)
     pairs = n * n * (4 if "words" in name or "LM head" in name else 1)
     assert largest_allocation(step) < max(pairs, WORKSPACE_MIB.get(name, 0) * 2**20 + 1)
