@@ -246,6 +246,8 @@ def test_the_graph_calls_a_function() -> None:
     ((2, 4, 64, 256), {"memory": 101376}, "do not fit this GPU"),
     ((2, 4, 64, 64), {"memory": 101376, "dtype": torch.float32}, "do not fit this GPU"),
     ((2, 4, 64, 128), {"memory": 101376}, ""),
+    ((2, 4, 64, 256), {"dtype": torch.float32}, "takes minutes to compile"),
+    ((2, 4, 64, 128), {"dtype": torch.float32}, ""),
     ((2, 4, 64, 256), {}, ""),
     ((2, 4, 64, 64), {"device": "xpu"}, "not tried on xpu"),
 ])  # fmt: skip
@@ -276,7 +278,7 @@ def test_why_not(
     ("causal", torch.bfloat16, 128, 257),
     ("causal padding", torch.float32, 64, 130),
     ("none", torch.float16, 64, 128),
-    ("biased", torch.float32, 256, 100),
+    ("biased", torch.float32, 64, 100),
     ("computed", torch.bfloat16, 64, 150),
     ("filled", torch.bfloat16, 96, 300),
 ])  # fmt: skip

@@ -123,6 +123,10 @@ def _why_not_on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     # its tiles of the backward are those of GPUs with 163 KiB and more
     if memory < 160 * 1024 and (head_dim > 128 or dtype not in HALF):
         return f"FlexAttention's tiles for heads of {head_dim} in {dtype} do not fit this GPU"
+    if head_dim > 128 and dtype not in HALF:
+        # ptxas was seen to take more than 200 s for them: without matrix units every product of
+        # a tile is an instruction
+        return f"FlexAttention for heads of {head_dim} in {dtype} takes minutes to compile"
     return ""
 
 
