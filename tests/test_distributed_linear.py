@@ -96,13 +96,19 @@ class Problem:
             for name, x in self.tensors.items()
         }
 
-    def check(self, words: tuple[slice, slice] | None = None, **more: Any) -> None:
+    def check(
+        self, words: tuple[slice, slice] | None = None, compiler: Any = None, **more: Any
+    ) -> None:
+        """What this rank finds with its words, against whole tensors in float64."""
         words = words or (self.me.words(self.words[0]), self.me.words(self.words[1]))
         truth = self.whole(torch.float64, "reference")
         single = self.whole(self.me.dtype, "auto")
         inputs = {k: x.requires_grad_() for k, x in leaves(self.shard(words)).items()}
-        value = linear_kl(**inputs, **self.options, **more, group=self.me.group)
-        ours = self.results(value, inputs)
+
+        def run(given: dict[str, Tensor]) -> Tensor:
+            return linear_kl(**given, **self.options, **more, group=self.me.group)
+
+        ours = self.results((compiler(run) if compiler else run)(inputs), inputs)
         cut = {"student": words[0], "teacher": words[1]}
         for name, got in ours.items():
             is_whole = name == "value" or name.endswith("hidden")
@@ -307,18 +313,12 @@ def _compiled_graphs(function: Any, *args: Any) -> tuple[Any, list[torch.fx.Grap
 
 @on_ranks
 def compiled(me: Rank) -> None:
-    words = (me.words(NUM_WORDS),) * 2
     for options in ({}, {"reduction": "mean", "labels": labels_of(me)}, {"divergence": "js"}):
         torch._dynamo.reset()
-        problem = Problem(me, options)
-        expected = _sharded(me, problem, words)
-        inputs = {k: x.requires_grad_() for k, x in leaves(problem.shard(words)).items()}
-        value, graphs = _compiled_graphs(
-            lambda x, options=options: linear_kl(**x, **options, group=me.group), inputs
-        )
-        got = problem.results(value, inputs)
-        for name, x in got.items():
-            torch.testing.assert_close(x, expected[name])
+        graphs: list[torch.fx.GraphModule] = []
+        backend = keeping_graphs(graphs)
+        compiler = functools.partial(torch.compile, backend=backend, fullgraph=True)
+        Problem(me, options).check(compiler=compiler)
         assert len(graphs) == 2
         assert largest_tensor(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
 
@@ -461,16 +461,7 @@ def _check_form(me: Rank, kind: str, form: Any, options: dict[str, Any], compile
     """One cell: value and gradients against float64."""
     problem, words = _of_kind(me, kind, dict(options))
     if form == "plain":
-        words = words or (me.words(problem.words[0]), me.words(problem.words[1]))
-        truth = problem.whole(torch.float64, "reference")
-        single = problem.whole(me.dtype, "auto")
-        inputs = {k: x.requires_grad_() for k, x in leaves(problem.shard(words)).items()}
-        function = compiler(lambda x: linear_kl(**x, **problem.options, group=me.group))
-        for name, got in problem.results(function(inputs), inputs).items():
-            is_whole = name == "value" or name.endswith("hidden")
-            part = slice(None) if is_whole else words[name.startswith("teacher")]
-            expected, same = (x if is_whole else x[part] for x in (truth[name], single[name]))
-            close(got, expected, same, what=f"{kind} {name} {options}")
+        problem.check(words, compiler)
         return
     inputs = _distributed(problem, me.mesh, [form], [Shard(0)])
     function = compiler(lambda x: linear_kl(**x, **problem.options))

@@ -1,4 +1,4 @@
-"""The operators of a sharded vocabulary under opcheck, in a group of one process."""
+"""The operators of shared vocabularies and sequences under opcheck, in a group of one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 from tests.test_operators import Arguments, check_fake, detached, linear_arguments
 from torch_streamkl.distributed.linear_ops import linear_kl_sharded, linear_kl_sharded_sum
+from torch_streamkl.distributed.ring_ops import attention_kl_ring, attention_kl_ring_backward
 from torch_streamkl.divergences.functional import named
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
@@ -33,6 +34,28 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         linear_kl_sharded_sum,
         (*detached(linear_arguments()), None, None, [True, True, *[False] * 4]),
         {},
+    ),
+}
+
+
+def _maps() -> list[torch.Tensor]:
+    """Queries and keys of grouped heads that differ in width between the sides."""
+    shapes = (2, 4, 6, 8), (2, 2, 6, 8), (2, 4, 6, 16), (2, 1, 6, 16)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+_STATISTICS = (torch.randn(2, 4, 6), torch.randn(2, 2, 4, 6), torch.randn(2, 2, 4, 6))
+SAMPLES |= {
+    "ring": (attention_kl_ring, _maps(), {"window_right": 0}),
+    "ring of packed sequences": (
+        attention_kl_ring,
+        [x[:1].detach().requires_grad_() for x in _maps()],
+        {"cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32), "max_seqlen": 4},
+    ),
+    "ring backward": (
+        attention_kl_ring_backward,
+        (*_STATISTICS, [True, True, False, True], *detached(tuple(_maps()))),
+        {"key_lengths": torch.tensor([3, 6])},
     ),
 }
 

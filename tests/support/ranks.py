@@ -33,7 +33,7 @@ from tests.support import quick
 from torch_streamkl.distributed import collectives
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective: nobody waits longer for a lost rank
-CHECK_SECONDS = 120  # a process that is still at one check ends itself
+CHECK_SECONDS = 240  # a process that is still at one check ends itself
 MAX_STARTS = 5  # of new processes, after checks that did not end
 PASSED = ""
 
