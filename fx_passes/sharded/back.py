@@ -362,4 +362,4 @@ def _reads_sizes(node: fx.Node) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return str(error).splitlines()[0][:600] if str(error) else type(error).__name__
