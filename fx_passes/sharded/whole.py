@@ -224,7 +224,23 @@ def _head_of_own_words(node: fx.Node) -> tuple[fx.Node, ...] | None:
         if not same_size(x.shape[0], made.shape[-1]):
             return None
         heads.append(whole)
-    return (hidden, *heads) if heads else None
+    return (_before_slices_of_all(hidden), *heads) if heads else None
+
+
+def _before_slices_of_all(x: fx.Node) -> fx.Node:
+    """The same numbers before ``x[:, slice(-0, None)]``, which the analysis does not see."""
+    while name_of(x) == "getitem" and isinstance(x.args[0], fx.Node):
+        source, index = x.args[0], x.args[1]
+        parts = index if isinstance(index, tuple) else (index,)
+        before, after = example(source), example(x)
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+            break
+        if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
+            break
+        if not all(same_size(a, b) for a, b in zip(before.shape, after.shape, strict=True)):
+            break
+        x = source
+    return x
 
 
 def _whole_of_own_part(part: Any) -> fx.Node | None:

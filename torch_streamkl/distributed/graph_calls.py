@@ -184,7 +184,8 @@ def _local(
     given = {name: options.pop(name, None) for name in _TENSORS}
     own = {f"{side}_hidden": given[f"{side}_hidden"] for side in options.pop("own_rows", ())}
     for name, x in own.items():  # plain: its gradient is this rank's
-        given[name] = replicated_like(x.detach(), given["student_weight"])
+        weight = given[name.replace("hidden", "weight")]
+        given[name] = replicated_like(x.detach(), weight)
     _check(given, options)
     dims = {words_dim_of(name, given[name]) for name in _PER_WORD if given[name] is not None}
     dims.discard(None)
