@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -443,6 +444,30 @@ def gradients_that_ranks_add_up(me: Rank) -> None:
     assert not report.num_fused
     for name, x in case.results(program, case.placed(me)).items():
         torch.testing.assert_close(whole(ours[name]), whole(x))
+
+
+@on_ranks
+def softmaxes_that_ranks_add_up(me: Rank) -> None:
+    """Each rank has words of its own as plain tensors, as in NeMo's losses: the report says so."""
+
+    def whole_sum(x: Tensor) -> Tensor:
+        return functional_collectives.all_reduce(x, "sum", me.group)
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        parts = [(x @ w.T - 2).exp() for x, w in ((x_s, w_s), (x_t, w_t))]
+        q, p = (x / whole_sum(x.sum(-1, keepdim=True)) for x in parts)
+        return whole_sum((p * (p.log() - q.log())).sum(-1)).sum()
+
+    case = Case(program)
+    own = {k: x[me.words(NUM_WORDS)] if k[0] == "w" else x for k, x in case.tensors(me).items()}
+    with backend.collected() as report:
+        compiled = torch.compile(program, backend="streamkl", options=AS_IT_IS)
+        ours = case.results(compiled, own)
+    assert not report.num_fused
+    assert "ranks add up what each computes of its own words" in str(report), str(report)
+    assert "linear_kl(..., group=tp_group)" in str(report), str(report)
+    for name, x in case.results(program, own).items():
+        torch.testing.assert_close(ours[name], x)
 
 
 # ------------------------------------------------------------------------------------- agreement
