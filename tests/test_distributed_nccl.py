@@ -14,6 +14,7 @@ MODULES = [
     "tests.test_distributed_attention",
     "tests.test_traced_fsdp",
     "tests.test_rewritten_dtensors",
+    "tests.test_rewritten_attention_dtensors",
 ]
 NAMES = [name for module in MODULES for name in checks_of(importlib.import_module(module))]
 

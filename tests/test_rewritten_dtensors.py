@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -36,6 +37,7 @@ from torch_streamkl.fx_passes.validation import check, refusal
 
 NUM_TOKENS, NUM_WORDS, WIDTH = 12, 23, 8  # words that two ranks do not share evenly
 Program = Callable[..., Any]
+AS_IT_IS = {"streamkl.inner": "aot_eager"}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,13 @@ def local(x: Any) -> Any:
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
 
 
+def everywhere(x: Any) -> Any:
+    """Of a DTensor, one that every rank has."""
+    if not isinstance(x, DTensor):
+        return x.clone()
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
 @dataclass
 class Case:
     """A program of hidden states and weights of student and teacher, and their placements."""
@@ -80,7 +89,7 @@ class Case:
 
     def placed(self, me: Rank) -> dict[str, Tensor]:
         # one mesh for all checks: compiled graphs mix up meshes that are equal
-        mesh = me.mesh if self.mesh is None else _mesh(me, self.mesh)
+        mesh = me.mesh if self.mesh is None else mesh_of(me, self.mesh)
         default = {"x": [Replicate()] * mesh.ndim, "w": [Shard(0)]}
         return {
             name: distribute_tensor(x, mesh, self.placements.get(name, default[name[0]]))
@@ -130,7 +139,7 @@ class Case:
 _meshes: dict[Any, Any] = {}
 
 
-def _mesh(me: Rank, shape: tuple[int, ...]) -> Any:
+def mesh_of(me: Rank, shape: tuple[int, ...]) -> Any:
     if (shape, me.group) not in _meshes:
         _meshes[shape, me.group] = init_device_mesh(me.device.type, shape)
     return _meshes[shape, me.group]
@@ -179,6 +188,24 @@ def logits_used_elsewhere(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
     return kl(student, whole(x_t @ w_t.T)) + F.cross_entropy(student, labels)
 
 
+def mean_of_tokens(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    """Ranks have means of their own tokens (Partial of an average)."""
+    return whole(kl(x_s @ w_s.T, x_t @ w_t.T, "none").sum(-1).mean() ** 2)
+
+
+def moved_without_gradient(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    teacher = x_t @ w_t.T
+    with torch.no_grad():
+        teacher = everywhere(teacher)
+    return whole(kl(everywhere(x_s @ w_s.T), teacher)) + whole(w_t.sum() + x_t.sum())
+
+
+def hidden_states_moved_without_gradient(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+    with torch.no_grad():
+        hidden = everywhere(x_t)
+    return whole(kl(x_s @ w_s.T, hidden @ w_t.T)) + whole(x_t.sum())
+
+
 def softcapped(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
     student, teacher = (torch.tanh(x @ w.T / 5) * 5 for x, w in ((x_s, w_s), (x_t, w_t)))
     return kl(student, teacher, "sum") * 0.25
@@ -216,14 +243,15 @@ def logits_that_stay(me: Rank) -> None:
 
 @on_ranks
 def placements(me: Rank) -> None:
-    shared, everywhere = [Shard(0)], [Replicate()]
-    for hidden in (shared, everywhere):
-        for student, teacher in ((shared, shared), (shared, everywhere), (everywhere, shared)):
+    shared, copied = [Shard(0)], [Replicate()]
+    for hidden in (shared, copied):
+        for student, teacher in ((shared, shared), (shared, copied), (copied, shared)):
             case = {"x_s": hidden, "x_t": hidden, "w_s": student, "w_t": teacher}
             Case(on_whole_logits, case).fuses(me)
-    for program in (summed_on_dtensors, rows_as_dtensor):  # data parallel
-        rows = {"x_s": shared, "x_t": shared, "w_s": everywhere, "w_t": everywhere}
+    for program in (summed_on_dtensors, rows_as_dtensor, mean_of_tokens):  # data parallel
+        rows = {"x_s": shared, "x_t": shared, "w_s": copied, "w_t": copied}
         Case(program, rows).fuses(me)
+        Case(program, rows, shape=(7,)).fuses(me)  # ranks have other numbers of tokens
     Case(on_whole_logits, num_words=3).fuses(me)
 
 
@@ -245,6 +273,14 @@ def sizes_that_vary(me: Rank) -> None:
 
 
 @on_ranks
+def moves_without_gradients(me: Rank) -> None:
+    every = ("x_s", "w_s", "x_t", "w_t")
+    for hidden in ([Shard(0)], [Replicate()]):
+        for program in (moved_without_gradient, hidden_states_moved_without_gradient):
+            Case(program, {"x_s": hidden, "x_t": hidden}, wanted=every).fuses(me)
+
+
+@on_ranks
 def weights_of_a_rank(me: Rank) -> None:
     """What a rank does with whole rows is its own: every rank may weigh them otherwise."""
 
@@ -263,9 +299,6 @@ def weights_of_a_rank(me: Rank) -> None:
     assert report.num_fused == 1
     for name, x in results(weighted).items():
         torch.testing.assert_close(whole(ours[name]), whole(x))
-
-
-AS_IT_IS = {"streamkl.inner": "aot_eager"}
 
 
 class Head(nn.Module):
@@ -411,6 +444,30 @@ def gradients_that_ranks_add_up(me: Rank) -> None:
     assert not report.num_fused
     for name, x in case.results(program, case.placed(me)).items():
         torch.testing.assert_close(whole(ours[name]), whole(x))
+
+
+@on_ranks
+def softmaxes_that_ranks_add_up(me: Rank) -> None:
+    """Each rank has words of its own as plain tensors, as in NeMo's losses: the report says so."""
+
+    def whole_sum(x: Tensor) -> Tensor:
+        return functional_collectives.all_reduce(x, "sum", me.group)
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        parts = [(x @ w.T - 2).exp() for x, w in ((x_s, w_s), (x_t, w_t))]
+        q, p = (x / whole_sum(x.sum(-1, keepdim=True)) for x in parts)
+        return whole_sum((p * (p.log() - q.log())).sum(-1)).sum()
+
+    case = Case(program)
+    own = {k: x[me.words(NUM_WORDS)] if k[0] == "w" else x for k, x in case.tensors(me).items()}
+    with backend.collected() as report:
+        compiled = torch.compile(program, backend="streamkl", options=AS_IT_IS)
+        ours = case.results(compiled, own)
+    assert not report.num_fused
+    assert "ranks add up what each computes of its own words" in str(report), str(report)
+    assert "linear_kl(..., group=tp_group)" in str(report), str(report)
+    for name, x in case.results(program, own).items():
+        torch.testing.assert_close(ours[name], x)
 
 
 # ------------------------------------------------------------------------------------- agreement

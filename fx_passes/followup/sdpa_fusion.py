@@ -8,7 +8,7 @@ fused KL are touched. Scores with a softcap go to FlexAttention, where it compil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ def replace_attention(
     values: Mapping[fx.Node, object],
     aliases: Aliases,
     builder: Callable[[fx.Node], Builder],
-    refused: Container[str],
+    refused: Mapping[str, str],
     min_mib: float | None,
 ) -> list[str]:
     """Attention written by hand, where its map has no other reader, by the fused one.
@@ -72,6 +72,8 @@ def replace_attention(
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
             continue
         if node.name in refused:
+            reason = refused[node.name]
+            notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
             continue
         device = _device_of(node)
         size = why_maps_are_left(value.probabilities, least_attention_mib(device, min_mib))

@@ -67,6 +67,11 @@ _REMEDIES = (
         "plain tensor beside DTensors",
         "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same",
     ),
+    (
+        "ranks add up",
+        "linear_kl(..., group=tp_group) takes the words that each rank has, and ranks exchange 24 "
+        "bytes a token; or write the loss on logits that are DTensors",
+    ),
     ("would gather it", "cut or place the tensor once, before the loss"),
     ("compiles another graph", "ranks that share DTensors must compile the same loss and options"),
     ("tensor subclass", "take the KL of plain tensors, such as the local parts of a DTensor"),

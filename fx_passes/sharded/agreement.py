@@ -41,7 +41,7 @@ class Agreement:
         self.ranks = ranks_of(graph)
         self.store = default_store() if len(self.ranks) > 1 else None
         self.inputs = _signature(graph)
-        self.has_exchanged = False
+        self.is_settled = False  # the others wait for nothing more
         self.prefix = "streamkl/" + "-".join(map(str, self.ranks))
 
     def refusals(self, rewrite: Sequence[str], refused: Mapping[str, str]) -> dict[str, str]:
@@ -81,13 +81,12 @@ class Agreement:
         except (Blocked, Fatal):
             raise
         except Exception as error:
-            if self.store is not None and not self.has_exchanged:
+            if self.store is not None and not self.is_settled:
                 self._tell({"failed": f"{type(error).__name__}: {error}"[:300]})
             raise
 
     def _tell(self, told: object) -> int:
         assert self.store is not None
-        self.has_exchanged = True
         me = torch.distributed.get_rank()
         number = int(self.store.add(f"{self.prefix}/count/{me}", 1))
         self.store.set(f"{self.prefix}/{number}/{me}", json.dumps(told))

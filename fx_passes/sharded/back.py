@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.attention import ops
+from torch_streamkl.distributed import graph_calls
 from torch_streamkl.fx_passes.followup.flex_attention import softcapped_attention
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
-from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque, same
+from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, enable_python_dispatcher
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.sharded.whole import OWN_ROWS, conversion
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 OPERATORS = (linear_ops.linear_kl, linear_ops.linear_kl_sum)
+DIMENSIONS = ("batch", "heads", "queries")
 
 
 class DoesNotFit(Exception):
@@ -93,13 +95,19 @@ class PutBack:
         return self.user[node.name] in chain
 
     def _sites_of(self, node: fx.Node) -> frozenset[str]:
-        return frozenset(n.meta[SITE] for n in descendants([node]) if SITE in n.meta)
+        """What has to stay as it is so that a node is not needed."""
+        own = [c for c, made in self.replaced.items() if node in made]
+        follow_ups = {
+            c.before.name for c in own if not any(SITE in n.meta for n in self.replaced[c])
+        }
+        sites = {n.meta[SITE] for n in descendants([node]) if SITE in n.meta}
+        return frozenset(follow_ups or sites)
 
     # -------------------------------------------------------------------- the user's own nodes
     def _as_it_was(self, node: fx.Node) -> None:
         old = self.user[node.name]
         restored: Any
-        if node.target in (same, opaque):
+        if node.target in (same, same_detached, opaque):
             # a stand-in has some of the inputs, in their order; the others are nodes of the user's
             given = dict(zip(old.all_input_nodes, node.all_input_nodes, strict=False))
 
@@ -124,28 +132,29 @@ class PutBack:
             return
         readers = [n for n in new.users if n.name in self.user]
         if not is_dtensor(wanted):
-            if not is_dtensor(have):
-                return
-            raise Blocked("a fused value is a DTensor where the code has a plain tensor")
+            if is_dtensor(have):
+                self._replace_for(readers, new, self._insert_after(new, "full_tensor", new))
+            return
         if is_dtensor(have) and have.placements == wanted.placements:
             return
-        if is_dtensor(have):
-            raise Blocked(f"a fused value is placed {have.placements}, not {wanted.placements}")
         placements = wanted.placements
         partial = any(p.is_partial() for p in placements)
         looser = self._looser(readers) if partial else []
-        from torch_streamkl.distributed import graph_calls
-
-        like = self._a_dtensor_of(change)
+        like = new if is_dtensor(have) else self._a_dtensor_of(change)
         if like is None or _dtensor(like).device_mesh != wanted.device_mesh:
-            raise Blocked("values and LM heads are on other device meshes")
-        placed = self._insert_after(
-            new, graph_calls.placed_like, new, like, graph_calls.encoded(placements)
-        )
-        for reader in readers:
-            reader.replace_input_with(new, placed)
+            raise Blocked("the loss and its hidden states or queries are on other device meshes")
+        encoded = graph_calls.encoded(placements)
+        if is_dtensor(have):
+            placed = self._insert_after(new, graph_calls.placed, new, encoded)
+        else:
+            placed = self._insert_after(new, graph_calls.placed_like, new, like, encoded)
+        self._replace_for(readers, new, placed)
         for node in looser:
             self._record(node)
+
+    def _replace_for(self, readers: list[fx.Node], old: fx.Node, new: fx.Node) -> None:
+        for reader in readers:
+            reader.replace_input_with(old, new)
 
     def _looser(self, readers: list[fx.Node]) -> list[fx.Node]:
         """What is computed from ranks' terms of a sum (Partial) before the sum is asked for.
@@ -180,13 +189,19 @@ class PutBack:
         if node.target is same:
             node.replace_all_uses_with(node.all_input_nodes[0])
             return
+        if node.target is same_detached:
+            node.op, node.target = "call_method", "detach"
         inputs = node.all_input_nodes
         if not any(dtensors_in(example(a)) for a in inputs) and not self.rows & set(inputs):
             return  # its value is the one that is recorded
-        is_attention = node.target in (ops.attention_kl, softcapped_attention)
-        if is_attention or name_of(node) == "scaled_dot_product_attention":
-            raise Blocked("attention maps of DTensors; attention_kl takes DTensors as they are")
-        if node.target in OPERATORS:
+        if node.target is softcapped_attention:
+            raise Blocked("FlexAttention does not run on DTensors")
+        if node.target is ops.attention_kl:
+            self._share_attention(node)
+        elif name_of(node) == "scaled_dot_product_attention":
+            node.target = graph_calls.scaled_dot_product_attention
+            self._of_dtensors(node)
+        elif node.target in OPERATORS:
             self._call_together(node)
         elif self.rows & set(inputs):
             self._of_rows(node)
@@ -194,8 +209,6 @@ class PutBack:
             self._of_dtensors(node)
 
     def _call_together(self, node: fx.Node) -> None:
-        from torch_streamkl.distributed import graph_calls
-
         names = [argument.name for argument in linear_ops.linear_kl._schema.arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         own = [side for side in ("student", "teacher") if self._is_own(side, given)]
@@ -210,6 +223,18 @@ class PutBack:
         self.how[node.meta[SITE]] = (
             f"words shared by {count} ranks, one gather of row statistics" if count > 1 else ""
         )
+
+    def _share_attention(self, node: fx.Node) -> None:
+        node.target = graph_calls.attention_kl
+        self._of_dtensors(node)
+        value, *_ = dtensors_in(example(node))
+        shared = [
+            f"{name} shared by {value.device_mesh.size(dim)} ranks"
+            for dim, placement in enumerate(value.placements)
+            for own, name in enumerate(DIMENSIONS)
+            if placement.is_shard(own) and value.device_mesh.size(dim) > 1
+        ]
+        self.how[node.meta[SITE]] = " and ".join(shared)
 
     def _is_own(self, side: str, given: dict[str, Any]) -> bool:
         """Whether hidden states are plain, and what a rank multiplied its words by."""
@@ -253,8 +278,6 @@ class PutBack:
                     f"{source.name} is a plain tensor beside DTensors, and nothing says that "
                     "ranks have the same"
                 )
-            from torch_streamkl.distributed import graph_calls
-
             copies = self._insert_before(node, graph_calls.replicated_like, source, placed[0])
             node.replace_input_with(source, copies)
         self._record(node)
@@ -268,7 +291,8 @@ class PutBack:
         for source in placed:
             x = _dtensor(source)
             for dim, (have, now) in enumerate(zip(x.placements, made.placements, strict=True)):
-                if have.is_shard() and not now.is_shard() and x.device_mesh.size(dim) > 1:
+                is_lost = have.is_shard() and not (now.is_shard() or now.is_partial())
+                if is_lost and x.device_mesh.size(dim) > 1:
                     raise Blocked(
                         f"{name_of(node)} of a DTensor that is placed {x.placements} would "
                         "gather it"
@@ -338,4 +362,4 @@ def _reads_sizes(node: fx.Node) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return str(error).splitlines()[0][:600] if str(error) else type(error).__name__

@@ -51,19 +51,25 @@ def rewrite_sharded(
                 original=whole,
                 agree=agreed,
             )
+            fused = frozenset(s.node for s in report.sites if s.fused)
+            if not fused:
+                return graph, report
+            back = PutBack(gm.graph, whole, graph, fake_mode(gm.graph))
+            new: dict[str, str] = {}
             try:
-                back = PutBack(gm.graph, whole, graph, fake_mode(gm.graph))
                 back.run()
             except DoesNotFit as reason:
                 log.info("%s: %s", sorted(reason.sites), reason, exc_info=True)
-                fused = frozenset(s.node for s in report.sites if s.fused)
-                new = (reason.sites or fused) - unfit.keys() or fused - unfit.keys()
-                unfit |= dict.fromkeys(new, str(reason))
-                if not new:
+                names = (reason.sites or fused) - unfit.keys() or fused - unfit.keys()
+                if not names:
                     raise
-                continue
-            report.sites = [_with_ranks(site, back.how) for site in report.sites]
-            return graph, report
+                new = dict.fromkeys(names, str(reason))
+            new = agreement.refusals(["put back"], new)
+            if not new:
+                agreement.is_settled = True
+                report.sites = [_with_ranks(site, back.how) for site in report.sites]
+                return graph, report
+            unfit |= new
 
 
 def _calls(graph: fx.Graph) -> list[str]:

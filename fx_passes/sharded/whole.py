@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED, dtensors_in, is_d
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import same as same_size
-from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque, same
+from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensor,
     FakeTensorMode,
@@ -114,9 +114,10 @@ def _stand_in(node: fx.Node, recorded: Any, values: dict[fx.Node, Any]) -> Any:
         return _whole(recorded)  # the body of a checkpoint is rewritten as a graph of its own
     if _moves_data_only(node):
         (x,) = node.all_input_nodes[:1]
-        _replace(node, same, (x,))
+        loses_gradient = _needs_gradient(example(x)) and not _needs_gradient(recorded)
+        _replace(node, same_detached if loses_gradient else same, (x,))
         # what is plain has the memory that was recorded
-        return values[x] if is_dtensor(recorded) else recorded
+        return _run(node, values) if is_dtensor(recorded) else recorded
     if is_dtensor(recorded) and conversion(node) == "":
         try:
             made = _run(node, values)
@@ -132,6 +133,10 @@ def _stand_in(node: fx.Node, recorded: Any, values: dict[fx.Node, Any]) -> Any:
         return values[source][rest[0]]
     _replace(node, opaque, tuple(node.all_input_nodes))
     return _whole(recorded)
+
+
+def _needs_gradient(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _whole(value: Any) -> Any:
@@ -219,7 +224,23 @@ def _head_of_own_words(node: fx.Node) -> tuple[fx.Node, ...] | None:
         if not same_size(x.shape[0], made.shape[-1]):
             return None
         heads.append(whole)
-    return (hidden, *heads) if heads else None
+    return (_before_slices_of_all(hidden), *heads) if heads else None
+
+
+def _before_slices_of_all(x: fx.Node) -> fx.Node:
+    """The same numbers before ``x[:, slice(-0, None)]``, which the analysis does not see."""
+    while name_of(x) == "getitem" and isinstance(x.args[0], fx.Node):
+        source, index = x.args[0], x.args[1]
+        parts = index if isinstance(index, tuple) else (index,)
+        before, after = example(source), example(x)
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+            break
+        if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
+            break
+        if not all(same_size(a, b) for a, b in zip(before.shape, after.shape, strict=True)):
+            break
+        x = source
+    return x
 
 
 def _whole_of_own_part(part: Any) -> fx.Node | None:
@@ -231,7 +252,9 @@ def _whole_of_own_part(part: Any) -> fx.Node | None:
         return None
     gradients = arguments[1].get("grad_placements")
     x = example(whole)
-    given = is_dtensor(x) and (not x.requires_grad or gradients in (None, x.placements))
+    given = is_dtensor(x) and (
+        not x.requires_grad or gradients is None or tuple(gradients) == tuple(x.placements)
+    )
     return whole if given and not arguments[1].keys() - {"grad_placements"} else None
 
 

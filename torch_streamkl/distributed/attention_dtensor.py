@@ -34,12 +34,19 @@ def prepared(inputs: Inputs, settings: Settings) -> list[Any]:
             replicated = [Replicate()] * mesh.ndim
             given[name] = DTensor.from_local(x, mesh, replicated, run_check=False)
     if settings.layout == "bhnd":  # the operator's own checks see another layout
-        queries = [p == Shard(2) for p in given["student_q"].placements]
-        for name in sharding.KEYS:
-            x = given[name]
-            placements = [
-                Replicate() if shared and p == Shard(2) else p
-                for shared, p in zip(queries, x.placements, strict=True)
-            ]
-            given[name] = x.redistribute(placements=placements)
+        given = keys_everywhere(given)
     return list(given.values())
+
+
+def keys_everywhere(given: dict[str, Any]) -> dict[str, Any]:
+    """Keys that ranks share, as they share the queries, on every one of those ranks."""
+    queries = [p == Shard(2) for p in given["student_q"].placements]
+    gathered = {}
+    for name in sharding.KEYS:
+        x = given[name]
+        placements = [
+            Replicate() if shared and p == Shard(2) else p
+            for shared, p in zip(queries, x.placements, strict=True)
+        ]
+        gathered[name] = x.redistribute(placements=placements)
+    return {**given, **gathered}

@@ -1,19 +1,25 @@
 """What rewritten graphs call on DTensors in the place of the operators on whole tensors.
 
-Hidden states and heads are DTensors; rows come back whole, as plain tensors that every rank has,
-with the order of the operators' results. The gradient of a row is taken as each rank has it: what
-a rank does with whole logits, it does with whole rows. Hidden states of ``own_rows`` are plain:
-what a rank multiplies its words by, whatever the others have.
+Attention is shared as its queries are, and its rows are DTensors. Of LM heads, hidden states and
+weights are DTensors; rows come back whole, as plain tensors that every rank has. The gradient of a
+row is taken as each rank has it: what a rank does with whole logits, it does with whole rows.
+Hidden states of ``own_rows`` are plain: what a rank multiplies its words by, whatever the others
+have.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed import linear_ops as sharded_ops
+from torch_streamkl.distributed import sharding
+from torch_streamkl.distributed.attention_dtensor import keys_everywhere
 from torch_streamkl.distributed.linear_dtensor import local_hidden, local_words
 from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, words_dim_of
 from torch_streamkl.linear import ops as linear_ops
@@ -38,7 +44,12 @@ def linear_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     else:
         group = layout.group(layout.words_dim).group_name
         rows = sharded_ops.linear_kl_sharded(*tensors, **options, group_name=group)[:2]
-    return tuple(_whole(x, layout) for x in rows)
+    value, hard = rows
+    hidden = kwargs["student_hidden"] if "student_hidden" in kwargs else args[0]
+    num_tokens = hidden.shape[0]
+    if tensors[-1] is not None:  # else it is empty
+        hard = _whole(hard, num_tokens, layout)
+    return _whole(value, num_tokens, layout), hard
 
 
 def linear_kl_sum(
@@ -65,16 +76,81 @@ def linear_kl_sum(
     return sharded_ops.linear_kl_sharded_sum(*tensors, **options, group_name=group)[:3]
 
 
+def attention_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Value and statistics per row, as DTensors; raises where placements do not fit."""
+    given = {**dict(zip(sharding.ARGUMENTS, args, strict=False)), **kwargs}
+    for name in (*sharding.QUERIES, *sharding.KEYS):
+        if not isinstance(given[name], DTensor):
+            raise NotImplementedError(
+                f"{name} is a plain tensor beside DTensors, and nothing says that ranks have the "
+                "same"
+            )
+    made: tuple[Tensor, ...] = attention_ops.attention_kl(**keys_everywhere(given))
+    return made
+
+
+def scaled_dot_product_attention(
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    *,
+    attn_mask: DTensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DTensor:
+    """PyTorch's attention of this rank's batch and heads; raises where ranks share others."""
+    mesh, placements = q.device_mesh, q.placements
+    for name, x in (("keys", k), ("values", v)):
+        if not isinstance(x, DTensor) or x.device_mesh != mesh or x.placements != placements:
+            raise NotImplementedError(f"attention whose queries and {name} are not placed alike")
+    for dim, placement in enumerate(placements):
+        if type(placement) is Shard and placement.dim in (0, 1):
+            if any(x.shape[placement.dim] % mesh.size(dim) for x in (q, k, v)):
+                raise NotImplementedError("attention whose batch or heads are not shared evenly")
+        elif not placement.is_replicate():
+            raise NotImplementedError(f"attention whose queries are placed {placements}")
+    mask = None if attn_mask is None else _local_mask(attn_mask, placements)
+    out = F.scaled_dot_product_attention(
+        q.to_local(),
+        k.to_local(),
+        v.to_local(),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return DTensor.from_local(out, mesh, placements, run_check=False)
+
+
+def _local_mask(mask: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+    """What of a mask, which broadcasts to [batch, heads, ...], is for this rank's queries."""
+    wanted = list(placements)
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            own = placement.dim + mask.ndim - 4
+            is_whole = own < 0 or mask.shape[own] == 1
+            wanted[dim] = Replicate() if is_whole else Shard(own)
+        if mask.placements[dim] != wanted[dim] and not mask.placements[dim].is_replicate():
+            raise NotImplementedError(f"attention with a mask that is placed {mask.placements}")
+    return mask.redistribute(placements=wanted).to_local()
+
+
 def replicated_like(x: Tensor, like: DTensor) -> DTensor:
     """A constant, which is the same on every rank."""
     mesh = like.device_mesh
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def placed(x: DTensor, placements: list[int | str]) -> DTensor:
+    """A DTensor placed (`encoded`) otherwise; a sum is done."""
+    wanted = [Shard(p) if isinstance(p, int) else Replicate() for p in placements]
+    return x.redistribute(placements=wanted)
+
+
 def placed_like(x: Tensor, like: DTensor, placements: list[int | str]) -> DTensor:
     """What every rank has, placed (`encoded`) on the mesh of another DTensor; a sum is done."""
-    wanted = [Shard(p) if isinstance(p, int) else Replicate() for p in placements]
-    return replicated_like(x, like).redistribute(placements=wanted)
+    return placed(replicated_like(x, like), placements)
 
 
 def encoded(placements: tuple[Placement, ...]) -> list[int | str]:
@@ -86,7 +162,7 @@ def encoded(placements: tuple[Placement, ...]) -> list[int | str]:
     for p in placements:
         if type(p) is Shard:
             found.append(p.dim)
-        elif type(p) is Replicate or (type(p) is Partial and p.reduce_op == "sum"):
+        elif type(p) is Replicate or (type(p) is Partial and p.reduce_op in ("sum", "avg")):
             found.append("sum" if isinstance(p, Partial) else "copy")
         else:
             raise NotImplementedError(f"the placement {p}")
@@ -108,7 +184,8 @@ def _local(
     given = {name: options.pop(name, None) for name in _TENSORS}
     own = {f"{side}_hidden": given[f"{side}_hidden"] for side in options.pop("own_rows", ())}
     for name, x in own.items():  # plain: its gradient is this rank's
-        given[name] = replicated_like(x.detach(), given["student_weight"])
+        weight = given[name.replace("hidden", "weight")]
+        given[name] = replicated_like(x.detach(), weight)
     _check(given, options)
     dims = {words_dim_of(name, given[name]) for name in _PER_WORD if given[name] is not None}
     dims.discard(None)
@@ -165,9 +242,11 @@ def _everywhere(x: Tensor | None) -> Tensor | None:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _whole(rows: Tensor, layout: Layout) -> Tensor:
-    """The rows of all ranks, a few bytes each."""
-    if not layout.shared_rows or not rows.numel():
+def _whole(rows: Tensor, tokens: int, layout: Layout) -> Tensor:
+    """The rows of all ranks, a few bytes each; some may have fewer tokens, or none."""
+    if not layout.shared_rows:
         return rows
-    shared: DTensor = DTensor.from_local(rows, layout.mesh, layout.rows, run_check=False)
+    shared: DTensor = DTensor.from_local(
+        rows, layout.mesh, layout.rows, run_check=False, shape=torch.Size([tokens]), stride=(1,)
+    )
     return shared.full_tensor()
