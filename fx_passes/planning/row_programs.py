@@ -8,10 +8,8 @@ only some products have, and that are summed before the products meet, are those
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.row_elements import RowElements, is_row_level
@@ -34,9 +32,12 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.special_elements import check_readers_inside
 from torch_streamkl.rows import derive
-from torch_streamkl.rows.expressions import HeadsError
+from torch_streamkl.rows.expressions import FLOAT, HeadsError
 from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of
+
+
+HIDES = 64.0  # what is added to a score to hide its key is larger
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,8 @@ class _Planner:
                 return self._reduction(f)
         args = [self.nodes[a] for a in f.args]
         match f.op:
+            case "log":
+                return self._log(f, args[0])
             case "pow":
                 return graph.power(graph.as_float(args[0]), f.data)
             case "float":
@@ -360,6 +363,30 @@ class _Planner:
                 outside = graph.apply("and", graph.apply("not", condition), b)
                 return graph.apply("or", inside, outside)
         return graph.apply(f.op, *args)
+
+    def _log(self, f: Formula, x: int) -> int:
+        """The logarithm of a probability is what its score gives it, or -inf where it is masked.
+
+        A mask of finite numbers makes probabilities 0 as one of -inf does.
+        """
+        graph = self.tracer.graph
+        probability = graph.probability_in(x)
+        log = graph.apply("log", x)
+        if probability is None or not self._may_be_masked(graph[probability].args[0]):
+            return log
+        is_zero = graph.apply("eq", probability, graph.const(0.0))
+        return graph.apply("where", is_zero, graph.const(-math.inf), log)
+
+    def _may_be_masked(self, exponent: int) -> bool:
+        """Whether a number, or a tensor of keys, may hide some of the scores in an exponent."""
+        graph, stack = self.tracer.graph, [exponent]
+        for i in graph.used_by(stack):
+            node = graph[i]
+            if node.op == "const" and HIDES <= abs(node.value) < math.inf:
+                return True
+            if node.op == "capture" and node.dtype == FLOAT and node.by_key:
+                return True
+        return False
 
     def _linear(self, coefficients: Sequence[tuple[int, int]], constant: int) -> int:
         """Sum of coefficient * index + constant >= 0, without negative terms."""
@@ -456,7 +483,8 @@ def find_programs(
     ``handled`` are nodes that other operators compute already.
     """
     plans: list[RowPlan] = []
-    position = {n: i for i, n in enumerate(trace.graph.nodes)}
+    users_graph = region.nodes[0].graph
+    position = {n: i for i, n in enumerate(users_graph.nodes)}
     for root in find_roots(elements, trace, region):
         if root in handled:
             continue
@@ -519,10 +547,10 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
 
 
 def _joined(
-    plan: RowPlan, root: fx.Node, elements: RowElements, trace: Trace, position: Any
+    plan: RowPlan, root: fx.Node, elements: RowElements, trace: Trace, position: Mapping[fx.Node, int]
 ) -> RowPlan | None:
     """One program with another sum, where all that it reads is there before the first sum."""
-    first = min(position[o.inner] for o in plan.outputs)
+    first = min(position[o.node] for o in plan.outputs)
     formula = elements.placed[root].formula
     if not formula.dots & set(plan.dots):
         return None
@@ -535,7 +563,8 @@ def _joined(
         for f in leaves
         for n in ([f.data.lhs.node, f.data.rhs.node] if f.op == "dot" else [f.data[0]])
     ]
-    if any(position[n] > first for n in read):
+    # where they stand in the user's graph: leaves of a trace all stand in front of it
+    if any(n not in trace.outer or position[trace.outer[n]] > first for n in read):
         return None
     if any(o.inner in ancestors(n) for n in read for o in plan.outputs):
         return None

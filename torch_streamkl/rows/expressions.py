@@ -267,6 +267,16 @@ class Graph:
                     return self.nodes[node.args[i]].args[0], node.args[1 - i]
         return None
 
+    def probability_in(self, x: int) -> int | None:
+        """The exponential in a product or quotient whose logarithm is not that of a number."""
+        node = self.nodes[x]
+        if node.op == "exp":
+            return x
+        for a in node.args if node.op in ("mul", "mul0") else node.args[:1]:
+            if node.op in ("mul", "mul0", "div") and self.nodes[a].op == "exp":
+                return a
+        return None
+
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
         """Of two products with one exponential: the operation, it, and the other factors.
 
