@@ -39,7 +39,14 @@ from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, is_zero, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+    is_one,
+    is_zero,
+    same,
+    shape_of,
+)
 from torch_streamkl.rows.operations import MAX_POWER
 
 aten = torch.ops.aten
@@ -995,11 +1002,16 @@ def _cast(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 
 
 def is_filled(scores: Formula, least: float) -> bool:
-    """Whether a finite number of at least this size stands in place of scores, or is added."""
+    """Whether a finite number of at least this size stands in place of scores, or is added.
+
+    A tensor of rows and keys without a gradient may be a mask that is added.
+    """
     stack, seen = [scores], {scores}
     while stack:
         f = stack.pop()
         if f.op == "const" and least <= abs(f.data) < math.inf:
+            return True
+        if f.op == "capture" and not (f.is_bool or f.flows) and len(f.axes) > 1:
             return True
         if f.op not in ("reduce", *CONDITIONS):
             fresh = [a for a in f.args if a not in seen and not a.is_bool]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.row_elements import RowElements, is_row_level
@@ -35,7 +36,6 @@ from torch_streamkl.rows import derive
 from torch_streamkl.rows.expressions import FLOAT, HeadsError
 from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of
-
 
 HIDES = 64.0  # what is added to a score to hide its key is larger
 
@@ -350,7 +350,7 @@ class _Planner:
         args = [self.nodes[a] for a in f.args]
         match f.op:
             case "log":
-                return self._log(f, args[0])
+                return self._log(args[0])
             case "pow":
                 return graph.power(graph.as_float(args[0]), f.data)
             case "float":
@@ -364,18 +364,20 @@ class _Planner:
                 return graph.apply("or", inside, outside)
         return graph.apply(f.op, *args)
 
-    def _log(self, f: Formula, x: int) -> int:
+    def _log(self, x: int) -> int:
         """The logarithm of a probability is what its score gives it, or -inf where it is masked.
 
         A mask of finite numbers makes probabilities 0 as one of -inf does.
         """
         graph = self.tracer.graph
-        probability = graph.probability_in(x)
         log = graph.apply("log", x)
-        if probability is None or not self._may_be_masked(graph[probability].args[0]):
-            return log
-        is_zero = graph.apply("eq", probability, graph.const(0.0))
-        return graph.apply("where", is_zero, graph.const(-math.inf), log)
+        over, under = graph.exponentials_in(x)
+        for factors, limit in ((over, -math.inf), (under, math.inf)):
+            for factor in factors:
+                if self._may_be_masked(graph[factor].args[0]):
+                    is_zero = graph.apply("eq", factor, graph.const(0.0))
+                    log = graph.apply("where", is_zero, graph.const(limit), log)
+        return log
 
     def _may_be_masked(self, exponent: int) -> bool:
         """Whether a number, or a tensor of keys, may hide some of the scores in an exponent."""
@@ -547,7 +549,11 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
 
 
 def _joined(
-    plan: RowPlan, root: fx.Node, elements: RowElements, trace: Trace, position: Mapping[fx.Node, int]
+    plan: RowPlan,
+    root: fx.Node,
+    elements: RowElements,
+    trace: Trace,
+    position: Mapping[fx.Node, int],
 ) -> RowPlan | None:
     """One program with another sum, where all that it reads is there before the first sum."""
     first = min(position[o.node] for o in plan.outputs)

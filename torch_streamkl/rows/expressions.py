@@ -267,15 +267,15 @@ class Graph:
                     return self.nodes[node.args[i]].args[0], node.args[1 - i]
         return None
 
-    def probability_in(self, x: int) -> int | None:
-        """The exponential in a product or quotient whose logarithm is not that of a number."""
+    def exponentials_in(self, x: int) -> tuple[list[int], list[int]]:
+        """The exponentials that a product or quotient has as factors: above, and below."""
         node = self.nodes[x]
         if node.op == "exp":
-            return x
-        for a in node.args if node.op in ("mul", "mul0") else node.args[:1]:
-            if node.op in ("mul", "mul0", "div") and self.nodes[a].op == "exp":
-                return a
-        return None
+            return [x], []
+        if node.op not in ("mul", "mul0", "div"):
+            return [], []
+        (a, b), (c, d) = map(self.exponentials_in, node.args)
+        return (a + d, b + c) if node.op == "div" else (a + c, b + d)
 
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
         """Of two products with one exponential: the operation, it, and the other factors.
