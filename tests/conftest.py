@@ -14,7 +14,6 @@ from hypothesis import settings
 
 from tests.support import quick
 from torch_streamkl import checks
-from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.planning import small
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
@@ -69,12 +68,6 @@ def _fuse_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     # tests are of tiny shapes: those of the choice by size give the option
     monkeypatch.setattr(small, "LEAST_MIB", {})
     monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", {})
-
-
-@pytest.fixture(autouse=True)
-def _row_programs_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the option is off by default; whatever is left alone with it on is so without it
-    monkeypatch.setitem(backend.OPTIONS, "streamkl.row_programs", (True, False))
 
 
 @pytest.fixture(autouse=True)

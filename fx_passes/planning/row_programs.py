@@ -30,14 +30,12 @@ from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
-from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behind
+from torch_streamkl.fx_passes.planning.nan_readers import HIDES, Readers, readers_behind
 from torch_streamkl.fx_passes.planning.special_elements import check_readers_inside
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.expressions import FLOAT, HeadsError
 from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of
-
-HIDES = 64.0  # what is added to a score to hide its key is larger
 
 
 @dataclass(frozen=True)
