@@ -6,8 +6,9 @@
 ``ddp`` is a Llama pair's distillation where every process has a batch of its own; the other cases
 are those of `sharded_cases.py`. Loss and gradients of the first step are compared with those of
 the first provider on the same ranks. A row is the slowest rank's median step and the largest peak,
-and is written as soon as it is there. Nothing waits for a lost rank: collectives give up after a
-minute, and processes end when the time limit is over.
+and is written as soon as it is there. Steps of a shared problem are timed in bursts that follow
+each other without a wait, as in a training loop. Nothing waits for a lost rank: collectives give
+up after a minute, and processes end when the time limit is over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import datetime
 import faulthandler
 import json
+import math
 import os
 import statistics
 import sys
@@ -30,11 +32,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import machine, sharded_cases
-from bench.end_to_end import OBJECTIVES, PAIRS, PROVIDERS, build, forget_program, make_loss
+from bench.end_to_end import (
+    BURST_S,
+    OBJECTIVES,
+    PAIRS,
+    PROVIDERS,
+    build,
+    forget_program,
+    make_loss,
+)
 from bench.measure import host_seconds, peak_mib, release
 from bench.records import command_line
 
 UNTIMED_STEPS, STEPS = 2, 10  # the same number on every rank, or they would wait for each other
+FIRST_ROUNDS, ROUNDS = 2, 6  # of bursts
 COMPARED = ["eager", "inductor", "streamkl"]
 CASES = ("ddp", "vocabulary", "sequence", "layers")
 COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
@@ -173,29 +184,40 @@ def _shared(name: str, options: argparse.Namespace, device: torch.device, write:
                 "received_mib": case.received_mib.get(provider, 0.0),
                 "loss_difference": abs(float(loss) / expected[0] - 1.0),
                 "gradient_difference": difference(gradients, expected[1]),
-                "step_ms": statistics.median(_times({provider: step}, device, 3)[provider]),
+                "step_ms": statistics.median(
+                    _times({provider: step}, device, FIRST_ROUNDS)[provider]
+                ),
             }
             write(rows[provider])
             steps[provider] = step
             if not case.interleaves:
-                more = _times({provider: step}, device, STEPS)[provider]
+                more = _times({provider: step}, device, ROUNDS)[provider]
                 write(rows[provider] | {"step_ms": statistics.median(more)})
                 steps.clear()
                 del step
                 torch._dynamo.reset()
                 release(device)
-        for provider, times in _times(steps, device, STEPS).items():
+        for provider, times in _times(steps, device, ROUNDS).items():
             write(rows[provider] | {"step_ms": statistics.median(times)})
 
 
 def _times(steps: Any, device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every provider's steps, in turn."""
+    """Milliseconds of every provider's steps, in turn, each time of a burst of them."""
     times: dict[str, list[float]] = {name: [] for name in steps}
+    lengths = {name: _burst(step, device) for name, step in steps.items()}
     for _ in range(rounds):
         for name, step in steps.items():
             torch.distributed.barrier()
-            times[name].append(host_seconds(step, device) * 1e3)
+            times[name].append(host_seconds(step, device, lengths[name]) * 1e3)
     return times
+
+
+def _burst(step: Any, device: torch.device) -> int:
+    """How many steps take `BURST_S`, the same number on every rank."""
+    number = math.ceil(BURST_S / max(host_seconds(step, device), 1e-6))
+    numbers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(numbers, number)
+    return int(max(numbers))
 
 
 def difference(given: list[Tensor], expected: list[Tensor]) -> float:

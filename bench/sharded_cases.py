@@ -42,6 +42,12 @@ class Case:
 
 
 MIB = 2**20
+# Inductor's own passes that join collectives and move them away from who waits for them
+BUCKETED: dict[str, Any] = {
+    "bucket_all_gathers_fx": "all",
+    "bucket_reduce_scatters_fx": "all",
+    "reorder_for_compute_comm_overlap": True,
+}
 
 
 def vocabulary(mesh: DeviceMesh, device: torch.device) -> Case:
@@ -216,9 +222,12 @@ def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 65536) -> C
             ),
             "gather": step_of(shared("gather"), parts),
             "heads": step_of(shared("heads"), parts),
+            "ring": step_of(shared("ring"), parts),
         },
         {
             "gather": 3 * kv_heads * away,  # keys of both sides, the student's gradient
+            # keys of both sides twice, the student's gradient in float32 once around
+            "ring": 4 * kv_heads * away + kv_heads * num_rows * head_dim * 4 / MIB,
             "heads": 3 * (heads + kv_heads) * away / size,
         },
     )
@@ -248,10 +257,16 @@ def layers(mesh: DeviceMesh, device: torch.device, make_step: Callable[..., Any]
             if provider.startswith("traced"):
                 trace_fully_shard(module)
                 trace_fully_shard(teacher)  # the step does not hold it as a module
-                backend = provider.partition(", ")[2]
-                options = {"streamkl.strict": True} if backend == "streamkl" else None
+                backend, _, bucketed = provider.partition(", ")[2].partition(", ")
+                options: dict[str, Any] = (
+                    {"streamkl.strict": True} if backend == "streamkl" else {}
+                )
                 call = torch.compile(
-                    module, backend=backend, options=options, dynamic=False, fullgraph=True
+                    module,
+                    backend=backend,
+                    options=options | (BUCKETED if bucketed else {}),
+                    dynamic=False,
+                    fullgraph=True,
                 )
             generator = torch.Generator(device).manual_seed(mesh.get_local_rank())
             ids = torch.randint(pair.vocabulary, (1, context), device=device, generator=generator)
@@ -267,7 +282,12 @@ def layers(mesh: DeviceMesh, device: torch.device, make_step: Callable[..., Any]
 
         return made
 
-    names = ("FSDP2, compiled layers", "traced, streamkl", "traced, inductor")
+    names = (
+        "FSDP2, compiled layers",
+        "traced, streamkl",
+        "traced, streamkl, bucketed",
+        "traced, inductor",
+    )
     return Case(
         "layers", {"tokens of a rank": context}, {name: make(name) for name in names}, {}, False
     )

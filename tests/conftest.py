@@ -14,13 +14,13 @@ from hypothesis import settings
 
 from tests.support import quick
 from torch_streamkl import checks
-from torch_streamkl.fx_passes.planning import small
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
 settings.load_profile("streamkl")
 
 quick.guards_are_not_timed()
+quick.sites_are_fused_whatever_their_size()
 # what starts processes of its own takes longest
 FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_option")
 
@@ -61,13 +61,6 @@ def _seeded() -> None:
 def _nothing_is_recorded() -> None:
     """Launches that an earlier test had recorded would pass by what this one replaces."""
     checks._verdicts.clear()
-
-
-@pytest.fixture(autouse=True)
-def _fuse_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    # tests are of tiny shapes: those of the choice by size give the option
-    monkeypatch.setattr(small, "LEAST_MIB", {})
-    monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", {})
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ from torch_streamkl.divergences.functional import named
 from torch_streamkl.launches import launch
 
 pytestmark = quiet
+slow = pytest.mark.slow
 KL = named("forward_kl").text
 IMPLS = ("triton", "reference")
 
@@ -36,7 +37,13 @@ IMPLS = ("triton", "reference")
 @outside
 def test_in_the_interpreter() -> None:
     numerics = __file__.replace("triton_interpreted", "numerics")
-    run_interpreted(__file__, numerics, "-k", "not reference and not streaming")
+    run_interpreted(__file__, numerics, "-k", "not reference and not streaming", "-m", "not slow")
+
+
+@outside
+@slow
+def test_the_rest_in_the_interpreter() -> None:
+    run_interpreted(__file__, "-m", "slow")
 
 
 @inside
@@ -132,11 +139,11 @@ def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("head_mean", 32),
-        ("head_mean", 96),
+        pytest.param("head_mean", 32, marks=slow),
+        pytest.param("head_mean", 96, marks=slow),
         ("head_mean_groups", 96),
         ("head_mean_guards", 32),
-        ("head_mean_filled", 96),
+        pytest.param("head_mean_filled", 96, marks=slow),
     ],
 )
 def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ from tests.support.ranks import (
     outcomes,
     same_error,
 )
-from torch_streamkl import attention_kl
+from torch_streamkl import attention_kl, attention_kl_varlen
 from torch_streamkl.attention import ops
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
 
-BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 32, 16
+BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 36, 16  # divides into chunks of 2 and of 3 ranks
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +239,88 @@ def sequences_that_ranks_share(me: Rank) -> None:
     ):
         for balance in ("head_tail", None):
             _context_parallel(Problem(me, 2, **options), load_balance=balance)
+            if options.get("divergence") != "js":
+                _context_parallel(Problem(me, 2, **options), load_balance=balance, method="ring")
         if me.size == 2:  # heads of keys for every rank
             _context_parallel(Problem(me, 2, **options), method="heads")
+
+
+@on_ranks
+def keys_that_go_around(me: Rank) -> None:
+    """Divergences, windows of any size beside chunks, gradients of one side, grouped heads."""
+    for divergence in ("reverse_kl", "cross_entropy", "jeffreys"):
+        _context_parallel(Problem(me, 1, divergence=divergence, is_causal=True), method="ring")
+    for window in ((0, None), (3, None), (9, 1), (None, 12), (17, 17), (1, 0), (0, 0)):
+        for balance in ("head_tail", None):
+            _context_parallel(Problem(me, 2, window=window), method="ring", load_balance=balance)
+    # rows all of whose keys are beyond a length
+    lengths = torch.tensor([1, SEQLEN - 1], device=me.device)
+    _context_parallel(Problem(me, key_lengths=lengths, window=(2, 2)), method="ring")
+    truth = Problem(me, is_causal=True)
+    names = ("student_q", "student_k")
+    inputs = {
+        name: shard_sequence(x, me.mesh).requires_grad_(name in names)
+        for name, x in truth.tensors.items()
+    }
+    value = attention_kl_context_parallel(
+        **inputs, is_causal=True, mesh=me.mesh, method="ring", reduction="mean"
+    )
+    value.backward()
+    assert all((x.grad is not None) == (name in names) for name, x in inputs.items())
+
+
+@on_ranks
+def packed_sequences(me: Rank) -> None:
+    """Sequences that begin and end in chunks, at their bounds, and empty ones."""
+    offsets = torch.tensor([0, 5, 5, 16, 27, SEQLEN], device=me.device, dtype=torch.int32)
+    mine = {"cu_seqlens": offsets, "max_seqlen": 11, "mesh": me.mesh}
+    for options, methods in (
+        ({}, ("gather", "ring", "heads")),
+        ({"is_causal": True}, ("gather", "ring", "heads")),
+        ({"is_causal": True, "divergence": "js"}, ("gather", "heads")),
+        ({"is_causal": True, "window": (3, None)}, ("gather", "heads")),
+        ({"window": (3, 2)}, ("heads",)),
+    ):
+        torch.manual_seed(0)
+        problem = Problem(me, 2, **options)
+        tensors = {name: x[:1] for name, x in problem.tensors.items()}
+        weight = problem.grad[:1]
+        whole = [
+            _packed(tensors, weight, offsets, dtype, impl, options)
+            for dtype, impl in ((torch.float64, "reference"), (me.dtype, "auto"))
+        ]
+        for method in methods:
+            if method == "heads" and me.size != 2:
+                continue
+            for balance in ("head_tail", None):
+                how = {"load_balance": balance}
+                inputs = {
+                    name: shard_sequence(x, me.mesh, **how).requires_grad_()
+                    for name, x in tensors.items()
+                }
+                value = attention_kl_context_parallel(
+                    **inputs, **options, **mine, **how, method=method
+                )
+                (value * shard_sequence(weight, me.mesh, **how)).sum().backward()
+                results = {"value": value.detach(), **{k: x.grad for k, x in inputs.items()}}
+                for name, got in results.items():
+                    parts = [shard_sequence(x[name], me.mesh, **how) for x in whole]
+                    close(got, *parts, what=f"{name} {method} {balance} {options}")
+
+
+def _packed(
+    tensors: dict[str, Tensor], weight: Tensor, offsets: Tensor, dtype: Any, impl: str,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:  # fmt: skip
+    """Value and gradients of one process."""
+    inputs = {k: x.detach().to(dtype).requires_grad_() for k, x in tensors.items()}
+    value = attention_kl_varlen(
+        *(x[0].transpose(0, 1) for x in inputs.values()),
+        cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=11, max_seqlen_k=11,
+        impl=impl, **options,
+    )[None]  # fmt: skip
+    (value * weight).sum().backward()
+    return {"value": value.detach(), **{k: x.grad for k, x in inputs.items()}}
 
 
 @on_ranks
@@ -278,7 +358,11 @@ def context_parallel_collectives(me: Rank) -> None:
     for method, expected in (
         ("gather", {"all_gather": 2, "reduce_scatter": 2}),
         ("heads", {"all_to_all": 10}),  # four tensors and the values, and back
+        # keys of both sides as one, twice, and their gradients once more
+        ("ring", {"all_to_all": 3 * me.size - 2}),
     ):
+        if method == "heads" and me.size != 2:
+            continue
         with counted_collectives() as counts:
             value = attention_kl_context_parallel(
                 **inputs, **problem.options, mesh=me.mesh, method=method
@@ -289,7 +373,7 @@ def context_parallel_collectives(me: Rank) -> None:
 
 @on_ranks
 def context_parallel_compiled(me: Rank) -> None:
-    for method in ("gather", "heads"):
+    for method in ("gather", "heads", "ring"):
         torch._dynamo.reset()
         graphs: list[torch.fx.GraphModule] = []
         function = torch.compile(
@@ -313,17 +397,51 @@ def context_parallel_refusals(me: Rank) -> None:
 
     same_error(me, call(attn_mask=torch.ones(1)), "does not take attn_mask")
     same_error(me, call(cu_seqlens_q=torch.ones(1)), "does not take cu_seqlens_q")
-    same_error(me, call(method="ring"), "'gather', 'heads'")
+    same_error(me, call(method="tree"), "'gather', 'heads', 'ring'")
+    js = call(method="ring", divergence="js")
+    same_error(me, js, "linear in log-probabilities", "method='gather'")
+    sink = torch.zeros(HEADS, device=me.device)
+    same_error(me, call(method="ring", student_sink=sink), "does not take student_sink")
+    offsets = torch.tensor([0, SEQLEN], dtype=torch.int32, device=me.device)
+    packed = {"cu_seqlens": offsets, "max_seqlen": SEQLEN}
+    same_error(me, call(**packed), "batch size 1, got 2")
+    one = {name: x[:1] for name, x in inputs.items()}
+    same_error(me, call(one, **{**packed, "cu_seqlens": offsets.long()}), "cu_seqlens", "int")
+    same_error(me, call(one, cu_seqlens=offsets), "max_seqlen must be", "got 0")
+    same_error(me, call(one, **packed, window=(2, 2)), "method='heads' takes any")
+    windowed = call(one, **packed, is_causal=True, window=(2, None), method="ring")
+    same_error(me, windowed, "method='gather'")
+    same_error(
+        me, call(one, **{**packed, "max_seqlen": 30 + me.rank}), "max_seqlen", "30 (rank 0)"
+    )
     fewer = {name: x[:, :3] for name, x in inputs.items()}
     same_error(me, call(fewer, method="heads"), "multiple of 2 heads, got 3")
     odd = {name: x[:, :, :-1] for name, x in inputs.items()}
-    same_error(me, call(odd), "two chunks", "15 rows")
+    same_error(me, call(odd), "two chunks", "17 rows")
     same_error(me, call(odd if is_last else None, load_balance=None),
-               "number of rows", "16 (rank 0)", "15 (rank")  # fmt: skip
+               "number of rows", "18 (rank 0)", "17 (rank")  # fmt: skip
     same_error(me, call(is_causal=is_last), "is_causal", "False", "True")
     same_error(me, call({"student_q": inputs["student_q"][0]} if is_last else None),
                "student_q must have 4 dimensions")  # fmt: skip
     same_error(me, lambda: shard_sequence(torch.ones(1, 1, 7), me.mesh), "got length 7")
+
+
+ON_THREE_RANKS = [
+    "sequences_that_ranks_share",
+    "keys_that_go_around",
+    "packed_sequences",
+    "context_parallel_collectives",
+]
+
+
+@pytest.fixture(scope="module")
+def found_on_three() -> dict[str, list[str]]:
+    return outcomes([__name__], size=3, names=ON_THREE_RANKS)
+
+
+@pytest.mark.parametrize("name", ON_THREE_RANKS)
+def test_on_three_ranks(found_on_three: dict[str, list[str]], name: str) -> None:
+    assert_passed(found_on_three, name)
 
 
 @pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))

@@ -13,6 +13,7 @@ MODULES = [
     "tests.test_distributed_linear",
     "tests.test_distributed_attention",
     "tests.test_traced_fsdp",
+    "tests.test_rewritten_dtensors",
 ]
 NAMES = [name for module in MODULES for name in checks_of(importlib.import_module(module))]
 

@@ -175,7 +175,13 @@ def test_what_has_no_kernels_says_why() -> None:
 @outside
 @pytest.mark.parametrize(
     ("target", "head_dim"),
-    [("sm_80", 64), ("sm_80", 128), ("sm_90", 64), ("sm_90", 128), ("sm_86", 256)],
+    [
+        ("sm_80", 64),
+        pytest.param("sm_80", 128, marks=slow),
+        pytest.param("sm_90", 64, marks=slow),
+        ("sm_90", 128),
+        ("sm_86", 256),
+    ],
 )
 def test_compiles(target: str, head_dim: int) -> None:
     from torch_streamkl.rows.triton import launches as row_kernels

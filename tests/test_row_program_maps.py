@@ -146,8 +146,9 @@ def test_words(small_workspace: None) -> None:
 
 
 def _check(name: str, **options: Any) -> None:
-    truth = _run(name, torch.float64, "blocked", **options)
-    same = _run(name, torch.float32, "blocked", **options)
+    """Twice naive code's error: the blocked form's, which is less, is luck at rows that cancel."""
+    truth = _run(name, torch.float64, "reference", **options)
+    same = _run(name, torch.float32, "reference", **options)
     for i, (got, a, exact) in enumerate(
         zip(_run(name, torch.float32, "triton", **options), same, truth, strict=True)
     ):

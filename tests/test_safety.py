@@ -158,7 +158,10 @@ def test_more_nodes_than_are_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(compiled(*inputs), _naive(*inputs), rtol=0, atol=EXACT * 10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+)
 def test_attention_beside_the_loss_compiles(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import torch_streamkl
+from tests.support import quick
 from tests.support.distilled_step import HEADS, WIDTH, Step, gradients
 from tests.support.hard_programs import PROGRAMS, make_inputs
 from torch_streamkl.fx_passes import backend, ddp
@@ -334,6 +335,7 @@ def test_wrappers(one_process: None, wrapper: str, request: pytest.FixtureReques
 def _one_of_two(rank: int, folder: str, device: str) -> None:
     """Gradients of a rank's own batch, reduced over both ranks, compiled and not."""
     torch.set_num_threads(1)
+    quick.sites_are_fused_whatever_their_size()
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = FIRST_BUCKET
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     if device == "cuda":

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support import quick
 from torch_streamkl import inductor_options
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.planning import small
@@ -29,13 +30,16 @@ def tensors(seqlen: int = 32) -> list[Tensor]:
 
 
 def report_of(
-    function: Callable[..., Tensor] = loss, dynamic: bool = False, **options: Any
+    function: Callable[..., Tensor] = loss,
+    dynamic: bool = False,
+    seqlen: int = 32,
+    **options: Any,
 ) -> Report:
     torch._dynamo.reset()
     given = {f"streamkl.{name}": value for name, value in options.items()}
     given |= {"streamkl.inner": "eager", "streamkl.strict": True}
     compiled = torch.compile(function, backend="streamkl", dynamic=dynamic, options=given)
-    inputs = tensors()
+    inputs = tensors(seqlen)
     with collected() as report:
         value = compiled(*inputs)
     torch.testing.assert_close(value, function(*inputs))
@@ -47,6 +51,7 @@ def test_smaller_than_the_option_is_left_and_reported() -> None:
     assert [(site.fused, site.left) for site in report.sites] == [(False, "32 keys, 0.047 MiB")]
     assert report.num_unfused == 0  # strict
     assert "left to Inductor: 32 keys, 0.047 MiB" in str(report)
+    assert "streamkl.min_mib=0 fuses it" in str(report)
     assert "0 of 1 KL sites fused" in str(report)
 
 
@@ -57,6 +62,13 @@ def test_others_are_fused(least: float | None) -> None:
 
 def test_sizes_that_vary_are_fused() -> None:
     assert report_of(dynamic=True, min_mib=1e6).num_fused == 1
+
+
+@pytest.mark.parametrize(("seqlen", "is_fused"), [(32, False), (300, True)])
+def test_what_was_measured(seqlen: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a step of less than 4 MiB is slower with the operator."""
+    monkeypatch.setattr(small, "LEAST_MIB", quick.MEASURED_MIB)
+    assert report_of(seqlen=seqlen).num_fused == is_fused
 
 
 def test_without_the_option_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,10 @@ from torch_streamkl.fx_passes.planning.row_programs import RowPlan
 
 MIB = 2**20
 ELEMENT = 4  # bytes: scores are float32 before a softmax
-# of a site, in MiB, from which it is fused, by device: all are, until a device is measured
-LEAST_MIB = {"cuda": 0.0, "cpu": 0.0}
+# of a site, in MiB of both sides, from which it is fused, by device. A compiled step on a CPU took
+# 1.3 to 2.0 of Inductor's time below 1 MiB, 1.02 to 1.12 to 4 MiB, 0.90 to 0.97 from 6 MiB on, and
+# LM heads the same within a tenth (bench/notes/cpu_blocks.md).
+LEAST_MIB = {"cuda": 0.0, "cpu": 4.0}
 # of a map, from which attention that is left over becomes the fused one. On an H100, a BERT step
 # of 32 x 128 tokens (24 MiB a map) waits for the host, which a call of the fused attention takes
 # longer than three launches: 20.3 ms with it, 19.1 without. At 32 x 512 (384 MiB) it is needed.

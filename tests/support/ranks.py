@@ -2,7 +2,8 @@
 
 A file defines functions that take a `Rank` and are marked with ``@on_ranks``. `outcomes` starts
 the processes once, every process runs all of them in order, and a test looks at what became of one
-check on every rank.
+check on every rank. A check that does not end takes its processes with it, and new ones run the
+checks behind it. Processes print what they do (``pytest -s`` shows it).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import importlib
 import os
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +33,8 @@ from tests.support import quick
 from torch_streamkl.distributed import collectives
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective: nobody waits longer for a lost rank
-ALL_CHECKS_SECONDS = 300  # a process that still runs ends itself
+CHECK_SECONDS = 120  # a process that is still at one check ends itself
+MAX_STARTS = 5  # of new processes, after checks that did not end
 PASSED = ""
 
 
@@ -84,15 +87,37 @@ def checks_of(module: Any) -> dict[str, Check]:
     return {name: x for name, x in vars(module).items() if hasattr(x, "runs_on_ranks")}
 
 
-def outcomes(modules: list[str], device: str = "cpu", size: int = 2) -> dict[str, list[str]]:
-    """What became of each check on every rank: nothing, or the error."""
+def outcomes(
+    modules: list[str], device: str = "cpu", size: int = 2, names: list[str] | None = None
+) -> dict[str, list[str]]:
+    """What became of each check (or of these) on every rank: nothing, or the error."""
+    if names is None:
+        names = [name for module in modules for name in checks_of(importlib.import_module(module))]
+    found = {name: ["did not run"] * size for name in names}
+    left = list(names)
+    for _ in range(MAX_STARTS):
+        for name, results in _of_new_processes(modules, left, device, size).items():
+            found[name] = results
+            left.remove(name)
+        if not left:
+            break
+    return found
+
+
+def _of_new_processes(
+    modules: list[str], names: list[str], device: str, size: int
+) -> dict[str, list[str]]:
+    """Outcomes of the checks that were begun."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _process, (size, device, modules, folder), nprocs=size, start_method="spawn"
-        )
-        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
-    names = [name for module in modules for name in checks_of(importlib.import_module(module))]
-    return {name: [of_rank.get(name, "did not run") for of_rank in found] for name in names}
+        # a process that ended itself says so by what is missing
+        with contextlib.suppress(torch.multiprocessing.ProcessExitedException):
+            torch.multiprocessing.start_processes(
+                _process, (size, device, modules, names, folder), nprocs=size, start_method="spawn"
+            )
+        files = [Path(folder) / f"{rank}.pt" for rank in range(size)]
+        found = [torch.load(file) if file.exists() else {} for file in files]
+    begun = [name for name in names if any(name in of_rank for of_rank in found)]
+    return {name: [of_rank.get(name, "did not run") for of_rank in found] for name in begun}
 
 
 def assert_passed(found: dict[str, list[str]], name: str) -> None:
@@ -101,11 +126,13 @@ def assert_passed(found: dict[str, list[str]], name: str) -> None:
             pytest.fail(f"rank {rank}:\n{error}", pytrace=False)
 
 
-def _process(rank: int, size: int, device: str, modules: list[str], folder: str) -> None:
-    faulthandler.dump_traceback_later(ALL_CHECKS_SECONDS, exit=True)
+def _process(
+    rank: int, size: int, device: str, modules: list[str], names: list[str], folder: str
+) -> None:
     torch.set_num_threads(1)
     loaded = [importlib.import_module(module) for module in modules]
     quick.guards_are_not_timed()
+    quick.sites_are_fused_whatever_their_size()
     quick.what_stays_is_no_garbage()
     # NVLink multicast is not available in every container, and small messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -118,30 +145,37 @@ def _process(rank: int, size: int, device: str, modules: list[str], folder: str)
     store.set_timeout(TIMEOUT)
     found: dict[str, str] = {}
     starts, group_is_good = 0, False
-    for module in loaded:
-        for name, check in checks_of(module).items():
-            if not group_is_good:
-                _start_group(me, distributed.PrefixStore(f"group{starts}", store))
-                starts += 1
-            torch.manual_seed(0)
-            torch._dynamo.reset()
-            found[name] = "did not end"
+    for name, check in (pair for module in loaded for pair in checks_of(module).items()):
+        if name not in names:
+            continue
+        faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
+        if not group_is_good:
+            _start_group(me, distributed.PrefixStore(f"group{starts}", store))
+            starts += 1
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        found[name] = "did not end"
+        torch.save(found, f"{folder}/{rank}.pt")
+        start = time.monotonic()
+        try:
+            check(me)
+            found[name] = PASSED
+        except SystemExit:  # a check about a rank that goes without a word
+            found[name] = PASSED
             torch.save(found, f"{folder}/{rank}.pt")
-            try:
-                check(me)
-                found[name] = PASSED
-            except SystemExit:  # a check about a rank that goes without a word
-                found[name] = PASSED
-                torch.save(found, f"{folder}/{rank}.pt")
-                store.set(f"{name}/{rank}", "True")
-                os._exit(0)
-            except Exception:
-                found[name] = traceback.format_exc()
-                _end_group()  # the others must not wait
-            group_is_good = _all_passed(me, store, name, found[name] == PASSED)
-            if not group_is_good and found[name] == PASSED:
-                _end_group()
-    torch.save(found, f"{folder}/{rank}.pt")
+            store.set(f"{name}/{rank}", "True")
+            os._exit(0)
+        except Exception:
+            found[name] = traceback.format_exc()
+            _end_group()  # the others must not wait
+        torch.save(found, f"{folder}/{rank}.pt")
+        seconds = time.monotonic() - start
+        said = f"rank {rank}: {name} {seconds:.1f} s {found[name] or 'passed'}\n"
+        print(said, end="", flush=True)  # in one piece
+        group_is_good = _all_passed(me, store, name, found[name] == PASSED)
+        if not group_is_good and found[name] == PASSED:
+            _end_group()
+    faulthandler.cancel_dump_traceback_later()
     _end_group()
 
 

@@ -314,6 +314,11 @@ class Settings(NamedTuple):
     deterministic: bool = True
 
 
+def operator_call(inputs: Inputs, settings: Settings) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The operator's tensors and options for a call, checked."""
+    return _operands(inputs, settings), _checked_options(inputs, settings)
+
+
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
     plain = checks.is_plain(inputs)
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):

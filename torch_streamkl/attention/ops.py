@@ -231,7 +231,7 @@ def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
     return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim
 
 
-def _forward_flops(
+def forward_flops(
     student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
 ) -> int:
     """Two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
@@ -251,7 +251,7 @@ def backward_flops(
     return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
 
 
-register(_lib, "attention_kl", run_forward, _forward_fake, _forward_flops, run_compiled_forward)
+register(_lib, "attention_kl", run_forward, _forward_fake, forward_flops, run_compiled_forward)
 register(
     _lib,
     "attention_kl_backward",

@@ -1,0 +1,269 @@
+"""Attention maps of a shared sequence whose keys go around: nobody ever holds all of them.
+
+A rank computes its rows against the keys that it has, while these already travel to the next rank.
+After as many steps as there are ranks every row has met every key. What a step finds of a row is
+merged as the states of blocks of keys are (divergences/row_state.py): a call's statistics are such
+a state whose maxima are its log-sum-exps. In the backward the keys go around once more, and with
+them their gradients, in float32, which come home with the last step.
+
+Values of parts merge where the divergence is linear in log-probabilities. Any other needs the
+log-sum-exps of whole rows before its first term, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.distributed import collectives
+from torch_streamkl.distributed.sequence import HEAD_TAIL, chunks_of
+from torch_streamkl.divergences.functional import Bilinear, Functional
+from torch_streamkl.divergences.row_state import RowState, finish, merge
+from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of this rank and keys of another (or itself) of which some may be seen."""
+
+    rows: slice  # of this rank's rows
+    keys: slice  # of the rows of the rank whose keys they are
+    first_row: int  # their positions in the sequence
+    first_key: int
+    left: int | None  # bounds as `attention_kl` counts them, from the last row and key
+    right: int | None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A call: this rank's part as a problem (``cu_seqlens`` and lengths are of the sequence)."""
+
+    problem: AttentionProblem
+    impl: str
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+    group_name: str
+    is_head_tail: bool
+
+    def blocks(self, rank: int, owner: int, num_ranks: int) -> Iterator[Block]:
+        """What this rank computes with the keys of ``owner``."""
+        balance = HEAD_TAIL if self.is_head_tail else None
+        mine, theirs = (chunks_of(r, num_ranks, balance) for r in (rank, owner))
+        size = self.problem.seqlen_q // len(mine)
+        for i, chunk in enumerate(mine):
+            for j, other in enumerate(theirs):
+                block = _block(
+                    chunk * size,
+                    other * size,
+                    size,
+                    self.problem.window_left,
+                    self.problem.window_right,
+                )
+                if block is not None:
+                    yield replace(
+                        block, rows=_shifted(block.rows, i * size),
+                        keys=_shifted(block.keys, j * size),
+                    )  # fmt: skip
+
+    def call(self, block: Block, keys: tuple[Tensor, Tensor]) -> tuple[tuple[Any, ...], float]:
+        """Arguments of `attention_kl` for a block, and the unit of its log-sum-exps."""
+        p, rows = self.problem, block.rows
+        num_rows, num_keys = rows.stop - rows.start, block.keys.stop - block.keys.start
+        lengths = p.key_lengths
+        if lengths is not None:
+            lengths = (lengths - block.first_key).clamp(0, num_keys)
+        offsets: tuple[Tensor | None, Tensor | None] = (None, None)
+        longest = (0, 0)
+        if self.cu_seqlens is not None:
+            offsets = (
+                within(self.cu_seqlens, block.first_row, num_rows),
+                within(self.cu_seqlens, block.first_key, num_keys),
+            )
+            longest = (min(self.max_seqlen, num_rows), min(self.max_seqlen, num_keys))
+        tensors = (
+            p.student.q[:, :, rows], keys[0][:, :, block.keys],
+            p.teacher.q[:, :, rows], keys[1][:, :, block.keys],
+            *(None,) * 7, lengths, *offsets, None,
+        )  # fmt: skip
+        options = (
+            p.functional.text, p.student.scale, p.teacher.scale, p.student.softcap,
+            p.teacher.softcap, p.temperature, None, block.left, block.right, *longest, False,
+            self.impl, p.deterministic,
+        )  # fmt: skip
+        call = (*tensors, *options)
+        return call, LSE_UNIT[select_implementation(*ops.problem_of(*call))]
+
+
+def form_of(functional: Functional) -> Bilinear:
+    form = functional.bilinear
+    if form is None:
+        raise NotImplementedError(
+            "method='ring' merges values of blocks of keys, which takes a divergence that is "
+            f"linear in log-probabilities, got {functional.text}; method='gather' takes any"
+        )
+    return form
+
+
+def within(offsets: Tensor, first: int, size: int) -> Tensor:
+    """Offsets of packed sequences in a range of their positions; those outside are empty there."""
+    return offsets.clamp(first, first + size) - first
+
+
+def _shifted(x: slice, by: int) -> slice:
+    return slice(x.start + by, x.stop + by)
+
+
+def _block(row: int, key: int, size: int, left: int | None, right: int | None) -> Block | None:
+    """Of ``size`` rows and keys from these positions on, those that may see each other.
+
+    Bounds count from equal positions; in a block from its last row and key, and never below 0.
+    """
+    before = None if left is None else left - (row - key)
+    after = None if right is None else right + (row - key)
+    first, stop = 0, size
+    if after is not None:
+        first = max(0, -after)
+    if before is not None:
+        stop = min(size, size + before)
+    if first >= stop:
+        return None
+    first_key = 0 if before is None else max(0, first - before)
+    stop_key = size if after is None else min(size, stop + after)
+    if before is not None:
+        before += stop_key - stop
+        before = None if before >= stop_key - first_key - 1 else before
+    if after is not None:
+        after += stop - stop_key
+        after = None if after >= stop - first - 1 else after
+    rows, keys = slice(first, stop), slice(first_key, stop_key)
+    return Block(rows, keys, row + first, key + first_key, before, after)
+
+
+class _Circle:
+    """Tensors of a rank that go to the next, all of them as one."""
+
+    def __init__(self, tensors: list[Tensor], group_name: str) -> None:
+        group = collectives.resolve(group_name)
+        self.rank, self.size, self.group_name = group.rank(), group.size(), group_name
+        self.shapes = [x.shape for x in tensors]
+        self.flat = torch.cat([x.reshape(-1) for x in tensors])
+
+    def tensors(self) -> list[Tensor]:
+        """What is here now, as views."""
+        parts = self.flat.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def send(self) -> Tensor:
+        """To the next rank; what comes from the one before is on its way."""
+        send, receive = [0] * self.size, [0] * self.size
+        send[(self.rank + 1) % self.size] = receive[self.rank - 1] = self.flat.numel()
+        return collectives.all_to_all(self.flat, receive, send, self.group_name)
+
+    def receive(self, moving: Tensor) -> None:
+        self.flat = collectives.wait(moving)
+
+
+def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
+    """Values of this rank's rows and their statistics over all keys, in nats."""
+    problem, form = ring.problem, form_of(ring.problem.functional)
+    value, stats = RowStatistics.allocate(problem)
+    state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
+    circle = _Circle([problem.student.k, problem.teacher.k], ring.group_name)
+    for step in range(circle.size):
+        is_last = step + 1 == circle.size
+        moving = None if is_last else circle.send()
+        keys = (circle.tensors()[0], circle.tensors()[1])
+        owner = (circle.rank - step) % circle.size
+        for block in ring.blocks(circle.rank, owner, circle.size):
+            call, unit = ring.call(block, keys)
+            found = _state_of(RowStatistics(*ops.run_forward(*call)[1:]), unit, form)
+            of_rows = [x[:, :, block.rows] for x in state.tensors()]
+            for old, new in zip(of_rows, merge(RowState(*of_rows), found, form).tensors(),
+                                strict=True):  # fmt: skip
+                old.copy_(new)
+        if moving is not None:
+            circle.receive(moving)
+    sums = finish(state, form)
+    value.copy_(sums.value)
+    stats.student_lse.copy_(sums.student_lse)
+    stats.student_sum.copy_(sums.student_sum)
+    stats.teacher_lse.copy_(sums.teacher_lse)
+    stats.teacher_sum.copy_(sums.teacher_sum)
+    return value, stats
+
+
+def _state_of(stats: RowStatistics, unit: float, form: Bilinear) -> RowState:
+    """Statistics of a call as the state of its keys: what `finish` made of it, undone."""
+    lse_t, lse_s = stats.teacher_lse * unit, stats.student_lse * unit
+    mass_t, mass_s = ((x > -torch.inf).to(x.dtype) for x in (lse_t, lse_s))
+    a = stats.teacher_sum - (form.tt + form.t) * mass_t - form.st * mass_s
+    b = stats.student_sum - form.ts * mass_t - (form.ss + form.s) * mass_s
+    return RowState(lse_t, mass_t, lse_s, mass_s, a, b)
+
+
+def backward(
+    ring: Ring, grad: Tensor, stats: RowStatistics, wanted: list[bool]
+) -> list[Tensor | None]:
+    """This rank's gradients of q and k of both sides."""
+    problem = ring.problem
+    sides = (problem.student, problem.teacher)
+    d_queries = [
+        side.q.new_zeros(side.q.shape, dtype=problem.compute_dtype) if need else None
+        for side, need in zip(sides, wanted[::2], strict=True)
+    ]
+    circle = _Circle([side.k for side in sides], ring.group_name)
+    d_keys = _Circle(
+        [
+            side.k.new_zeros(side.k.shape if need else 0, dtype=problem.compute_dtype)
+            for side, need in zip(sides, wanted[1::2], strict=True)
+        ],
+        ring.group_name,
+    )
+    has_keys, goes_around = any(wanted[1::2]), circle.size > 1
+    moving_sums: Tensor | None = None
+    for step in range(circle.size):
+        is_last = step + 1 == circle.size
+        moving = None if is_last else circle.send()
+        keys = (circle.tensors()[0], circle.tensors()[1])
+        owner = (circle.rank - step) % circle.size
+        for block in ring.blocks(circle.rank, owner, circle.size):
+            call, unit = ring.call(block, keys)
+            of_student, of_teacher = (
+                _of_rows(x, block.rows, unit) for x in (stats.student, stats.teacher)
+            )
+            of_rows = grad[:, :, block.rows].contiguous()
+            found = ops.run_backward(of_rows, of_student, of_teacher, wanted, *call)
+            for total, part in zip(d_queries, found[::2], strict=True):
+                if total is not None:
+                    total[:, :, block.rows] += part
+            if moving_sums is not None:
+                d_keys.receive(moving_sums)
+                moving_sums = None
+            for total, part in zip(d_keys.tensors(), found[1::2], strict=True):
+                if total.numel():
+                    total[:, :, block.keys] += part
+        if moving is not None:
+            circle.receive(moving)
+        if has_keys and goes_around:
+            if moving_sums is not None:  # nothing was added
+                d_keys.receive(moving_sums)
+            moving_sums = d_keys.send()
+    if moving_sums is not None:
+        d_keys.receive(moving_sums)
+    given_keys = [x if need else None for x, need in
+                  zip(d_keys.tensors(), wanted[1::2], strict=True)]  # fmt: skip
+    found_all = (d_queries[0], given_keys[0], d_queries[1], given_keys[1])
+    dtype = problem.student.q.dtype
+    return [None if x is None else x.to(dtype, copy=True) for x in found_all]
+
+
+def _of_rows(stats: Tensor, rows: slice, unit: float) -> Tensor:
+    """Statistics of some rows as an implementation keeps them."""
+    lse, total = stats[..., rows]
+    return torch.stack([lse / unit, total])

@@ -1,0 +1,166 @@
+"""The operators behind ``attention_kl_context_parallel(..., method="ring")``.
+
+The collectives are inside: keys travel while those that are here are used. Forward and backward
+are operators of their own, as those of `attention_kl` are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.problem import RowStatistics
+from torch_streamkl.distributed import collectives, ring
+from torch_streamkl.distributed.ring import Ring
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
+    "Tensor? key_lengths=None, Tensor? cu_seqlens=None, str functional='(P*(logP-logS))', "
+    "float student_scale=1.0, float teacher_scale=1.0, float student_softcap=0.0, "
+    "float teacher_softcap=0.0, float temperature=1.0, SymInt? window_left=None, "
+    "SymInt? window_right=None, SymInt max_seqlen=0, str impl='auto', bool deterministic=True, "
+    "str group_name='', bool is_head_tail=True"
+)
+_NUM_TENSORS = 6
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_lib.define(
+    f"attention_kl_ring({_ARGUMENTS}) -> "
+    "(Tensor value, Tensor student_stats, Tensor teacher_stats)",
+    tags=_TAGS,
+)
+_lib.define(
+    "attention_kl_ring_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
+    f"bool[] wanted, {_ARGUMENTS})"
+    " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
+    tags=_TAGS,
+)
+attention_kl_ring = torch.ops.torch_streamkl.attention_kl_ring.default
+attention_kl_ring_backward = torch.ops.torch_streamkl.attention_kl_ring_backward.default
+
+
+def _ring_of(
+    student_q: Tensor,
+    student_k: Tensor,
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    functional: str = "(P*(logP-logS))",
+    student_scale: float = 1.0,
+    teacher_scale: float = 1.0,
+    student_softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    temperature: float = 1.0,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    max_seqlen: int = 0,
+    impl: str = "auto",
+    deterministic: bool = True,
+    group_name: str = "",
+    is_head_tail: bool = True,
+) -> Ring:
+    problem, _ = ops.problem_of(
+        student_q,
+        student_k,
+        teacher_q,
+        teacher_k,
+        key_lengths=key_lengths,
+        functional=functional,
+        student_scale=student_scale,
+        teacher_scale=teacher_scale,
+        student_softcap=student_softcap,
+        teacher_softcap=teacher_softcap,
+        temperature=temperature,
+        window_left=window_left,
+        window_right=window_right,
+        deterministic=deterministic,
+    )
+    return Ring(problem, impl, cu_seqlens, max_seqlen, group_name, is_head_tail)
+
+
+def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    value, stats = ring.forward(_ring_of(*args, **kwargs))
+    return value, stats.student, stats.teacher
+
+
+def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    value, stats = RowStatistics.allocate(_ring_of(*args, **kwargs).problem)
+    return value, stats.student, stats.teacher
+
+
+def _backward(
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    stats = RowStatistics(student_stats, teacher_stats)
+    grads = ring.backward(_ring_of(*args, **kwargs), grad, stats, wanted)
+    return tuple(x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
+
+
+def _backward_fake(
+    grad: Tensor,
+    student_stats: Tensor,
+    teacher_stats: Tensor,
+    wanted: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(
+        x.new_empty(x.shape if need else (0,)) for x, need in zip(args[:4], wanted, strict=True)
+    )
+
+
+def _group_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    names = [a.name for a in attention_kl_ring._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return collectives.resolve(given["group_name"]).size()
+
+
+def _forward_flops(q: Any, k: Any, t: Any, u: Any, *args: Any, **kwargs: Any) -> int:
+    return ops.forward_flops(q, k, t, u) * _group_size((q, k, t, u, *args), kwargs)
+
+
+def _backward_flops(*args: Any, **kwargs: Any) -> int:
+    return ops.backward_flops(*args[:8]) * _group_size(args[4:], kwargs)
+
+
+register(_lib, "attention_kl_ring", _forward, _forward_fake, _forward_flops)
+register(_lib, "attention_kl_ring_backward", _backward, _backward_fake, _backward_flops)
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:], *inputs[:_NUM_TENSORS])
+    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    wanted = list(ctx.needs_input_grad[:4])
+    num_inputs = _NUM_TENSORS + len(ctx.options)
+    if grad is None:
+        return (None,) * num_inputs
+    student_stats, teacher_stats, *tensors = ctx.saved_tensors
+    grads = attention_kl_ring_backward(
+        grad, student_stats, teacher_stats, wanted, *tensors, *ctx.options
+    )
+    given = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+    return (*given, *(None,) * (num_inputs - 4))
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::attention_kl_ring", _autograd, setup_context=_setup_context, lib=_lib
+)
+register_no_double_backward(_lib, "attention_kl_ring")
