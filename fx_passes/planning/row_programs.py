@@ -31,7 +31,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 from torch_streamkl.fx_passes.planning.nan_readers import HIDES, Readers, readers_behind
-from torch_streamkl.fx_passes.planning.special_elements import check_readers_inside
+from torch_streamkl.fx_passes.planning.special_elements import UnderflowRead, check_readers_inside
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.expressions import FLOAT, HeadsError
 from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
@@ -239,20 +239,18 @@ class _Planner:
             for c in self.captured.values()
         )
         dot_heads = tuple(numbers[h] for h in groups.heads)
-        self.tracer = Tracer(dot_heads, declared, Keys(), {})
-        self.nodes: dict[Formula, int] = {}
         try:
-            used = {a for f in self.formulas for a in f.args}
-            for f in self.formulas:
-                if f in used:
-                    self.nodes[f] = self._node(f)
-            outputs = [self.tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
-            check_readers_inside(self.formulas, self.nodes, self.tracer.graph)
+            outputs = self._traced(Tracer(dot_heads, declared, Keys(), {}), False)
+        except UnderflowRead:
+            if not all(self._has_enough_digits(dot) for dot in self.dots):
+                raise
+            outputs = self._traced(Tracer(dot_heads, declared, Keys(), {}), True)
+        try:
             different = list(dict.fromkeys(outputs))  # two sums may be one reduction
             program = self.tracer.program(different)
             derive.forward_plan(program, True)
             backward = derive.backward_plan(program)
-        except (HeadsError, derive.HeadJacobianError, ValueError) as reason:
+        except (derive.HeadJacobianError, ValueError) as reason:
             raise Blocked(str(reason)) from reason
         flows: frozenset[object] = frozenset().union(*(r.flows for r in self.roots))
         for dot, x in zip(self.dots, backward.dots, strict=True):
@@ -278,6 +276,27 @@ class _Planner:
             tuple(Output(r, trace.outer[r], self.elements.placed[r]) for r in roots),
             self.elements,
         )
+
+    def _traced(self, tracer: Tracer, are_exact: bool) -> list[int]:
+        """The reductions that the sums are; with ``are_exact`` log 0 is -inf, as in eager code."""
+        self.tracer, self.nodes = tracer, dict[Formula, int]()
+        self.logarithms_are_exact = are_exact
+        used = {a for f in self.formulas for a in f.args}
+        try:
+            for f in self.formulas:
+                if f in used:
+                    self.nodes[f] = self._node(f)
+            outputs = [tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
+        except (HeadsError, ValueError) as reason:
+            raise Blocked(str(reason)) from reason
+        check_readers_inside(
+            self.formulas, self.nodes, tracer.graph, logarithms_are_exact=are_exact
+        )
+        return outputs
+
+    def _has_enough_digits(self, dot: Dot) -> bool:
+        """Whether probabilities of eager code underflow where those of the program do."""
+        return all(_value(ref.node).dtype.itemsize >= 4 for ref in (dot.lhs, dot.rhs))
 
     def _check_maxima(self) -> None:
         """A maximum is a constant of a program: its gradient has to be cut."""
@@ -372,7 +391,7 @@ class _Planner:
         over, under = graph.exponentials_in(x)
         for factors, limit in ((over, -math.inf), (under, math.inf)):
             for factor in factors:
-                if self._may_be_masked(graph[factor].args[0]):
+                if self.logarithms_are_exact or self._may_be_masked(graph[factor].args[0]):
                     is_zero = graph.apply("eq", factor, graph.const(0.0))
                     log = graph.apply("where", is_zero, graph.const(limit), log)
         return log

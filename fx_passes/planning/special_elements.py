@@ -39,13 +39,22 @@ SMALLEST = {torch.float16: -16.0}
 SMALLEST_OF_OTHERS = -103.0
 
 
+class UnderflowRead(Blocked):
+    """An operation reads the logarithm of a probability that may underflow."""
+
+
 def check_readers_inside(
-    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph
+    formulas: Sequence[Formula],
+    nodes: Mapping[Formula, int],
+    graph: Graph,
+    *,
+    logarithms_are_exact: bool,
 ) -> None:
     """Blocked where an operation on elements would see another number than in eager."""
     _check_comparisons(formulas, nodes, graph)
     _check_maxima(formulas, nodes, graph)
-    _check_logarithms(formulas, nodes, graph)
+    if not logarithms_are_exact:
+        _check_logarithms(formulas, nodes, graph)
     _check_powers(formulas, nodes, graph)
 
 
@@ -85,12 +94,12 @@ def _check_logarithms(
         asks = f.op in COMPARISONS or f.op in BOUNDS
         for a, b in (f.args, f.args[::-1]) if asks else ():
             if a in behind and not (a in logs and _constant(b) >= _smallest(a)):
-                raise Blocked(f"{f.op} of {UNDERFLOWN}")
+                raise UnderflowRead(f"{f.op} of {UNDERFLOWN}")
         if _is_inverse(f) and f.args[-1] in behind:
-            raise Blocked(f"the inverse of {UNDERFLOWN}")
+            raise UnderflowRead(f"the inverse of {UNDERFLOWN}")
         if f.op in SATURATING or _is_logsumexp(f):
             if f.args[0] in scaled:
-                raise Blocked(f"{f.op} of {UNDERFLOWN}")
+                raise UnderflowRead(f"{f.op} of {UNDERFLOWN}")
         elif (f.op == "log" and f.args[0] in nodes and graph[nodes[f.args[0]]].op == "exp") or (
             f.op == "detach" and f.args[0] in logs
         ):
