@@ -832,6 +832,27 @@ def _norm(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     return total if order == 1 else self.combined("norm", total)
 
 
+@rule(aten.cosine_similarity.default)
+def _cosine_similarity(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    """Norms are bounded from below without a gradient: it flows as if they were not."""
+    shape = tuple(shape_of(a["x1"]))
+    if len(shape) != len(shape_of(a["x2"])) or not all(map(same, shape, shape_of(a["x2"]))):
+        raise Blocked("cosine_similarity of tensors of two shapes")
+    if a["x1"].meta["val"].dtype != a["x2"].meta["val"].dtype:
+        raise Blocked("cosine_similarity of tensors of two types")
+    dim = a.get("dim", 1) % len(shape)
+    units = []
+    for name in ("x1", "x2"):
+        x = self.operand(a[name])
+        squares = replace(self.combined("mul", x, x), shape=shape)
+        norm = self.combined("norm", self.reduced("sum", squares, [dim], True))
+        bounded = self.combined("clamp_min", norm, self._number(a.get("eps", 1e-8)))
+        missing = _without_gradient(self, self.combined("sub", bounded, norm))
+        units.append(self.combined("div", x, self.combined("add", norm, missing)))
+    values = replace(self.combined("mul", *units), shape=shape)
+    return self.reduced("sum", values, [dim], False)
+
+
 def _total(self: RowElements, node: fx.Node, x: Placed, shape: Any, reduction: int) -> Placed:
     """The reduction that a loss of torch ends with."""
     how = REDUCTIONS[reduction]
@@ -982,7 +1003,10 @@ def _same(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 
 @rule(aten.detach.default)
 def _detach(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
-    x = self.operand(a["self"])
+    return _without_gradient(self, self.operand(a["self"]))
+
+
+def _without_gradient(self: RowElements, x: Placed) -> Placed:
     formula = replace(self.formula("detach", x.formula), flows=frozenset())
     return replace(x, formula=formula) if x.formula.flows else x
 

@@ -31,7 +31,11 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 from torch_streamkl.fx_passes.planning.nan_readers import HIDES, Readers, readers_behind
-from torch_streamkl.fx_passes.planning.special_elements import UnderflowRead, check_readers_inside
+from torch_streamkl.fx_passes.planning.special_elements import (
+    UnderflowRead,
+    check_readers_inside,
+    is_as_special,
+)
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.expressions import FLOAT, HeadsError
 from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
@@ -556,11 +560,11 @@ def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
 def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
     """Blocked where code behind the sums makes numbers of NaN and infinity.
 
-    A sum may be infinite where naive code is NaN, by masks, logarithms, powers, quotients, or
-    scores that overflow: which of them is not told apart.
+    A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
+    which of them is not told apart.
     """
     found = readers_behind([o.node for o in plan.outputs], outside)
-    if found.special or found.infinite:
+    if (found.special or found.infinite) and not is_as_special(plan.program, plan.sums):
         name = min(found.special or found.infinite)
         raise Blocked(f"{name} reads the sum, and eager has NaN or infinity where it has a value")
 
