@@ -168,3 +168,37 @@ def test_heads_that_are_multiplied(size: float, temperature: float) -> None:
         return (x.softmax(-1) * w).square().sum(-1) + student(r, s).softmax(-1).mean(1)[..., 0]
 
     judge(step, tensors("w", size=size))
+
+
+# ------------------------------------------------------ gradients that are none
+def test_a_captured_scale_behind_a_detached_softmax() -> None:
+    def step(q, k, r, s, w, keep):
+        scale = w.abs().sum() + 0.1
+        return (student(q, k) / scale).softmax(-1).detach().mul(keep).sum(-1)
+
+    judge(step, tensors("w"))
+
+
+def test_a_contraction_over_one_head_is_no_product_of_operands() -> None:
+    def step(q, k, r, s, w, keep):
+        scores = torch.einsum("bhnm,h->bnm", student(q[:, :1], k[:, :1]), w[:1])
+        return (scores.softmax(-1) * student(r, s).mean(1) * w).sum(-1)
+
+    judge(step, tensors("qkw"))
+
+
+def test_a_teacher_that_learns_from_nothing() -> None:
+    """The divergence is detached: cross-entropy beside it must not give its teacher zeros."""
+    make = torch.Generator().manual_seed(0)
+    h, w, r, u = (
+        torch.randn(s, generator=make, dtype=torch.float64).requires_grad_(i != 1)
+        for i, s in enumerate([(5, 4), (12, 4), (5, 3), (12, 3)])
+    )
+    labels = torch.randint(0, 12, (5,), generator=make)
+
+    def step(h, w, r, u, y):
+        s = h @ w.T
+        kl = F.kl_div(s.log_softmax(-1), (r @ u.T).softmax(-1), reduction="batchmean")
+        return kl.detach() * F.cross_entropy(s, y)
+
+    judge(step, [h, w, r, u, labels], 1)

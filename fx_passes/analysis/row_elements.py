@@ -24,6 +24,7 @@ from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.analysis.rules.views import RESHAPES
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, Linear, Opaque
 from torch_streamkl.fx_passes.domain.row_elements import (
     Axes,
@@ -148,6 +149,8 @@ class RowElements:
         shape = shape_of(node)
         if not all(isinstance(step, (Scale, Bias)) for step in key.steps):
             raise Blocked("a product that something else is added to")
+        if not all(_is_contracted(ref.layout) for ref in (key.lhs, key.rhs)):
+            raise Blocked("a product that sums nothing")
         dims = self.axes.of_shape(shape)
         dot = Dot(key.lhs, key.rhs, dims)
         self.products[dot] = node
@@ -492,6 +495,10 @@ class RowElements:
 # numbers whose float64 has no digits left for a logarithm of counts, as tests compare them
 ROUNDED = 1e3
 CONDITIONS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
+
+
+def _is_contracted(layout: Layout) -> bool:
+    return any(piece.axis < 0 for dim in layout for piece in dim)
 
 
 def _is_dot(node: fx.Node) -> bool:

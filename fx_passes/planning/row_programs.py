@@ -261,7 +261,7 @@ class _Planner:
             if (x is not None) != any((dot, side) in flows for side in ("lhs", "rhs")):
                 raise Blocked("the gradient of the scores is a constant")
         for captured, x in zip(self.captured.values(), backward.captures, strict=True):
-            if x is None and captured.flows:
+            if x is None and captured.flows and captured.node in flows:
                 raise Blocked("the gradient of a tensor that meets the scores is a constant")
         graph = self.tracer.graph
         head_axes = {number: heads for heads, number in numbers.items()}
