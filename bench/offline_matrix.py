@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -23,46 +22,25 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from tqdm import tqdm
 
-from bench.offline import TARGETS, Launch, compile_launch, record_launches
+from bench.offline import TARGETS, compile_launch
+from bench.offline_cells import (
+    DTYPES,
+    HEAD_DIMS,
+    HOPPER_VARIANTS,
+    WORK,
+    Cell,
+    cells,
+    kernels_of,
+    tiles_of,
+    twin,
+)
 from bench.table import markdown_lines
-from torch_streamkl.attention.blocked import Wanted
-from torch_streamkl.attention.ops import problem_of
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
-from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights
-from torch_streamkl.linear.problem import Wanted as OfHeads
-from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.tensors import Inputs, keys_of, normalised
-from torch_streamkl.rows.trace import Tracer, trace
 
 RECORD = Path("docs/gpus.csv")
 DOCUMENT = Path("docs/gpus.md")
-HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-}
-VARIANTS = ("plain", "clamped", "js", "masks")
-# a head-averaged teacher has kernels of its own; few queries split keys over programs; LM heads,
-# whole and as shards of the vocabulary, have rows of words instead of a head_dim
-WORK = ("attention", "teacher", "few queries", "head mean", "hopper", "LM head", "row program")
-
-
-@dataclass(frozen=True, order=True)
-class Cell:
-    """What is compiled together."""
-
-    target: str
-    work: str
-    dtype: str
-    head_dim: int
-    variant: str
 
 
 @dataclass(frozen=True, order=True)
@@ -94,195 +72,6 @@ class Row:
         return astuple(self)[:10]
 
 
-def can_run(cell: Cell) -> bool:
-    """Whether our kernels take the cell's dtype on the target."""
-    no_units = cell.dtype == "tf32" or (cell.dtype == "bf16" and cell.work != "LM head")
-    if cell.target == "sm_75" and (no_units or (cell.dtype == "fp16" and cell.head_dim > 128)):
-        return False  # the blocked implementation runs it
-    if cell.work == "hopper":
-        plain = cell.variant in ("plain", "clamped")
-        return (
-            cell.target == "sm_90"
-            and cell.dtype in ("bf16", "fp16")
-            and cell.head_dim in (64, 128)
-            and plain
-        )
-    if cell.work == "LM head":
-        return cell.dtype != "tf32" and cell.head_dim == 0
-    if cell.work == "row program" and cell.variant in ("clamped", "js"):
-        return False
-    return cell.head_dim > 0 and (cell.work != "few queries" or cell.variant in ("plain", "js"))
-
-
-def problem(cell: Cell) -> AttentionProblem:
-    """A causal problem of 32 query heads and 8 key heads (32 averaged ones for "head mean")."""
-    few = cell.work == "few queries"
-    seqlen_q, seqlen_k = (1, 8192) if few else (1024, 1024)
-    head_mean = cell.work == "head mean"
-
-    def empty(*shape: int, dtype: torch.dtype = DTYPES[cell.dtype]) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-
-    heads = (1, 1, 32, 8) if head_mean else (32, 8, 32, 8)
-    q, k, teacher_q, teacher_k = (
-        empty(1, h, n, cell.head_dim) for h, n in zip(heads, (seqlen_q, seqlen_k) * 2, strict=True)
-    )
-    options: dict[str, Any] = {}
-    if cell.variant == "masks":
-        options["mask"] = empty(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
-        options |= {"student_softcap": 30.0, "teacher_softcap": 30.0}
-        options["student_bias"] = empty(1, q.shape[1], seqlen_q, seqlen_k, dtype=torch.float32)
-        options["teacher_bias"] = empty(
-            1, teacher_q.shape[1], seqlen_q, seqlen_k, dtype=torch.float32
-        )
-    scale = cell.head_dim**-0.5
-    return problem_of(
-        q, k, teacher_q, teacher_k, functional=functional(cell), student_scale=scale,
-        teacher_scale=scale, window_right=0, head_mean=head_mean, **options,
-    )[0]  # fmt: skip
-
-
-def functional(cell: Cell) -> str:
-    """The divergence of a variant."""
-    if cell.variant == "clamped":
-        return named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
-    return named("js").text if cell.variant == "js" else DIVERGENCES["forward_kl"]
-
-
-def lm_head(cell: Cell) -> LinearProblem:
-    """Rows of 152,064 words; with "masks" also labels, a temperature, biases and softcaps."""
-    tokens, words, more = 512, 152064, cell.variant == "masks"
-
-    def head(width: int) -> Head:
-        hidden, weight = (
-            torch.empty(n, width, dtype=DTYPES[cell.dtype], device="cuda") for n in (tokens, words)
-        )
-        bias = torch.empty(words, device="cuda") if more else None
-        return Head(hidden, weight, bias, softcap=30.0 if more else 0.0)
-
-    labels = torch.empty(tokens, dtype=torch.int64, device="cuda") if more else None
-    temperature = 2.0 if more else 1.0
-    kl = Functional.of(functional(cell))
-    return LinearProblem(head(3584), head(5120), kl, temperature, labels)
-
-
-def _launch_lm_head(cell: Cell) -> None:
-    from torch_streamkl.linear.triton import launches as row_kernels
-    from torch_streamkl.linear.triton import shards as shard_kernels
-
-    p = lm_head(cell)
-    logits = [torch.empty(512, 152064, dtype=DTYPES[cell.dtype], device="cuda") for _ in range(2)]
-    each = torch.empty(512, device="cuda")
-    weights = RowWeights(each, None if p.labels is None else each)
-    out, both = RowValues.allocate(p), OfHeads(student_hidden=True, student_weight=True)
-    row_kernels.values(p, *logits, out)
-    row_kernels.values_and_gradient(p, *logits, out, weights, both)
-    row_kernels.gradient(p, *logits, out, weights, both)
-    if p.functional.bilinear is not None:
-        shard_kernels.state(p, *logits, torch.empty(8, 512, device="cuda"))
-        shard_kernels.merged(p, torch.empty(4, 8, 512, device="cuda"), 152064, out)
-    else:
-        shard_kernels.sums(p, *logits, out, torch.empty(3, 512, device="cuda"))
-
-
-def _launch_row_program(cell: Cell) -> None:
-    """KL weighted by key; with "masks" also a dense mask and a dense bias."""
-    from torch_streamkl.rows.triton import launches as row_programs
-
-    def weighted(e: Any) -> Any:
-        scores = torch.where(e.hidden, -torch.inf, e.t + e.bias) if more else e.t
-        p = scores.softmax("key") * e.weight
-        return (p * (p.log() - e.s.log_softmax("key"))).sum("key")
-
-    more = cell.variant == "masks"
-    shapes = ((1, 32, 1024, cell.head_dim), (1, 8, 1024, cell.head_dim))
-    q, k = (torch.empty(shape, dtype=DTYPES[cell.dtype], device="cuda") for shape in shapes)
-    dense = {"hidden": torch.bool, "bias": torch.float32} if more else {}
-    pairs = {n: torch.empty(1, 1, 1024, 1024, dtype=t, device="cuda") for n, t in dense.items()}
-    keys = {"weight": torch.empty(1, 1, 1024, device="cuda")}
-    given = normalised(Inputs({"s": (q, k), "t": (q, k)}, {}, keys, pairs, {}, None, None))
-    tracer = Tracer(
-        given.dot_heads, given.captures, keys_of(given, True, (None, None)), given.num_heads
-    )
-    program = trace(weighted, given.dot_names, given.capture_names, tracer).program
-    p = RowProblem.of(program.text, given.tensors)
-    result = row_programs.forward(p, True)
-    grads = [torch.empty(1, 32, 1024, device="cuda") for _ in program.outputs]
-    row_programs.backward(p, result, grads, [True] * 4 + [False] * len(given.captures))
-
-
-def launches_of(cell: Cell) -> list[Launch]:
-    """What our launchers would run, the choice of tiles included."""
-    from torch_streamkl.attention.hopper import launches as hopper
-    from torch_streamkl.attention.triton import head_mean_launches
-    from torch_streamkl.attention.triton import launches as portable
-
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if cell.dtype == "tf32" else "highest")
-    try:
-        with record_launches(cell.target) as launches:
-            if cell.work == "LM head":
-                _launch_lm_head(cell)
-                return launches
-            if cell.work == "row program":
-                _launch_row_program(cell)
-                return launches
-            p = problem(cell)
-            _, stats = RowStatistics.allocate(p)
-            grad = torch.empty(p.student.q.shape[:3], device="cuda")
-            of_student = Wanted(True, True, False, False)
-            match cell.work:
-                case "attention":
-                    portable.forward(p)
-                    portable.backward(p, stats, grad, of_student)
-                case "teacher":
-                    portable.backward(p, stats, grad, Wanted(False, False, True, True))
-                case "few queries":
-                    portable.forward(p)
-                case "head mean":
-                    head_mean_launches.forward(p)
-                    head_mean_launches.backward(p, stats, grad, Wanted(True, True, True, True))
-                case "hopper":
-                    hopper.forward(p)
-                    hopper.backward(p, stats, grad, of_student)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    return launches
-
-
-def name_of(launch: Launch) -> str:
-    """The kernel, whose side it is of where it takes either, what it writes of rows of logits."""
-    student, config = launch.args.get("STUDENT"), launch.args.get("CONFIG")
-    name = launch.kernel.__name__.removesuffix("_kernel")
-    if name == "row":
-        parts = {"values": config.VALUES, "gradient": config.S_GRAD}  # type: ignore[union-attr]
-        return " ".join([name, *(part for part, is_there in parts.items() if is_there)])
-    return name if student is None else f"{name} {'student' if student else 'teacher'}"
-
-
-def tiles_of(launch: Launch) -> tuple[int, int, int, int]:
-    """Rows and keys of a tile, warps and stages; 0 where a kernel has none."""
-    config, options = launch.args.get("CONFIG"), launch.options
-    blocks = (getattr(config, name, launch.args.get(name, 0)) for name in ("BLOCK_M", "BLOCK_N"))
-    return (*blocks, options["num_warps"], options.get("num_stages", 0))
-
-
-def kernels_of(cell: Cell) -> dict[str, Launch]:
-    """The different kernels of a cell by name; what has one name twice has numbers."""
-    found: dict[str, Launch] = {}
-    for launch in launches_of(cell):
-        name = name_of(launch)
-        alike = [x for n, x in found.items() if n.rstrip(" 23456789") == name]
-        if not any(_constants(x) == _constants(launch) for x in alike):
-            found[f"{name} {len(alike) + 1}" if alike else name] = launch
-    return found
-
-
-def _constants(launch: Launch) -> tuple[Any, ...]:
-    values = [launch.args[p.name] for p in launch.kernel.params if p.is_constexpr]
-    return (launch.kernel, *values)
-
-
 def compiled(cell: Cell, known: frozenset[tuple[Any, ...]] = frozenset()) -> list[Row]:
     """The rows of a cell; none for the launches that are known."""
     rows = []
@@ -294,22 +83,6 @@ def compiled(cell: Cell, known: frozenset[tuple[Any, ...]] = frozenset()) -> lis
             version = ".".join(triton.__version__.split(".")[:2])
             rows.append(Row(*what, *taken, version))
     return rows
-
-
-def cells(
-    work: Sequence[str],
-    variants: Sequence[str],
-    head_dims: Sequence[int],
-    dtypes: Sequence[str],
-    targets: Sequence[str],
-) -> Iterator[Cell]:
-    """The ones that say most first: every target before the next variant."""
-    for w, variant, dim, dtype, target in itertools.product(
-        work, variants, (0, *head_dims), dtypes, targets
-    ):
-        cell = Cell(target, w, dtype, dim, variant)
-        if can_run(cell):
-            yield cell
 
 
 def load(record: Path = RECORD) -> list[Row]:
@@ -367,12 +140,16 @@ def render() -> None:
     """Write the table of what was compiled into docs/gpus.md."""
     rows = load()
     done = {r.cell for r in rows}
-    every = list(cells(WORK, VARIANTS, HEAD_DIMS, tuple(DTYPES), tuple(TARGETS)))
+    every = cells()
+    twins = {c for c in every if c not in done and twin(c) in done}
     counts = [
-        f"{w} {sum(c.work == w for c in done)} of {sum(c.work == w for c in every)}" for w in WORK
+        f"{w} {sum(c.work == w for c in done)} and {sum(c.work == w for c in twins)} "
+        f"of {sum(c.work == w for c in every)}"
+        for w in WORK
     ]
     versions = sorted({r.triton for r in rows})
-    note = f"{len(rows)} kernels, by Triton {' and '.join(versions)}. Cells: {', '.join(counts)}."
+    cells_of = f"Cells that were compiled, and that have a twin that was: {', '.join(counts)}."
+    note = f"{len(rows)} kernels, by Triton {' and '.join(versions)}. {cells_of}"
     lines = [note, "", *markdown_lines(COLUMNS, table(rows))]
     between(DOCUMENT, "matrix", "\n".join(lines))
 
@@ -426,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=HOPPER_VARIANTS, default=HOPPER_VARIANTS)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell later")
     parser.add_argument("--record", type=Path, default=RECORD, help="where new rows go")

@@ -16,7 +16,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from bench.offline import compile_launch, loops_of
-from bench.offline_matrix import DOCUMENT, Cell, between, launches_of, name_of
+from bench.offline_cells import Cell, launches_of, name_of
+from bench.offline_matrix import DOCUMENT, between
 from bench.table import markdown_lines, number
 
 ISSUED = 128  # instructions of threads that a multiprocessor issues in a clock

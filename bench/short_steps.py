@@ -48,6 +48,7 @@ from bench.short_models import STEPS, Batch, ShortStep, in_float64
 
 Loss = Callable[..., Tensor]
 UNTIMED = {"status": "untimed", "detail": "compiled and judged"}
+PROFILED = 3  # steps
 WAIT_CYCLES = 60_000_000  # of the device, about 35 ms: longer than the host needs for a step
 PROVIDERS: dict[str, Callable[[Loss], Loss]] = {
     "eager": lambda loss_of: loss_of,
@@ -218,7 +219,7 @@ def _take_turns(
                 rows[name] |= {"status": "ok", "detail": ""}
             rows[name] |= _timing(contender, batch)
         if profiles:
-            print(f"{name}: operators of 3 steps on the host\n{_profile(contender, batch)}")
+            print(f"{name}: {PROFILED} steps\n{_profile(contender, batch)}", flush=True)
 
 
 def _prepared(
@@ -261,13 +262,17 @@ def _peak_mib(contender: Contender, batch: Batch) -> float:
 
 
 def _profile(contender: Contender, batch: Batch) -> str:
-    """The operators that take most of the host's time; ours go through the dispatcher then."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(3):
+    """What takes most of the host's time, ours going through the dispatcher then, and a GPU's."""
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    orders = ["self_cpu_time_total"]
+    if contender.device.type == "cuda":
+        activities.add(torch.profiler.ProfilerActivity.CUDA)
+        orders.append("self_device_time_total")
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(PROFILED):
             contender.step(batch)
         synchronize(contender.device)
-    table_of: str = profile.key_averages().table("self_cpu_time_total", 20, 60)
-    return table_of
+    return "\n".join(profile.key_averages().table(order, 25, 60) for order in orders)
 
 
 def _timing(contender: Contender, batch: Batch) -> dict[str, Any]:
@@ -313,7 +318,7 @@ def main(argv: list[str] | None = None) -> int:
         "--rounds", type=int, default=15, help="0 compiles and judges: later runs find it cached"
     )
     parser.add_argument("--repeats", type=int, default=10, help="steps of a sample")
-    parser.add_argument("--profile", action="store_true", help="print what the host does")
+    parser.add_argument("--profile", action="store_true", help="print what host and GPU do")
     parser.add_argument("--seconds", type=float, default=0.3, help="for a provider of the heads")
     parser.add_argument("--heads", nargs="*", default=[], help="as --cases of `python -m bench`")
     parser.add_argument("--json", type=Path, default=machine.ROOT / "out" / "short-steps.json")

@@ -28,7 +28,16 @@ from tests.support.faults import FAULTS, Fault
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "planted_faults.md"
 BEGIN, END = "<!-- faults:begin -->\n", "<!-- faults:end -->\n"
-PARTS = ("torch_streamkl", "fx_passes", "tests", "bench", "pyproject.toml", "README.md", "LICENSE")
+PARTS = (
+    "torch_streamkl",
+    "fx_passes",
+    "tests",
+    "bench",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 
 
 def tree(folder: Path) -> Path:
@@ -105,7 +114,7 @@ def _first_failure(tests: str, folder: Path, interpreted: bool) -> str:
 
         def pytest_collectreport(self, report: pytest.CollectReport) -> None:
             if report.failed and not self.found:
-                self.found = f"collection of {report.nodeid}"
+                self.found = f"no run: {report.nodeid} is not collected"
 
     failures = Failures()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -142,8 +151,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="faults whose path, old or new text holds this")
     parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
+    parser.add_argument(
+        "--interpreted", choices=("yes", "no"), help="only those, or none, whose tests interpret"
+    )
     options = parser.parse_args()
-    chosen = [f for f in FAULTS if options.only in f.path + f.old + f.new]
+    interpreted = {"yes": (True,), "no": (False,)}.get(options.interpreted, (True, False))
+    chosen = [
+        f for f in FAULTS
+        if options.only in f.path + f.old + f.new and f.interpreted in interpreted
+    ]  # fmt: skip
     escaped, rows = 0, {}
     assert torch.__version__  # imported here, once, for all processes that are forked
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
@@ -165,8 +181,8 @@ def main() -> int:
             state = caught if is_caught else f"NOT CAUGHT {caught}"
             print(f"{fault.path}: {' '.join(fault.new.split())[:60]}: {state}", flush=True)
             rows[fault] = line(fault, caught if is_caught else "not caught")
+            write(rows)
     print(f"{len(chosen) - escaped} of {len(chosen)} caught")
-    write(rows)
     return int(escaped > 0)
 
 

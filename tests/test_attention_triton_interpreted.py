@@ -23,6 +23,7 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl
+from torch_streamkl.attention import ops
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import RowStatistics
 from torch_streamkl.divergences.functional import named
@@ -60,6 +61,28 @@ def test_feature(name: str) -> None:
 def test_float16(name: str) -> None:
     call = build(replace(CASES[name], dtype=torch.float16))
     check(call.value_and_gradients("triton"), budget(call))
+
+
+@inside
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (3, 0)}])
+def test_a_tile_of_which_a_block_sees_one_key(options: dict[str, Any]) -> None:
+    """Blocks have 16 rows and 16 keys here, and row 15 sees key 16, the first of a tile."""
+    call = build(Spec(seqlen_q=32, seqlen_k=33, **options))
+    check(call.value_and_gradients("triton"), budget(call))
+
+
+@inside
+def test_terms_of_keys_that_are_masked_do_not_count() -> None:
+    """Of a squared difference of logarithms they are NaN: no probability is a factor of it."""
+    tensors = [x.requires_grad_() for x in torch.randn(4, 1, 1, 20, 8)]
+    found = []
+    for impl in IMPLS:
+        value, *_ = ops.attention_kl(
+            *tensors, functional="((logP-logS)*(logP-logS))", window_right=0, impl=impl
+        )
+        found.append([value, *torch.autograd.grad(value.sum(), tensors)])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @inside

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -424,6 +425,15 @@ def context_parallel_refusals(me: Rank) -> None:
     same_error(me, call({"student_q": inputs["student_q"][0]} if is_last else None),
                "student_q must have 4 dimensions")  # fmt: skip
     same_error(me, lambda: shard_sequence(torch.ones(1, 1, 7), me.mesh), "got length 7")
+    square = init_device_mesh(me.device.type, (1, me.size), mesh_dim_names=("data", "rows"))
+    same_error(me, call(mesh=square), "mesh must be", "one dimension", f"shape (1, {me.size})")
+    same_error(me, call(mesh="rows"), "mesh must be", "got str")
+    on_mesh = {name: DTensor.from_local(x, me.mesh, [Shard(2)]) for name, x in inputs.items()}
+    same_error(me, call(on_mesh), "this rank's rows, got a DTensor")
+    double = {name: x.double() for name, x in inputs.items()}
+    same_error(me, call(double if is_last else None), "dtype", "(rank 0)", "float64 (rank")
+    other = call(reduction="mean" if is_last else "none")
+    same_error(me, other, "same reduction", "none (rank 0)", "mean (rank")
 
 
 ON_THREE_RANKS = [

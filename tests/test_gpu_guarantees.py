@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,17 +206,24 @@ def test_cuda_graph(name: str) -> None:
         value = call.run("triton")
         return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
 
+    assert all(torch.equal(a, b) for a, b in replayed(run, leaves))
+
+
+def replayed(
+    step: Callable[[], list[Tensor]], leaves: list[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a captured step computes on other numbers, beside an ordinary one."""
     for _ in range(2):
-        run()
+        step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run()
+        captured = step()
     with torch.no_grad():
         for x in leaves:
             x.copy_(torch.randn_like(x))
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+    return zip(captured, step(), strict=True)
 
 
 def largest_allocation(call: Callable[[], Any]) -> int:

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, nitrobrew
+from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, nitrobrew, row_program
 from torch_streamkl.attention import ops, reference
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.rows import op as row_op
 
 SNAPSHOT = Path(__file__).parent / "messages.txt"
 LEAST = 200
@@ -152,6 +153,69 @@ def calls() -> Iterator[Call]:
                 lambda f=function, n=chunk: f(*heads, chunk_V=n),
                 {},
             )
+    yield from calls_of_programs()
+
+
+def calls_of_programs() -> Iterator[Call]:
+    """Of `row_program`: tensors, options, and functions that are no row program."""
+    x = torch.zeros(2, 4, 6, 8)
+    good: dict[str, Any] = {"function": _square, "dots": {"s": (x, x)}}
+    head = {"function": _square, "dots": {"s": (torch.zeros(4, 3), torch.zeros(11, 3))}}
+    ids = torch.zeros(2, 1, 6, 3).long()
+    for name, values in {
+        "dots": (
+            {}, {"s": x}, {"s": (x, [1.0])}, {"s": (x.int(), x)}, {"s": (x, x.double())},
+            {"s": (x, x[:, :3])}, {"s": (x, x[..., :7])}, {"s": (x[0], x[0])},
+            {"s": (x, x[:, :, :0])}, {"s": (x, x.to("meta"))}, {"a b": (x, x)},
+            {"s": (x, x), "t": (x[:, :, :5], x)},
+        ),
+        "rows": ({"w": [1.0]}, {"w": torch.zeros(5)}, {"w": torch.zeros(2, 3, 6)},
+                 {"s": torch.zeros(6)}, {"w": torch.zeros(6).to("meta")}),
+        "keys": ({"w": 1.0}, {"w": torch.zeros(5)}, {"w": torch.zeros(1, 1, 1, 6)}),
+        "pairs": ({"w": None}, {"w": torch.zeros(6, 5)}, {"w": torch.zeros(2, 3, 6, 6)}),
+        "columns": ({"c": [0]}, {"c": ids.float()}, {"c": (ids, ids)}, {"c": ids[:, :, :5]},
+                    {"c": (ids, torch.zeros(2, 1, 6, 4))}),
+        "window": ((-1, None), (None, -2), (1.5, None)),
+        "key_lengths": (torch.ones(3).int(), torch.ones(2), torch.ones(2).int().to("meta")),
+        "mask": (torch.ones(6, 6), torch.ones(5, 6) > 0, torch.ones(2, 4, 6, 6) > 0),
+        "impl": ("cuda", "streaming"),
+    }.items():  # fmt: skip
+        for value in values:
+            text = f"row_program({name}={_inside(value)})"
+            yield text, row_program, good | {name: value}
+    for name, value in {
+        "rows": {"w": torch.zeros(5)}, "keys": {"w": torch.zeros(4)},
+        "pairs": {"w": torch.zeros(4, 10)}, "columns": {"c": torch.zeros(5, 2).long()},
+        "key_lengths": torch.ones(4).int(),
+    }.items():  # fmt: skip
+        yield f"row_program of words({name}={_inside(value)})", row_program, head | {name: value}
+    functions: dict[str, Callable[[Any], Any]] = {
+        "an element for each key": lambda e: e.s,
+        "a number": lambda e: 1.0,
+        "nothing": lambda e: None,
+        "a sum over rows": lambda e: e.s.sum("row"),
+        "a dimension": lambda e: e.s.sum(-1),
+        "a matmul": lambda e: (e.s @ e.s).sum("key"),
+        "an unknown name": lambda e: e.t.sum("key"),
+        "a branch": lambda e: e.s.sum("key") if e.s > 0 else 0.0,
+        "a sort": lambda e: e.s.sort("key"),
+        "a large power": lambda e: (e.s**1e9).sum("key"),
+        "another tensor": lambda e: (e.s * torch.ones(6)).sum("key"),
+    }
+    for what, function in functions.items():
+        yield f"row_program(function: {what})", row_program, good | {"function": function}
+
+
+def _square(e: Any) -> Any:
+    return (e.s * e.s).sum("key")
+
+
+def _inside(x: Any) -> str:
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{k}: {_inside(v)}" for k, v in x.items()) + "}"
+    if isinstance(x, tuple):
+        return "(" + ", ".join(map(_inside, x)) + ")"
+    return _described(x)
 
 
 def told(call: Call) -> str:
@@ -174,6 +238,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.blocked, "forward", refuse)
     monkeypatch.setattr(reference, "attention_kl_rows", refuse)
     monkeypatch.setattr(linear_ops, "row_functions", refuse)
+    monkeypatch.setattr(row_op.blocked, "forward", refuse)
 
 
 def test_malformed_calls() -> None:
@@ -185,5 +250,5 @@ def test_malformed_calls() -> None:
         SNAPSHOT.write_text(text)
     assert "    accepted" not in text
     kinds = {line.strip().split(":")[0] for line in text.splitlines() if line.startswith("    ")}
-    assert kinds == {"ValueError", "TypeError", "NotImplementedError"}
+    assert kinds == {"ValueError", "TypeError", "NotImplementedError", "AttributeError"}
     assert text == SNAPSHOT.read_text()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.problems import CASES, build
-from torch_streamkl import attention_kl, attention_kl_varlen
+from torch_streamkl import attention_kl, attention_kl_varlen, row_program
 from torch_streamkl.divergences import row_state
 from torch_streamkl.divergences.functional import Functional, named
 from torch_streamkl.launches import launch
@@ -226,3 +226,72 @@ def test_mixtures_of_functionals_are_linear() -> None:
         return ops.attention_kl(*tensors, functional=text, impl="streaming")[0]
 
     torch.testing.assert_close(value(both), 0.25 * value(first) + 3.0 * value(second))
+
+
+# ------------------------------------------------------------------------------- row programs
+def weighted(e: Any) -> Any:
+    """KL with a weight of keys, renormalised."""
+    p, s = e.t.softmax("key") * e.weight, e.s.softmax("key") * e.weight
+    p, s = p / p.sum("key"), s / s.sum("key")
+    return (p * (p.log() - s.log())).sum("key")
+
+
+def of_program(tensors: list[Tensor], weight: Tensor, **options: Any) -> list[Tensor]:
+    """Rows, and the gradients of their sum."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    dots = {"s": (leaves[0], leaves[1]), "t": (leaves[2], leaves[3])}
+    value = row_program(weighted, dots=dots, keys={"weight": weight}, impl="blocked", **options)
+    return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
+
+
+def weights(seed: int, keys: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(1, 1, keys, generator=generator, dtype=torch.float64) + 0.5
+
+
+def test_the_order_of_keys_does_not_matter_to_a_row_program() -> None:
+    @given(SEEDS, SIZES, SIZES)
+    @settings(max_examples=10)
+    def law(seed: int, rows: int, keys: int) -> None:
+        tensors, weight = inputs(seed, rows, keys), weights(seed, keys)
+        order = torch.randperm(keys, generator=torch.Generator().manual_seed(seed))
+        moved = [x[:, :, order] if i % 2 else x for i, x in enumerate(tensors)]
+        expected = of_program(tensors, weight)
+        expected = [x[:, :, order] if i in (2, 4) else x for i, x in enumerate(expected)]
+        assert_equal(of_program(moved, weight[..., order]), expected)
+
+    law()
+
+
+def test_a_row_program_of_two_equal_maps_is_zero() -> None:
+    @given(SEEDS, SIZES, SIZES)
+    @settings(max_examples=10)
+    def law(seed: int, rows: int, keys: int) -> None:
+        q, k, *_ = inputs(seed, rows, keys)
+        found = of_program([q, k, q, k], weights(seed, keys))
+        assert_equal(found, [torch.zeros_like(x) for x in found])
+
+    law()
+
+
+def test_a_scale_of_the_weights_changes_nothing() -> None:
+    @given(SEEDS, SIZES, SIZES, st.floats(0.01, 100.0))
+    @settings(max_examples=10)
+    def law(seed: int, rows: int, keys: int, scale: float) -> None:
+        tensors, weight = inputs(seed, rows, keys), weights(seed, keys)
+        assert_equal(of_program(tensors, weight * scale), of_program(tensors, weight))
+
+    law()
+
+
+def test_a_causal_row_program_equals_its_mask() -> None:
+    @given(SEEDS, SIZES, st.integers(0, 9))
+    @settings(max_examples=10)
+    def law(seed: int, rows: int, more: int) -> None:
+        keys = rows + more
+        tensors, weight = inputs(seed, rows, keys), weights(seed, keys)
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril(more)[None, None]
+        found = of_program(tensors, weight, is_causal=True)
+        assert_equal(found, of_program(tensors, weight, mask=mask))
+
+    law()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._pytree import tree_map_only
 
 from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.problems import CASES
+from tests.support.row_cases import CASES as CASES_OF_ROWS
+from tests.support.row_cases import EXAMPLES, Sizes
 from tests.support.strategies import specs
 from tests.test_attention_operator import arguments_of, operator_arguments
 from torch_streamkl.attention import ops
@@ -23,6 +27,7 @@ from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.rows import op as rows_op
 from torch_streamkl.rows.expressions import FLOAT
+from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import KEY, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, trace
 
@@ -100,7 +105,33 @@ def row_program_backward_arguments() -> Arguments:
     )
 
 
+def example_arguments(name: str, sizes: Sizes = Sizes(1, 4, 3, 7, 3)) -> Arguments:  # noqa: B008
+    """An example of docs/row-programs.md as it calls the operator."""
+    seen: list[Arguments] = []
+    original = RowProblem.of
+
+    def spy(text: str, tensors: Any) -> RowProblem:
+        seen.append((list(tensors), text, True, "blocked"))
+        return original(text, tensors)
+
+    with mock.patch.object(RowProblem, "of", spy):
+        EXAMPLES[name](**CASES_OF_ROWS[name](sizes).tensors)
+    return seen[0]
+
+
+def example_backward(args: Arguments) -> Arguments:
+    tensors, text, *_ = args
+    tensors = [x.detach() for x in tensors]
+    saved = rows_op.row_program(tensors, text, True, "blocked")
+    grad_of = list(Program.of(text).outputs)
+    wanted = [x.is_floating_point() for x in tensors]
+    grads = [torch.ones_like(saved[i]) for i in grad_of]
+    return (grads, grad_of, saved, wanted, tensors, text, "blocked")
+
+
 LINEAR = linear_arguments()
+# sums over heads, columns of ids, their values, labels
+VARIANTS_OF_ROWS = ("indexer", "top_k_with_ghost", "cached_top_k", "dkd")
 FUNCTIONALS = {
     **DIVERGENCES,
     "js": named("js").text,
@@ -145,6 +176,16 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     "row_program_backward": (
         rows_op.row_program_backward, row_program_backward_arguments(), {},
     ),
+    **{
+        f"row_program {name}": (rows_op.row_program, example_arguments(name), {})
+        for name in VARIANTS_OF_ROWS
+    },
+    **{
+        f"row_program_backward {name}": (
+            rows_op.row_program_backward, example_backward(example_arguments(name)), {},
+        )
+        for name in VARIANTS_OF_ROWS
+    },
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
@@ -176,19 +217,23 @@ def test_no_operator_is_left_out() -> None:
     schemas = torch._C._jit_get_all_schemas()
     registered = {s.name for s in schemas if s.name.startswith(f"{NAMESPACE}::")}
     sampled = {operator._schema.name for operator, _, _ in SAMPLES.values()}
+    registered = {name for name in registered if "sharded" not in name}  # test_sharded_operators
     sampled |= {WITHOUT_AUTOGRAD[operator]._schema.name for operator, _, _ in SAMPLES.values()}
     assert registered == sampled
 
 
-def check_fake(operator: Any, args: Arguments, adapted: dict[str, Tensor] | None = None) -> None:
+def check_fake(operator: Any, args: Arguments, named: dict[str, Any] | None = None) -> None:
     """What the fake says of the outputs is what they are."""
-    named = adapted or {}
-    real = operator(*args, **named)
+    given = (args, named or {})
+    real = operator(*args, **given[1])
     with FakeTensorMode() as mode:
-        fakes = tuple(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args)
-        told = operator(*fakes, **{name: mode.from_tensor(x) for name, x in named.items()})
+        fakes, options = tree_map_only(Tensor, mode.from_tensor, given)
+        told = operator(*fakes, **options)
     for x, y in zip(told, real, strict=True):
-        assert (x.shape, x.dtype, x.device, x.stride()) == (y.shape, y.dtype, y.device, y.stride())
+        assert (x is None) == (y is None)
+        if x is not None:
+            found, expected = ((z.shape, z.dtype, z.device, z.stride()) for z in (x, y))
+            assert found == expected
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -225,5 +270,21 @@ def test_fakes_of_linear() -> None:
         check_fake(linear_ops.linear_kl, args, named)
         check_fake(linear_ops.linear_kl_backward, linear_backward(args, needed, named), named)
         check_fake(linear_ops.linear_kl_sum, (*args, None, None, needed), named)
+
+    any_call()
+
+
+def test_fakes_of_row_programs() -> None:
+    names = st.sampled_from(sorted(CASES_OF_ROWS))
+    sizes = st.builds(
+        Sizes, st.integers(1, 2), st.sampled_from([2, 4]), SIZES, st.integers(17, 20)
+    )
+
+    @given(names, sizes)
+    @settings(max_examples=40)
+    def any_call(name: str, sizes: Sizes) -> None:
+        args = example_arguments(name, sizes)
+        check_fake(rows_op.row_program, ([x.detach() for x in args[0]], *args[1:]))
+        check_fake(rows_op.row_program_backward, example_backward(args))
 
     any_call()

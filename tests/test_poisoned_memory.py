@@ -10,13 +10,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_interpreted
 from tests.support.poison import padded, poisoned_memory
 from tests.support.problems import CASES, build
+from tests.support.row_cases import CASES as CASES_OF_ROWS
+from tests.support.row_cases import Sizes, cast, example, value_and_gradients
 from tests.support.tolerances import budget, check
+from tests.test_shard_kernels import problem, sharded
 from torch_streamkl import linear_kl
 from torch_streamkl.attention.problem import RowStatistics
+from torch_streamkl.distributed import shard_rows
 from torch_streamkl.launches import launch
 
 pytestmark = quiet
@@ -68,6 +73,43 @@ def test_linear(strategy: str, divergence: str) -> None:
     for x, y in zip(*found, strict=True):
         assert not x.isnan().any()
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+ROWS = ("weighted_keys", "indexer", "top_k_with_ghost", "cached_top_k")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row_programs(name: str) -> None:
+    """In tiles and by maps of a block of rows; operands have NaN between their rows."""
+    impl = "triton" if INTERPRETED else "blocked"
+    case = CASES_OF_ROWS[name](Sizes(1, 2, 17, 35, 5))
+    case = cast(case, torch.float32 if INTERPRETED else torch.float64)
+    for key, x in case.tensors.items():
+        if isinstance(x, tuple) and x[0].is_floating_point():
+            case.tensors[key] = tuple(spread(t) for t in x)
+    truth = value_and_gradients(case.naive, cast(case, torch.float64))
+    for got, exact in zip(value_and_gradients(example(name, impl), case), truth, strict=True):
+        assert not got.isnan().any()
+        torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same numbers with a row of NaN behind each."""
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
+    wide[..., : x.shape[-1]] = x.detach()
+    return wide[..., : x.shape[-1]].requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js"])
+def test_shards_of_words(divergence: str) -> None:
+    """States and sums of ranks, one of which has no words."""
+    from torch_streamkl.linear.triton import shards as shard_kernels
+
+    whole = problem(divergence, labels=torch.tensor([3, -100, 149, 0, 60]))
+    torch.manual_seed(1)
+    out, gradients = sharded(whole, shard_kernels if INTERPRETED else shard_rows, [0, 40, 150])
+    assert not any(x.isnan().any() for x in (out.value, out.hard, out.statistics[:4]))
+    assert not any(x.isnan().any() for pair in gradients for x in pair)
 
 
 @inside

@@ -114,7 +114,8 @@ import torch
 from torch import Tensor
 
 import torch_streamkl
-from torch_streamkl import LinearKL, attention_kl, attention_kl_varlen, linear_kl
+from torch_streamkl import LinearKL, attention_kl, attention_kl_varlen, linear_kl, row_program
+from torch_streamkl.distributed import shard_sequence
 
 q: Tensor = torch.randn(1, 2, 8, 4)
 loss: Tensor = attention_kl(q, q, q, q, is_causal=True, window=(3, None), reduction="mean")
@@ -124,9 +125,12 @@ report = torch_streamkl.explain(lambda x: x.sum(), q)
 fused: int = report.num_fused
 reasons: list[str] = [site.reason for site in report.sites]
 options: dict[str, object] = torch_streamkl.inductor_options()
+each: torch.Tensor = row_program(lambda e: e.s.logsumexp("key") ** 2, dots={"s": (q, q)})
+verified: torch_streamkl.Verification = torch_streamkl.verify(lambda x: x.sum(), q)
 reveal_type(attention_kl)
 reveal_type(linear_kl)
 reveal_type(report)
+reveal_type(shard_sequence)
 """
 WRONG_FILE = """
 import torch
@@ -169,7 +173,7 @@ def checked(folder: Path, text: str) -> tuple[int, str]:
 def test_a_users_file_is_typed(installed: Path) -> None:
     status, out = checked(installed, USERS_FILE)
     assert status == 0, out
-    assert out.count("Revealed type") == 3
+    assert out.count("Revealed type") == 4
     assert "Any" not in [line.split('"')[1] for line in out.splitlines() if "Revealed" in line]
     assert "torch_streamkl.fx_passes" in out  # the report's type, not Any
 

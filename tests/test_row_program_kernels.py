@@ -53,6 +53,12 @@ def test_float16(name: str) -> None:
     check_errors(name, "triton", torch.float16, SMALL)
 
 
+@inside
+def test_key_heads_of_several_heads() -> None:
+    """Two key heads of two heads each: with one key head their order cannot be wrong."""
+    check_errors("weighted_keys", "triton", torch.float32, Sizes(1, 4, 17, 19, 3))
+
+
 def _operands(rows: int = 70, keys: int = 67) -> dict[str, Any]:
     torch.manual_seed(0)
     shapes = {"t": ((2, 2, rows, 5), (2, 1, keys, 5)), "s": ((2, 2, rows, 3), (2, 2, keys, 3))}
@@ -213,15 +219,30 @@ def test_tiles_fit_every_gpu() -> None:
 
 @outside
 def test_a_gpu_without_matrix_units_for_a_dtype() -> None:
+    from torch_streamkl.rows.triton import blocks as row_blocks
     from torch_streamkl.rows.triton import launches as row_kernels
 
     text, _ = _recorded()
     with looks_like("sm_75"), FakeTensorMode():
         x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
         problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
-        assert "takes bfloat16 from compute capability 8.0 on" in row_kernels.obstacle(
-            problem, True
-        )
+        for module in (row_kernels, row_blocks):
+            limit = module.obstacle(problem, True)
+            assert "takes bfloat16 from compute capability 8.0 on" in limit
+
+
+@outside
+def test_maps_that_fit_no_gpu() -> None:
+    """Operands of both dot products are in one tile where both have heads."""
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    text, _ = _recorded()
+    for dim, room in ((256, "64 KiB"), (128, "")):
+        with looks_like("sm_75"), FakeTensorMode():
+            x = torch.empty(1, 2, 64, dim, dtype=torch.float32, device="cuda")
+            problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
+            assert room in row_blocks.obstacle(problem, True)
+            assert bool(row_blocks.obstacle(problem, True)) == bool(room)
 
 
 def _recorded() -> tuple[str, list[torch.Tensor]]:

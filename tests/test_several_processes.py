@@ -23,6 +23,7 @@ import torch_streamkl
 from tests.support import quick
 from tests.support.distilled_step import HEADS, WIDTH, Step, gradients
 from tests.support.hard_programs import PROGRAMS, make_inputs
+from torch_streamkl.distributed import trace_fully_shard
 from torch_streamkl.fx_passes import backend, ddp
 
 if not torch.distributed.is_available():
@@ -275,6 +276,59 @@ def test_fully_shard(one_process: None, by_layer: bool) -> None:
     assert any("not made in this graph" in site.reason for site in report.sites)
     assert any("fully_shard" in site.remedy for site in report.sites)
     assert {tuple(x.shape) for x in report.remaining} == {(3, HEADS, SEQLEN, SEQLEN)}
+
+
+class Logits(nn.Module):
+    """A step on logits: each model as a whole, or both bodies before both LM heads."""
+
+    def __init__(self, bodies_first: bool) -> None:
+        super().__init__()
+        self.bodies_first = bodies_first
+        self.bodies = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 96, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bodies_first:
+            s, t = self.bodies[0](x), self.bodies[1](x)
+            s, t = self.heads[0](s), self.heads[1](t)
+        else:
+            s = self.heads[0](self.bodies[0](x))
+            t = self.heads[1](self.bodies[1](x))
+        target = t.softmax(-1)
+        return F.kl_div(s.log_softmax(-1), target, reduction="none").sum(-1).mean()
+
+
+@pytest.mark.parametrize("how", ["bodies_first", "model_by_model", "traced"])
+def test_logits_under_fully_shard_on_every_layer(one_process: None, how: str) -> None:
+    """LM heads of the outermost module meet in its last graph if no layer runs between them."""
+    mesh = init_device_mesh("cpu", (1,))
+    x = torch.randn(3, SEQLEN, WIDTH, dtype=torch.float64)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Logits(how == "bodies_first").double()
+
+    plain = make()
+    plain(x).backward()
+    step = make()
+    for body in step.bodies:
+        for layer in body:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(step, mesh=mesh)
+    if how == "traced":
+        trace_fully_shard(step)
+    with backend.collected() as report:
+        options = {"streamkl.inner": "aot_eager"}
+        torch.compile(step, backend="streamkl", options=options)(x).backward()
+    for got, expected in zip(gradients(step), gradients(plain), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    assert (report.num_fused, len(report.sites)) == (int(how != "model_by_model"), 1)
+    if how == "model_by_model":
+        remedy = report.sites[0].remedy
+        assert "both bodies run before both LM heads" in remedy
+        assert "trace_fully_shard" in remedy
 
 
 class Pair(nn.Module):

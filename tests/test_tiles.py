@@ -18,7 +18,7 @@ from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.reporting import execution
 from torch_streamkl.launches import devices, launch, tiles
-from torch_streamkl.launches.tiles import LEAST, Operands, TritonLaunch
+from torch_streamkl.launches.tiles import Operands, TritonLaunch
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import problem as linear_problem
 from torch_streamkl.linear import rows as linear_rows
@@ -69,7 +69,8 @@ def test_measured_choices_stay(dtype: str, head_dim: int) -> None:
 def test_a_small_gpu_gets_small_tiles_where_the_large_ones_do_not_fit() -> None:
     with looks_like("sm_120"):
         gpu = devices.gpu_of(CUDA)
-    assert tiles.default_launch("dq", operands(256, "fp32"), gpu) == LEAST
+    eight_warps = TritonLaunch(16, 16, 8, 1)
+    assert tiles.default_launch("dq", operands(256, "fp32"), gpu) == eight_warps
     assert tiles.default_launch("dq", operands(128, "fp32"), gpu) == TritonLaunch(32, 32, 8, 1)
 
 
@@ -198,3 +199,22 @@ def test_a_capability_of_amd_is_not_hoppers() -> None:
         assert not gpu.is_hopper
         limit = launch.hopper_limit(problem(torch.bfloat16))
     assert limit is not None and limit.startswith("needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize(
+    ("target", "precision"),
+    [("sm_75", "ieee"), ("sm_80", "tf32"), ("gfx90a", "ieee"), ("gfx942", "tf32"),
+     ("gfx950", "ieee")],
+)  # fmt: skip
+def test_tf32_where_matrix_units_take_it(target: str, precision: str) -> None:
+    """Triton refuses the others: "input_precision must be one of ..."."""
+    with FakeTensorMode():
+        x, half = (torch.empty(8, device="cuda", dtype=t) for t in (torch.float32, torch.half))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with looks_like(target):
+            assert launch.dot_precision(x) == precision
+            assert launch.dot_precision(half) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -11,10 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint, device_mesh
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -133,11 +130,33 @@ def mixed_precision(me: Rank) -> None:
     for reduce_dtype in (torch.float32, None):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         compare(me, limit=0.02, mp_policy=policy)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = trace_fully_shard(sharded(me, dtype=torch.float32, mp_policy=policy))
+    loss = compiled(model)(torch.randn(3, SEQLEN, WIDTH, device=me.device))
+    assert loss.dtype == torch.float64
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.student.parameters())
+
+
+@on_ranks
+def gradients_travel_in_the_dtype_of_the_policy(me: Rank) -> None:
+    for reduce_dtype, expected in ((torch.float32, torch.float32), (None, torch.bfloat16)):
+        torch._dynamo.reset()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        model = trace_fully_shard(sharded(me, dtype=torch.float32, mp_policy=policy))
+        graphs: list[torch.fx.GraphModule] = []
+        step = torch.compile(model, backend=keeping_graphs(graphs), fullgraph=True)
+        step(torch.randn(3, SEQLEN, WIDTH, device=me.device)).backward()
+        for name, dtype in (("all_gather", torch.bfloat16), ("reduce_scatter", expected)):
+            nodes = [node for graph in graphs for node in graph.graph.nodes]
+            found = {node.meta["val"].dtype for node in nodes if name in str(node.target)}
+            assert found == {dtype}, (name, found)
 
 
 @on_ranks
 def hybrid_sharding(me: Rank) -> None:
-    for shape in ((me.size, 1), (1, me.size)):
+    """With four ranks, two replicas of two shards: gradients are means over both dimensions."""
+    for shape in ((2, 2),) if me.size == 4 else ((me.size, 1), (1, me.size)):
         mesh = device_mesh.init_device_mesh(
             me.device.type, shape, mesh_dim_names=("replicate", "shard")
         )
@@ -164,20 +183,39 @@ def parameters_are_gathered_again(me: Rank) -> None:
 
 @on_ranks
 def checkpoints(me: Rank) -> None:
+    """Training goes on from what torch.distributed.checkpoint saved, bit by bit."""
     folder: list[Any] = [tempfile.mkdtemp() if me.rank == 0 else None]
     torch.distributed.broadcast_object_list(folder)
     path = Path(folder[0]) / "checkpoint"
-    model = trace_fully_shard(sharded(me))
-    trained(me, model, compiled(model))
-    expected = [p.detach().full_tensor() for p in model.parameters()]
-    saved = get_model_state_dict(model)
-    checkpoint.save({"model": saved}, checkpoint_id=path)
-    fresh = trace_fully_shard(sharded(me))
-    loaded = get_model_state_dict(fresh)
-    checkpoint.load({"model": loaded}, checkpoint_id=path)
-    set_model_state_dict(fresh, loaded)
-    for p, whole in zip(fresh.parameters(), expected, strict=True):
-        assert torch.equal(p.detach().full_tensor(), whole)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = trace_fully_shard(sharded(me))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, compiled(model)
+
+    def train(optimizer: torch.optim.Optimizer, step: Any, seed: int) -> None:
+        torch.manual_seed(seed + me.rank)
+        step(torch.randn(3, SEQLEN, WIDTH).to(me.device, torch.float64)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    model, optimizer, step = make()
+    train(optimizer, step, 1)
+    saved, state = get_state_dict(model, optimizer)
+    checkpoint.save({"model": saved, "optimizer": state}, checkpoint_id=path)
+    train(optimizer, step, 11)
+    fresh, fresh_optimizer, fresh_step = make()
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(fresh, fresh_optimizer), strict=True))
+    checkpoint.load(loaded, checkpoint_id=path)
+    set_state_dict(
+        fresh,
+        fresh_optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+    train(fresh_optimizer, fresh_step, 11)
+    for p, expected in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.detach().to_local(), expected.detach().to_local())
 
 
 @on_ranks
@@ -186,6 +224,10 @@ def modules_that_are_refused(me: Rank) -> None:
     model = trace_fully_shard(sharded(me))
     same_error(me, lambda: model.set_requires_gradient_sync(False), "set_requires_gradient_sync")
     same_error(me, lambda: model.unshard(), "unshard")
+
+
+def test_on_four_ranks() -> None:
+    assert_passed(outcomes([__name__], size=4, names=["hybrid_sharding"]), "hybrid_sharding")
 
 
 @pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))

@@ -11,8 +11,10 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (
-    "; fully_shard breaks graphs at every module that it is applied to: apply it to the outermost "
-    'one alone; DistributedDataParallel splits them, but for backend="streamkl" or with '
+    "; fully_shard breaks graphs at every module that it is applied to: compile "
+    "torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost module "
+    "alone; for logits it is enough that both bodies run before both LM heads, which that "
+    'alone shards; DistributedDataParallel splits them, but for backend="streamkl" or with '
     "torch._dynamo.config.optimize_ddp = False"
 )
 _REMEDIES = (

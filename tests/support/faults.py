@@ -35,6 +35,14 @@ SCORES = "torch_streamkl/kernels/scores.py"
 FORWARD = "torch_streamkl/attention/triton/forward.py"
 BACKWARD = "torch_streamkl/attention/triton/backward.py"
 REWRITE = "test_rewrite_forms.py::"
+DERIVE = "torch_streamkl/rows/derive.py"
+PROGRAMS = "torch_streamkl/rows/blocked.py"
+GENERATED = "torch_streamkl/rows/triton/source.py"
+TURNS = "torch_streamkl/attention/hopper/work.py"
+BODY = "torch_streamkl/attention/row_body.py"
+WORDS = "torch_streamkl/linear/word_body.py"
+SHARDS = "torch_streamkl/distributed/shard_rows.py"
+SEQUENCE = "torch_streamkl/distributed/sequence.py"
 
 FAULTS = (
     # ------------------------------------------------------------------------------ functional
@@ -300,7 +308,7 @@ FAULTS = (
         SCORES,
         "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right + 1)",
         "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right)",
-        _triton("causal"),
+        "test_attention_triton_interpreted.py -k sees_one_key",
         True,
     ),
     Fault(
@@ -314,7 +322,7 @@ FAULTS = (
         FORWARD,
         "h_sum += tl.sum(tl.where(allowed, h, 0.0), 1)",
         "h_sum += tl.sum(h, 1)",
-        _triton("js", "split_keys_two_pass"),
+        "test_attention_triton_interpreted.py::test_terms_of_keys_that_are_masked_do_not_count",
         True,
     ),
     Fault(
@@ -394,5 +402,161 @@ FAULTS = (
         "return (*before, replace(last, mask=last.mask | step.mask))",
         "return (*before, last)",
         f"{REWRITE}test_the_tighter_of_two_windows_counts",
+    ),
+    # ---------------------------------------------------------------------------- row programs
+    Fault(
+        DERIVE,
+        'node, level = graph.apply("mul", _softmax(graph, program, c), node), level + 1',
+        'node, level = graph.apply("mul", _softmax(graph, program, c), node), level',
+        "test_row_program_rules.py",
+    ),
+    Fault(
+        DERIVE,
+        't = t if index not in adjoints else graph.apply("add", adjoints[index], t)',
+        "t = t",
+        "test_row_programs.py",
+    ),
+    Fault(
+        DERIVE,
+        'seed = graph.apply("mul", seed, _softmax(graph, program, c))',
+        "seed = seed",
+        "test_row_programs.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "masses[slot] *= (peaks[slot] - base).exp()",
+        "pass",
+        "test_row_programs.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "dk[at[0], :, at[2]] += d.mT @ q",
+        "dk[at[0], :, at[2]] = d.mT @ q",
+        "test_row_programs.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "stop = min(stop, rows.stop + shift + keys.right)",
+        "stop = min(stop, rows.start + shift + keys.right)",
+        "test_row_programs.py",
+    ),
+    Fault(
+        GENERATED,
+        'w.line(f"sum{slot} *= tl.math.exp2((peak{slot} - base{slot}) * {LOG2E!r})")',
+        "pass",
+        "test_row_program_kernels.py",
+        True,
+    ),
+    Fault(
+        GENERATED,
+        'w.line(f"h = head * group{dot} + share * members + member")',
+        'w.line(f"h = head + share * members + member")',
+        "test_row_program_kernels.py::test_key_heads_of_several_heads",
+        True,
+    ),
+    Fault(
+        GENERATED,
+        'w.line(f"peak{slot} = new{slot}")',
+        "pass",
+        "test_row_program_kernels.py",
+        True,
+    ),
+    # ---------------------------------------------------------------------------------- Hopper
+    Fault(
+        TURNS,
+        "return (work.num_works + work.num_programs - 1) // work.num_programs",
+        "return work.num_works // work.num_programs",
+        "test_hopper_turns.py",
+    ),
+    Fault(
+        TURNS,
+        "work.num_programs - 1 - work.program)",
+        "work.num_programs - work.program)",
+        "test_hopper_turns.py",
+    ),
+    Fault(
+        TURNS,
+        "return inside // num_heads, first + inside % num_heads",
+        "return inside // num_heads, inside % num_heads",
+        "test_hopper_turns.py",
+    ),
+    Fault(
+        TURNS,
+        "    edge = edge // 2 * 2\n",
+        "    edge = (edge + 1) // 2 * 2\n",
+        "test_hopper_turns.py",
+    ),
+    Fault(
+        "torch_streamkl/attention/hopper/forward.py",
+        "return first_key // PAIR, (stop_key - first_key + PAIR - 1) // PAIR",
+        "return first_key // PAIR, (stop_key - first_key) // PAIR",
+        "test_hopper_ranges.py",
+    ),
+    Fault(
+        "torch_streamkl/launches/devices.py",
+        "return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)",
+        "return self.capability >= (8, 0)",
+        "test_tiles.py",
+    ),
+    # ------------------------------------------------------------------------ compiled for a CPU
+    Fault(BODY, "d = (term - share) * factor", "d = term * factor", "test_panels.py"),
+    Fault(BODY, "mass = mass + (sink - base).exp()", "pass", "test_panels.py"),
+    Fault(
+        BODY,
+        'for name, compare in (("first", torch.ge), ("stop", torch.lt)):',
+        'for name, compare in (("first", torch.ge), ("stop", torch.le)):',
+        "test_panels.py",
+    ),
+    Fault(
+        WORDS,
+        'd = d + _counted(p - (j == inputs["label"]).to(p.dtype), weight)',
+        "d = d + _counted(p, weight)",
+        "test_panels.py",
+    ),
+    # ------------------------------------------------------------------------------- Inductor
+    Fault(
+        "torch_streamkl/kernels/entries.py",
+        'return f"tl.full((), {self._literal(x)}, tl.float32)"',
+        'return f"tl.full((), {self._literal(2.0 * x)}, tl.float32)"',
+        "test_inductor_kernels.py",
+        True,
+    ),
+    Fault(
+        "fx_passes/inductor_kernels.py",
+        "return {x.name: given.get(x.name, x.default_value) for x in operator._schema.arguments}",
+        "return {x.name: given.get(x.name) for x in operator._schema.arguments}",
+        "test_inductor_kernels.py",
+        True,
+    ),
+    # ---------------------------------------------------------------------------- distributed
+    Fault(
+        SHARDS,
+        "out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)",
+        "out.hard_lse - parts[0, STATE_FIELDS + 1], math.nan)",
+        "test_distributed_linear.py",
+    ),
+    Fault(
+        SHARDS,
+        "total = merge(total, other, form)",
+        "total = merge(other, other, form)",
+        "test_distributed_linear.py",
+    ),
+    Fault(
+        "torch_streamkl/distributed/word_ranges.py",
+        "return teacher.start if student.is_empty else student.start",
+        "return student.start - teacher.start",
+        "test_distributed_linear.py",
+    ),
+    Fault(
+        SEQUENCE,
+        "return [rank, 2 * num_ranks - 1 - rank] if load_balance else [rank]",
+        "return [rank, num_ranks + rank] if load_balance else [rank]",
+        "test_distributed_attention.py",
+    ),
+    Fault(
+        SEQUENCE,
+        "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1].flip(2)], 2)",
+        "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1]], 2)",
+        "test_distributed_attention.py",
     ),
 )

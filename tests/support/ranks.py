@@ -264,7 +264,10 @@ def close(
     """At most twice the error of one process in the same dtype, and a few roundings."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     finite = expected.isfinite()
-    assert torch.equal(got.isfinite(), finite)
+    assert torch.equal(got.isfinite(), finite), (
+        f"{what}: {int((got.isfinite() != finite).sum())} of {got.numel()} are finite in one and "
+        f"not in the other (one process: {int((same_dtype.isfinite() != finite).sum())})"
+    )
     if not finite.any():
         return
     error, single = ((x.double() - expected)[finite].abs().max() for x in (got, same_dtype))

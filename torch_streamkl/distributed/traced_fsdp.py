@@ -187,7 +187,7 @@ def _whole(parameter: DTensor, plan: Unsharding) -> Tensor:
     whole = parameter.redistribute(
         placements=[Replicate() for _ in mesh_dims],
         forward_dtype=plan.param_dtype,
-        backward_dtype=plan.reduce_dtype,
+        backward_dtype=plan.reduce_dtype or plan.param_dtype,
     )
     return whole.to_local(grad_placements=[Partial("avg") for _ in mesh_dims])
 

@@ -32,6 +32,11 @@ class Gpu:
         return self.is_hip or self.capability >= (8, 0)
 
     @property
+    def multiplies_tf32(self) -> bool:
+        """Whether matrix units take float32 rounded to TF32: of AMD's, Triton says, gfx942's."""
+        return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)
+
+    @property
     def operands_in_registers(self) -> bool:
         """Whether matrix units read operands from registers, not from shared memory."""
         return self.is_hip or self.capability[0] not in (9, 10)

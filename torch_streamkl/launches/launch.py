@@ -441,7 +441,7 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
         launch = TritonLaunch(32 if kernel == "mean" else 16, 16, 4, 1)
     else:
         dims = (_padded(problem.student.head_dim), _padded(problem.teacher.head_dim))
-        is_full = q.dtype == torch.float32 and dot_precision(q.dtype) == "ieee"
+        is_full = q.dtype == torch.float32 and dot_precision(q) == "ieee"
         operands = tiles.Operands(dims, q.element_size(), is_full)
         choose = tiles.head_mean_launch if problem.head_mean else tiles.default_launch
         launch = choose(kernel, operands, gpu_of(device))
@@ -541,11 +541,12 @@ def hint_of(n: int | torch.SymInt) -> int:
     return 1 if hint is None else int(hint)
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """float32 products follow torch's matmul precision; full float32 by default."""
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+def dot_precision(x: torch.Tensor) -> str:
+    """float32 products follow torch's matmul precision where the GPU can: full by default."""
+    if x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
-    return "tf32"
+    can = x.device.type != "cuda" or gpu_of(x.device).multiplies_tf32
+    return "tf32" if can else "ieee"
 
 
 @functools.cache

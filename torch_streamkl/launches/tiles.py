@@ -60,11 +60,13 @@ def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
     where there is room, and larger tiles read operands less often. They spill where the
     accumulators of matmuls are not registers (sm_100).
     """
-    if operands.element_bytes == 4 or gpu.shared_bytes < 120 * 1024:
+    if operands.element_bytes == 4 or gpu.is_hip or gpu.shared_bytes < 120 * 1024:
         return replace(default_launch("forward", operands, gpu), num_stages=1)
     if gpu.is_hopper and kernel != "forward":
         return TritonLaunch(128, 128, 8, 2) if kernel == "lse" else TritonLaunch(64, 128, 8, 2)
-    return TritonLaunch(64, 32, 8, 2)
+    # operands of all dot products lie in shared memory where accumulators are not registers
+    is_wide = operands.widest > 128 and not (gpu.is_hopper or gpu.operands_in_registers)
+    return TritonLaunch(64, 32, 8, 1 if is_wide else 2)
 
 
 def one_dot_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
@@ -89,9 +91,11 @@ def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
         if kernel == "forward" and head_dim > 128 and not gpu.is_hopper:
             # a second pass doubles the operands in registers: 1.9 KB would spill
             return [TritonLaunch(16, 16, 8, 1), LEAST]
-        if head_dim <= 64 and gpu.multiplies_half:
+        # products that are added one by one keep both operands in registers
+        spills = operands.is_full_float32 and head_dim > 32 and not gpu.is_hopper
+        if head_dim <= 64 and gpu.multiplies_half and not spills:
             return [TritonLaunch(64, 32, 4, 2), eight_warps, LEAST]
-        return [eight_warps, LEAST]
+        return [eight_warps, TritonLaunch(16, 16, 8, 1), LEAST]
     if head_dim > 128 and gpu.operands_in_registers:
         # rows of 256 fill the registers of four warps
         eight_warps = TritonLaunch(64, 32, 8, 1)

@@ -120,8 +120,11 @@ def _backward_fake(
     program: str,
     impl: str,
 ) -> list[Tensor]:
+    problem = RowProblem.of(program, tensors)  # lengths and a mask come last, without gradients
+    given = tensors[: 2 * len(problem.operands) + len(problem.captures)]
     return [
-        x.new_empty(x.shape if need else (0,)) for x, need in zip(tensors, wanted, strict=False)
+        x.new_empty(x.shape) if need else tensors[0].new_empty(0)
+        for x, need in zip(given, wanted, strict=False)
     ]
 
 

@@ -302,7 +302,7 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         GUARDED=guarded is not None,
         T_FLOOR=guarded.teacher_floor if guarded else 0.0,
         S_FLOOR=guarded.student_floor if guarded else 0.0,
-        PRECISION=dot_precision(student.q.dtype),
+        PRECISION=dot_precision(student.q),
     )
 
 
@@ -318,4 +318,4 @@ def _looks_at_every_tile(problem: AttentionProblem) -> bool:
         return True
     # the interpreter compiles nothing, and its tests are of all loops
     is_compiled = q.device.type == "cuda"
-    return is_compiled and q.dtype == torch.float32 and dot_precision(q.dtype) == "ieee"
+    return is_compiled and q.dtype == torch.float32 and dot_precision(q) == "ieee"

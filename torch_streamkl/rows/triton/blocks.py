@@ -46,7 +46,9 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
     for which in (DIFFERENTIATED, BACKWARD) if is_differentiated else (FORWARD,):
         if any(n.op == "sum_heads" and not n.by_key for n in maps.nodes_of(program, which)):
             return "sums over heads of values of rows have no kernels"
-    return ""
+    axes = sorted(set(program.dot_heads) - {0})  # what has no heads is multiplied by torch
+    of_axes = [row_kernels.gpu_obstacle(problem, maps.dots_of(program, x)) for x in axes]
+    return next((x for x in of_axes or [row_kernels.gpu_obstacle(problem, ())] if x), "")
 
 
 def _bytes_of(problem: RowProblem, which: str, wanted: tuple[tuple[int, int], ...]) -> int:

@@ -17,8 +17,8 @@ from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.kernels.row_state import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
-from torch_streamkl.launches.devices import gpu_of
-from torch_streamkl.launches.launch import matmul_limit
+from torch_streamkl.launches.devices import gpu_limit, gpu_of
+from torch_streamkl.launches.launch import dot_precision, matmul_limit
 from torch_streamkl.launches.tiles import (
     LEAST,
     Operands,
@@ -50,14 +50,22 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
         return f"operands have at most {MAX_DIM} dimensions in kernels, got {dim}"
     if problem.compute_dtype == torch.float64:
         return "kernels compute in float32, and operands are float64"
+    return gpu_obstacle(problem, range(len(problem.operands)))
+
+
+def gpu_obstacle(problem: RowProblem, dots: Sequence[int]) -> str:
+    """Why the GPU has no kernels whose tiles hold the operands of these dots; empty if it has."""
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return ""
-    limit = matmul_limit(q.device, q.dtype, dim)
-    gpu, operands = gpu_of(q.device), _operands(problem)
+    if not dots:
+        limit = gpu_limit(q.device)
+        return "" if limit is None else f"a kernel {limit}"
+    limit = matmul_limit(q.device, q.dtype, max(problem.operands[i][0].shape[-1] for i in dots))
+    gpu, operands = gpu_of(q.device), operands_of(problem, dots)
     if limit is None and shared_bytes(LEAST, "dk", operands, gpu) + MARGIN > gpu.shared_bytes:
         room = gpu.shared_bytes // 1024
-        limit = f"holds tiles of all dots in {room} KiB, got {len(problem.operands)} of them"
+        limit = f"holds tiles of all dots in {room} KiB, got {len(dots)} of them"
     return "" if limit is None else f"a kernel {limit}"
 
 
@@ -66,14 +74,14 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return INTERPRETED
-    return default_launch(kernel, _operands(problem), gpu_of(q.device))
+    operands = operands_of(problem, range(len(problem.operands)))
+    return default_launch(kernel, operands, gpu_of(q.device))
 
 
-def _operands(problem: RowProblem) -> Operands:
+def operands_of(problem: RowProblem, dots: Sequence[int]) -> Operands:
     q = problem.operands[0][0]
-    dims = tuple(padded_dim(x.shape[-1]) for x, _ in problem.operands)
-    is_full = torch.get_float32_matmul_precision() == "highest"
-    return Operands(dims, q.element_size(), is_full)
+    dims = tuple(padded_dim(problem.operands[i][0].shape[-1]) for i in dots)
+    return Operands(dims, q.element_size(), dot_precision(q) == "ieee")
 
 
 def is_exact(problem: RowProblem) -> bool:
@@ -276,7 +284,6 @@ def arguments_of(
     problem: RowProblem, result: Result, seeds: Mapping[int, Tensor]
 ) -> dict[str, Any]:
     """Every argument that a kernel of the problem may have, by name."""
-    is_full = torch.get_float32_matmul_precision() == "highest"
     found: dict[str, Any] = {
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,
@@ -289,7 +296,7 @@ def arguments_of(
         "WIDTH": 1,
         "offset": problem.num_keys - problem.num_rows,
         "lengths": problem.lengths,
-        "PRECISION": "ieee" if is_full else "tf32",
+        "PRECISION": dot_precision(problem.operands[0][0]),
     }
     for i, (q, k) in enumerate(problem.operands):
         found.update(operand_argument(f"a{i}", q, f"a{i}"))

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.launches.devices import gpu_of
-from torch_streamkl.launches.tiles import Operands, TritonLaunch, head_mean_launch, one_dot_launch
+from torch_streamkl.launches.tiles import TritonLaunch, head_mean_launch, one_dot_launch
 from torch_streamkl.linear.problem import padded
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.blocked import Result
@@ -28,7 +28,7 @@ from torch_streamkl.rows.problem import ALL, RowProblem, part
 from torch_streamkl.rows.program import COLUMNS, VALUES, Program
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import source as row_source
-from torch_streamkl.rows.triton.launches import padded_dim, start
+from torch_streamkl.rows.triton.launches import start
 from torch_streamkl.rows.triton.writer import Source
 
 FORWARD, DIFFERENTIATED, BACKWARD = "forward", "differentiated", "backward"
@@ -107,6 +107,11 @@ def every_map(
                 found.add(each)
                 stack += _insides(nodes, each)
     return tuple(sorted(found))
+
+
+def dots_of(program: Program, axis: int) -> list[int]:
+    """The dot products of an axis of heads."""
+    return [i for i, head in enumerate(program.dot_heads) if head == axis]
 
 
 def _insides(nodes: Sequence[Node], i: int) -> list[tuple[int, int]]:
@@ -287,23 +292,14 @@ class Block:
             found.update(_place(f"map{i}", self.map(i)))
         return found
 
-    def _operands_of(self, axis: int) -> Operands:
-        q = self.problem.operands[0][0]
-        dims = [
-            padded_dim(q.shape[-1])
-            for (q, _), head in zip(self.problem.operands, self.program.dot_heads, strict=True)
-            if head == axis
-        ]
-        is_full = torch.get_float32_matmul_precision() == "highest"
-        return Operands(tuple(dims), q.element_size(), is_full)
-
     def launch_of(self, kernel: str, axis: int) -> TritonLaunch:
         """Tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an axis."""
         q = self.problem.operands[0][0]
         if q.device.type != "cuda":
             return row_kernels.INTERPRETED
         choose = head_mean_launch if kernel == "mean" else one_dot_launch
-        return choose(kernel, self._operands_of(axis), gpu_of(q.device))
+        operands = row_kernels.operands_of(self.problem, dots_of(self.program, axis))
+        return choose(kernel, operands, gpu_of(q.device))
 
     def _elements(self) -> TritonLaunch:
         return ELEMENTS if self.problem.operands[0][0].device.type == "cuda" else INTERPRETED

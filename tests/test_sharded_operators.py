@@ -1,0 +1,47 @@
+"""The operators of a sharded vocabulary under opcheck, in a group of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.library import opcheck
+
+from tests.test_operators import Arguments, check_fake, detached, linear_arguments
+from torch_streamkl.distributed.linear_ops import linear_kl_sharded, linear_kl_sharded_sum
+from torch_streamkl.divergences.functional import named
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+
+
+@pytest.fixture(scope="module")
+def group_name() -> Iterator[str]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD.group_name
+    distributed.destroy_process_group()
+
+
+OF_SUM = (None, torch.rand(4), [True] * 6)
+SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
+    "plain": (linear_kl_sharded, linear_arguments(1, False, False), {}),
+    "labels and biases": (linear_kl_sharded, linear_arguments(), {}),
+    "two passes": (linear_kl_sharded, linear_arguments(), {"functional": named("js").text}),
+    "sum": (linear_kl_sharded_sum, (*linear_arguments(), *OF_SUM), {}),
+    "sum of a frozen teacher": (
+        linear_kl_sharded_sum,
+        (*detached(linear_arguments()), None, None, [True, True, *[False] * 4]),
+        {},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name: str, group_name: str) -> None:
+    operator, args, options = SAMPLES[name]
+    options = {**options, "group_name": group_name}
+    opcheck(operator, args, options)
+    opcheck(WITHOUT_AUTOGRAD[operator], detached(args), options)
+    check_fake(operator, detached(args), options)
