@@ -28,7 +28,7 @@ Loss = Callable[..., Tensor]
 HEADS, HEAD_DIM = 8, 64
 HIDDEN = 512
 WORDS_PER_TOKEN = 16  # a head of 16 N words for N tokens
-OPTIONS = {"streamkl.min_mib": 0.0, "streamkl.row_programs": True}
+OPTIONS = {"streamkl.min_mib": 0.0}
 GATE_ELEMENTS = 2**27  # of scores in float64: 1 GiB each
 
 

@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its def
     "streamkl.inner": INNER_BACKENDS,
     "streamkl.deterministic": (True, False),
     "streamkl.verify": MODES,
-    "streamkl.row_programs": (False, True),
+    "streamkl.row_programs": (True, False),
 }
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
@@ -81,8 +81,9 @@ def streamkl(
     be checked, or "never". ``streamkl.min_mib`` leaves a site, or attention whose map is not
     compared any more, to Inductor where tensors of queries x keys take less than that many MiB: 0
     fuses all, None is what was measured on the device (0 for sites, 32 for such attention on a
-    GPU, for row programs 1024 on a GPU and 4096 on a CPU). ``streamkl.row_programs`` also fuses
-    sums that are no divergence, as row programs. Everything else goes to Inductor.
+    GPU, for row programs 1024 on a GPU and 4096 on a CPU). ``streamkl.row_programs``, on by
+    default, also fuses sums that are no divergence, as row programs. Everything else goes to
+    Inductor.
     """
     ours, theirs = split_options(options or {})
     if not ddp.is_part_of_a_rewritten_graph():
@@ -149,7 +150,7 @@ def inductor_options(
     verify_max_mib: float | None = None,
     verify_max_seconds: float = 1.0,
     min_mib: float | None = None,
-    row_programs: bool = False,
+    row_programs: bool = True,
 ) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 

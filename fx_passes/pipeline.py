@@ -50,6 +50,7 @@ from torch_streamkl.fx_passes.planning.candidates import (
 from torch_streamkl.fx_passes.planning.nan_readers import (
     NO_READERS,
     Readers,
+    check_masked_logarithms,
     check_nan_readers,
     readers_of_body,
 )
@@ -272,6 +273,7 @@ def _fuse(
             if node.name in refused:
                 raise Blocked(refused[node.name])
             elements = candidate.plan.rows.elements
+            check_masked_logarithms(candidate.inner, elements, recognised.values)
             check_nan_readers(node, candidate.inner, elements, recognised.values, outside)
             replacement = emit(build, candidate.plan, value, trace.outer)
             late[node.name] = aliases.check(build.added, build.selecting, before=node)

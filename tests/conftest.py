@@ -14,7 +14,6 @@ from hypothesis import settings
 
 from tests.support import quick
 from torch_streamkl import checks
-from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
@@ -62,12 +61,6 @@ def _seeded() -> None:
 def _nothing_is_recorded() -> None:
     """Launches that an earlier test had recorded would pass by what this one replaces."""
     checks._verdicts.clear()
-
-
-@pytest.fixture(autouse=True)
-def _row_programs_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the option is off by default; whatever is left alone with it on is so without it
-    monkeypatch.setitem(backend.OPTIONS, "streamkl.row_programs", (True, False))
 
 
 @pytest.fixture(autouse=True)

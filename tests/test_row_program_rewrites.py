@@ -151,6 +151,12 @@ def of_some_keys_of_one_sample(sq, sk, tq, tk, w, pad):
     return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)[:, ::2]
 
 
+def heads_that_are_multiplied(sq, sk, tq, tk, w, pad):
+    """A sum of logarithms: where a head's probability underflows it is -inf, as in eager code."""
+    s, t = (x.softmax(-1)[:, :, 0].log().sum(1).softmax(-1) for x in scores(sq, sk, tq, tk))
+    return F.kl_div((s + 1e-3).log(), t, reduction="batchmean")
+
+
 FORMS: list[Callable[..., Tensor]] = [
     weights_of_keys,
     renormalised,
@@ -168,6 +174,7 @@ FORMS: list[Callable[..., Tensor]] = [
     of_some_rows_and_heads,
     of_a_row_of_flattened_products,
     of_some_keys_of_one_sample,
+    heads_that_are_multiplied,
 ]
 
 
@@ -345,12 +352,6 @@ def the_other_side_is_an_input_that_is_trained(sq, sk, tq, tk, w, pad):
     return F.kl_div((sq @ sk.mT).log_softmax(-1), t.softmax(-1), reduction="sum")
 
 
-def heads_that_are_multiplied(sq, sk, tq, tk, w, pad):
-    """A sum of logarithms: where one head's probability underflows, eager has 0."""
-    s, t = (x.softmax(-1)[:, :, 0].log().sum(1).softmax(-1) for x in scores(sq, sk, tq, tk))
-    return F.kl_div((s + 1e-3).log(), t, reduction="batchmean")
-
-
 LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
     (scores_are_returned, ""),
     (elements_are_written, ""),
@@ -361,7 +362,6 @@ LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
     (some_keys_behind_the_softmax, ""),
     (rows_of_what_a_tensor_has_met, ""),
     (part_of_flattened_heads, ""),
-    (heads_that_are_multiplied, ""),
     (the_other_side_is_an_input_that_is_trained, "not made"),
 ]
 

@@ -24,6 +24,7 @@ from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.analysis.rules.views import RESHAPES
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, Linear, Opaque
 from torch_streamkl.fx_passes.domain.row_elements import (
     Axes,
@@ -39,7 +40,14 @@ from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+    is_one,
+    is_zero,
+    same,
+    shape_of,
+)
 from torch_streamkl.rows.operations import MAX_POWER
 
 aten = torch.ops.aten
@@ -141,6 +149,8 @@ class RowElements:
         shape = shape_of(node)
         if not all(isinstance(step, (Scale, Bias)) for step in key.steps):
             raise Blocked("a product that something else is added to")
+        if not all(_is_contracted(ref.layout) for ref in (key.lhs, key.rhs)):
+            raise Blocked("a product that sums nothing")
         dims = self.axes.of_shape(shape)
         dot = Dot(key.lhs, key.rhs, dims)
         self.products[dot] = node
@@ -424,6 +434,8 @@ class RowElements:
             for d, size in zip(dims, made.shape, strict=True)
         ):
             raise Blocked("elements are in a tensor of another shape")
+        if any(not d and is_zero(size) for d, size in zip(dims, made.shape, strict=True)):
+            raise Blocked("no element is left of a dimension along which nothing varies")
         self._check_rounding(node, x.formula, made)
         formula = x.formula
         self._check_integers(node, made.dtype, formula)
@@ -480,7 +492,13 @@ class RowElements:
                     raise Blocked(f"scores or what is made of them are rounded to {name}")
 
 
+# numbers whose float64 has no digits left for a logarithm of counts, as tests compare them
+ROUNDED = 1e3
 CONDITIONS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
+
+
+def _is_contracted(layout: Layout) -> bool:
+    return any(piece.axis < 0 for dim in layout for piece in dim)
 
 
 def _is_dot(node: fx.Node) -> bool:
@@ -762,6 +780,9 @@ def _softmax(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 @rule(aten.logsumexp.default)
 def _logsumexp(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
     x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
+    if is_filled(x.formula, ROUNDED):
+        # in a row without keys eager code's sum is the fill, in which their count is lost
+        raise Blocked("the log-sum-exp of scores that a large number may stand in place of")
     given = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
     dims = [d % len(x.dims) for d in given]
     return self.reduced("logsumexp", x, dims, bool(a.get("keepdim", False)))
@@ -816,6 +837,27 @@ def _norm(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
         bool(a.get("keepdim", False)),
     )
     return total if order == 1 else self.combined("norm", total)
+
+
+@rule(aten.cosine_similarity.default)
+def _cosine_similarity(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+    """Norms are bounded from below without a gradient: it flows as if they were not."""
+    shape = tuple(shape_of(a["x1"]))
+    if len(shape) != len(shape_of(a["x2"])) or not all(map(same, shape, shape_of(a["x2"]))):
+        raise Blocked("cosine_similarity of tensors of two shapes")
+    if a["x1"].meta["val"].dtype != a["x2"].meta["val"].dtype:
+        raise Blocked("cosine_similarity of tensors of two types")
+    dim = a.get("dim", 1) % len(shape)
+    units = []
+    for name in ("x1", "x2"):
+        x = self.operand(a[name])
+        squares = replace(self.combined("mul", x, x), shape=shape)
+        norm = self.combined("norm", self.reduced("sum", squares, [dim], True))
+        bounded = self.combined("clamp_min", norm, self._number(a.get("eps", 1e-8)))
+        missing = _without_gradient(self, self.combined("sub", bounded, norm))
+        units.append(self.combined("div", x, self.combined("add", norm, missing)))
+    values = replace(self.combined("mul", *units), shape=shape)
+    return self.reduced("sum", values, [dim], False)
 
 
 def _total(self: RowElements, node: fx.Node, x: Placed, shape: Any, reduction: int) -> Placed:
@@ -968,7 +1010,10 @@ def _same(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 
 @rule(aten.detach.default)
 def _detach(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
-    x = self.operand(a["self"])
+    return _without_gradient(self, self.operand(a["self"]))
+
+
+def _without_gradient(self: RowElements, x: Placed) -> Placed:
     formula = replace(self.formula("detach", x.formula), flows=frozenset())
     return replace(x, formula=formula) if x.formula.flows else x
 
@@ -985,6 +1030,25 @@ def _cast(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
         _check_comparison([x])
         return self.combined("ne", x, self.operand(0.0))
     return x
+
+
+def is_filled(scores: Formula, least: float) -> bool:
+    """Whether a finite number of at least this size stands in place of scores, or is added.
+
+    A tensor of rows and keys without a gradient may be a mask that is added.
+    """
+    stack, seen = [scores], {scores}
+    while stack:
+        f = stack.pop()
+        if f.op == "const" and least <= abs(f.data) < math.inf:
+            return True
+        if f.op == "capture" and not (f.is_bool or f.flows) and len(f.axes) > 1:
+            return True
+        if f.op not in ("reduce", *CONDITIONS):
+            fresh = [a for a in f.args if a not in seen and not a.is_bool]
+            seen.update(fresh)
+            stack += fresh
+    return False
 
 
 def is_supported(root: Formula) -> bool:

@@ -90,6 +90,14 @@ def share_labels(
                     )
                 )
                 break
+            if _teacher_learns(call) and not _reaches_gradients(call):
+                notes.append(
+                    _note(
+                        node,
+                        "the divergence has no gradient, and its teacher would get zeros of it",
+                    )
+                )
+                break
             place = _place(graph, call, node)
             if place is not None:
                 _share(call, node, inner, temperature, builder(place))
@@ -100,6 +108,30 @@ def share_labels(
 
 def _note(node: fx.Node, reason: str) -> str:
     return f"the cross-entropy at {location_of(node)[0]} keeps the student's logits: {reason}"
+
+
+def _teacher_learns(call: fx.Node) -> bool:
+    """Whether a tensor of the teacher needs a gradient."""
+    named = [x for name, x in call.kwargs.items() if name.startswith("teacher")]
+    return any(isinstance(x, fx.Node) and _needs_gradient(x) for x in (*call.args[2:4], *named))
+
+
+def _reaches_gradients(call: fx.Node) -> bool:
+    """Whether the divergence reaches what the graph returns with a gradient."""
+    stack, seen = [call], {call}
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and (user.target is operator.getitem or _needs_gradient(user)):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    value = example(node)
+    return not isinstance(value, Tensor) or value.requires_grad
 
 
 def _may_differ(call: fx.Node, labels: fx.Node) -> bool:

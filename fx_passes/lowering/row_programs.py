@@ -132,7 +132,8 @@ class _Lowering:
     def captured(self, c: Captured) -> fx.Node:
         """A captured tensor in the dimensions of its kind."""
         groups = self.plan.groups
-        x = materialise(self.build, TensorRef(c.node, (), (), c.flows), self.outer)
+        flows = c.flows and c.node in self.plan.flows
+        x = materialise(self.build, TensorRef(c.node, (), (), flows), self.outer)
         slots: list[Slot] = []
         sizes: list[Size] = []
         if c.kind == COLUMNS:

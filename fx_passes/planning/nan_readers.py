@@ -8,6 +8,7 @@ infinity.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,12 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.domain.absent_keys import (
     at_absent_key,
+    drops_absent_keys,
     is_of_probabilities,
     may_be_infinite,
 )
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import ScoreKey
 from torch_streamkl.fx_passes.domain.values import Elements
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
@@ -32,6 +36,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 
 aten = torch.ops.aten
+HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
 ASK = {"nan_to_num", "isnan", "isfinite", "isinf", "isneginf", "isposinf", "equal", "allclose"}
 ASK |= {"nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign", "sgn", "copysign"}
 ASK |= {"sort", "msort", "topk", "kthvalue", "unique", "mode", "is_nonzero"}
@@ -90,6 +95,44 @@ def check_nan_readers(
     else:
         return
     raise Blocked(f"{name} reads the divergence, and eager has {why}")
+
+
+def check_masked_logarithms(
+    inner: fx.Node, elements: Elements, values: Mapping[fx.Node, object]
+) -> None:
+    """Blocked where the logarithm of probabilities that a finite mask makes 0 counts.
+
+    ``softmax(-1).log()`` is -inf there in eager code, the operators' is what the score gives it.
+    Where both sides are masked alike eager's product with a probability is NaN.
+    """
+    if drops_absent_keys(elements) or all(
+        form.mask or form.biases for form in (read(part.scores) for part in elements.parts)
+    ):
+        return
+    for node in ancestors(inner):
+        argument = node.args[0] if node.target in LOGARITHMS else None
+        x = values.get(argument) if isinstance(argument, fx.Node) else None
+        if not isinstance(x, Elements):
+            continue
+        e = x.single()
+        if (
+            any(_may_hide_keys(part.scores) for part in x.parts)
+            and e is not None
+            and is_of_probabilities(e)
+            and at_absent_key(e) == 0.0
+        ):
+            raise Blocked(
+                "the logarithm of probabilities that a mask of one side alone makes 0, which is "
+                "infinite in eager code"
+            )
+
+
+def _may_hide_keys(key: ScoreKey) -> bool:
+    """Whether a finite number stands in place of scores, or a tensor like a mask is added."""
+    form = read(key)
+    return (bool(form.mask) and HIDES <= abs(form.fill) < math.inf) or any(
+        not bias.tensor.grad and sum(map(bool, bias.tensor.layout)) > 1 for bias in form.biases
+    )
 
 
 def _may_be_log_of_zero(node: fx.Node, values: Mapping[fx.Node, object]) -> bool:

@@ -8,9 +8,8 @@ only some products have, and that are summed before the products meet, are those
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -31,10 +30,14 @@ from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
-from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behind
-from torch_streamkl.fx_passes.planning.special_elements import check_readers_inside
+from torch_streamkl.fx_passes.planning.nan_readers import HIDES, Readers, readers_behind
+from torch_streamkl.fx_passes.planning.special_elements import (
+    UnderflowRead,
+    check_readers_inside,
+    is_as_special,
+)
 from torch_streamkl.rows import derive
-from torch_streamkl.rows.expressions import HeadsError
+from torch_streamkl.rows.expressions import FLOAT, HeadsError
 from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of
 
@@ -240,27 +243,25 @@ class _Planner:
             for c in self.captured.values()
         )
         dot_heads = tuple(numbers[h] for h in groups.heads)
-        self.tracer = Tracer(dot_heads, declared, Keys(), {})
-        self.nodes: dict[Formula, int] = {}
         try:
-            used = {a for f in self.formulas for a in f.args}
-            for f in self.formulas:
-                if f in used:
-                    self.nodes[f] = self._node(f)
-            outputs = [self.tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
-            check_readers_inside(self.formulas, self.nodes, self.tracer.graph)
+            outputs = self._traced(Tracer(dot_heads, declared, Keys(), {}), False)
+        except UnderflowRead:
+            if not all(self._has_enough_digits(dot) for dot in self.dots):
+                raise
+            outputs = self._traced(Tracer(dot_heads, declared, Keys(), {}), True)
+        try:
             different = list(dict.fromkeys(outputs))  # two sums may be one reduction
             program = self.tracer.program(different)
             derive.forward_plan(program, True)
             backward = derive.backward_plan(program)
-        except (HeadsError, derive.HeadJacobianError, ValueError) as reason:
+        except (derive.HeadJacobianError, ValueError) as reason:
             raise Blocked(str(reason)) from reason
         flows: frozenset[object] = frozenset().union(*(r.flows for r in self.roots))
         for dot, x in zip(self.dots, backward.dots, strict=True):
             if (x is not None) != any((dot, side) in flows for side in ("lhs", "rhs")):
                 raise Blocked("the gradient of the scores is a constant")
         for captured, x in zip(self.captured.values(), backward.captures, strict=True):
-            if x is None and captured.flows:
+            if x is None and captured.flows and captured.node in flows:
                 raise Blocked("the gradient of a tensor that meets the scores is a constant")
         graph = self.tracer.graph
         head_axes = {number: heads for heads, number in numbers.items()}
@@ -279,6 +280,27 @@ class _Planner:
             tuple(Output(r, trace.outer[r], self.elements.placed[r]) for r in roots),
             self.elements,
         )
+
+    def _traced(self, tracer: Tracer, are_exact: bool) -> list[int]:
+        """The reductions that the sums are; with ``are_exact`` log 0 is -inf, as in eager code."""
+        self.tracer, self.nodes = tracer, dict[Formula, int]()
+        self.logarithms_are_exact = are_exact
+        used = {a for f in self.formulas for a in f.args}
+        try:
+            for f in self.formulas:
+                if f in used:
+                    self.nodes[f] = self._node(f)
+            outputs = [tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
+        except (HeadsError, ValueError) as reason:
+            raise Blocked(str(reason)) from reason
+        check_readers_inside(
+            self.formulas, self.nodes, tracer.graph, logarithms_are_exact=are_exact
+        )
+        return outputs
+
+    def _has_enough_digits(self, dot: Dot) -> bool:
+        """Whether probabilities of eager code underflow where those of the program do."""
+        return all(_value(ref.node).dtype.itemsize >= 4 for ref in (dot.lhs, dot.rhs))
 
     def _check_maxima(self) -> None:
         """A maximum is a constant of a program: its gradient has to be cut."""
@@ -348,6 +370,8 @@ class _Planner:
                 return self._reduction(f)
         args = [self.nodes[a] for a in f.args]
         match f.op:
+            case "log":
+                return self._log(args[0])
             case "pow":
                 return graph.power(graph.as_float(args[0]), f.data)
             case "float":
@@ -360,6 +384,32 @@ class _Planner:
                 outside = graph.apply("and", graph.apply("not", condition), b)
                 return graph.apply("or", inside, outside)
         return graph.apply(f.op, *args)
+
+    def _log(self, x: int) -> int:
+        """The logarithm of a probability is what its score gives it, or -inf where it is masked.
+
+        A mask of finite numbers makes probabilities 0 as one of -inf does.
+        """
+        graph = self.tracer.graph
+        log = graph.apply("log", x)
+        over, under = graph.exponentials_in(x)
+        for factors, limit in ((over, -math.inf), (under, math.inf)):
+            for factor in factors:
+                if self.logarithms_are_exact or self._may_be_masked(graph[factor].args[0]):
+                    is_zero = graph.apply("eq", factor, graph.const(0.0))
+                    log = graph.apply("where", is_zero, graph.const(limit), log)
+        return log
+
+    def _may_be_masked(self, exponent: int) -> bool:
+        """Whether a number, or a tensor of keys, may hide some of the scores in an exponent."""
+        graph, stack = self.tracer.graph, [exponent]
+        for i in graph.used_by(stack):
+            node = graph[i]
+            if node.op == "const" and HIDES <= abs(node.value) < math.inf:
+                return True
+            if node.op == "capture" and node.dtype == FLOAT and node.by_key:
+                return True
+        return False
 
     def _linear(self, coefficients: Sequence[tuple[int, int]], constant: int) -> int:
         """Sum of coefficient * index + constant >= 0, without negative terms."""
@@ -456,7 +506,8 @@ def find_programs(
     ``handled`` are nodes that other operators compute already.
     """
     plans: list[RowPlan] = []
-    position = {n: i for i, n in enumerate(trace.graph.nodes)}
+    users_graph = region.nodes[0].graph
+    position = {n: i for i, n in enumerate(users_graph.nodes)}
     for root in find_roots(elements, trace, region):
         if root in handled:
             continue
@@ -509,20 +560,24 @@ def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
 def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
     """Blocked where code behind the sums makes numbers of NaN and infinity.
 
-    A sum may be infinite where naive code is NaN, by masks, logarithms, powers, quotients, or
-    scores that overflow: which of them is not told apart.
+    A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
+    which of them is not told apart.
     """
     found = readers_behind([o.node for o in plan.outputs], outside)
-    if found.special or found.infinite:
+    if (found.special or found.infinite) and not is_as_special(plan.program, plan.sums):
         name = min(found.special or found.infinite)
         raise Blocked(f"{name} reads the sum, and eager has NaN or infinity where it has a value")
 
 
 def _joined(
-    plan: RowPlan, root: fx.Node, elements: RowElements, trace: Trace, position: Any
+    plan: RowPlan,
+    root: fx.Node,
+    elements: RowElements,
+    trace: Trace,
+    position: Mapping[fx.Node, int],
 ) -> RowPlan | None:
     """One program with another sum, where all that it reads is there before the first sum."""
-    first = min(position[o.inner] for o in plan.outputs)
+    first = min(position[o.node] for o in plan.outputs)
     formula = elements.placed[root].formula
     if not formula.dots & set(plan.dots):
         return None
@@ -535,7 +590,8 @@ def _joined(
         for f in leaves
         for n in ([f.data.lhs.node, f.data.rhs.node] if f.op == "dot" else [f.data[0]])
     ]
-    if any(position[n] > first for n in read):
+    # where they stand in the user's graph: leaves of a trace all stand in front of it
+    if any(n not in trace.outer or position[trace.outer[n]] > first for n in read):
         return None
     if any(o.inner in ancestors(n) for n in read for o in plan.outputs):
         return None

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from torch_streamkl.fx_passes.domain.row_elements import Formula
+from torch_streamkl.fx_passes.domain.row_elements import Formula, formulas_in
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.rows.expressions import Graph
+from torch_streamkl.rows.expressions import Graph, Node
+from torch_streamkl.rows.program import MAX, SUM, Program
 
 COMPARISONS = {
     "lt": operator.lt,
@@ -39,14 +40,57 @@ SMALLEST = {torch.float16: -16.0}
 SMALLEST_OF_OTHERS = -103.0
 
 
+class UnderflowRead(Blocked):
+    """An exponential is of the logarithm of a probability that may underflow: 0 in eager code."""
+
+
 def check_readers_inside(
-    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph
+    formulas: Sequence[Formula],
+    nodes: Mapping[Formula, int],
+    graph: Graph,
+    *,
+    logarithms_are_exact: bool,
 ) -> None:
     """Blocked where an operation on elements would see another number than in eager."""
     _check_comparisons(formulas, nodes, graph)
     _check_maxima(formulas, nodes, graph)
-    _check_logarithms(formulas, nodes, graph)
+    _check_logarithms(formulas, nodes, graph, are_exact=logarithms_are_exact)
     _check_powers(formulas, nodes, graph)
+
+
+# what gives NaN and infinity of the same arguments as eager code does
+PLAIN = {"dot", "capture", "const", "key_index", "row_index", "reduction", "float", "detach"}
+PLAIN |= {"add", "sub", "neg", "mul", "exp", "where", "and", "or", "not", "abs", *COMPARISONS}
+PLAIN_FORMULAS = {*PLAIN, "columns", "linear", "reduce", "div"}
+
+
+def is_as_special(program: Program, sums: Iterable[Formula]) -> bool:
+    """Whether the outputs are NaN or infinite exactly where eager's are.
+
+    So it is without masks of -inf, logarithms and quotients: of finite scores both have numbers,
+    and where a score is none, no row with it has one. A log-sum-exp of infinity is infinite in
+    eager code alone, and float16 has it earlier.
+    """
+    formulas = [f for x in sums for f in formulas_in(x)]
+    dtypes = {
+        ref.node.meta["val"].dtype
+        for f in formulas
+        if f.op == "dot"
+        for ref in (f.data.lhs, f.data.rhs)
+    }
+    return (
+        torch.float16 not in dtypes
+        and all((n.op in PLAIN and n.is_finite) or _is_scale(program, n) for n in program.nodes)
+        and all(program.reductions[c].kind == SUM for c in program.outputs)
+        and all(r.kind != MAX for r in program.reductions)
+        and all(f.op in PLAIN_FORMULAS for f in formulas)
+    )
+
+
+def _is_scale(program: Program, node: Node) -> bool:
+    """A quotient by a number other than 0."""
+    divisor = program.nodes[node.args[1]] if node.op == "div" else None
+    return divisor is not None and divisor.op == "const" and divisor.value != 0.0
 
 
 def _check_comparisons(
@@ -76,11 +120,12 @@ def _check_maxima(formulas: Sequence[Formula], nodes: Mapping[Formula, int], gra
 
 
 def _check_logarithms(
-    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph
+    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph, *, are_exact: bool
 ) -> None:
     logs: set[Formula] = set()  # of what may underflow
     behind: set[Formula] = set()
-    scaled: set[Formula] = set()  # of those, what is no sum or difference of logarithms
+    # of those, what is no sum or difference of logarithms: by how much they are scaled, if known
+    scaled: dict[Formula, float] = {}
     for f in formulas:
         asks = f.op in COMPARISONS or f.op in BOUNDS
         for a, b in (f.args, f.args[::-1]) if asks else ():
@@ -89,9 +134,9 @@ def _check_logarithms(
         if _is_inverse(f) and f.args[-1] in behind:
             raise Blocked(f"the inverse of {UNDERFLOWN}")
         if f.op in SATURATING or _is_logsumexp(f):
-            if f.args[0] in scaled:
-                raise Blocked(f"{f.op} of {UNDERFLOWN}")
-        elif (f.op == "log" and f.args[0] in nodes and graph[nodes[f.args[0]]].op == "exp") or (
+            if f.args[0] in scaled and not (are_exact and _is_steep(f, scaled[f.args[0]])):
+                raise UnderflowRead(f"{f.op} of {UNDERFLOWN}")
+        elif (f.op == "log" and _has_exponential(f.args[0], nodes, graph)) or (
             f.op == "detach" and f.args[0] in logs
         ):
             logs.add(f)
@@ -99,7 +144,26 @@ def _check_logarithms(
         elif any(a in behind for a in f.args) and f.op not in CUT:
             behind.add(f)
             if f.op not in SUMS or any(a in scaled for a in f.args):
-                scaled.add(f)
+                scaled[f] = _scale(f) * min(scaled.get(a, 1.0) for a in f.args if a in behind)
+
+
+def _has_exponential(x: Formula, nodes: Mapping[Formula, int], graph: Graph) -> bool:
+    return x in nodes and any(graph.exponentials_in(nodes[x]))
+
+
+def _scale(f: Formula) -> float:
+    """By how much an operation scales logarithms; 0 where it does something else."""
+    if f.op in SUMS or (f.op == "reduce" and f.data.kind == "sum" and not f.data.divisors):
+        return 1.0
+    if f.op in ("mul", "div") and len({_constant(a) for a in f.args}) == 2:
+        by = next((a.data for a in f.args[::-1] if a.op == "const"), 0.0)
+        return float(by if f.op == "mul" else 1.0 / by) if by > 0.0 else 0.0
+    return 0.0
+
+
+def _is_steep(f: Formula, scale: float) -> bool:
+    """Whether the exponential of a logarithm that scaled is nothing where that underflows."""
+    return scale * _smallest(f) < math.log(_precision(f))
 
 
 def _check_powers(formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph) -> None:

@@ -53,10 +53,7 @@ def run_case(case: dict[str, Any], setting: Setting = TABLE_SETTING) -> Outcome:
             # with every number a symbol Dynamo cannot trace F.dropout(training=p > 0), with or
             # without us: it breaks the graph there
             fullgraph=case["fullgraph"] and not setting.dynamic,
-            options={
-                "streamkl.min_mib": 0.0,
-                "streamkl.row_programs": True,
-            },  # the cases are small
+            options={"streamkl.min_mib": 0.0},  # the cases are small
         )
 
 

@@ -15,8 +15,7 @@ HEAD = """# The corpus: what happens to real losses
 
 Each line is one of the {total} losses in `tests/corpus/naive_losses.py`, which follow the
 operations of public distillation code. They are compiled with `backend="streamkl"` (float32,
-static shapes, training, whatever their size: `streamkl.min_mib=0`, with
-`streamkl.row_programs=True`) and compared with float64: the
+static shapes, training, whatever their size: `streamkl.min_mib=0`) and compared with float64: the
 errors are relative to the largest value of the loss and of each gradient. {fused} of them are
 fused completely. `{heads}` have language-model heads inside the graph; a loss on logits alone is
 left as it is, because the matrices that could be avoided exist before it starts.

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--inner", default="eager", choices=("eager", "aot_eager", "inductor"))
     parser.add_argument("--verify", default="never", choices=("never", "auto", "always"))
     parser.add_argument(
-        "--divergences", action="store_true", help="without streamkl.row_programs, as by default"
+        "--divergences", action="store_true", help="with streamkl.row_programs=False"
     )
     parser.add_argument("--show", action="store_true", help="print the program of --seed")
     parser.add_argument("--reasons", type=int, default=0, help="how many to print")

@@ -18,10 +18,15 @@ from tests.fuzz.steps import (
     ELEMENT_STEPS,
     FILLS,
     GUARDS,
+    INDEXED,
+    INDEXERS,
     LOSSES,
+    MAP_ELEMENTS,
     MAP_ROW_STEPS,
     MEAN_SCORE_STEPS,
     NORMS,
+    OF_HEADS,
+    OF_IDS,
     OF_KEYS,
     OPERAND_STEPS,
     PLAIN_ELEMENT_STEPS,
@@ -340,7 +345,8 @@ class Grammar:
         """What no divergence has: weights of keys, renormalised maps, powers, bounds, errors."""
         s, t = ("t", "s") if self.draw.random() < 0.25 else ("s", "t")
         p, r = self.probabilities(s), self.probabilities(t)
-        kind = self.draw.choice(PROGRAM_ELEMENTS)
+        choices = (*PROGRAM_ELEMENTS, *(MAP_ELEMENTS if self.is_map else ()))
+        kind = self.draw.choice(choices)
         if kind == "renormalised":
             code = self.draw.choice(RENORMALISED)
             p, r = (self.edge(self.step(x, code), DISTRIBUTION_STEPS) for x in (p, r))
@@ -361,7 +367,15 @@ class Grammar:
         """Sums of one distribution, entries of its rows, norms of a difference."""
         side = self.draw.choice("sst")
         kind = self.draw.random()
-        if kind < 0.4 and not self.is_map:
+        if kind < 0.4 and self.is_map:
+            scores = self.step(self.scores("s"), self.draw.choice(INDEXERS))
+            other = self.step(self.probabilities("t"), self.draw.choice(OF_HEADS))
+            pair = (self.edge(scores), self.edge(other))
+            return self.edge(Node("rows", self.draw.choice(INDEXED), pair), ROW_STEPS)
+        if kind < 0.2:
+            what = self.draw.choice((self.logs, self.probabilities, self.scores))
+            return self.edge(self.step(what(side), self.draw.choice(OF_IDS)), ROW_STEPS)
+        if kind < 0.4:
             index = self.draw.choice(("y[:, None]", "y.unsqueeze(-1)"))
             entry = self.edge(Node("rows", f"{{0}}.gather(-1, {index})", (self.logs(side),)))
             node = Node("rows", "{0}.squeeze(-1)", (entry,))
@@ -488,13 +502,13 @@ class Grammar:
         text = " ".join(n.then for n in tree.walk())
         names = (*TEACHERS, "rw", "ls", "y")
         cloned = {n for n in names if f"{n}.mul_" in text or f"{n}[" in text}
-        narrow = draw.random() < 0.1
+        dtypes = (torch.float32,) * 8 + (torch.bfloat16,) * 4 + (torch.float64,) * 88
         return Program(
             tree,
             self.shapes,
             frozenset([*learned, *teachers]),
             dynamic=draw.random() < 0.2,
-            dtype=torch.float32 if narrow else torch.float64,
+            dtype=draw.choice(dtypes),
             loop=loop,
             cloned=frozenset(cloned if draw.random() < 0.8 else ()),
         )

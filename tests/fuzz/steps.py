@@ -458,6 +458,63 @@ PROGRAM_ELEMENTS = (
     "({0} * {1})",
     "({0}.sqrt() - {1}.sqrt()).square()",
     "({0}.square() / ({1} + 1e-3))",
+    "({0}.softmax(-1) * {1}.log_softmax(-1))",
+    "(({0} * 3).softmax(-1) - {1}).square()",
+    "(({0} - {0}.mean(-1, keepdim=True)) * {1})",
+    "({0} * ({1} * kw).sum(-1, keepdim=True) * kw)",
+    "({0} * ({1} * kw).sum(-1, keepdim=True).detach() * kw)",
+    "torch.where({0} > {1}, {0}, {1} * 0.5)",
+    "(({0} > {1}).to({0}.dtype) * {0} * kw)",
+    "({0}.clamp(max=0.3) - {1}).abs()",
+    "(torch.lerp({0}, {1}, 0.3) + 1e-3).log() * {0}",
+    "({0} * {1}.detach().amax(-1, keepdim=True) * kw)",
+    "({0} * torch.where({1} > 0.1, 1.0, kw))",
+    "({0} / ({1} + 0.1) * rw[:, None])",
+    "(({0} + 1e-3).log() - ({1} + 1e-3).log()).square() * {0}",
+    "({0} * {1}.log() * kw)",
+    "({0} * ({0} / {1}).log() * kw)",
+)
+MAP_ELEMENTS = (
+    "({0}.mean(1, keepdim=True) * {1})",
+    "({0}.mean(1, keepdim=True) - {1}.mean(1, keepdim=True)).square()",
+    "({0}[:, :1] * {1} * kw)",
+    "({0} * {1}.flip(1))",
+    "({0}.unbind(1)[0][:, None] * {1} * kw)",
+    "({0} * hs[:, None, None] * {1})",
+    "({0} * keep[:, None, None, :] * {1})",
+    "({0} * rows[:, None, :, None] * {1} * kw)",
+    "({0} * b * {1})",
+    "({0} + b.square()).log() * {1}",
+)
+INDEXERS = (  # scores that are summed over heads
+    "({0}.relu() * hs[:, None, None]).sum(1)",
+    "({0}.relu() * hs[:, None, None]).sum(1).masked_fill(~{mask}, -inf)",
+    "({0} * hs[:, None, None]).sum(1)",
+    "{0}.mean(1)",
+    "{0}.relu().sum(1)",
+    "torch.einsum('bhnm,h->bnm', {0}, hs)",
+)
+OF_HEADS = (
+    "{0}.mean(1)",
+    "{0}.sum(1)",
+    "({0}.sum(1) / {0}.sum(1).sum(-1, keepdim=True))",
+    "{0}[:, 0]",
+    "F.normalize({0}.sum(1), p=1, dim=-1)",
+)
+INDEXED = (
+    "F.kl_div({0}.log_softmax(-1), {1}, reduction='none').sum(-1)",
+    "({1} * (({1} + 1e-6).log() - ({0}.softmax(-1) + 1e-6).log())).sum(-1)",
+    "({0}.softmax(-1) - {1}).square().sum(-1)",
+    "({0}.softmax(-1) * {1} * kw).sum(-1)",
+)
+OF_IDS = (  # words of each token, some of them twice
+    "{0}.gather(-1, torch.stack([y, y], -1)).sum(-1)",
+    "{0}.gather(-1, y[:, None]).squeeze(-1)",
+    "({0} * F.one_hot(y, {m})).sum(-1)",
+    "{0}.masked_fill(F.one_hot(y, {m}).bool(), 0.0).sum(-1)",
+    "({0} * torch.zeros_like({0}).scatter(-1, y[:, None], 1.0)).sum(-1)",
+    "{0}[torch.arange({n}), y]",
+    "{0}.index_select(-1, torch.tensor([0, -1 + {m}, 0])).sum(-1)",
 )
 OF_KEYS = (  # weights and masks behind a softmax
     "({0} * kw)",

@@ -123,7 +123,7 @@ def judge(
     ``verify`` a rewrite that is checked when it is compiled is left out where it is wrong.
     """
     inputs = program.inputs()
-    options: dict[str, Any] = {"streamkl.verify": verify, "streamkl.row_programs": True}
+    options: dict[str, Any] = {"streamkl.verify": verify}
     if program.dtype is not torch.float64 or program.dtypes:
         dynamic = program.dynamic or None
         outcome = compare(program.fn, inputs, inner=inner, dynamic=dynamic, options=options)
@@ -135,7 +135,7 @@ def judge(
             chosen: dict[str, Any] = {"backend": "streamkl"}
             chosen["options"] = {"streamkl.inner": inner, **options}
         else:
-            chosen = {"options": backend.inductor_options(verify=verify, row_programs=True)}
+            chosen = {"options": backend.inductor_options(verify=verify)}
         compiled_fn = torch.compile(program.fn, dynamic=program.dynamic or None, **chosen)
         try:
             found = difference(eager, run(compiled_fn, inputs))

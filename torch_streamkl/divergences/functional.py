@@ -104,6 +104,8 @@ def apply(op: str, *args: Expr) -> Expr:
             return ZERO
         case "sub" if a == ZERO:
             return apply("neg", b)
+        case "add" | "sub" if (total := _sum_of_multiples(op, a, b)) is not None:
+            return total
         case "mul" if ZERO in args:
             return ZERO
         case "mul" if a == ONE:
@@ -125,6 +127,25 @@ def apply(op: str, *args: Expr) -> Expr:
     return Expr(op, args)
 
 
+def _sum_of_multiples(op: str, a: Expr, b: Expr) -> Expr | None:
+    """Multiples of one probability as one: where that is 0, so is the product with a logarithm."""
+    (c, x), (d, y) = _multiple(a), _multiple(b)
+    if x != y or not is_weight(x):
+        return None
+    return apply("mul", const(c + d if op == "add" else c - d), x)
+
+
+def _multiple(e: Expr) -> tuple[float, Expr]:
+    """A number and what it multiplies."""
+    if e.op == "mul" and e.args[0].op == "const":
+        return e.args[0].value, e.args[1]
+    if e.op == "mul" and e.args[1].op == "const":
+        return e.args[1].value, e.args[0]
+    if e.op == "div" and e.args[1].op == "const" and e.args[1].value:
+        return 1.0 / e.args[1].value, e.args[0]
+    return (-1.0, e.args[0]) if e.op == "neg" else (1.0, e)
+
+
 def log_variable(e: Expr) -> Expr | None:
     """logP for P, logS for S, None for anything else."""
     return Expr("log" + e.op, (), e.value) if e.op in ("P", "S") else None
@@ -141,6 +162,10 @@ def _log(a: Expr) -> Expr:
                 return apply(a.op, log_x, const(math.log(c.value) if c.value > 0 else -math.inf))
     if a.op == "exp":
         return a.args[0]
+    factor, of = _multiple(a)
+    log_of = log_variable(of)
+    if log_of is not None and factor > 0.0:
+        return apply("add", const(math.log(factor)), log_of)
     return Expr("log", (a,))
 
 

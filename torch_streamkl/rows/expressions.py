@@ -267,6 +267,16 @@ class Graph:
                     return self.nodes[node.args[i]].args[0], node.args[1 - i]
         return None
 
+    def exponentials_in(self, x: int) -> tuple[list[int], list[int]]:
+        """The exponentials that a product or quotient has as factors: above, and below."""
+        node = self.nodes[x]
+        if node.op == "exp":
+            return [x], []
+        if node.op not in ("mul", "mul0", "div"):
+            return [], []
+        (a, b), (c, d) = map(self.exponentials_in, node.args)
+        return (a + d, b + c) if node.op == "div" else (a + c, b + d)
+
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
         """Of two products with one exponential: the operation, it, and the other factors.
 
