@@ -436,7 +436,7 @@ class Functional:
             absent = evaluate(
                 expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()}
             ).item()
-        student_grad, teacher_grad = _mixture_terms(expr) or (
+        student_grad, teacher_grad = mixture_terms(expr) or (
             derivative(expr, LOG_S),
             derivative(expr, LOG_P),
         )
@@ -458,7 +458,7 @@ class Functional:
     @functools.cached_property
     def is_mixture(self) -> bool:
         """Whether this is JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
-        return _mixture_terms(self.expr) is not None
+        return mixture_terms(self.expr) is not None
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:
@@ -497,7 +497,7 @@ def _js(beta: float) -> Expr:
     return b * (P * (LOG_P - mixture)) + c * (S * (LOG_S - mixture))
 
 
-def _mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
+def mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
     """df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c S.
 
     They are f's own terms of S and of P: what M's derivative adds to both cancels.

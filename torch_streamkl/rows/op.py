@@ -11,14 +11,14 @@ from torch.library import Library
 
 from torch_streamkl.launches.devices import require_driver
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import blocked, closed
 from torch_streamkl.rows.problem import RowProblem
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
 # parts of each log-sum-exp, then the Jacobians that the backward reads; outputs are among the
-# reductions.
+# reductions. Of a divergence that `attention_kl` computes they are what closed.py says.
 _lib.define(
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -31,12 +31,15 @@ _lib.define(
 row_program = torch.ops.torch_streamkl.row_program.default
 row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
+CLOSED = "attention_kl"
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """What computes a problem; an explicit choice that cannot run is an error."""
     if impl == "auto":
         impl = _automatic(problem, is_differentiated)
+    if impl == CLOSED:
+        return closed
     if impl != "triton":
         return blocked
     module, why = _kernels(problem, is_differentiated)
@@ -61,10 +64,13 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
-    """Kernels that multiply where they sum, on a GPU; else blocks in plain torch.
+    """What computes divergences of attention maps; kernels that multiply where they sum, on a GPU.
 
-    Those that read maps from memory are taken by name: their last form was not run on a GPU.
+    Else blocks in plain torch. Kernels that read maps from memory are taken by name: their last
+    form was not run on a GPU.
     """
+    if closed.form_of(problem) is not None:
+        return CLOSED
     if problem.operands[0][0].device.type != "cuda":
         return "blocked"
     from torch_streamkl.rows.triton import launches as row_kernels
@@ -90,7 +96,10 @@ def _forward(
 def _forward_fake(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
-    return blocked.allocate(RowProblem.of(program, tensors), is_differentiated).flat
+    problem = RowProblem.of(program, tensors)
+    if impl == "auto" and closed.form_of(problem) is not None:
+        return closed.allocate(problem).flat
+    return blocked.allocate(problem, is_differentiated).flat
 
 
 def _backward(
@@ -103,11 +112,10 @@ def _backward(
     impl: str,
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
-    result = blocked.Result.of(problem.program, saved)
+    module = _module(problem, impl, True)
+    result = saved if module is closed else blocked.Result.of(problem.program, saved)
     given = dict(zip(grad_of, grads, strict=True))
-    out = _module(problem, impl, True).backward(
-        problem, result, [given.get(c) for c in problem.program.outputs], wanted
-    )
+    out = module.backward(problem, result, [given.get(c) for c in problem.program.outputs], wanted)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
 
 
