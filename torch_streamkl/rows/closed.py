@@ -2,8 +2,7 @@
 
 With P and S the softmaxes of two plain products, times a number each, and no other tensors, a
 program ``sum_j f(P_j, S_j, log P_j, log S_j)`` has one meaning under two names. So it has one
-implementation, too: one pass where f is linear in the logarithms or quadratic in P and S, Hopper
-kernels, few queries.
+implementation, too: one pass where f allows it, Hopper kernels, few queries.
 """
 
 from __future__ import annotations
