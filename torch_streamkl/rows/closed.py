@@ -264,7 +264,7 @@ def _placed(form: ClosedForm, value: Tensor, student: Tensor, teacher: Tensor) -
     return Values([places.get(number, value) for number in range(3)])
 
 
-def allocate(problem: RowProblem) -> Values:
+def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
     """Uninitialised results."""
     form = _form_that_runs(problem)
     return _placed(form, *attention_ops.allocated(**_arguments(problem, form)))

@@ -17,8 +17,8 @@ from torch_streamkl.rows.problem import RowProblem
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
-# parts of each log-sum-exp, then the Jacobians that the backward reads; outputs are among the
-# reductions. Of a divergence that `attention_kl` computes they are what closed.py says.
+# parts of each log-sum-exp, then the Jacobians and maps that the backward reads; outputs are among
+# the reductions. Of a divergence that `attention_kl` computes they are what closed.py says.
 _lib.define(
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -35,7 +35,10 @@ CLOSED = "attention_kl"
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
-    """What computes a problem; an explicit choice that cannot run is an error."""
+    """What computes a problem; an explicit choice that cannot run is an error.
+
+    A fake call asks, too: results differ.
+    """
     if impl == "auto":
         impl = _automatic(problem, is_differentiated)
     if impl == CLOSED:
@@ -45,7 +48,14 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     module, why = _kernels(problem, is_differentiated)
     if why:
         raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'blocked'")
-    if problem.operands[0][0].device.type == "cuda":
+    return module
+
+
+def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
+    """The same, to be run."""
+    module = _module(problem, impl, is_differentiated)
+    is_compiled = module is not blocked and module is not closed
+    if is_compiled and problem.operands[0][0].device.type == "cuda":
         require_driver()
     return module
 
@@ -89,17 +99,18 @@ def _forward(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
-    result = _module(problem, impl, is_differentiated).forward(problem, is_differentiated)
-    return result.flat
+    result = _ready(problem, impl, is_differentiated).forward(problem, is_differentiated)
+    flat: list[Tensor] = result.flat
+    return flat
 
 
 def _forward_fake(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
-    if impl == "auto" and closed.form_of(problem) is not None:
-        return closed.allocate(problem).flat
-    return blocked.allocate(problem, is_differentiated).flat
+    result = _module(problem, impl, is_differentiated).allocate(problem, is_differentiated)
+    flat: list[Tensor] = result.flat
+    return flat
 
 
 def _backward(
@@ -112,7 +123,7 @@ def _backward(
     impl: str,
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
-    module = _module(problem, impl, True)
+    module = _ready(problem, impl, True)
     result = saved if module is closed else blocked.Result.of(problem.program, saved)
     given = dict(zip(grad_of, grads, strict=True))
     out = module.backward(problem, result, [given.get(c) for c in problem.program.outputs], wanted)
