@@ -1,4 +1,4 @@
-"""Row programs that are a divergence of attention maps run as `attention_kl` does."""
+"""Row programs that are divergences run as `attention_kl` and `linear_kl` do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_streamkl import attention_kl, row_program
+from torch_streamkl import attention_kl, linear_kl, row_program
 from torch_streamkl.divergences.functional import Functional
-from torch_streamkl.rows import closed, op
+from torch_streamkl.rows import closed, named, op
 from torch_streamkl.rows.problem import RowProblem
 
 SCALE = 0.4
@@ -118,7 +118,8 @@ def _form(
         seen.append(original(problem))
         return seen[-1]
 
-    monkeypatch.setattr(closed, "form_of", spy)
+    monkeypatch.setattr(named, "form_of", spy)
+    monkeypatch.setattr(op.closed, "form_of", spy)
     x = _operands(torch.float64)
     row_program(function, dots={"t": (x[2], x[3]), "s": (x[0], x[1])}, **more)
     return seen[0]
@@ -139,6 +140,53 @@ def test_is_what_attention_kl_computes(name: str, mask: str) -> None:
         named = _with_gradients(attention_kl(*x, **scales, **options, **MASKS[mask]), x)
         for a, b in zip(got, named, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_is_what_linear_kl_computes(name: str) -> None:
+    function, options = CLOSED[name]
+    torch.manual_seed(0)
+    shapes = [(5, 6), (11, 6), (5, 3), (11, 3)]
+    x = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    got = _with_gradients(_program(function, x), x)
+    meant = _with_gradients(_program(function, x, "reference"), x)
+    for a, b in zip(got, meant, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    if options or name == "KL":
+        own = dict(options) | {"temperature": 1 / SCALE, "reduction": "none"}
+        value = linear_kl(*x, **own)
+        torch.testing.assert_close(_program(function, x), value, rtol=1e-12, atol=1e-14)
+
+
+def test_no_rows_that_the_data_has_selected() -> None:
+    ((tensors, text, flag, impl),) = _calls(
+        _kl, [torch.randn(shape) for shape in [(5, 6), (11, 6), (5, 3), (11, 3)]]
+    )
+    none = [x[:, :, :0].requires_grad_() if n % 2 == 0 else x for n, x in enumerate(tensors)]
+    every = op.row_program(none, text, flag, impl)
+    (value,) = (x for x in every if x.shape == (1, 1, 0))
+    assert not any(g.any() for g in torch.autograd.grad(value.sum(), none[::2]))
+
+
+def test_which_heads_are_linear_kls(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [torch.randn(shape) for shape in [(5, 6), (11, 6), (5, 3), (11, 3)]]
+    seen: list[Any] = []
+    original = named.forward
+
+    def spy(problem: RowProblem, is_differentiated: bool) -> named.Values:
+        seen.append(problem.program.dot_heads)
+        return original(problem, is_differentiated)
+
+    monkeypatch.setattr(named, "forward", spy)
+    _program(_kl, x)
+    assert seen == [(0, 0)]
+    bias = torch.randn(11)
+    row_program(
+        lambda e: ((e.t + e.b).softmax("key") * e.s.log_softmax("key")).sum("key"),
+        dots={"t": (x[2], x[3]), "s": (x[0], x[1])},
+        keys={"b": bias},
+    )
+    assert len(seen) == 1
 
 
 def test_forms_are_those_with_the_fastest_paths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,19 +274,24 @@ def test_an_implementation_by_name_is_the_rows_own() -> None:
 
 def test_compiled_with_symbolic_sizes() -> None:
     """The fake call allocates what the real one returns."""
-    problem_of: list[tuple[Any, ...]] = []
+    for x in (_operands(torch.float32), [torch.randn(y) for y in [(5, 6), (9, 6)] * 2]):
+        ((tensors, text, flag, impl),) = _calls(_squares, x)
+        torch.library.opcheck(op.row_program, (tensors, text, flag, impl))
+
+
+def _calls(function: Function, x: list[Tensor]) -> list[tuple[Any, ...]]:
+    """What the operator is called with."""
+    seen: list[tuple[Any, ...]] = []
     original = op.row_program
 
     def spy(*args: Any) -> Any:
-        problem_of.append(args)
+        seen.append(args)
         return original(*args)
 
-    x = _operands(torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "row_program", spy)
-        _program(_squares, x, is_causal=True)
-    ((tensors, text, flag, impl),) = problem_of
-    torch.library.opcheck(original, (tensors, text, flag, impl))
+        _program(function, x)
+    return seen
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

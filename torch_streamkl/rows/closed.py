@@ -1,20 +1,16 @@
-"""Programs that are a divergence of two attention maps: `attention_kl`'s operator computes them.
+"""Programs that are a divergence of two attention maps, or of two LM heads.
 
 With P and S the softmaxes of two plain products, times a number each, and no other tensors, a
-program ``sum_j f(P_j, S_j, log P_j, log S_j)`` has one meaning under two names. So it has one
-implementation, too: one pass where f allows it, Hopper kernels, few queries.
+program ``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One
+meaning has one implementation (named.py): one pass where f allows it, Hopper kernels, few queries.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.divergences.functional import (
     LOG_P,
     LOG_S,
@@ -27,7 +23,7 @@ from torch_streamkl.divergences.functional import (
     render,
 )
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import LOGSUMEXP, SUM, Program
+from torch_streamkl.rows.program import LOGSUMEXP, SUM, Keys, Program
 
 
 @dataclass(frozen=True)
@@ -42,21 +38,11 @@ class Side:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """The operator's f, and what its sides are."""
+    """f as the operators take it, and what its sides are."""
 
     teacher: Side
     student: Side
     functional: str
-
-
-@dataclass
-class Values:
-    """What the operator returns in the place of the program's reductions.
-
-    The statistics of a side (`RowStatistics`) stand where its log-sum-exp would.
-    """
-
-    flat: list[Tensor]
 
 
 def form_of(problem: RowProblem) -> ClosedForm | None:
@@ -65,8 +51,11 @@ def form_of(problem: RowProblem) -> ClosedForm | None:
     if form is None:
         return None
     (q, k), (other_q, other_k) = problem.operands
-    sizes = (*q.shape, *k.shape, *other_q.shape, *other_k.shape)
-    is_fit = q.shape[1] == other_q.shape[1] and all(x > 0 for x in sizes)
+    if not any(problem.program.dot_heads):
+        is_fit = problem.batch == 1
+    else:
+        sizes = (*q.shape, *k.shape, *other_q.shape, *other_k.shape)
+        is_fit = q.shape[1] == other_q.shape[1] and all(x > 0 for x in sizes)
     return form if is_fit and all(x.stride(-1) == 1 for x in (q, k, other_q, other_k)) else None
 
 
@@ -77,9 +66,9 @@ def _form(program: Program) -> ClosedForm | None:
         program.captures
         or len(program.dot_heads) != 2
         or kinds != sorted([LOGSUMEXP, LOGSUMEXP, SUM])
-        or not all(program.dot_heads)
         or len(set(program.dot_heads)) != 1
         or len(program.outputs) != 1
+        or (not any(program.dot_heads) and program.keys != Keys())
     ):
         return None
     value = program.reductions[program.outputs[0]]
@@ -230,78 +219,3 @@ def _share(x: Expr) -> tuple[Expr, float]:
     if x.op == "mul" and x.args[0].op == "const":
         return x.args[1], x.args[0].value
     return x, 1.0
-
-
-# ------------------------------------------------------------------------------- the operator
-
-
-def _arguments(problem: RowProblem, form: ClosedForm) -> dict[str, object]:
-    keys = problem.program.keys
-    student, teacher = (problem.operands[s.dot] for s in (form.student, form.teacher))
-    return {
-        "student_q": student[0],
-        "student_k": student[1],
-        "teacher_q": teacher[0],
-        "teacher_k": teacher[1],
-        "mask": problem.mask,
-        "key_lengths": problem.lengths,
-        "functional": form.functional,
-        "student_scale": form.student.scale,
-        "teacher_scale": form.teacher.scale,
-        "window_left": keys.left,
-        "window_right": keys.right,
-    }
-
-
-def _form_that_runs(problem: RowProblem) -> ClosedForm:
-    form = form_of(problem)
-    assert form is not None
-    return form
-
-
-def _placed(form: ClosedForm, value: Tensor, student: Tensor, teacher: Tensor) -> Values:
-    places = {form.student.normaliser: student, form.teacher.normaliser: teacher}
-    return Values([places.get(number, value) for number in range(3)])
-
-
-def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
-    """Uninitialised results."""
-    form = _form_that_runs(problem)
-    return _placed(form, *attention_ops.allocated(**_arguments(problem, form)))
-
-
-def forward(problem: RowProblem, is_differentiated: bool) -> Values:
-    form = _form_that_runs(problem)
-    return _placed(form, *attention_ops.run_forward(**_arguments(problem, form)))
-
-
-def backward(
-    problem: RowProblem,
-    saved: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """Gradients to the operands, 0 to those of a side that is detached."""
-    form = _form_that_runs(problem)
-    (grad,) = grads
-    sides = (form.student, form.teacher)
-    flags = [wanted[2 * s.dot + i] and not s.is_detached for s in sides for i in (0, 1)]
-    out: list[Tensor | None] = [None] * len(wanted)
-    for s in sides:
-        for i in (0, 1):
-            if wanted[2 * s.dot + i] and s.is_detached:
-                out[2 * s.dot + i] = problem.operands[s.dot][i].new_zeros(
-                    problem.operands[s.dot][i].shape
-                )
-    if grad is not None and any(flags):
-        found = attention_ops.wanted_gradients(
-            grad,
-            saved[form.student.normaliser],
-            saved[form.teacher.normaliser],
-            flags,
-            **_arguments(problem, form),
-        )
-        for n, (s, i) in enumerate((s, i) for s in sides for i in (0, 1)):
-            if flags[n]:
-                out[2 * s.dot + i] = found[n]
-    return out

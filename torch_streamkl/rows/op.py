@@ -11,14 +11,14 @@ from torch.library import Library
 
 from torch_streamkl.launches.devices import require_driver
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
-from torch_streamkl.rows import blocked, closed
+from torch_streamkl.rows import blocked, closed, named
 from torch_streamkl.rows.problem import RowProblem
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
 # parts of each log-sum-exp, then the Jacobians and maps that the backward reads; outputs are among
-# the reductions. Of a divergence that `attention_kl` computes they are what closed.py says.
+# the reductions. Of a divergence they are what named.py says.
 _lib.define(
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -31,7 +31,7 @@ _lib.define(
 row_program = torch.ops.torch_streamkl.row_program.default
 row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
-CLOSED = "attention_kl"
+CLOSED = "closed"
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
@@ -42,7 +42,7 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     if impl == "auto":
         impl = _automatic(problem, is_differentiated)
     if impl == CLOSED:
-        return closed
+        return named
     if impl != "triton":
         return blocked
     module, why = _kernels(problem, is_differentiated)
@@ -54,7 +54,7 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
 def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """The same, to be run."""
     module = _module(problem, impl, is_differentiated)
-    is_compiled = module is not blocked and module is not closed
+    is_compiled = module is not blocked and module is not named
     if is_compiled and problem.operands[0][0].device.type == "cuda":
         require_driver()
     return module
@@ -74,7 +74,7 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
-    """What computes divergences of attention maps; kernels that multiply where they sum, on a GPU.
+    """What computes divergences; on a GPU kernels that multiply where they sum.
 
     Else blocks in plain torch. Kernels that read maps from memory are taken by name: their last
     form was not run on a GPU.
@@ -124,7 +124,7 @@ def _backward(
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
     module = _ready(problem, impl, True)
-    result = saved if module is closed else blocked.Result.of(problem.program, saved)
+    result = saved if module is named else blocked.Result.of(problem.program, saved)
     given = dict(zip(grad_of, grads, strict=True))
     out = module.backward(problem, result, [given.get(c) for c in problem.program.outputs], wanted)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
