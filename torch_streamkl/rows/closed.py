@@ -1,6 +1,6 @@
 """Programs that are a divergence of two attention maps, or of two LM heads.
 
-With P and S the softmaxes of two plain products, times a number each, and no other tensors, a
+With P and S the softmaxes of two plain products, times a number each, and no other tensors in it, a
 program ``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One
 meaning has one implementation (named.py): one pass where f allows it, Hopper kernels, few queries.
 """
@@ -63,8 +63,7 @@ def form_of(problem: RowProblem) -> ClosedForm | None:
 def _form(program: Program) -> ClosedForm | None:
     kinds = sorted(r.kind for r in program.reductions)
     if (
-        program.captures
-        or len(program.dot_heads) != 2
+        len(program.dot_heads) != 2
         or kinds != sorted([LOGSUMEXP, LOGSUMEXP, SUM])
         or len(set(program.dot_heads)) != 1
         or len(program.outputs) != 1

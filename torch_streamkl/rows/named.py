@@ -87,10 +87,15 @@ def backward(
     grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to the operands, 0 to those of a side that is detached."""
+    """Gradients to the operands, 0 to those of a side that is detached.
+
+    And to tensors that the program has and does not read.
+    """
     form = _form(problem)
     (grad,) = grads
-    out: list[Tensor | None] = [None] * len(wanted)
+    rest = zip(wanted[4:], problem.captures, strict=False)
+    out: list[Tensor | None] = [None] * 4
+    out += [x.new_zeros(x.shape) if is_wanted else None for is_wanted, x in rest]
     places = [(s, i) for s in (form.student, form.teacher) for i in (0, 1)]
     flags = []
     for s, i in places:

@@ -74,18 +74,12 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
-    """What computes divergences; on a GPU kernels that multiply where they sum.
-
-    Else blocks in plain torch. Kernels that read maps from memory are taken by name: their last
-    form was not run on a GPU.
-    """
+    """What computes divergences; on a GPU kernels, elsewhere blocks in plain torch."""
     if closed.form_of(problem) is not None:
         return CLOSED
     if problem.operands[0][0].device.type != "cuda":
         return "blocked"
-    from torch_streamkl.rows.triton import launches as row_kernels
-
-    return "blocked" if row_kernels.obstacle(problem, is_differentiated) else "triton"
+    return "blocked" if _kernels(problem, is_differentiated)[1] else "triton"
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:
