@@ -1,8 +1,8 @@
 """Programs that are a divergence of two attention maps, or of two LM heads.
 
-With P and S the softmaxes of two plain products, times a number each, and no other tensors in it, a
-program ``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One
-meaning has one implementation (named.py): one pass where f allows it, Hopper kernels, few queries.
+With P and S the softmaxes of two plain products, times a number each, a program that is
+``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One meaning
+has one implementation (named.py): one pass where f allows it, Hopper kernels, few queries.
 """
 
 from __future__ import annotations
