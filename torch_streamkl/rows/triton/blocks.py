@@ -1,9 +1,9 @@
 """Row programs by blocks of rows with maps in memory (maps.py): launches and matmuls.
 
-What the forward sums over heads is kept for the backward where all of it is small (KEPT_MIB). The
-workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
+The workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
 words with all tokens, so that each block of a weight's gradient is one matmul. A gradient to dot
-products without heads is a map too, which takes the place of the dot products.
+products without heads is a map too, which takes the place of the dot products. What the forward
+sums over heads is kept for the backward where that is small.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
 
 ATTENTION_WORKSPACE_MIB = 64
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
+KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
@@ -80,7 +81,9 @@ def kept_maps(problem: RowProblem) -> tuple[int, ...]:
     Those of the most products come first.
     """
     program, nodes = problem.program, problem.program.nodes
-    room = KEPT_MIB * MIB // (4 * problem.batch * problem.num_rows * padded(problem.num_keys))
+    operands = sum(x.numel() * x.element_size() for pair in problem.operands for x in pair)
+    room = min(KEPT_MIB * MIB, int(KEPT_SHARE * operands))
+    room //= 4 * problem.batch * problem.num_rows * padded(problem.num_keys)
 
     def products(i: int) -> int:
         axis = nodes[nodes[i].args[0]].head
