@@ -301,6 +301,11 @@ def _linear_rows(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Te
     return linear_kl(h, w, th, tw, reduction="none").mean()
 
 
+def _linear_program(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
+    rows: Tensor = row_program(lambda e: _kl_of(e, 1.0), dots={"t": (th, tw), "s": (h, w)})
+    return rows.mean()
+
+
 def _linear_mean(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
     return linear_kl(h, w, th, tw, reduction="mean")
 
@@ -334,12 +339,14 @@ CASES: dict[str, Case] = {
         {
             "linear_kl, rows": _naive_linear,
             "linear_kl, mean": _naive_linear,
+            "KL": _naive_linear,
             "top 64 and ghost": _naive_ghost,
             "log-probabilities and entropy": _naive_policy,
         },
         {
             "linear_kl, rows": _linear_rows,
             "linear_kl, mean": _linear_mean,
+            "KL": _linear_program,
             "top 64 and ghost": _ghost_program,
             "log-probabilities and entropy": _policy_program,
         },
