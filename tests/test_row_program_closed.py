@@ -314,6 +314,8 @@ def test_errors_on_a_cpu() -> None:
 def _check_errors(name: str, dtype: torch.dtype, device: str, size: int) -> None:
     function, _ = CLOSED[name]
     x = _operands(dtype, device, size)
+    if dtype == torch.float16:  # in which naive code has no logarithms of small probabilities
+        x = [(y * 0.3).detach().requires_grad_() for y in x]
     exact = [y.detach().double().requires_grad_() for y in x]
     # naive code of the others takes logarithms of hidden keys
     masks: list[dict[str, Any]] = [{}, {"is_causal": True}]
@@ -321,9 +323,14 @@ def _check_errors(name: str, dtype: torch.dtype, device: str, size: int) -> None
         truth = _with_gradients(_program(function, exact, "reference", **mask), exact)
         got = _with_gradients(_program(function, x, **mask), x)
         naive = _naive(function, x, bool(mask))
-        for a, b, c in zip(got, truth, naive, strict=True):
-            allowed = 2 * (c.double() - b).norm() + torch.finfo(dtype).eps * b.norm()
-            assert (a.double() - b).norm() <= allowed
+        for i, (a, b, c) in enumerate(zip(got, truth, naive, strict=True)):
+            size = b.abs().max()
+            rounding = torch.finfo(torch.float32).eps * 8 * size
+            if i:  # gradients are of the inputs' dtype
+                rounding += torch.finfo(dtype).eps * size
+            assert c.isfinite().all()
+            allowed = 2 * (c.double() - b).abs().max() + rounding
+            assert (a.double() - b).abs().max() <= allowed, (name, mask, i)
 
 
 def _naive(function: Function, x: list[Tensor], is_causal: bool) -> list[Tensor]:

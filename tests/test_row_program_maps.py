@@ -43,7 +43,7 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows, and of words."""
     from torch_streamkl.rows.triton import blocks as row_blocks
 
-    monkeypatch.setattr(row_blocks, "_workspace", lambda problem: 100 * problem.num_keys * 4)
+    monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 100 * problem.num_keys * 4)
     monkeypatch.setattr(row_blocks, "MEMBERS", 2)  # a gradient to keys in several shares
 
 

@@ -31,6 +31,7 @@ from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
 from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
 
 ATTENTION_WORKSPACE_MIB = 64
+BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
@@ -106,18 +107,20 @@ def _is_of_words(problem: RowProblem) -> bool:
     return not any(problem.program.dot_heads)
 
 
-def _workspace(problem: RowProblem) -> int:
+def _workspace(problem: RowProblem, has_kept: bool) -> int:
     device = problem.operands[0][0].device.type
     mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
     if not _is_of_words(problem):
-        return MIB * min(mib, ATTENTION_WORKSPACE_MIB)
+        return MIB * min(mib, BESIDE_KEPT_MIB if has_kept else ATTENTION_WORKSPACE_MIB)
     return MIB * mib * 15 // 16  # the rest is for places of ids and values of rows
 
 
-def _row_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice, slice, slice]]:
+def _row_blocks(
+    problem: RowProblem, bytes_of_pair: int, has_kept: bool
+) -> Iterator[tuple[slice, slice, slice]]:
     """Blocks of batch elements and rows, with all keys."""
     keys = slice(0, problem.num_keys)
-    room = max(1, _workspace(problem) // (bytes_of_pair * padded(problem.num_keys)))
+    room = max(1, _workspace(problem, has_kept) // (bytes_of_pair * padded(problem.num_keys)))
     batch = max(1, min(problem.batch, room // problem.num_rows))
     for b in range(0, problem.batch, batch):
         for rows in even_ranges(problem.num_rows, max(1, room // batch), 128):
@@ -136,7 +139,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
         for axis in sorted({axis for _, _, axis in slots.values()}, reverse=True):
             passes.append(({s: x[:2] for s, x in slots.items() if x[2] == axis}, axis))
     wanted = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
-    for at in _row_blocks(problem, _bytes_of(problem, which, wanted, kept)):
+    for at in _row_blocks(problem, _bytes_of(problem, which, wanted, kept), bool(kept)):
         block = maps.Block(problem, which, result, {}, at, kept, is_first=True)
         for slots, axis in passes:
             block.sums(slots, axis, {})
@@ -158,15 +161,17 @@ def backward(
     if each:
         size = _bytes_of(problem, BACKWARD, each, kept)
         blocks = _word_blocks if _is_of_words(problem) else _row_blocks
-        for at in blocks(problem, size):
+        for at in blocks(problem, size, bool(kept)):
             out.add(maps.Block(problem, BACKWARD, result, seeds, at, kept))
     rest = blocked.backward(problem, result, grads, out.rest) if any(out.rest) else None
     return out.finished(rest)
 
 
-def _word_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice, slice, slice]]:
+def _word_blocks(
+    problem: RowProblem, bytes_of_pair: int, has_kept: bool = False
+) -> Iterator[tuple[slice, slice, slice]]:
     """Blocks of words with all tokens where they fit: a gradient to them is then one matmul."""
-    room = _workspace(problem) // bytes_of_pair
+    room = _workspace(problem, has_kept) // bytes_of_pair
     fewest = -(-problem.num_keys // MAX_LOW_PRECISION_SUMS)
     words = padded(max(room // problem.num_rows, fewest), 256)
     words = even_step(problem.num_keys, words, 256)
