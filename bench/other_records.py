@@ -178,6 +178,26 @@ def _row_programs(record: Record) -> str:
     return _table(header, rows)
 
 
+def _row_claims(record: Record) -> str:
+    rows = []
+    for row in record["rows"]:
+        for provider, x in row["providers"].items():
+            cells = [row["case"], str(row["size"]), provider]
+            is_timed = "step_ms" in x
+            cells += (
+                [f"{x['forward_ms']:.2f}", f"{x['step_ms']:.2f}", f"{x['peak_mib']:.0f}"]
+                if is_timed
+                else [x["status"]] * 3
+            )
+            errors = (x.get(name, math.nan) for name in ("gradient_error", "gradient_budget"))
+            rows.append((*cells, *(f"{e:.1e}" for e in errors)))
+    header = (
+        "case", "N or tokens", "what", "forward ms", "step ms", "peak MiB", "gradient error",
+        "may be",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "linear_h200": ("linear_kl beside its peers", _linear_gpu),
     "linear_cpu": ("linear_kl on a CPU", _linear_cpu),
@@ -205,6 +225,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     ),
     "h200-sharded": ("Problems that several GPUs share: forward and backward", _sharded),
     "row_programs_cpu": ("Row programs beside torch.compile on a CPU", _row_programs),
+    "h200-row-claims": (
+        "Row programs on a GPU beside what they replace or are compared with",
+        _row_claims,
+    ),
     "compile_time_cpu": (
         "What the rewrite adds to compilation (pairs of 12 layers)",
         _compile_time,

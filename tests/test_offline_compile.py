@@ -23,6 +23,7 @@ from torch_streamkl.launches.launch import HopperLaunch
 from torch_streamkl.linear import problem as linear_problem
 
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
+SQUARES = "(P-S)*(P-S)"
 JS = named("js").text
 # any two of the choices meet without these
 slow = pytest.mark.slow
@@ -196,6 +197,7 @@ WINDOW = {"window_left": 511, "window_right": 0}
         (128, "forward_kl", {"has_mask": True}, 1024),
         pytest.param(64, CLAMPED, {"has_mask": True, "window_right": 0}, 1024, marks=slow),
         (128, JS, {"window_right": 0}, 1024),
+        (128, SQUARES, {}, 8192),
         pytest.param(64, "tv", WINDOW, 1024, marks=slow),
     ],
 )
@@ -235,6 +237,7 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         (128, "forward_kl", {"has_mask": True}, 1024, True),
         pytest.param(64, "reverse_kl", {"has_mask": True}, 1024, True, marks=slow),
         (128, JS, {}, 1024, True),
+        (128, SQUARES, {}, 1024, True),
     ],
 )
 def test_hopper_backward(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, compile_launch, record_launches
 from tests.support.interpreter import inside, outside, quiet, run_interpreted
@@ -42,7 +43,7 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows, and of words."""
     from torch_streamkl.rows.triton import blocks as row_blocks
 
-    monkeypatch.setattr(row_blocks, "_workspace", lambda problem: 100 * problem.num_keys * 4)
+    monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 100 * problem.num_keys * 4)
     monkeypatch.setattr(row_blocks, "MEMBERS", 2)  # a gradient to keys in several shares
 
 
@@ -138,6 +139,37 @@ def _run(
 @pytest.mark.parametrize("mask", _all("causal", "window", "lengths"))
 def test_sums_over_heads(mask: str, small_workspace: None) -> None:
     _check("heads", **MASKS[mask])
+
+
+@inside
+def test_sums_over_heads_that_are_kept(
+    small_workspace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    monkeypatch.setattr(row_blocks, "KEPT_SHARE", 100.0)
+    _check("heads", **MASKS["causal"])
+
+
+def test_which_sums_over_heads_are_kept() -> None:
+    """The teacher's first, which have the most products, as many as fit."""
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    program = _recorded("indexer").program
+
+    def count(size: int) -> int:
+        with FakeTensorMode():
+            shapes = [(1, 128, size, 128)] * 2 + [(1, 64, size, 128), (1, 1, size, 128)]
+            tensors = [
+                torch.empty(shape, dtype=torch.bfloat16) for shape in [*shapes, (1, 64, size)]
+            ]
+            problem = RowProblem.of(program.text, tensors)
+            kept = row_blocks.kept_maps(problem)
+            insides = [program.nodes[program.nodes[i].args[0]].head for i in kept]
+            assert insides == sorted(insides)  # the teacher's axis is the first
+            return len(row_blocks.allocate(problem, True).maps)
+
+    assert [count(size) for size in (2048, 4096, 4224)] == [2, 1, 0]
 
 
 @inside

@@ -27,6 +27,7 @@ IMPLEMENTATIONS = {
     "hopper": "as kernels for Hopper GPUs",
 }
 PROGRAMS = {
+    row_op.CLOSED: "as the divergence that it is, by the operator of attention_kl or linear_kl",
     "blocked": "in plain torch, by blocks of rows and keys: bounded memory, no kernels",
     "triton": "as Triton kernels written for it",
 }

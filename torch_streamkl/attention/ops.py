@@ -204,7 +204,8 @@ wanted_gradients, compiled_gradients = (
 )
 
 
-def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised values and statistics: what a fake call returns."""
     problem, _ = problem_of(*args, **kwargs)
     value, stats = RowStatistics.allocate(problem)
     return value, stats.student, stats.teacher
@@ -251,7 +252,7 @@ def backward_flops(
     return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
 
 
-register(_lib, "attention_kl", run_forward, _forward_fake, forward_flops, run_compiled_forward)
+register(_lib, "attention_kl", run_forward, allocated, forward_flops, run_compiled_forward)
 register(
     _lib,
     "attention_kl_backward",

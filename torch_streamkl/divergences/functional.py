@@ -12,6 +12,11 @@ second. A lower clamp that no key of the row reaches is inactive, and then the c
 equals its `unguarded` form; `GuardedBilinear` holds that form and the floors to test the row
 minima against.
 
+NOTE [Squares]
+The sum of ``c (P - S)^2`` comes from one pass, too, and not as a small difference of large sums:
+what is squared are differences with the ratio of the masses so far, and the sums are moved when
+that moves (kernels/row_state.py). Other polynomials of degree two take two passes.
+
 NOTE [Row gradient]
 With h_j = df/dlogS_j and H = sum_j h_j, the gradient of the row's value to the student's score is
 h_j - S_j H, because logS_j = s_j - lse(s). The teacher's likewise with g_j = df/dlogP_j and G.
@@ -401,6 +406,21 @@ def bilinear(e: Expr) -> Bilinear | None:
     return Bilinear(**{_BILINEAR_FIELDS[k]: v for k, v in terms.items()})
 
 
+def squares(e: Expr) -> float | None:
+    """The factor c of an expression c (P - S)^2, else None."""
+    terms = _polynomial(e) or {}
+    factor = terms.get((2, 0, 0, 0), 0.0)
+    square = {(2, 0, 0, 0): factor, (1, 1, 0, 0): -2.0 * factor, (0, 2, 0, 0): factor}
+    return factor if factor and terms == square else None
+
+
+def _square_terms(factor: float | None) -> tuple[Expr, Expr] | None:
+    """df/dlogS and df/dlogP of c (P - S)^2."""
+    if factor is None:
+        return None
+    return S * (const(-2.0 * factor) * (P - S)), P * (const(2.0 * factor) * (P - S))
+
+
 @dataclass(frozen=True)
 class GuardedBilinear:
     """What a clamped expression is for a row whose log-probabilities all lie above the floors."""
@@ -443,6 +463,7 @@ class Functional:
     bilinear: Bilinear | None
     guarded: GuardedBilinear | None
     absent: float
+    squares: float | None
     _memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
@@ -461,9 +482,11 @@ class Functional:
             absent = evaluate(
                 expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()}
             ).item()
-        student_grad, teacher_grad = _mixture_terms(expr) or (
-            derivative(expr, LOG_S),
-            derivative(expr, LOG_P),
+        factor = squares(expr)
+        student_grad, teacher_grad = (
+            mixture_terms(expr)
+            or _square_terms(factor)
+            or (derivative(expr, LOG_S), derivative(expr, LOG_P))
         )
         return Functional(
             render(expr),
@@ -473,6 +496,7 @@ class Functional:
             form,
             guarded,
             absent,
+            factor,
         )
 
     @property
@@ -483,7 +507,7 @@ class Functional:
     @functools.cached_property
     def is_mixture(self) -> bool:
         """Whether this is JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
-        return _mixture_terms(self.expr) is not None
+        return mixture_terms(self.expr) is not None
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:
@@ -522,7 +546,7 @@ def _js(beta: float) -> Expr:
     return b * (P * (LOG_P - mixture)) + c * (S * (LOG_S - mixture))
 
 
-def _mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
+def mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
     """df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c S.
 
     They are f's own terms of S and of P: what M's derivative adds to both cancels.

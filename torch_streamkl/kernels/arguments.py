@@ -106,6 +106,7 @@ class Form(NamedTuple):
     SS: float
     T: float
     S: float
+    SQUARES: float = 0.0  # of (P - S)^2; all others are 0 then
 
 
 class State(NamedTuple):
@@ -115,11 +116,11 @@ class State(NamedTuple):
     l_t: Any
     m_s: Any
     l_s: Any
-    a: Any
+    a: Any  # moments; of SQUARES the sums of D^2 and D e_s, NOTE [Squares] in row_state.py
     b: Any
     low_t: Any  # lowest allowed score
     low_s: Any
-    count: Any  # allowed keys
+    count: Any  # allowed keys; of SQUARES the sum of e_s^2
 
 
 class Bound(NamedTuple):

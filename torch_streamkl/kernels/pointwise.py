@@ -71,7 +71,7 @@ def source(functional: Functional, of_half: bool = False) -> str:
             args = [name_of(a) for a in e.args]
             if e.op == "mul":  # a key without probability contributes 0, whatever the other factor
                 for weight, other in ((0, 1), (1, 0)):
-                    if is_weight(e.args[weight]) and not is_weight(e.args[other]):
+                    if is_weight(e.args[weight]) and not _is_finite(e.args[other]):
                         args[other] = f"tl.where({args[weight]} == 0.0, 0.0, {args[other]})"
             if e.op == "where" and e.args[0].op not in ("ge", "gt"):
                 args[0] = f"{args[0]} != 0.0"
@@ -85,6 +85,13 @@ def source(functional: Functional, of_half: bool = False) -> str:
     returned = ", ".join(f"{r} + 0.0 * P" if r[0] not in "xPSl" else r for r in results)
     body = "\n    ".join([*lines, f"return {returned}"])
     return f"@triton.jit\ndef helper(P, S, logP, logS):\n    # {functional.text}\n    {body}\n"
+
+
+def _is_finite(e: Expr) -> bool:
+    """Whether an expression of probabilities cannot be infinite."""
+    if e.op in ("add", "sub", "mul", "neg", "abs"):
+        return all(_is_finite(a) for a in e.args)
+    return is_weight(e) or (e.op == "const" and math.isfinite(e.value))
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,6 +15,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOW = tl.constexpr(-1.0e30)
 FAR = tl.constexpr(1.0e3)  # nats, as in divergences/row_state.py
 
+# NOTE [Squares]
+# Of SQUARES the state has the sums of D^2, D e_s and e_s^2 over keys, with e_t and e_s the
+# exponentials relative to the maxima and D = e_t - ratio e_s. The ratio is that of the masses, l_t
+# to l_s, so that in the end D is P - S times the teacher's mass. Another ratio or other maxima are
+# another linear combination of e_t and e_s. Sums of e_t^2, e_t e_s and e_s^2 would do as well, but
+# for a student near its teacher the rest of their difference is rounding.
+
 # NOTE [Order of programs]
 # Under a causal mask blocks differ in work, and programs start in the order of their number. The
 # longest blocks of all heads come first, so that short ones fill the end; but only of so many
@@ -60,6 +67,23 @@ def weighted_sum(weight, x, MASKED: tl.constexpr):
 def rebased(mom, mass, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
     """A moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting side."""
     return (mom + mass * moment(shift_t, shift_s, CT, CS)) * alpha
+
+
+@triton.jit
+def mass_ratio(l_t, l_s):
+    """l_t / l_s; rows without keys have none."""
+    return l_t / tl.where(l_s == 0.0, 1.0, l_s)
+
+
+@triton.jit
+def rebased_squares(a, b, c, alpha_t, alpha_s, ratio, to_ratio):
+    """The sums of squares after the maxima moved by factors alpha, and the ratio to another."""
+    delta = alpha_t * ratio - to_ratio * alpha_s
+    return (
+        alpha_t * (alpha_t * a + 2.0 * delta * b) + delta * delta * c,
+        alpha_s * (alpha_t * b + delta * c),
+        alpha_s * alpha_s * c,
+    )
 
 
 @triton.jit
@@ -109,6 +133,14 @@ def update(state, t, s, allowed, MASKED: tl.constexpr, FORM: tl.constexpr, CONFI
             count += tl.sum(allowed.to(tl.float32), 1)
         else:
             count += t.shape[1]
+    if FORM.SQUARES != 0.0:
+        ratio = mass_ratio(l_t, l_s)
+        before = mass_ratio(state.l_t, state.l_s)
+        a, b, count = rebased_squares(a, b, count, alpha_t, alpha_s, before, ratio)
+        d = et - ratio[:, None] * es
+        a += tl.sum(d * d, 1)
+        b += tl.sum(d * es, 1)
+        count += tl.sum(es * es, 1)
     return State(m_t, l_t, m_s, l_s, a, b, low_t, low_s, count)
 
 
@@ -125,6 +157,13 @@ def merge(x, y, FORM: tl.constexpr):
     exs = tl.math.exp2(xs)
     eyt = tl.math.exp2(yt)
     eys = tl.math.exp2(ys)
+    if FORM.SQUARES != 0.0:
+        l_t = x.l_t * ext + y.l_t * eyt
+        l_s = x.l_s * exs + y.l_s * eys
+        ratio = mass_ratio(l_t, l_s)
+        xa, xb, xc = rebased_squares(x.a, x.b, x.count, ext, exs, mass_ratio(x.l_t, x.l_s), ratio)
+        ya, yb, yc = rebased_squares(y.a, y.b, y.count, eyt, eys, mass_ratio(y.l_t, y.l_s), ratio)
+        return State(m_t, l_t, m_s, l_s, xa + ya, xb + yb, x.low_t, x.low_s, xc + yc)
     return State(
         m_t,
         x.l_t * ext + y.l_t * eyt,
@@ -225,6 +264,10 @@ def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
     value = e_t + e_s + FORM.T * mass_t + FORM.S * mass_s
     h = e_s + FORM.TS * mass_t + (FORM.SS + FORM.S) * mass_s
     g = e_t + (FORM.TT + FORM.T) * mass_t + FORM.ST * mass_s
+    if FORM.SQUARES != 0.0:  # sums of D^2 and D S with D = P - S
+        value = FORM.SQUARES * state.a * scale_t * scale_t
+        h = -2.0 * FORM.SQUARES * state.b * scale_t * scale_s
+        g = 2.0 * value - h
     return lse_t, lse_s, value, h, g
 
 

@@ -258,7 +258,19 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
 
 def _is_prepared(problem: AttentionProblem) -> bool:
     """Whether a Hopper kernel has a mask tensor to prepare or a second pass."""
-    return problem.mask is not None or problem.functional.closed_form is None
+    if problem.mask is not None:
+        return True
+    return problem.functional.closed_form is None and not sums_squares(problem)
+
+
+def sums_squares(problem: AttentionProblem) -> bool:
+    """Whether the Hopper forward sums squares in one pass: where it goes by blocks."""
+    return (
+        problem.functional.squares is not None
+        and problem.mask is None
+        and not problem.is_packed
+        and not takes_turns(problem)
+    )
 
 
 def _is_measured(problem: AttentionProblem) -> bool:

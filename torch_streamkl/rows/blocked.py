@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,24 +23,33 @@ ON_GPU, KEYS_ON_GPU = 32, 16
 
 @dataclass
 class Result:
-    """Every reduction, the two parts of log-sum-exps, and the Jacobians that are not 0."""
+    """Every reduction, the two parts of log-sum-exps, and the Jacobians that are not 0.
+
+    And, of kernels that read maps, sums over heads that the backward would compute again.
+    """
 
     reductions: list[Tensor]
     parts: list[tuple[Tensor, Tensor]]
     jacobians: list[Tensor]
+    maps: list[Tensor] = field(default_factory=list)
 
     @property
     def flat(self) -> list[Tensor]:
         """All tensors, as the operator returns them."""
-        return [*self.reductions, *(x for pair in self.parts for x in pair), *self.jacobians]
+        parts = (x for pair in self.parts for x in pair)
+        return [*self.reductions, *parts, *self.jacobians, *self.maps]
 
     @staticmethod
     def of(program: Program, tensors: Sequence[Tensor]) -> Result:
-        """From all tensors."""
+        """From all tensors of a call that is differentiated."""
         count, pairs = len(program.reductions), len(program.logsumexps)
         rest = tensors[count:]
         parts = [(rest[2 * i], rest[2 * i + 1]) for i in range(pairs)]
-        return Result(list(tensors[:count]), parts, list(rest[2 * pairs :]))
+        rest = rest[2 * pairs :]
+        num_jacobians = len(derive.forward_plan(program, True).jacobians)
+        return Result(
+            list(tensors[:count]), parts, list(rest[:num_jacobians]), list(rest[num_jacobians:])
+        )
 
     def parts_of(self, program: Program, c: int) -> tuple[Tensor, Tensor] | None:
         """Largest element and logarithm of the rest of a log-sum-exp; None for a sum."""

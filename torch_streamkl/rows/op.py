@@ -11,14 +11,14 @@ from torch.library import Library
 
 from torch_streamkl.launches.devices import require_driver
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import blocked, closed, named
 from torch_streamkl.rows.problem import RowProblem
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
-# parts of each log-sum-exp, then the Jacobians that the backward reads; outputs are among the
-# reductions.
+# parts of each log-sum-exp, then the Jacobians and maps that the backward reads; outputs are among
+# the reductions. Of a divergence they are what named.py says.
 _lib.define(
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -31,18 +31,31 @@ _lib.define(
 row_program = torch.ops.torch_streamkl.row_program.default
 row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
+CLOSED = "closed"
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
-    """What computes a problem; an explicit choice that cannot run is an error."""
+    """What computes a problem; an explicit choice that cannot run is an error.
+
+    A fake call asks, too: results differ.
+    """
     if impl == "auto":
         impl = _automatic(problem, is_differentiated)
+    if impl == CLOSED:
+        return named
     if impl != "triton":
         return blocked
     module, why = _kernels(problem, is_differentiated)
     if why:
         raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'blocked'")
-    if problem.operands[0][0].device.type == "cuda":
+    return module
+
+
+def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
+    """The same, to be run."""
+    module = _module(problem, impl, is_differentiated)
+    is_compiled = module is not blocked and module is not named
+    if is_compiled and problem.operands[0][0].device.type == "cuda":
         require_driver()
     return module
 
@@ -61,15 +74,12 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
-    """Kernels that multiply where they sum, on a GPU; else blocks in plain torch.
-
-    Those that read maps from memory are taken by name: their last form was not run on a GPU.
-    """
+    """What computes divergences; on a GPU kernels, elsewhere blocks in plain torch."""
+    if closed.form_of(problem) is not None:
+        return CLOSED
     if problem.operands[0][0].device.type != "cuda":
         return "blocked"
-    from torch_streamkl.rows.triton import launches as row_kernels
-
-    return "blocked" if row_kernels.obstacle(problem, is_differentiated) else "triton"
+    return "blocked" if _kernels(problem, is_differentiated)[1] else "triton"
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:
@@ -83,14 +93,18 @@ def _forward(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
-    result = _module(problem, impl, is_differentiated).forward(problem, is_differentiated)
-    return result.flat
+    result = _ready(problem, impl, is_differentiated).forward(problem, is_differentiated)
+    flat: list[Tensor] = result.flat
+    return flat
 
 
 def _forward_fake(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
-    return blocked.allocate(RowProblem.of(program, tensors), is_differentiated).flat
+    problem = RowProblem.of(program, tensors)
+    result = _module(problem, impl, is_differentiated).allocate(problem, is_differentiated)
+    flat: list[Tensor] = result.flat
+    return flat
 
 
 def _backward(
@@ -103,11 +117,10 @@ def _backward(
     impl: str,
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
-    result = blocked.Result.of(problem.program, saved)
+    module = _ready(problem, impl, True)
+    result = saved if module is named else blocked.Result.of(problem.program, saved)
     given = dict(zip(grad_of, grads, strict=True))
-    out = _module(problem, impl, True).backward(
-        problem, result, [given.get(c) for c in problem.program.outputs], wanted
-    )
+    out = module.backward(problem, result, [given.get(c) for c in problem.program.outputs], wanted)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -69,17 +70,20 @@ class Tracer:
 
     def program(self, outputs: list[int]) -> Program:
         """The program with these reductions, given as nodes, as its outputs."""
-        numbers = tuple(int(self.graph[x].value) for x in outputs)
-        return canonical(
-            Program(
-                self.dot_heads,
-                self.captures,
-                tuple(self.graph.nodes),
-                tuple(self.reductions),
-                numbers,
-                self.keys,
-            )
+        return _canonical(
+            self.dot_heads,
+            self.captures,
+            tuple(self.graph.nodes),
+            tuple(self.reductions),
+            tuple(int(self.graph[x].value) for x in outputs),
+            self.keys,
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _canonical(*parts: Any) -> Program:
+    """A program is recorded anew in every call, and has its form and text from the first."""
+    return canonical(Program(*parts))
 
 
 class Element:

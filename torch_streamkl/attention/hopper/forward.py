@@ -23,6 +23,9 @@ loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it
 either. A row that fails gets NaN for its value, and the launch that follows
 (`triton.forward.forward_again_kernel`) computes blocks with such rows again, and no others.
 
+Of squares the sums are those of `row_state`, NOTE [Squares], with a ratio of the masses
+that stays fixed as well. Squares ask for masses closer to 1.
+
 NOTE [Clamps]
 FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
 or two] in divergences/functional.py). So the lowest scores of a clamped side are kept, and a row
@@ -53,11 +56,20 @@ from torch_streamkl.attention.hopper.warp_groups import (
 )
 from torch_streamkl.attention.triton.forward import row_offset, store_state
 from torch_streamkl.kernels.arguments import MaskArgs, State
-from torch_streamkl.kernels.row_state import LOW, moment, place_of, update
+from torch_streamkl.kernels.row_state import (
+    LOW,
+    mass_ratio,
+    moment,
+    place_of,
+    rebased_squares,
+    update,
+)
 from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
+SMALLEST_SQUARED = gl.constexpr(2.0**-20)  # sums whose terms are squared
+LARGEST_SQUARED = gl.constexpr(2.0**40)
 LOADER_REGISTERS = gl.constexpr(24)
 
 
@@ -99,7 +111,11 @@ class Outputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores."""
+    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores.
+
+    Of squares the sum of D^2 is in the place of the moment, and those of D e_s and e_s^2
+    are in the place of the lowest scores.
+    """
 
     other: Any
     weight: Any
@@ -108,6 +124,7 @@ class Sums(NamedTuple):
     low_w: Any
     base_o: Any
     base_w: Any
+    ratio: Any  # of the masses, of squares
 
 
 @gluon.jit
@@ -217,13 +234,14 @@ def update_pairs(
 @gluon.jit
 def step(
     o, sums, i, more, oq, wq, tiles, block, zero, HALF: gl.constexpr,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SQUARES: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
     w = start_scores(wq, tile_of(tiles.weight_k, i, HALF, SLOTS), zero)
     o = o * block.other_scale - gl.expand_dims(sums.base_o, 1)
-    sum_o = before_wait(sums.other + lane_sum(exp2(o)))
+    eo = exp2(o)
+    sum_o = before_wait(sums.other + lane_sum(eo))
     low_o = sums.low_o
     if CLAMP_OTHER:
         low_o = before_wait(lane_lowest(low_o, o))
@@ -242,16 +260,23 @@ def step(
         low_w = before_wait(lane_lowest(low_w, w))
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
-    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    if SQUARES:  # the student is `weight`
+        d = eo - gl.expand_dims(sums.ratio, 1) * ew
+        mom = sums.moment + lane_sum(d * d)
+        low_o, low_w = before_wait_pair(
+            sums.low_o + lane_sum(d * ew), sums.low_w + lane_sum(ew * ew)
+        )
+    else:
+        mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
     mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[next_o])
-    return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
+    return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w, sums.ratio)
 
 
 @gluon.jit
 def sum_pairs(
     sums, oq, wq, tiles, block, start, stop, zero,
-    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SQUARES: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Sums over the pairs from start to stop, which need no mask.
@@ -265,11 +290,11 @@ def sum_pairs(
         more = i + 1 < stop
         o, sums = step(
             o, sums, i, more, oq, wq, tiles, block, zero, 1,
-            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
         o, sums = step(
             o, sums, i, more, oq, wq, tiles, block, zero, 0,
-            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
     return sums
 
@@ -282,12 +307,24 @@ def per_thread(x, none):
 
 
 @gluon.jit
-def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr):
+def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexpr):
     """The state with sums relative to its own maxima added."""
     row_layout: gl.constexpr = state.l_t.type.layout
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
     mom = gl.convert_layout(gl.sum(sums.moment, 1), row_layout)
+    if SQUARES:
+        cross = gl.convert_layout(gl.sum(sums.low_o, 1), row_layout)
+        square = gl.convert_layout(gl.sum(sums.low_w, 1), row_layout)
+        l_t = state.l_t + sum_o
+        l_s = state.l_s + sum_w
+        ratio = mass_ratio(l_t, l_s)
+        a, b, c = rebased_squares(
+            state.a + mom, state.b + cross, state.count + square, 1.0, 1.0, sums.ratio, ratio
+        )
+        return State(
+            sums.base_o, l_t, sums.base_w, l_s, a, b, state.low_t, state.low_s, c
+        )  # fmt: skip
     # The base is a score of the row, so that the lowest is not above it; of a row that had no key
     # before, whose base is 0, it may be above.
     low_o = gl.minimum(gl.convert_layout(gl.min(sums.low_o, 1), row_layout), 0.0) + sums.base_o
@@ -305,10 +342,12 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr):
 
 
 @gluon.jit
-def without_doubtful(state):
+def without_doubtful(state, SQUARES: gl.constexpr):
     """The state, with NaN for a sum of rows where those relative to a fixed base may be wrong."""
-    good = (state.l_t >= SMALLEST_SUM) & (state.l_t <= LARGEST)
-    good &= (state.l_s >= SMALLEST_SUM) & (state.l_s <= LARGEST)
+    smallest = SMALLEST_SQUARED if SQUARES else SMALLEST_SUM
+    largest = LARGEST_SQUARED if SQUARES else LARGEST
+    good = (state.l_t >= smallest) & (state.l_t <= largest)
+    good &= (state.l_s >= smallest) & (state.l_s <= largest)
     good &= (gl.abs(state.a) <= LARGEST) & (gl.abs(state.b) <= LARGEST)
     return State(
         state.m_t, gl.where(good, state.l_t, float("nan")), state.m_s, state.l_s,
@@ -349,6 +388,7 @@ def reduce_rows(
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
     C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
+    SQUARES: gl.constexpr = FORM.SQUARES != 0.0
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
     CLAMP_S: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.S_FLOOR
     CLAMP_WEIGHT: gl.constexpr = CLAMP_T if WEIGHT_IS_TEACHER else CLAMP_S
@@ -378,12 +418,17 @@ def reduce_rows(
         low_w = state.low_t if WEIGHT_IS_TEACHER else state.low_s
         low_o = per_thread(low_o - base_o, none)
         low_w = per_thread(low_w - base_w, none)
-        sums = Sums(none, none, none, low_o, low_w, base_o, base_w)
+        ratio = base_o
+        if SQUARES:
+            low_o = none
+            low_w = none
+            ratio = mass_ratio(state.l_t, state.l_s)
+        sums = Sums(none, none, none, low_o, low_w, base_o, base_w, ratio)
         sums = sum_pairs(
             sums, oq, wq, tiles, block, start, stop, zero,
-            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
-        state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER))
+        state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER, SQUARES), SQUARES)
     if CONFIG.HAS_LEFT:
         state = update_pairs(
             state, oq, wq, tiles, block, first, rows, stop, block.num_pairs, zero,

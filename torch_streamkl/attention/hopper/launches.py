@@ -96,7 +96,7 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
     """forward.py, and parts.py where its last blocks are computed in parts."""
     launch = hopper_launch(problem)
     by_teacher, other, weight = _sides(problem, plan)
-    value, form = outputs[0], plan.form
+    value, form = outputs[0], (plan.squares or plan.form)
     blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
     state, strides = value, (0, 0)  # nobody writes it
     if blocks.parts > 1:

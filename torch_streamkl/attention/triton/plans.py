@@ -58,6 +58,8 @@ class Plan:
         self.form = Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)
         pointwise = functional.bilinear is None or problem.head_mean
         self.helper = helper(functional.text) if pointwise else None
+        # of Hopper's forward alone (launch.sums_squares)
+        self.squares = Form(*[0.0] * 6, functional.squares) if functional.squares else None
         self.inv_temperature = LOG2E / problem.temperature
         # finfo.min is a usual fill, and would be -inf times log2(e)
         fill = problem.mask_value

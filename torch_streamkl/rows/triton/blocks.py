@@ -2,12 +2,13 @@
 
 The workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
 words with all tokens, so that each block of a weight's gradient is one matmul. A gradient to dot
-products without heads is a map too, which takes the place of the dot products.
+products without heads is a map too, which takes the place of the dot products. What the forward
+sums over heads is kept for the backward where that is small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
 from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
 
 ATTENTION_WORKSPACE_MIB = 64
+BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
+KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
+KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
@@ -51,11 +55,18 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
     return next((x for x in of_axes or [row_kernels.gpu_obstacle(problem, ())] if x), "")
 
 
-def _bytes_of(problem: RowProblem, which: str, wanted: tuple[tuple[int, int], ...]) -> int:
+def _bytes_of(
+    problem: RowProblem,
+    which: str,
+    wanted: tuple[tuple[int, int], ...],
+    kept: Container[int],
+) -> int:
     """Of all maps, for one row and key, with the gradients that take no dot product's place."""
     nodes, found = maps.nodes_of(problem.program, which), 0
     for i in maps.every_map(problem.program, which, wanted):
         node = nodes[i]
+        if i in kept:
+            continue
         if node.op == "dot":
             found += problem.operands[int(node.value)][0].element_size()
         elif node.op == "capture" and problem.program.captures[int(node.value)].kind == COLUMNS:
@@ -65,23 +76,51 @@ def _bytes_of(problem: RowProblem, which: str, wanted: tuple[tuple[int, int], ..
     return max(found, 2)
 
 
+def kept_maps(problem: RowProblem) -> tuple[int, ...]:
+    """The sums over heads, as nodes, that the backward reads instead of computing them again.
+
+    Those of the most products come first.
+    """
+    program, nodes = problem.program, problem.program.nodes
+    operands = sum(x.numel() * x.element_size() for pair in problem.operands for x in pair)
+    room = min(KEPT_MIB * MIB, int(KEPT_SHARE * operands))
+    room //= 4 * problem.batch * problem.num_rows * padded(problem.num_keys)
+
+    def products(i: int) -> int:
+        axis = nodes[nodes[i].args[0]].head
+        dims = zip(problem.operands, program.dot_heads, strict=True)
+        return problem.num_heads(axis) * sum(q.shape[-1] for (q, _), head in dims if head == axis)
+
+    return tuple(sorted(maps.read_twice(program), key=products, reverse=True)[:room])
+
+
+def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
+    """Uninitialised results."""
+    result = blocked.allocate(problem, is_differentiated)
+    if is_differentiated:
+        result.maps = [maps.new_map(problem, torch.float32) for _ in kept_maps(problem)]
+    return result
+
+
 def _is_of_words(problem: RowProblem) -> bool:
     """Whether no dot has heads: an LM head."""
     return not any(problem.program.dot_heads)
 
 
-def _workspace(problem: RowProblem) -> int:
+def _workspace(problem: RowProblem, has_kept: bool) -> int:
     device = problem.operands[0][0].device.type
     mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
     if not _is_of_words(problem):
-        return MIB * min(mib, ATTENTION_WORKSPACE_MIB)
+        return MIB * min(mib, BESIDE_KEPT_MIB if has_kept else ATTENTION_WORKSPACE_MIB)
     return MIB * mib * 15 // 16  # the rest is for places of ids and values of rows
 
 
-def _row_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice, slice, slice]]:
+def _row_blocks(
+    problem: RowProblem, bytes_of_pair: int, has_kept: bool
+) -> Iterator[tuple[slice, slice, slice]]:
     """Blocks of batch elements and rows, with all keys."""
     keys = slice(0, problem.num_keys)
-    room = max(1, _workspace(problem) // (bytes_of_pair * padded(problem.num_keys)))
+    room = max(1, _workspace(problem, has_kept) // (bytes_of_pair * padded(problem.num_keys)))
     batch = max(1, min(problem.batch, room // problem.num_rows))
     for b in range(0, problem.batch, batch):
         for rows in even_ranges(problem.num_rows, max(1, room // batch), 128):
@@ -91,7 +130,8 @@ def _row_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     """All passes of a block of rows before the next one: they share its maps."""
     program, which = problem.program, DIFFERENTIATED if is_differentiated else FORWARD
-    result = blocked.allocate(problem, is_differentiated)
+    result = allocate(problem, is_differentiated)
+    kept = dict(zip(kept_maps(problem), result.maps, strict=False))
     plan = derive.forward_plan(program, is_differentiated)
     passes: list[tuple[dict[int, tuple[int, str]], int]] = []
     for level in range(1, plan.num_passes + 1):
@@ -99,8 +139,8 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
         for axis in sorted({axis for _, _, axis in slots.values()}, reverse=True):
             passes.append(({s: x[:2] for s, x in slots.items() if x[2] == axis}, axis))
     wanted = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
-    for at in _row_blocks(problem, _bytes_of(problem, which, wanted)):
-        block = maps.Block(problem, which, result, {}, at)
+    for at in _row_blocks(problem, _bytes_of(problem, which, wanted, kept), bool(kept)):
+        block = maps.Block(problem, which, result, {}, at, kept, is_first=True)
         for slots, axis in passes:
             block.sums(slots, axis, {})
     return result
@@ -117,18 +157,21 @@ def backward(
     out = _Gradients(problem, wanted)
     nodes = maps.nodes_of(problem.program, BACKWARD)
     each = tuple((n, nodes[n].head) for n in (*out.dots.values(), *out.captures.values()))
+    kept = dict(zip(kept_maps(problem), result.maps, strict=True))
     if each:
-        size = _bytes_of(problem, BACKWARD, each)
+        size = _bytes_of(problem, BACKWARD, each, kept)
         blocks = _word_blocks if _is_of_words(problem) else _row_blocks
-        for at in blocks(problem, size):
-            out.add(maps.Block(problem, BACKWARD, result, seeds, at))
+        for at in blocks(problem, size, bool(kept)):
+            out.add(maps.Block(problem, BACKWARD, result, seeds, at, kept))
     rest = blocked.backward(problem, result, grads, out.rest) if any(out.rest) else None
     return out.finished(rest)
 
 
-def _word_blocks(problem: RowProblem, bytes_of_pair: int) -> Iterator[tuple[slice, slice, slice]]:
+def _word_blocks(
+    problem: RowProblem, bytes_of_pair: int, has_kept: bool = False
+) -> Iterator[tuple[slice, slice, slice]]:
     """Blocks of words with all tokens where they fit: a gradient to them is then one matmul."""
-    room = _workspace(problem) // bytes_of_pair
+    room = _workspace(problem, has_kept) // bytes_of_pair
     fewest = -(-problem.num_keys // MAX_LOW_PRECISION_SUMS)
     words = padded(max(room // problem.num_rows, fewest), 256)
     words = even_step(problem.num_keys, words, 256)

@@ -170,6 +170,9 @@ def _node(plan: derive.BackwardPlan, dot: int) -> int:
     return node
 
 
+allocate = blocked.allocate
+
+
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     """A launch for each level and number of heads."""
     program = problem.program

@@ -124,6 +124,28 @@ def _insides(nodes: Sequence[Node], i: int) -> list[tuple[int, int]]:
     return [(a, 0) for a in node.args]
 
 
+@functools.lru_cache(maxsize=256)
+def read_twice(program: Program) -> tuple[int, ...]:
+    """Sums over heads of the program itself that forward and backward need."""
+    plans = derive.forward_plan(program, True), derive.backward_plan(program)
+    forward = [r.node for r in program.reductions] + [j.node for j in plans[0].jacobians]
+    backward = [n for n in (*plans[1].dots, *plans[1].captures) if n is not None]
+    found: list[set[int]] = []
+    for which, wanted in ((DIFFERENTIATED, forward), (BACKWARD, backward)):
+        nodes = nodes_of(program, which)
+        found.append(set(every_map(program, which, tuple((n, nodes[n].head) for n in wanted))))
+    own = enumerate(program.nodes)  # with which the nodes of both begin
+    return tuple(i for i, n in own if n.op == "sum_heads" and all(i in x for x in found))
+
+
+def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
+    """An uninitialised map of a block, or of everything."""
+    # rows start aligned, which the fast matmuls need
+    shape = (problem.batch, problem.num_rows, padded(problem.num_keys))
+    x = problem.operands[0][0].new_empty(shape, dtype=dtype)
+    return x.narrow(-1, 0, problem.num_keys)
+
+
 # ------------------------------------------------------------------------ sources
 
 
@@ -187,7 +209,10 @@ def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
 
 
 class Block:
-    """A block of batch, rows and keys with the maps of it that were needed so far."""
+    """A block of batch, rows and keys with the maps of it that were needed so far.
+
+    Maps that are kept, of all rows, are written where it is the first to need them, else read.
+    """
 
     def __init__(
         self,
@@ -196,8 +221,11 @@ class Block:
         result: Result,
         seeds: dict[int, Tensor],
         at: tuple[slice, slice, slice],
+        kept: dict[int, Tensor],
+        is_first: bool = False,
     ) -> None:
         batch, rows, keys = at
+        kept = {i: part(x, batch, rows, keys) for i, x in kept.items()}
         self.whole, self.at, self.which = problem, at, which
         self.program = problem.program
         self.problem = problem.of_block(*at)
@@ -217,13 +245,8 @@ class Block:
             "offset": problem.num_keys - problem.num_rows + rows.start - keys.start,
         }
         self.is_exact = row_kernels.is_exact(problem)
-        self.maps: dict[int, Tensor] = {}
-
-    def new_map(self, dtype: torch.dtype) -> Tensor:
-        p = self.problem
-        # rows start aligned, which the fast matmuls need
-        shape = (p.batch, p.num_rows, padded(p.num_keys))
-        return p.operands[0][0].new_empty(shape, dtype=dtype).narrow(-1, 0, p.num_keys)
+        self.maps: dict[int, Tensor] = {} if is_first else kept
+        self.places = kept if is_first else {}
 
     def map(self, i: int) -> Tensor:
         """A map, computed when it is first needed."""
@@ -236,7 +259,7 @@ class Block:
         match node.op:
             case "dot":
                 q, k = self.problem.operands[int(node.value)]
-                out = self.new_map(q.dtype)
+                out = new_map(self.problem, q.dtype)
                 for b in range(out.shape[0]):
                     rows, words = (x.select(0, b).select(0, 0) for x in (q, k))
                     torch.mm(rows, words.t(), out=out.select(0, b))
@@ -246,7 +269,9 @@ class Block:
             case "sum_heads":
                 inside = node.args[0]
                 axis = self.nodes[inside].head
-                out = self.new_map(torch.float32)
+                out = self.places.get(i)
+                if out is None:
+                    out = new_map(self.problem, torch.float32)
                 source = _maps_source(
                     self.program,
                     self.which,
@@ -259,7 +284,7 @@ class Block:
                 launch = self.launch_of("mean", axis)
                 self._start_maps(source, launch, self.whole.num_heads(axis), more)
                 return out
-        out = self.new_map(torch.float32)
+        out = new_map(self.problem, torch.float32)
         source = _element_source(self.program, self.which, i, self.is_exact)
         more = {**self.reads(node.args, 0), **_place(f"to{i}", out)}
         self._start_maps(source, self._elements(), 1, more)
@@ -352,7 +377,7 @@ class Block:
                 (i for i, n in enumerate(self.nodes) if n.op == "dot" and n.value == dot), -1
             )
             dtype = self.problem.operands[dot][0].dtype
-            out[dot] = self.maps[at] if at in self.maps else self.new_map(dtype)
+            out[dot] = self.maps[at] if at in self.maps else new_map(self.problem, dtype)
             reads.update(_place(f"to{node}", out[dot]))
         source = _maps_source(self.program, self.which, nodes, 0, self.is_exact)
         self._start_maps(source, self._elements(), 1, reads)

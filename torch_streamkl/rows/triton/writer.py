@@ -183,8 +183,8 @@ class Writer:
         return self.scaled(x) if self.program.reductions[number].node == x else None
 
     def _total(self, row: int) -> str:
-        self.in_parts.add(row)
-        return f"v{row}p + v{row}s"
+        """A log-sum-exp as one number, 0 where it has no keys."""
+        return f"tl.where(v{row} == float('-inf'), 0.0, v{row})"
 
     def _difference(self, a: int, b: int) -> str:
         x, y = self.name(a), self.name(b)

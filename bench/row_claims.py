@@ -1,0 +1,474 @@
+"""Row programs at the sizes that docs/row-programs.md names: `python -m bench.row_claims`.
+
+Each case has its providers in one process, in rounds: the program, and what it replaces or is
+compared with. A step is the mean of the rows' values and the gradients of what the student owns:
+queries and keys (and an indexer's head weights), hidden states and LM head. Before it is timed a
+provider's gradients are held against float64 on a smaller problem of the same form: they may be
+twice as far off as those of eager code, plus one rounding; what is red has no times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bench import machine
+from bench.measure import (
+    OutOfMemory,
+    Timed,
+    Timing,
+    guarded,
+    interleaved,
+    peak_mib,
+    release,
+    step,
+)
+from bench.records import command_line
+from torch_streamkl import attention_kl, linear_kl, row_program
+
+Loss = Callable[..., Tensor]
+CHUNK = 512  # tokens of a chunk of verl's formulation
+TOP = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of a size, the student's two first; naive code, and what is timed."""
+
+    make: Callable[[int, torch.device, torch.dtype], list[Tensor]]
+    naive: Loss | dict[str, Loss]  # one for each provider where they compute different losses
+    providers: dict[str, Loss]
+    sizes: tuple[int, ...]
+    small: int  # of the comparison with float64
+    most: dict[str, int]  # the largest size of a provider that needs more memory
+
+
+# ------------------------------------------------------------------------------ attention maps
+
+
+def _maps(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    shape = (1, 32, size, 128)
+    operands = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
+    weight = torch.rand(1, 1, size, device=device) + 0.5
+    return [*(x.requires_grad_(i < 2) for i, x in enumerate(operands)), weight]
+
+
+def _naive_maps(of: Callable[..., Tensor], is_causal: bool) -> Loss:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor) -> Tensor:
+        maps = []
+        for q, k in ((tq, tk), (sq, sk)):
+            scores = q @ k.mT * q.shape[-1] ** -0.5
+            if is_causal:
+                hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+                scores = scores.masked_fill(hidden, -1e30)
+            maps.append(scores.log_softmax(-1))
+        return of(*maps, weight[:, :, None]).sum(-1).mean()
+
+    return loss
+
+
+def _kl(p: Tensor, s: Tensor, _: Tensor) -> Tensor:
+    return p.exp() * (p - s)
+
+
+def _js(p: Tensor, s: Tensor, w: Tensor) -> Tensor:
+    m = torch.logaddexp(p, s) - math.log(2)
+    return 0.5 * (_kl(p, m, w) + _kl(s, m, w))
+
+
+def _squares(p: Tensor, s: Tensor, _: Tensor) -> Tensor:
+    return (p.exp() - s.exp()) ** 2
+
+
+def _weighted(p: Tensor, s: Tensor, w: Tensor) -> Tensor:
+    p, s = p.exp() * w, s.exp() * w
+    p, s = (x / (x.sum(-1, keepdim=True) + 1e-9) for x in (p, s))
+    return torch.where(p == 0, 0.0, p * (p.log() - s.clamp_min(1e-38).log()))
+
+
+def _divergence(name: str, is_causal: bool) -> Loss:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, _: Tensor) -> Tensor:
+        return attention_kl(sq, sk, tq, tk, divergence=name, is_causal=is_causal, reduction="mean")
+
+    return loss
+
+
+def _program_of_maps(of: Callable[[Any, float], Any], is_causal: bool, impl: str = "auto") -> Loss:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor) -> Tensor:
+        scale = sq.shape[-1] ** -0.5
+        rows = row_program(
+            lambda e: of(e, scale),
+            dots={"t": (tq, tk), "s": (sq, sk)},
+            keys={"w": weight},
+            is_causal=is_causal,
+            impl=impl,
+        )
+        return rows.mean()
+
+    return loss
+
+
+def _kl_of(e: Any, scale: float) -> Any:
+    p, s = (e.t * scale).log_softmax("key"), (e.s * scale).log_softmax("key")
+    return (p.exp() * (p - s)).sum("key")
+
+
+def _squares_of(e: Any, scale: float) -> Any:
+    p, s = (e.t * scale).softmax("key"), (e.s * scale).softmax("key")
+    return ((p - s) ** 2).sum("key")
+
+
+def _weighted_of(e: Any, scale: float) -> Any:
+    p, s = (e.t * scale).softmax("key") * e.w, (e.s * scale).softmax("key") * e.w
+    p, s = p / (p.sum("key") + 1e-9), s / (s.sum("key") + 1e-9)
+    return (p * (p.log() - s.log())).sum("key")
+
+
+def _attention(is_causal: bool) -> Case:
+    return Case(
+        _maps,
+        {
+            name: _naive_maps(of, is_causal)
+            for name, of in (
+                ("attention_kl, KL", _kl),
+                ("attention_kl, JS", _js),
+                ("KL", _kl),
+                ("KL by its own kernels", _kl),
+                ("MSE of maps", _squares),
+                ("MSE by its own kernels", _squares),
+                ("weighted, renormalised", _weighted),
+            )
+        },
+        {
+            "attention_kl, KL": _divergence("forward_kl", is_causal),
+            "attention_kl, JS": _divergence("js", is_causal),
+            "KL": _program_of_maps(_kl_of, is_causal),
+            "KL by its own kernels": _program_of_maps(_kl_of, is_causal, "triton"),
+            "MSE of maps": _program_of_maps(_squares_of, is_causal),
+            "MSE by its own kernels": _program_of_maps(_squares_of, is_causal, "triton"),
+            "weighted, renormalised": _program_of_maps(_weighted_of, is_causal),
+        },
+        (8192,),
+        512,
+        {},
+    )
+
+
+# ------------------------------------------------------------------------------ indexer
+
+
+def _index(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    def normal(heads: int) -> Tensor:
+        return torch.randn(1, heads, size, 128, device=device, dtype=dtype)
+
+    sq, sk, tq, tk = normal(64), normal(1), normal(128), normal(128)
+    w = torch.randn(1, 64, size, device=device) / 64
+    return [sq.requires_grad_(), sk.requires_grad_(), w.requires_grad_(), tq, tk]
+
+
+def _naive_index(sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+    scale = tq.shape[-1] ** -0.5
+    hidden = torch.ones(sq.shape[2], sk.shape[2], dtype=torch.bool, device=sq.device).triu(1)
+    teacher = (tq @ tk.mT * scale).masked_fill(hidden, -math.inf).softmax(-1).sum(1)
+    teacher = teacher / teacher.sum(-1, keepdim=True)
+    student = ((sq @ sk.mT).relu() * w[..., None]).sum(1).masked_fill(hidden, -math.inf)
+    student = student.softmax(-1)
+    return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum(-1).mean()
+
+
+def _index_program(sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+    scale = tq.shape[-1] ** -0.5
+
+    def kl(e: Any) -> Any:
+        teacher = (e.t * scale).softmax("key").sum("head")
+        teacher = teacher / teacher.sum("key")
+        student = (e.w * e.s.relu()).sum("head").softmax("key")
+        return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum("key")
+
+    dots = {"t": (tq, tk), "s": (sq, sk)}
+    rows: Tensor = row_program(kl, dots=dots, rows={"w": w}, is_causal=True)
+    return rows.mean()
+
+
+# ------------------------------------------------------------------------------ LM heads
+
+
+def _heads(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Hidden states and LM heads of student and teacher, its best words, and labels."""
+    words, hidden = (152064, (3584, 5120)) if size >= 1024 else (4096, (256, 320))
+    made = []
+    for dim in hidden:
+        made.append(torch.randn(size, dim, device=device, dtype=dtype))
+        made.append(torch.randn(words, dim, device=device, dtype=dtype) * dim**-0.5)
+    top = torch.rand(size, 512, device=device).topk(TOP).indices * (words // 512)
+    log_p = (torch.randn(size, TOP, device=device).log_softmax(-1) - 0.1).to(dtype).float()
+    labels = torch.randint(words, (size,), device=device)
+    return [*(x.requires_grad_(i < 2) for i, x in enumerate(made)), top, log_p, labels]
+
+
+def _cached_loss(logits: Tensor, ids: Tensor, log_p: Tensor) -> Tensor:
+    s = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    return (log_p.exp() * (log_p - s)).sum(-1)
+
+
+def _naive_cached(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    """Log-probabilities at the ids; statistics in float32 as trainers take them."""
+    logits = h @ w.T
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return _cached_loss(logits, *rest[2:4]).mean()
+
+
+def _chunked_cached(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    """The same by chunks of tokens, whose logits the backward computes again."""
+    parts = [
+        checkpoint(
+            lambda h, w, ids, log_p: _cached_loss((h @ w.T).float(), ids, log_p),
+            *(h[i : i + CHUNK], w, rest[2][i : i + CHUNK], rest[3][i : i + CHUNK]),
+            use_reentrant=False,
+        )
+        for i in range(0, h.shape[0], CHUNK)
+    ]
+    return torch.cat(parts).mean()
+
+
+def _cached_program(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    def kl(e: Any) -> Any:
+        s = e.s.log_softmax("key")
+        return torch.where(e.top, e.log_p.exp() * (e.log_p - s), 0.0).sum("key")
+
+    columns = {"top": rest[2], "log_p": (rest[2], rest[3])}
+    rows: Tensor = row_program(kl, dots={"s": (h, w)}, columns=columns)
+    return rows.mean()
+
+
+def _naive_ghost(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, ids: Tensor, *_: Tensor) -> Tensor:
+    p, s = ((x @ y.T).log_softmax(-1).gather(-1, ids) for x, y in ((th, tw), (h, w)))
+    rest_p, rest_s = (1 - x.exp().sum(-1) for x in (p, s))
+    kl = (p.exp() * (p - s)).sum(-1) + rest_p * (rest_p.log() - rest_s.log())
+    return kl.mean()
+
+
+def _ghost_program(
+    h: Tensor, w: Tensor, th: Tensor, tw: Tensor, ids: Tensor, *_: Tensor
+) -> Tensor:
+    def divergence(e: Any) -> Any:
+        p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
+        kl = torch.where(e.top, p.exp() * (p - s), 0.0).sum("key")
+        rest_p = torch.where(e.top, 0.0, p.exp()).sum("key")
+        rest_s = torch.where(e.top, 0.0, s.exp()).sum("key")
+        return kl + rest_p * (rest_p.log() - rest_s.log())
+
+    dots = {"t": (th, tw), "s": (h, w)}
+    rows: Tensor = row_program(divergence, dots=dots, columns={"top": ids})
+    return rows.mean()
+
+
+def _naive_policy(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    logs = (h @ w.T).log_softmax(-1)
+    chosen = logs.gather(-1, rest[4][:, None]).squeeze(-1)
+    return (-chosen + 0.1 * (logs.exp() * logs).sum(-1)).mean()
+
+
+def _policy_program(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    def sums(e: Any) -> Any:
+        s = e.s.log_softmax("key")
+        return {
+            "log_p": torch.where(e.key_index == e.label, s, 0.0).sum("key"),
+            "entropy": -(s.exp() * s).sum("key"),
+        }
+
+    rows = row_program(sums, dots={"s": (h, w)}, rows={"label": rest[4]})
+    return (-rows["log_p"] - 0.1 * rows["entropy"]).mean()
+
+
+def _naive_linear(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
+    p, s = (th @ tw.T).log_softmax(-1), (h @ w.T).log_softmax(-1)
+    return (p.exp() * (p - s)).sum(-1).mean()
+
+
+def _linear_rows(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
+    return linear_kl(h, w, th, tw, reduction="none").mean()
+
+
+def _linear_program(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
+    rows: Tensor = row_program(lambda e: _kl_of(e, 1.0), dots={"t": (th, tw), "s": (h, w)})
+    return rows.mean()
+
+
+def _linear_mean(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
+    return linear_kl(h, w, th, tw, reduction="mean")
+
+
+LARGE = 8192
+CASES: dict[str, Case] = {
+    "maps": _attention(False),
+    "maps, causal": _attention(True),
+    "indexer": Case(
+        _index,
+        _naive_index,
+        {"torch.compile": _naive_index, "program": _index_program},
+        (4096, 16384),
+        256,
+        {"torch.compile": 4096},
+    ),
+    "cached top 64": Case(
+        _heads,
+        _naive_cached,
+        {
+            "torch.compile": _naive_cached,
+            "chunks of tokens": _chunked_cached,
+            "program": _cached_program,
+        },
+        (LARGE,),
+        512,
+        {},
+    ),
+    "two LM heads": Case(
+        _heads,
+        {
+            "linear_kl, rows": _naive_linear,
+            "linear_kl, mean": _naive_linear,
+            "KL": _naive_linear,
+            "top 64 and ghost": _naive_ghost,
+            "log-probabilities and entropy": _naive_policy,
+        },
+        {
+            "linear_kl, rows": _linear_rows,
+            "linear_kl, mean": _linear_mean,
+            "KL": _linear_program,
+            "top 64 and ghost": _ghost_program,
+            "log-probabilities and entropy": _policy_program,
+        },
+        (LARGE,),
+        512,
+        {},
+    ),
+}
+
+
+# ------------------------------------------------------------------------------ measurement
+
+
+def _entry(provider: str, loss: Loss) -> Loss:
+    return torch.compile(loss, dynamic=False) if provider == "torch.compile" else loss
+
+
+def _gradients(loss: Loss, inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [x for x in inputs if x.requires_grad]
+    return list(torch.autograd.grad(loss(*inputs), leaves))
+
+
+def _worst(gradients: list[Tensor], exact: list[Tensor]) -> float:
+    pairs = zip(gradients, exact, strict=True)
+    return max(float((g.double() - e).norm() / e.norm()) for g, e in pairs)
+
+
+def gate(case: Case, provider: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Errors of the gradients on the small problem, and what they may be."""
+    torch.manual_seed(0)
+    inputs = case.make(case.small, device, dtype)
+    wide = [
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in inputs
+    ]
+    naive = case.naive[provider] if isinstance(case.naive, dict) else case.naive
+    exact = _gradients(naive, wide)
+    budget = 2 * _worst(_gradients(naive, inputs), exact) + torch.finfo(dtype).eps
+    error = _worst(_gradients(case.providers[provider], inputs), exact)
+    return {
+        "status": "ok" if error <= budget else "red",
+        "gradient_error": error,
+        "gradient_budget": budget,
+    }
+
+
+def measure(
+    name: str, size: int, device: torch.device, dtype: torch.dtype, seconds: float
+) -> dict[str, Any]:
+    """One case at one size: a row for each provider."""
+    case = CASES[name]
+    torch._dynamo.reset()
+    rows: dict[str, Any] = {}
+    for provider in case.providers:
+        if size <= case.most.get(provider, size):
+            try:
+                rows[provider] = gate(case, provider, device, dtype)
+            except Exception:
+                traceback.print_exc()
+                rows[provider] = {"status": "error"}
+    torch.manual_seed(0)
+    inputs: Any = case.make(size, device, dtype)
+    timed = {}
+    for provider, row in rows.items():
+        if row["status"] != "ok":
+            continue
+        entry = _entry(provider, case.providers[provider])
+        try:
+            guarded(lambda entry=entry: step(entry, inputs), device)
+        except OutOfMemory:
+            row["status"] = "oom"
+            continue
+        row["peak_mib"] = peak_mib(lambda entry=entry: step(entry, inputs), device)
+        timed[provider] = Timed(entry, [inputs])
+    for provider, samples in interleaved(timed, seconds).items():
+        if isinstance(samples, OutOfMemory):
+            rows[provider]["status"] = "oom"
+            continue
+        for mode in ("forward", "step"):
+            timing = Timing.of([s.ms(mode) for s in samples])
+            rows[provider] |= {f"{mode}_ms": timing.median_ms}
+        rows[provider] |= {"low_ms": timing.low_ms, "high_ms": timing.high_ms}
+        rows[provider] |= {"rounds": len(samples)}
+    return {"case": name, "size": size, "providers": rows}
+
+
+def lines(row: dict[str, Any]) -> str:
+    found = [f"{row['case']}, {row['size']}"]
+    for provider, x in row["providers"].items():
+        known = x["status"]
+        if "step_ms" in x:
+            known = f"{x['forward_ms']:8.2f} {x['step_ms']:8.2f} ms {x['peak_mib']:8.0f} MiB"
+        error = f"{x.get('gradient_error', math.nan):.1e} of {x.get('gradient_budget', 0):.1e}"
+        found.append(f"  {provider:<32} {known}  {error}")
+    return "\n".join(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each provider")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--commit", default="", help="of a tree without its history")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    rows = []
+    for name in given.cases:
+        for size in CASES[name].sizes:
+            rows.append(measure(name, size, device, dtype, given.seconds))
+            release(device)
+            print(lines(rows[-1]), flush=True)
+            if given.json:
+                record = {
+                    "command": command_line("bench.row_claims", sys.argv[1:]),
+                    "machine": machine.describe(device, given.commit),
+                    "dtype": "bfloat16",
+                    "note": given.note,
+                    "rows": rows,
+                }
+                given.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Row programs that are divergences, computed by the operators of `attention_kl` and `linear_kl`.
+
+The program's results are its three reductions, by number. In the place of the log-sum-exps stand
+the statistics that the operators keep for their backward, in their own shapes and units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torch_streamkl.attention import ops as attention_ops
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.rows.closed import ClosedForm, form_of
+from torch_streamkl.rows.problem import RowProblem
+
+
+@dataclass
+class Values:
+    """What the operator returns."""
+
+    flat: list[Tensor]
+
+
+def _form(problem: RowProblem) -> ClosedForm:
+    form = form_of(problem)
+    assert form is not None
+    return form
+
+
+def _is_of_words(problem: RowProblem) -> bool:
+    """Whether no dot has heads: LM heads."""
+    return not any(problem.program.dot_heads)
+
+
+def _arguments(problem: RowProblem, form: ClosedForm) -> dict[str, Any]:
+    student, teacher = (problem.operands[s.dot] for s in (form.student, form.teacher))
+    common = {
+        "functional": form.functional,
+        "student_scale": form.student.scale,
+        "teacher_scale": form.teacher.scale,
+    }
+    if _is_of_words(problem):
+        names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
+        operands = (x.select(0, 0).select(0, 0) for x in (*student, *teacher))
+        return common | dict(zip(names, operands, strict=True))
+    names = ("student_q", "student_k", "teacher_q", "teacher_k")
+    keys = problem.program.keys
+    masks = {
+        "mask": problem.mask,
+        "key_lengths": problem.lengths,
+        "window_left": keys.left,
+        "window_right": keys.right,
+    }
+    return common | masks | dict(zip(names, (*student, *teacher), strict=True))
+
+
+def _values(
+    problem: RowProblem, form: ClosedForm, value: Tensor, first: Tensor, second: Tensor
+) -> Values:
+    """By number; of LM heads the cross-entropies are nobody's, and the statistics are of both."""
+    if _is_of_words(problem):
+        value, first, second = value.view(1, 1, -1), second, first
+    places = {form.student.normaliser: first, form.teacher.normaliser: second}
+    return Values([places.get(number, value) for number in range(3)])
+
+
+def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
+    """Uninitialised results."""
+    form = _form(problem)
+    ops = linear_ops if _is_of_words(problem) else attention_ops
+    return _values(problem, form, *ops.allocated(**_arguments(problem, form)))
+
+
+def forward(problem: RowProblem, is_differentiated: bool) -> Values:
+    form = _form(problem)
+    ops = linear_ops if _is_of_words(problem) else attention_ops
+    return _values(problem, form, *ops.run_forward(**_arguments(problem, form)))
+
+
+def backward(
+    problem: RowProblem,
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients to the operands, 0 to those of a side that is detached.
+
+    And to tensors that the program has and does not read.
+    """
+    form = _form(problem)
+    (grad,) = grads
+    rest = zip(wanted[4:], problem.captures, strict=False)
+    out: list[Tensor | None] = [None] * 4
+    out += [x.new_zeros(x.shape) if is_wanted else None for is_wanted, x in rest]
+    places = [(s, i) for s in (form.student, form.teacher) for i in (0, 1)]
+    flags = []
+    for s, i in places:
+        is_wanted = wanted[2 * s.dot + i]
+        flags.append(is_wanted and not s.is_detached and grad is not None)
+        if is_wanted and not flags[-1]:
+            x = problem.operands[s.dot][i]
+            out[2 * s.dot + i] = x.new_zeros(x.shape)
+    if grad is not None and any(flags):
+        found = _gradients(problem, form, saved, grad, flags)
+        for (s, i), flag, gradient in zip(places, flags, found, strict=False):
+            if flag:
+                assert gradient is not None
+                out[2 * s.dot + i] = gradient.view(problem.operands[s.dot][i].shape)
+    return out
+
+
+def _gradients(
+    problem: RowProblem,
+    form: ClosedForm,
+    saved: Sequence[Tensor],
+    grad: Tensor,
+    flags: list[bool],
+) -> Sequence[Tensor | None]:
+    """To the operands of the student, then of the teacher."""
+    arguments = _arguments(problem, form)
+    student = saved[form.student.normaliser]
+    if _is_of_words(problem):
+        rows = grad.reshape(-1)
+        return linear_ops.run_backward(rows, None, student, [*flags, False, False], **arguments)
+    teacher = saved[form.teacher.normaliser]
+    return attention_ops.wanted_gradients(grad, student, teacher, flags, **arguments)
