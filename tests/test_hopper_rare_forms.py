@@ -180,10 +180,10 @@ CHOICES: list[tuple[int, tuple[int, int], tuple[int, int], dict[str, Any], str]]
     (256, (8192, 8192), (32, 32), {}, "hopper"),
     (192, (8192, 8192), (32, 8), {"window_right": 0}, "hopper"),
     (256, (256, 8192), (32, 8), {"functional": "(P-S)*(P-S)"}, "triton"),
-    (128, (8192, 8192), (32, 32), {"has_bias": True}, "triton"),  # not measured
-    (128, (64, 131072), (32, 8), {}, "triton"),  # as well
+    (128, (8192, 8192), (32, 32), {"has_bias": True}, "hopper"),
+    (128, (64, 131072), (32, 8), {}, "hopper"),  # 256 rows of 8 heads, in parts
     (128, (64, 131072), (32, 32), {}, "triton"),  # a third of a block of rows
-    (128, (16, 131072), (32, 8), {}, "triton"),
+    (128, (16, 131072), (32, 8), {}, "triton"),  # as well
     (128, (64, 131072), (32, 8), {"window_left": 5000, "window_right": 0}, "triton"),
 ]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_streamkl.attention.few_queries import heads_as_rows
 from torch_streamkl.launches import launch_table, tiles
 from torch_streamkl.launches.devices import (
     device_name,
@@ -87,6 +88,7 @@ LSE_UNIT = {
 # their launches, which make tensor descriptors on the host, take longer than the kernels.
 HOPPER_LEAST_FLOP = 2.0**35
 HOPPER_HEAD_DIMS = (64, 128, 192, 256)
+LEAST_SHARE = 0.75  # of the multiprocessors that have a program where blocks are in parts
 HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernels 64
 
 
@@ -263,6 +265,7 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
     """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
     if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False  # without asking for sizes that only the data decides
+    problem = heads_as_rows(problem) or problem
     measured = measured_launch(problem, "forward")
     if measured is None:
         wanted = _flop(problem) >= HOPPER_LEAST_FLOP
@@ -271,9 +274,9 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
     return (
         wanted
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
-        and _fills_device(problem)
+        and (_fills_device(problem) or _shares_keys(problem))
         and not _clamps_every_row(problem)
-        and (not (_is_prepared(problem) or has_bias(problem)) or _is_measured(problem))
+        and (not _is_prepared(problem) or _is_measured(problem))
     )
 
 
@@ -315,6 +318,21 @@ def _flop(problem: AttentionProblem) -> float:
 def _fills_device(problem: AttentionProblem) -> bool:
     """Whether blocks of rows alone occupy the GPU; otherwise the portable kernels split keys."""
     return triton_launch(problem, "forward").num_splits == 1
+
+
+def _shares_keys(problem: AttentionProblem) -> bool:
+    """Whether few blocks of rows occupy the GPU with the Hopper kernels: in parts and shares."""
+    bounds = (problem.window_left, problem.window_right)
+    if problem.is_packed or bounds != (None, None) or is_wide(problem):
+        return False
+    launch = hopper_launch(problem)
+    rows = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
+    blocks = rows * problem.num_heads * problem.batch
+    tiles = ceil_div(problem.seqlen_k, launch.block_n)
+    num_whole, parts = parts_of_last_round(blocks, tiles, problem.student.q.device)
+    return num_whole + (blocks - num_whole) * parts >= LEAST_SHARE * multiprocessors(
+        problem.student.q.device
+    )
 
 
 @dataclass(frozen=True)
