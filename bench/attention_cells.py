@@ -153,7 +153,7 @@ def call_of(cell: Cell, device: torch.device, impl: str) -> Callable[..., Tensor
 
 # --------------------------------------------------------------------------------------- cases
 FEW_TILES = "few tiles of keys a block of rows: what precedes and follows them is not hidden"
-OTHER_DIMS = "the portable kernels: those for Hopper take head_dims of 64 and 128"
+OTHER_DIMS = "the portable kernels: those for Hopper take head_dims of 64, 128, 192 and 256"
 FULL_FLOAT32 = "float32 in full precision has no tensor core"
 MASK_REASONS = {
     "window": "two of the about 17 tiles of a block of rows are at an edge and are not skipped",

@@ -750,7 +750,7 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "left": ({"window_left": 5}, ""),
     "jeffreys": ({"functional": DIVERGENCES["jeffreys"]}, "logarithms under one of P and S"),
     "tv": ({"functional": DIVERGENCES["tv"]}, ""),
-    "softcap": ({"student_softcap": 20.0}, "takes no bias"),
+    "softcap": ({"student_softcap": 20.0}, "takes no alibi"),
     "filled": ({"window_right": 0, "mask_value": -1e4}, "masks that remove keys"),
     "clamps": (guarded("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12), ""),
     "reverse_clamp": (guarded("reverse_kl", student_clamp=1e-3), ""),

@@ -39,6 +39,7 @@ def problem(
     has_lengths: bool = False,
     is_packed: bool = False,
     has_mask: bool = False,
+    has_bias: bool = False,
     **options: Any,
 ) -> AttentionProblem:
     tensors = [
@@ -57,6 +58,9 @@ def problem(
     if has_mask:
         mask = torch.empty(1, 1, seqlen, seqlen, dtype=torch.bool, device="cuda")
         options["mask"] = mask
+    if has_bias:
+        bias = torch.empty(1, 1, seqlen, seqlen, dtype=dtype, device="cuda")
+        options |= {"student_bias": bias, "teacher_bias": bias}
     functional = DIVERGENCES.get(divergence, divergence)
     return problem_of(*tensors, functional=functional, **scales, **options)[0]
 
@@ -168,7 +172,9 @@ def check_hopper(launch: Launch, stack: int) -> None:
     assert built.shared_bytes <= TARGETS["sm_90"].shared_bytes
     assert built.spill_bytes <= stack
     assert built.asm["ptx"].count("wgmma.mma_async") > 0
-    if launch.kernel.__name__ == "forward_kernel":
+    if launch.kernel.__name__ == "wide_forward_kernel" or (
+        launch.kernel.__name__ == "forward_kernel" and not launch.args["CONFIG"].S_BIAS
+    ):
         assert not stack_in_main_loops(built.asm["cubin"])
     if launch.kernel.__name__ == "turns_forward_kernel":
         has_plain_loop = launch.args["HELPER"] is None and not launch.args["CONFIG"].HAS_MASK
@@ -199,6 +205,9 @@ WINDOW = {"window_left": 511, "window_right": 0}
         (128, JS, {"window_right": 0}, 1024),
         (128, SQUARES, {}, 8192),
         pytest.param(64, "tv", WINDOW, 1024, marks=slow),
+        (256, "forward_kl", {"window_right": 0}, 1024),
+        pytest.param(192, CLAMPED, WINDOW | {"has_lengths": True}, 1024, marks=slow),
+        (128, "forward_kl", {"has_bias": True}, 1024),
     ],
 )
 def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen: int) -> None:
@@ -212,11 +221,13 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         launches = launches[2:]
     forward, *others = launches
     by_tiles = forward.kernel.__name__ == "turns_forward_kernel"
+    is_wide = forward.kernel.__name__ == "wide_forward_kernel"
+    assert is_wide == (head_dim > 128)
     asks = "window_left" in options or "has_mask" in options or divergence in (JS, "tv")
-    assert by_tiles == asks
+    assert by_tiles == (asks and not is_wide)
     check_hopper(forward, HOPPER_TURNS_STACK["forward"] if by_tiles else HOPPER_FORWARD_STACK)
     expected = ["forward_again_kernel"]
-    whole = not {"window_right", "has_mask"} & set(options)
+    whole = not {"window_right", "has_mask", "has_bias"} & set(options)
     if whole and seqlen > 1:  # the last round is less than half full
         expected.insert(0, "unite_rows_kernel")
     assert [launch.kernel.__name__ for launch in others] == expected
@@ -238,6 +249,9 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         pytest.param(64, "reverse_kl", {"has_mask": True}, 1024, True, marks=slow),
         (128, JS, {}, 1024, True),
         (128, SQUARES, {}, 1024, True),
+        (256, "forward_kl", {"window_right": 0}, 1024, True),
+        pytest.param(192, CLAMPED, {"is_packed": True}, 1024, False, marks=slow),
+        (128, "forward_kl", {"has_bias": True}, 1024, True),
     ],
 )
 def test_hopper_backward(

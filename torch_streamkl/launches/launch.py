@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_streamkl.attention.few_queries import heads_as_rows
 from torch_streamkl.launches import launch_table, tiles
 from torch_streamkl.launches.devices import (
     device_name,
@@ -32,6 +33,7 @@ _log = logging.getLogger("torch_streamkl")
 # they should stay in a core's cache.
 STREAMING_BLOCK_ELEMENTS = 2**18
 STREAMING_MAX_KEYS = 512
+MOST_BIAS_STRIDE = 2**24  # of rows: offsets in a tile of 64 rows are 32-bit
 MOST_SHARES = 128  # of a block of rows or keys: their results are in memory side by side
 
 
@@ -85,6 +87,8 @@ LSE_UNIT = {
 # of the forward, from which "auto" takes the kernels for Hopper: about 0.1 ms on an H200. Below,
 # their launches, which make tensor descriptors on the host, take longer than the kernels.
 HOPPER_LEAST_FLOP = 2.0**35
+HOPPER_HEAD_DIMS = (64, 128, 192, 256)
+LEAST_SHARE = 0.75  # of the multiprocessors that have a program where blocks are in parts
 HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernels 64
 
 
@@ -162,8 +166,15 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     if str(q.dtype) not in ("torch.float16", "torch.bfloat16"):
         return f"takes float16 and bfloat16, got {q.dtype}"
     dims = (student.head_dim, teacher.head_dim)
-    if not set(dims) <= set(HOPPER_LAUNCHES):
-        return f"takes a head_dim of {tuple(HOPPER_LAUNCHES)} on each side, got {dims}"
+    if not set(dims) <= set(HOPPER_HEAD_DIMS):
+        return f"takes a head_dim of {HOPPER_HEAD_DIMS} on each side, got {dims}"
+    if is_wide(problem) and (_is_prepared(problem) or has_bias(problem)):
+        most = MAX_NARROW_HEAD_DIM
+        return f"takes head_dims up to {most} with a mask tensor, a bias or two passes, got {dims}"
+    for side in (student, teacher):
+        limit = None if side.bias is None else _bias_limit(problem, side.bias)
+        if limit is not None:
+            return limit
     if student.num_heads != teacher.num_heads:
         return "takes as many heads on both sides"
     least = _least_shares(student, teacher)
@@ -184,7 +195,7 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
             return limit
     other = (
         problem.teacher_lse,
-        student.bias, teacher.bias, student.alibi_slopes, teacher.alibi_slopes,
+        student.alibi_slopes, teacher.alibi_slopes,
         student.sink, teacher.sink,
     )  # fmt: skip
     if (
@@ -193,7 +204,7 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         or teacher.softcap
         or problem.head_mean
     ):
-        return "takes no bias, alibi, sink, softcap, known lse"
+        return "takes no alibi, sink, softcap, known lse"
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return "takes at least one query and one key"
     for x in (student.q, student.k, teacher.q, teacher.k):
@@ -215,6 +226,18 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
     groups = [x.num_heads // x.num_kv_heads for x in (problem.student, problem.teacher)]
     if mask.shape[1] > 1 and max(groups) > 1:
         return "takes a mask per head with as many key heads as heads"
+    return None
+
+
+def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
+    """Why a problem with this bias does not run, or None."""
+    if _is_prepared(problem):
+        return "takes no bias beside a mask tensor or with a divergence of two passes"
+    if str(bias.dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
+        return f"takes a bias of float16, bfloat16 or float32, got {bias.dtype}"
+    if bias.shape[3] == 1 or bias.stride(3) != 1 or bias.stride(2) >= MOST_BIAS_STRIDE:
+        strides = bias.stride()
+        return f"takes a bias whose keys are neighbours, got {tuple(bias.shape)} of {strides}"
     return None
 
 
@@ -242,6 +265,7 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
     """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
     if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False  # without asking for sizes that only the data decides
+    problem = heads_as_rows(problem) or problem
     measured = measured_launch(problem, "forward")
     if measured is None:
         wanted = _flop(problem) >= HOPPER_LEAST_FLOP
@@ -250,7 +274,7 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
     return (
         wanted
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
-        and _fills_device(problem)
+        and (_fills_device(problem) or _shares_keys(problem))
         and not _clamps_every_row(problem)
         and (not _is_prepared(problem) or _is_measured(problem))
     )
@@ -308,6 +332,21 @@ def _fills_device(problem: AttentionProblem) -> bool:
     return triton_launch(problem, "forward").num_splits == 1
 
 
+def _shares_keys(problem: AttentionProblem) -> bool:
+    """Whether few blocks of rows occupy the GPU with the Hopper kernels: in parts and shares."""
+    bounds = (problem.window_left, problem.window_right)
+    if problem.is_packed or bounds != (None, None) or is_wide(problem):
+        return False
+    launch = hopper_launch(problem)
+    rows = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
+    blocks = rows * problem.num_heads * problem.batch
+    tiles = ceil_div(problem.seqlen_k, launch.block_n)
+    num_whole, parts = parts_of_last_round(blocks, tiles, problem.student.q.device)
+    return num_whole + (blocks - num_whole) * parts >= LEAST_SHARE * multiprocessors(
+        problem.student.q.device
+    )
+
+
 @dataclass(frozen=True)
 class HopperLaunch:
     """Tiles of a kernel on Hopper."""
@@ -329,7 +368,9 @@ class HopperBackwardLaunch(HopperLaunch):
 HOPPER_BACKWARD_LAUNCHES = {
     64: HopperBackwardLaunch(64, 64, 3, 4, True),
     128: HopperBackwardLaunch(64, 64, 2, 4, True),
+    256: HopperBackwardLaunch(64, 32, 2, 3, False),  # more does not fit into shared memory
 }
+MAX_NARROW_HEAD_DIM = 128  # beyond, a tile of either side takes twice the shared memory
 # of dK where it adds up dQ, too (attention/hopper/atomic.py), and is faster than both alone; from
 # this forward on, since it takes two launches more
 HOPPER_ATOMIC_LAUNCHES = {64: HopperBackwardLaunch(64, 64, 2, 4, False)}
@@ -339,25 +380,46 @@ LOWEST_CLAMP = -126 * math.log(2.0)  # of a log-probability: below, hopper.exp2 
 HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
 # with a boolean mask, whose blocks have 128 queries and 128 keys (hopper/masks.py)
 HOPPER_MASKED = HopperBackwardLaunch(64, 64, 2, 4, False)
+# with a bias, of which a thread keeps two tiles
+HOPPER_BIASED = HopperBackwardLaunch(64, 32, 2, 4, False)
+HOPPER_BIASED_FORWARD = HopperLaunch(64, 64, 2, 2)
 HOPPER_MASKED_FORWARD = HopperLaunch(64, 64, 2, 2)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
     128: HopperLaunch(64, 64, 3, 2),
 }
+# of a head_dim above 128: shared memory has room for three tiles of one side beside the queries
+HOPPER_WIDE = HopperLaunch(64, 64, 2, 3)
 # Rows of so many keys are short blocks (bench/notes/hopper_kernels.md).
 TURNS_MOST_KEYS = 512
 # Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
 LEAST_TILES_OF_PART = 8
+# A share of dQ is stored in float32 and added up, which takes as long as a few tiles.
+LEAST_TILES_OF_SHARE = 32
 # of the portable kernel that repeats blocks of rows
 HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
+HOPPER_WIDE_AGAIN = TritonLaunch(64, 32, 4, 2)
 
 
 def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
     """Configuration of the forward kernel on Hopper."""
     if problem.mask is not None:
         return HOPPER_MASKED_FORWARD
+    if has_bias(problem):
+        return HOPPER_BIASED_FORWARD
+    if is_wide(problem):
+        return HOPPER_WIDE
     return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether a side's head_dim is above what the narrow kernels for Hopper have room for."""
+    return max(problem.student.head_dim, problem.teacher.head_dim) > MAX_NARROW_HEAD_DIM
+
+
+def has_bias(problem: AttentionProblem) -> bool:
+    return problem.student.bias is not None or problem.teacher.bias is not None
 
 
 def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
@@ -376,6 +438,8 @@ def takes_turns(problem: AttentionProblem, backward: bool = False) -> bool:
     the same number of blocks, which costs more where long ones differ.
     """
     if problem.is_packed or problem.mask is not None or problem.window_right is None:
+        return False
+    if is_wide(problem) or has_bias(problem):
         return False
     if problem.student.head_dim != problem.teacher.head_dim:
         return False
@@ -410,6 +474,7 @@ def adds_queries(problem: AttentionProblem) -> bool:
         and not torch.are_deterministic_algorithms_enabled()
         and not problem.is_packed
         and problem.student.head_dim in HOPPER_ATOMIC_LAUNCHES
+        and not (is_wide(problem) or has_bias(problem))
         and _flop(problem) >= ATOMIC_LEAST_FLOP
         and plain_clamp(problem) is not None
     )
@@ -427,14 +492,16 @@ def plain_clamp(problem: AttentionProblem) -> float | None:
 
 
 def hopper_backward_launch(
-    head_dim: int, has_logarithms: bool, adds: bool = False
+    own_dim: int, other_dim: int, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
     """dQ and dK on Hopper, of a side with this head_dim; ``adds``: of dK that adds up dQ."""
+    if max(own_dim, other_dim) > MAX_NARROW_HEAD_DIM:
+        return HOPPER_BACKWARD_LAUNCHES[256]
     if adds:
-        return HOPPER_ATOMIC_LAUNCHES[head_dim]
+        return HOPPER_ATOMIC_LAUNCHES[own_dim]
     if has_logarithms:
         return HOPPER_LOGARITHMS
-    return HOPPER_BACKWARD_LAUNCHES[head_dim]
+    return HOPPER_BACKWARD_LAUNCHES[own_dim]
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
@@ -519,6 +586,11 @@ def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> in
     Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
     """
     return 1 if problem.mask_value != -math.inf else _shared_by(problem, 4, programs, tiles)
+
+
+def row_shares(problem: AttentionProblem, programs: int, tiles: int) -> int:
+    """Programs that share the tiles of keys of a block of rows, for dQ on Hopper."""
+    return _shared_by(problem, 1, programs, tiles // LEAST_TILES_OF_SHARE)
 
 
 def key_shares(

@@ -46,9 +46,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_streamkl.attention.hopper.atomic import add_queries, hand_over, new_handover
+from torch_streamkl.attention.hopper.biases import bias_of_keys, bias_of_rows
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
     NUM_WARPS,
+    anew,
     async_load,
     exp2,
     flat,
@@ -86,14 +88,17 @@ class Task(NamedTuple):
     FOLDED: bool  # NOTE [Folded gradients]
     FORM: Any
     GROUP_SIZE: int  # of dK: query heads of one of its SHARES, which share a key head on each side
-    SHARES: int  # of dK: programs that share the query heads of a block of keys
-    HEAD_DIM: int  # of own
+    SHARES: int  # programs of an outer block: of dK for some of its heads each, of dQ of its tiles
+    DIM: int  # head_dim of own
+    HEAD_DIM: int  # columns of a tile of own: head_dim or, where that is none, a power of two
     OTHER_DIM: int
     BLOCK: int  # outer rows of a warp group
     INNER: int  # rows of an inner tile
     GROUPS: int  # warp groups that accumulate
     SLOTS: int  # of inner tiles in shared memory, a power of two
     PINNED: bool  # NOTE [A matmul always in flight]
+    OWN_BIAS: bool  # scores of the side have a bias
+    OTHER_BIAS: bool
     ADDS: bool  # dK, and dQ beside it: NOTE [dQ by atomics] in attention/hopper/atomic.py
 
 
@@ -119,6 +124,7 @@ class Work(NamedTuple):
     first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK
     own_key_head: Any
     other_key_head: Any
+    out_head: Any  # of the gradient, whose shares are heads of their own
     start: Any  # first row or key of the block
     first_tile: Any  # of the inner tiles
     num_tiles: Any  # of all heads together
@@ -127,6 +133,9 @@ class Work(NamedTuple):
     seq: Any  # arguments.Sequence
     own_scale: Any
     other_scale: Any
+    own_bias: Any  # biases.Bias
+    other_bias: Any
+    bias_scale: Any
 
 
 class Statistics(NamedTuple):
@@ -266,10 +275,34 @@ def marks_in(tiles, slot, marks, TASK: gl.constexpr):
 
 
 @gluon.jit
-def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr):
+def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.constexpr):
+    """The bias of inner tile i and the outer rows from first on, as it lies in memory."""
+    if HAS_BIAS:
+        tile = gl.minimum(i, work.num_tiles - 1)
+        num_rows, num_keys = work.seq.num_rows, work.seq.num_keys
+        if TASK.ROWS:
+            first_key = (work.first_tile - tile) * TASK.INNER
+            return bias_of_rows(
+                bias, work.b, work.first_head, first, first_key, num_rows, num_keys, like, True
+            )
+        else:
+            first_row = (work.first_tile + tile // TASK.GROUP_SIZE) * TASK.INNER
+            head = work.first_head + tile % TASK.GROUP_SIZE
+            return bias_of_keys(
+                bias, work.b, head, first_row, first, num_rows, num_keys, like
+            )  # fmt: skip
+    else:
+        return 0.0
+
+
+@gluon.jit
+def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr, bias=0.0, bias_scale=0.0):
     """From own scores: probabilities, or their logarithms where those are needed too."""
     layout: gl.constexpr = own.type.layout
-    x = own * scale - along(kept, tiles, slot, OWN_LSE, layout, TASK)
+    x = own * scale
+    if TASK.OWN_BIAS:
+        x += bias.to(gl.float32) * bias_scale
+    x = x - along(kept, tiles, slot, OWN_LSE, layout, TASK)
     if TASK.PLAIN:
         x = exp2(x)
     return x
@@ -277,13 +310,17 @@ def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr):
 
 @gluon.jit
 def second_half(
-    x, other, kept, tiles, slot, marks, scale, HELPER: gl.constexpr, TASK: gl.constexpr
-):
+    x, other, kept, tiles, slot, marks, scale, HELPER: gl.constexpr, TASK: gl.constexpr,
+    bias=0.0, bias_scale=0.0,
+):  # fmt: skip
     """d(value)/d(own score) without FORM.TS if PLAIN, for dK times the incoming gradient (its size
     where FOLDED).
     """
     layout: gl.constexpr = other.type.layout
-    y = other * scale - along(kept, tiles, slot, OTHER_LSE, layout, TASK)
+    y = other * scale
+    if TASK.OTHER_BIAS:
+        y += bias.to(gl.float32) * bias_scale
+    y = y - along(kept, tiles, slot, OTHER_LSE, layout, TASK)
     if TASK.PLAIN:
         d = exp2(y)
         if TASK.CLAMP > 0.0:  # NOTE [Rows without a clamped key]
@@ -379,6 +416,8 @@ def accumulate(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.HEAD_DIM, 16]
     )
     operand: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
+    # descriptors of outer tiles of more columns take more registers than there are
+    WIDE: gl.constexpr = TASK.HEAD_DIM + TASK.OTHER_DIM > 256
     dtype: gl.constexpr = tiles.own_inner.dtype
     first = work.start + GROUP * TASK.BLOCK
     outer = first + gl.arange(0, TASK.BLOCK, layout=gl.SliceLayout(1, mma))
@@ -398,8 +437,10 @@ def accumulate(
         mbarrier.wait(tiles.full.index(0), 0)
         own = start_scores(own_outer, tiles.own_inner.index(0), zero)
         other = start_scores(other_outer, tiles.other_inner.index(0), zero)
+        own_bias = bias_of_tile(work.own_bias, work, first, 0, zero, TASK.OWN_BIAS, TASK)
+        other_bias = bias_of_tile(work.other_bias, work, first, 0, zero, TASK.OTHER_BIAS, TASK)
         own, other = warpgroup_mma_wait(0, deps=[own, other])
-        x = first_half(own, kept, tiles, 0, work.own_scale, TASK)
+        x = first_half(own, kept, tiles, 0, work.own_scale, TASK, own_bias, work.bias_scale)
         for pair in range(0, work.num_loads, 2):
             for step in gl.static_range(2):
                 i = pair + step
@@ -411,10 +452,23 @@ def accumulate(
                     phase_of(i + 1, TASK.SLOTS),
                     pred=i + 1 < work.num_loads,
                 )
+                if WIDE:
+                    group = anew(gl.to_tensor(GROUP))
+                    own_outer = flat(tiles.own_outer.index(group))
+                    other_outer = flat(tiles.other_outer.index(group))
                 own = start_scores(own_outer, tiles.own_inner.index(following), zero)
+                bias = other_bias  # of the next tile both are loaded under this one's arithmetic
+                own_bias = bias_of_tile(
+                    work.own_bias, work, first, i + 1, zero, TASK.OWN_BIAS, TASK
+                )
+                other_bias = bias_of_tile(
+                    work.other_bias, work, first, i + 1, zero, TASK.OTHER_BIAS, TASK
+                )
                 marks = marks_in(tiles, slot, marks_of_rows, TASK)
                 scale = work.other_scale
-                d = second_half(x, other, kept, tiles, slot, marks, scale, HELPER, TASK)
+                d = second_half(
+                    x, other, kept, tiles, slot, marks, scale, HELPER, TASK, bias, work.bias_scale
+                )
                 if (i < start_whole) | (i >= stop_whole) | ((marks & NEGATIVE) != 0):
                     d = visible(d, work, outer, i, TASK)
                     if TASK.FOLDED:
@@ -426,7 +480,9 @@ def accumulate(
                 acc = warpgroup_mma(d, flat(tiles.own_inner.index(slot)), acc, is_async=True)
                 own = warpgroup_mma_wait(1, deps=[own])
                 other = start_scores(other_outer, tiles.other_inner.index(following), zero)
-                x = first_half(own, kept, tiles, following, work.own_scale, TASK)
+                x = first_half(
+                    own, kept, tiles, following, work.own_scale, TASK, own_bias, work.bias_scale
+                )
                 if TASK.PINNED:
                     x = pinned(x)
                 other, acc = warpgroup_mma_wait(0, deps=[other, acc])
@@ -441,16 +497,18 @@ def accumulate(
         first_row = work.seq.start_q
         grad = gl.load(stats.grad + (stats.head_row + rows), mask=inside, other=0.0)
         acc = acc * gl.expand_dims(grad * factor, 1)
-        head = work.first_head
     else:
         inside = rows < work.seq.num_keys
         first_row = work.seq.start_k
         acc = acc * factor
-        head = work.first_head // TASK.GROUP_SIZE  # shares are heads of their own
-    out = output.ptr + work.b.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
+    out = output.ptr + work.b.to(gl.int64) * output.stride_b
+    out += work.out_head.to(gl.int64) * output.stride_h
     rows = (first_row + rows).to(gl.int64)
     out = out + gl.expand_dims(rows * output.stride_n, 1) + gl.expand_dims(dims, 0)
-    gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=gl.expand_dims(inside, 1))
+    inside = gl.expand_dims(inside, 1)
+    if TASK.DIM < TASK.HEAD_DIM:
+        inside = inside & (gl.expand_dims(dims, 0) < TASK.DIM)
+    gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=inside)
     gdc_wait()  # NOTE [One gradient beside the next]
 
 
@@ -462,7 +520,7 @@ def backward_kernel(
     out_ptr, out_b, out_h, out_n, out_scale, sums,
     num_blocks, num_heads, own_group, other_group,
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
-    own_scale, other_scale,
+    own_scale, other_scale, own_bias, other_bias, bias_scale,
     HELPER: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads.
@@ -476,8 +534,13 @@ def backward_kernel(
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     start = position * (TASK.GROUPS * TASK.BLOCK)
     num_groups = num_heads // TASK.GROUP_SIZE
+    share = 0
+    if TASK.ROWS and TASK.SHARES > 1:
+        share = sequence % TASK.SHARES
+        sequence = sequence // TASK.SHARES
     b = sequence // num_groups
-    first_head = sequence % num_groups * TASK.GROUP_SIZE
+    out_head = sequence % num_groups
+    first_head = out_head * TASK.GROUP_SIZE
     masks = MaskArgs(
         None, 0, 0, 0, 0, key_lengths, 0, 0, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
     )
@@ -495,9 +558,15 @@ def backward_kernel(
             return
         b = b * 0
     first_tile, num_tiles = tiles_met(masks, seq, start, TASK)
+    if TASK.ROWS and TASK.SHARES > 1:
+        most = (num_tiles + TASK.SHARES - 1) // TASK.SHARES
+        first_tile -= share * most
+        num_tiles = gl.maximum(gl.minimum(num_tiles - share * most, most), 0)
+        out_head = out_head * TASK.SHARES + share
     work = Work(
-        b, first_head, first_head // own_group, first_head // other_group, start,
+        b, first_head, first_head // own_group, first_head // other_group, out_head, start,
         first_tile, num_tiles, num_tiles + (num_tiles & 1), masks, seq, own_scale, other_scale,
+        own_bias, other_bias, bias_scale,
     )  # fmt: skip
     stats = Statistics(own_stats, other_stats, own_stats + stats_stride, grad_ptr, head_row)
     output = Output(out_ptr, out_b, out_h, out_n, out_scale)
@@ -545,7 +614,7 @@ def backward_kernel(
                 )),
             ],
             [NUM_WARPS, 1],
-            [REGISTERS, LOADER_REGISTERS],
+            [REGISTERS, 24 if TASK.HEAD_DIM + TASK.OTHER_DIM > 256 else LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -38,6 +38,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from torch_streamkl.attention.hopper.biases import bias_of_rows
 from torch_streamkl.attention.hopper.parts import block_of, finish_rows, tiles_of_part
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
@@ -99,6 +100,9 @@ class Block(NamedTuple):
     seq: Any  # arguments.Sequence
     other_scale: Any
     weight_scale: Any
+    other_bias: Any  # biases.Bias
+    weight_bias: Any
+    bias_scale: Any
 
 
 class Outputs(NamedTuple):
@@ -200,10 +204,12 @@ def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
 def update_pairs(
     state, oq, wq, tiles, block, first_row, rows, start, stop, zero,
     WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr, MASKED: gl.constexpr = True,
 ):  # fmt: skip
-    """Running state after the pairs from start to stop, masked element by element."""
+    """Running state after the pairs from start to stop, MASKED element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    OTHER_BIAS: gl.constexpr = CONFIG.S_BIAS if WEIGHT_IS_TEACHER else CONFIG.T_BIAS
+    WEIGHT_BIAS: gl.constexpr = CONFIG.T_BIAS if WEIGHT_IS_TEACHER else CONFIG.S_BIAS
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     masks, seq = block.masks, block.seq
     first_key, stop_key = keys_met(masks, seq, first_row, CONFIG)
@@ -215,14 +221,32 @@ def update_pairs(
             if (first < stop_key) & (first + BLOCK_N > first_key):
                 o = start_scores(oq, tile_of(tiles.other_k, i, half, SLOTS), zero)
                 w = start_scores(wq, tile_of(tiles.weight_k, i, half, SLOTS), zero)
+                if OTHER_BIAS:
+                    other_bias = bias_of_rows(
+                        block.other_bias, block.b, block.h, first_row, first,
+                        seq.num_rows, seq.num_keys, zero, MASKED,
+                    )  # fmt: skip
+                if WEIGHT_BIAS:
+                    weight_bias = bias_of_rows(
+                        block.weight_bias, block.b, block.h, first_row, first,
+                        seq.num_rows, seq.num_keys, zero, MASKED,
+                    )  # fmt: skip
                 o, w = warpgroup_mma_wait(0, deps=[o, w])
+                o = o * block.other_scale
+                w = w * block.weight_scale
+                if OTHER_BIAS:
+                    o += other_bias.to(gl.float32) * block.bias_scale
+                if WEIGHT_BIAS:
+                    w += weight_bias.to(gl.float32) * block.bias_scale
                 cols = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=col_layout), 0)
-                allowed = in_window(
-                    cols < seq.num_valid, masks, seq, gl.expand_dims(rows, 1), cols,
-                    CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT,
-                )  # fmt: skip
-                o = gl.where(allowed, o * block.other_scale, -float("inf"))
-                w = gl.where(allowed, w * block.weight_scale, -float("inf"))
+                allowed = cols < seq.num_valid
+                if MASKED:
+                    allowed = in_window(
+                        allowed, masks, seq, gl.expand_dims(rows, 1), cols,
+                        CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT,
+                    )  # fmt: skip
+                    o = gl.where(allowed, o, -float("inf"))
+                    w = gl.where(allowed, w, -float("inf"))
                 if WEIGHT_IS_TEACHER:
                     state = update(state, w, o, allowed, True, FORM, CONFIG)
                 else:
@@ -408,7 +432,12 @@ def reduce_rows(
         empty(BLOCK_M, row_layout), oq, wq, tiles, block, first, rows, 0, start, zero,
         WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
     )  # fmt: skip
-    if start < stop:
+    if CONFIG.S_BIAS or CONFIG.T_BIAS:  # it may hold masks, so that no base is fixed
+        state = update_pairs(
+            state, oq, wq, tiles, block, first, rows, start, stop, zero,
+            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG, False,
+        )  # fmt: skip
+    elif start < stop:
         m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
         m_w = state.m_t if WEIGHT_IS_TEACHER else state.m_s
         base_o = gl.where(m_o == LOW, 0.0, m_o)
@@ -456,7 +485,7 @@ def forward_kernel(
     state_ptr, field_stride, part_stride, first_row,
     num_whole, num_blocks, num_heads, other_group, weight_group,
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
-    other_scale, weight_scale,
+    other_scale, weight_scale, other_bias, weight_bias, bias_scale,
     WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
     FORM: gl.constexpr, CONFIG: gl.constexpr,
@@ -491,7 +520,7 @@ def forward_kernel(
     first_pair, stop_pair = tiles_of_part(num_pairs, beyond, PARTS)
     block = Block(
         b, h, bh, m0, stop_pair - first_pair, first_met + stop_pair, beyond,
-        masks, seq, other_scale, weight_scale,
+        masks, seq, other_scale, weight_scale, other_bias, weight_bias, bias_scale,
     )  # fmt: skip
 
     bars: gl.constexpr = mbarrier.MBarrierLayout()

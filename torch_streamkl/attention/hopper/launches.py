@@ -12,12 +12,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.few_queries import heads_as_rows
 from torch_streamkl.attention.hopper import atomic
 from torch_streamkl.attention.hopper import backward as bwd
 from torch_streamkl.attention.hopper import forward as fwd
 from torch_streamkl.attention.hopper import masks as hopper_masks
 from torch_streamkl.attention.hopper import turns_backward as turns_bwd
 from torch_streamkl.attention.hopper import turns_forward as turns_fwd
+from torch_streamkl.attention.hopper import wide_forward as wide_fwd
+from torch_streamkl.attention.hopper.biases import Bias
 from torch_streamkl.attention.hopper.masks import PreparedMask
 from torch_streamkl.attention.hopper.parts import unite_rows_kernel
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
@@ -30,16 +33,21 @@ from torch_streamkl.kernels.shares import as_heads, new_shares, sum_of_shares
 from torch_streamkl.launches.devices import multiprocessors
 from torch_streamkl.launches.launch import (
     HOPPER_AGAIN,
+    HOPPER_BIASED,
     HOPPER_MASKED,
+    HOPPER_WIDE_AGAIN,
     HopperLaunch,
     adds_queries,
     by_tiles,
     ceil_div,
+    has_bias,
     hopper_backward_launch,
     hopper_launch,
+    is_wide,
     key_shares,
     parts_of_last_round,
     plain_clamp,
+    row_shares,
     takes_turns,
 )
 
@@ -61,15 +69,23 @@ class Blocks:
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
+    rows = heads_as_rows(problem)
+    if rows is not None:
+        value, stats = forward(rows)
+        shape = problem.student.q.shape[:3]
+        return value.view(shape), stats.viewed(shape)
     value, stats = RowStatistics.allocate(problem)
     plan = plan_of(problem)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
     if by_tiles(problem):
         _forward_by_tiles(problem, plan, outputs)
+    elif is_wide(problem):
+        _forward_wide(problem, plan, outputs)
     else:
         _forward_by_blocks(problem, plan, outputs)
-    again_config = plan.kept("again", lambda: config_of(problem, HOPPER_AGAIN))
-    again_blocks = ceil_div(_longest(problem)[0], HOPPER_AGAIN.block_m)
+    again = HOPPER_WIDE_AGAIN if is_wide(problem) else HOPPER_AGAIN
+    again_config = plan.kept("again", lambda: config_of(problem, again))
+    again_blocks = ceil_div(_longest(problem)[0], again.block_m)
     plan.run(
         "again",
         portable.forward_again_kernel,
@@ -79,7 +95,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
         ),
         (plan.form, plan.helper, again_config),
-        HOPPER_AGAIN.options(),
+        again.options(),
         _mask_tensors(problem),
     )  # fmt: skip
     return value, stats
@@ -113,6 +129,7 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
             *outputs, state, *strides, blocks.first_row,
             blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
             *_masks(problem), _log2_scale(problem, other), _log2_scale(problem, weight),
+            _bias(other), _bias(weight), LOG2E / problem.temperature,
         ),
         (
             by_teacher, launch.groups, launch.slots, blocks.parts, form, config,
@@ -161,6 +178,32 @@ def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any,
     )  # fmt: skip
 
 
+def _forward_wide(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
+    """wide_forward.py: both sides have tiles of as many columns."""
+    launch = hopper_launch(problem)
+    by_teacher, other, weight = _sides(problem, plan)
+    num_blocks = ceil_div(_longest(problem)[0], launch.groups * launch.block_m)
+    columns = padded(max(other.head_dim, weight.head_dim))
+    rows = (launch.block_m, launch.block_n) * 2
+    sides = (other.q, other.k, weight.q, weight.k)
+    plan.run(
+        "hopper",
+        wide_fwd.wide_forward_kernel,
+        (num_blocks * problem.num_heads * plan.num_sequences, 1, 1),
+        (
+            *(descriptor(plan, x, n, columns) for x, n in zip(sides, rows, strict=True)),
+            *outputs, num_blocks, problem.num_heads, _group(other), _group(weight),
+            *_masks(problem), _log2_scale(problem, other), _log2_scale(problem, weight),
+        ),
+        (
+            by_teacher, columns, launch.slots, plan.form,
+            plan.kept("config", lambda: config_of(problem, launch)),
+        ),
+        {"num_warps": 4},
+        _mask_tensors(problem),
+    )  # fmt: skip
+
+
 def _config_by_tiles(problem: AttentionProblem, launch: HopperLaunch) -> Config:
     config = config_of(problem, launch)
     if problem.mask is None:
@@ -203,11 +246,20 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients, each summed in a fixed order unless the problem allows another."""
     grad = grad.to(torch.float32).contiguous()
+    row_problem = heads_as_rows(problem)
+    if row_problem is not None:
+        shape = row_problem.student.q.shape[:3]
+        found = backward(row_problem, stats.viewed(shape), grad.view(shape), wanted)
+        of_q = (problem.student.q, None, problem.teacher.q, None)
+        return tuple(
+            x if x is None or q is None else x.view(q.shape)
+            for x, q in zip(found, of_q, strict=True)
+        )
     gradients: dict[tuple[bool, bool], Tensor] = {}
     sums = None
     if wanted.student_q and wanted.student_k and adds_queries(problem):
-        head_dim = problem.student.head_dim
-        launch = hopper_backward_launch(head_dim, has_logarithms=False, adds=True)
+        dims = problem.student.head_dim, problem.teacher.head_dim
+        launch = hopper_backward_launch(*dims, has_logarithms=False, adds=True)
         sums = atomic.new_sums(problem.student.q, launch.block_n)
     prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan_of(problem))
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
@@ -228,10 +280,10 @@ def backward(
         (True, True): problem.student.q, (True, False): problem.student.k,
         (False, True): problem.teacher.q, (False, False): problem.teacher.k,
     }  # fmt: skip
-    found = {key: sum_of_shares(shares, inputs[key]) for key, shares in gradients.items()}
+    summed = {key: sum_of_shares(shares, inputs[key]) for key, shares in gradients.items()}
     if sums is not None:
-        found[True, True] = _gradient_of_sums(problem, sums)
-    return tuple(found.get(key) for key in inputs)
+        summed[True, True] = _gradient_of_sums(problem, sums)
+    return tuple(summed.get(key) for key in inputs)
 
 
 def _gradient(
@@ -295,6 +347,7 @@ def _gradient(
         (
             *tensors, grad if sums is None else sums,  # nobody reads it without sums
             num_blocks, problem.num_heads, _group(own), _group(other), *_masks(problem), *scales,
+            _bias(own), _bias(other), LOG2E / problem.temperature,
         ),
         (None if task.PLAIN else plan.helper, task),
         options,
@@ -337,14 +390,22 @@ def _task(
 ) -> bwd.Task:
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
-    launch = hopper_backward_launch(own.head_dim, has_logarithms=not plain, adds=adds)
+    launch = hopper_backward_launch(
+        own.head_dim, other.head_dim, has_logarithms=not plain, adds=adds
+    )
     if problem.mask is not None:
         launch = HOPPER_MASKED
+    if has_bias(problem):
+        launch = HOPPER_BIASED
     group, num_shares = 1, 1
+    length = problem.seqlen_q if rows else problem.seqlen_k
+    blocks = ceil_div(length, launch.groups * launch.block_m) * problem.batch
+    if rows and not _gradients_by_tiles(problem):
+        tiles = ceil_div(problem.seqlen_k, launch.block_n)
+        num_shares = row_shares(problem, blocks * problem.num_heads, tiles)
     if not rows:
         group = _group(own)
-        blocks = ceil_div(problem.seqlen_k, launch.groups * launch.block_m)
-        programs = blocks * own.num_kv_heads * problem.batch
+        programs = blocks * own.num_kv_heads
         num_shares = key_shares(problem, group, programs, resident=1, together=_group(other))
     return bwd.Task(
         ROWS=rows,
@@ -357,34 +418,45 @@ def _task(
         CLAMP=clamp or 0.0,
         FOLDED=plain and not rows,
         FORM=plan.form,
-        GROUP_SIZE=group // num_shares,
+        GROUP_SIZE=1 if rows else group // num_shares,
         SHARES=num_shares,
-        HEAD_DIM=own.head_dim,
-        OTHER_DIM=other.head_dim,
+        DIM=own.head_dim,
+        HEAD_DIM=padded(own.head_dim),
+        OTHER_DIM=padded(other.head_dim),
         BLOCK=launch.block_m,
         INNER=launch.block_n,
         GROUPS=launch.groups,
         SLOTS=launch.slots,
         PINNED=launch.pinned,
+        OWN_BIAS=own.bias is not None,
+        OTHER_BIAS=other.bias is not None,
         ADDS=adds,
     )
 
 
-def descriptor(plan: Plan, x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [1, 1, rows, head_dim] of [batch, heads, seqlen, head_dim]; 0 past its end.
+def padded(head_dim: int) -> int:
+    """Columns of a tile: a power of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def descriptor(plan: Plan, x: Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
+    """Tiles [1, 1, rows, columns] of [batch, heads, seqlen, head_dim]; 0 past its end.
+
+    Without a number, columns are those of the head_dim, padded.
 
     Making one checks all of it, which takes longer than a small kernel: a plan keeps one for each
     shape and strides, without a tensor, and copies it.
     """
-    key = ("descriptor", x.shape, x.stride(), rows)
-    kept = plan.kept(key, lambda: _without_base(_new_descriptor(x, rows)))
+    columns = columns or padded(x.shape[3])
+    key = ("descriptor", x.shape, x.stride(), rows, columns)
+    kept = plan.kept(key, lambda: _without_base(_new_descriptor(x, rows, columns)))
     found: TensorDescriptor = object.__new__(type(kept))
     vars(found).update(vars(kept), base=x)  # copy.copy takes three times as long
     return found
 
 
-def _new_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    block = [1, 1, rows, x.shape[3]]
+def _new_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    block = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), _strides(x.shape, x.stride()), block, layout)
 
@@ -398,6 +470,14 @@ def _strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     # the stride of a dimension of size 1 means nothing, but must be a multiple of 16 bytes
     outer = zip(shape[:3], strides[:3], strict=True)
     return [*(shape[3] if size == 1 else stride for size, stride in outer), 1]
+
+
+def _bias(side: Side) -> Bias:
+    bias = side.bias
+    if bias is None:
+        return Bias(None, 0, 0, 0)
+    sizes_strides = zip(bias.shape[:3], bias.stride()[:3], strict=True)
+    return Bias(bias, *(0 if size == 1 else stride for size, stride in sizes_strides))
 
 
 def _masks(problem: AttentionProblem) -> tuple[Any, ...]:
@@ -416,7 +496,10 @@ def _mask_blocks(prepared: PreparedMask | None, by_rows: bool) -> tuple[Any, ...
 
 
 def _mask_tensors(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
-    return problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.mask
+    return (
+        problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.mask,
+        problem.student.bias, problem.teacher.bias,
+    )  # fmt: skip
 
 
 def _longest(problem: AttentionProblem) -> tuple[int, int]:

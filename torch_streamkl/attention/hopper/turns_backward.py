@@ -428,7 +428,10 @@ def accumulate(
     out = output.ptr + work.b.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
     rows = (first_row + rows).to(gl.int64)
     out = out + gl.expand_dims(rows * output.stride_n, 1) + gl.expand_dims(dims, 0)
-    gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=gl.expand_dims(inside, 1))
+    inside = gl.expand_dims(inside, 1)
+    if TASK.DIM < TASK.HEAD_DIM:
+        inside = inside & (gl.expand_dims(dims, 0) < TASK.DIM)
+    gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=inside)
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.

@@ -8,7 +8,7 @@ edge: loops are unrolled by two, each half with its own registers. And compilers
 that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
 NOTE [Slots]
-Tile i (in the forward: pair of tiles i) is in slot i % SLOTS of shared memory (a power of two) and
+Tile i (in the forward: pair of tiles i) is in slot i % SLOTS of shared memory and
 is the (i // SLOTS)-th user of its slot, whose barriers complete one phase a user. A slot is loaded
 again when every warp group has released it. The descriptors of a slot should depend on the
 iteration of a loop: those that do not are computed before the loop, and may be spilled.
@@ -83,6 +83,14 @@ def pinned(x):
 
 
 @gluon.jit
+def anew(i):
+    """i, of which compilers know nothing: what depends on it is not computed before a loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def by_lane(x):
     """[M, N] accumulator -> [M, LANES, N / LANES]: the columns that each thread has."""
     y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
@@ -114,7 +122,10 @@ def lane_lowest(low, x):
 @gluon.jit
 def slot_of(i, SLOTS: gl.constexpr):
     """Where tile (or pair) i is (NOTE [Slots])."""
-    return i & (SLOTS - 1)
+    if SLOTS & (SLOTS - 1) == 0:
+        return i & (SLOTS - 1)
+    else:
+        return i % SLOTS
 
 
 @gluon.jit

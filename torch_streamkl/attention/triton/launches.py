@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention.blocked import Wanted
+from torch_streamkl.attention.few_queries import heads_as_rows
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
 from torch_streamkl.attention.triton import head_mean_launches
-from torch_streamkl.attention.triton.few_queries import heads_as_rows
 from torch_streamkl.attention.triton.plans import Plan, Stage, plan_of, tensors_of
 from torch_streamkl.kernels.shares import new_shares, share_strides, sum_of_shares
 from torch_streamkl.launches.launch import key_shares

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_streamkl.attention.problem import AttentionProblem, Side
 
-FEW_QUERIES = 32  # of a head: half of a tile's rows
+FEW_QUERIES = 64  # of a head: a tile's rows
 
 
 def heads_as_rows(problem: AttentionProblem) -> AttentionProblem | None:
