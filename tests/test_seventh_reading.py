@@ -202,3 +202,24 @@ def test_a_teacher_that_learns_from_nothing() -> None:
         return kl.detach() * F.cross_entropy(s, y)
 
     judge(step, [h, w, r, u, labels], 1)
+
+
+# ------------------------------------------------------ operations that return their input
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "type_as": lambda x: x.type_as(x),
+    "dropout of a model in eval": lambda x: F.dropout(x, training=False),
+    "to": lambda x: x.to(x.dtype),
+    "twice": lambda x: F.dropout(x, training=False).type_as(x),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_an_operand_that_is_an_input_by_another_name(name: str) -> None:
+    """Its second name stands behind the sum: the program reads the first."""
+
+    def step(h, w, ht, wt):
+        loss = F.kl_div((w @ h.T).T, (wt @ ht.T).T, reduction="sum", log_target=True)
+        return loss, torch.mm(ht, SAME[name](wt).t()).softmax(-1)
+
+    sizes = ((6, 5), (8, 5), (6, 3), (8, 3))
+    judge(step, [torch.randn(size, dtype=torch.float64).requires_grad_() for size in sizes], 1)

@@ -82,6 +82,7 @@ def find_region(graph: fx.Graph) -> Region | None:
         return None
     _drop_orphans(inside)
     _add_shapes(inside)
+    _add_identities(inside)
     nodes = tuple(n for n in graph.nodes if n in inside)
     leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
     return Region(nodes, tuple(leaves))
@@ -93,6 +94,21 @@ def _add_shapes(inside: set[fx.Node]) -> None:
     while stack:
         node = stack.pop()
         if node not in inside and isinstance(example(node), (tuple, list)):
+            inside.add(node)
+            stack.extend(node.all_input_nodes)
+
+
+def _add_identities(inside: set[fx.Node]) -> None:
+    """What returns its input, as ``x.type_as(x)``, is inside: no two leaves are one tensor."""
+    stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
+    while stack:
+        node = stack.pop()
+        if (
+            node not in inside
+            and _is_operation(node)
+            and not written_by(node)
+            and any(example(a) is example(node) for a in node.all_input_nodes)
+        ):
             inside.add(node)
             stack.extend(node.all_input_nodes)
 

@@ -276,6 +276,7 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
         and (_fills_device(problem) or _shares_keys(problem))
         and not _clamps_every_row(problem)
+        and not has_bias(problem)  # 1.2 of the forward's rate, 0.8 of the gradients'
         and (not _is_prepared(problem) or _is_measured(problem))
     )
 
