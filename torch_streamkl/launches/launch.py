@@ -294,6 +294,7 @@ def sums_squares(problem: AttentionProblem) -> bool:
         problem.functional.squares is not None
         and problem.mask is None
         and not problem.is_packed
+        and not (is_wide(problem) or has_bias(problem))
         and not takes_turns(problem)
     )
 

@@ -181,7 +181,7 @@ def sum_tiles(
         mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
         mom, sum_w = before_wait_pair(mom, sum_w)
         o = warpgroup_mma_wait(0, deps=[next_o])
-        sums = Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
+        sums = Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w, sums.ratio)
     return sums
 
 
@@ -238,12 +238,12 @@ def reduce_rows(
         low_w = state.low_t if WEIGHT_IS_TEACHER else state.low_s
         low_o = per_thread(low_o - base_o, none)
         low_w = per_thread(low_w - base_w, none)
-        sums = Sums(none, none, none, low_o, low_w, base_o, base_w)
+        sums = Sums(none, none, none, low_o, low_w, base_o, base_w, base_o)
         sums = sum_tiles(
             sums, oq, wq, tiles, block, start, stop, zero,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
-        state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER))
+        state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER, False), False)
     if CONFIG.HAS_LEFT:
         state = update_tiles(
             state, oq, wq, tiles, block, first, rows, stop, block.num_tiles, zero,
