@@ -236,7 +236,9 @@ def test_an_entropy_is_no_divergence() -> None:
 
 
 def an_entropy_that_is_watched(sq, sk, tq, tk, pad):
-    entropy = entropy_alone(sq, sk, tq, tk, pad)
+    s, _ = maps(sq, sk, tq, tk)
+    p = s.softmax(-1)
+    entropy = -(p * p.log()).sum(-1).mean()  # NaN in eager code where a probability underflows
     return entropy, entropy.isnan()
 
 

@@ -81,6 +81,7 @@ def portable_launches(
 # Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
 # dK on Hopper with one query head a program (every one of a model without groups) takes the most.
 STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 88}
+BIASED_STACK = 176  # outside of the main loop, of gradients with a bias, which impl="hopper" asks for
 WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
 HOPPER_FORWARD_STACK = 72
@@ -271,6 +272,8 @@ def test_hopper_backward(
         launches = launches[2:]
     assert len(launches) == 2
     stack = WIDER_TEACHER_STACK if "student_dim" in options else STACK["sm_90", "backward_kernel"]
+    if options.get("has_bias"):
+        stack = BIASED_STACK
     for launch in launches:
         if launch.kernel.__name__ == "turns_backward_kernel":
             stack = HOPPER_TURNS_STACK["backward"]
