@@ -193,6 +193,9 @@ def test_forms_are_those_with_the_fastest_paths(monkeypatch: pytest.MonkeyPatch)
     texts = {}
     for name, (function, _) in CLOSED.items():
         form = _form(function, monkeypatch)
+        if name == "squares":
+            assert form is None  # on a CPU
+            continue
         assert form is not None
         texts[name] = Functional.of(form.functional)
     assert texts["KL"].bilinear is not None
