@@ -81,7 +81,7 @@ def portable_launches(
 # Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
 # dK on Hopper with one query head a program (every one of a model without groups) takes the most.
 STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 88}
-BIASED_STACK = 176  # outside of the main loop, of gradients with a bias, which impl="hopper" asks for
+BIASED_STACK = 176  # of gradients with a bias, which impl="hopper" asks for; no main loop reads it
 WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
 HOPPER_FORWARD_STACK = 72
