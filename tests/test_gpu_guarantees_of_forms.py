@@ -98,24 +98,26 @@ def head(n: int) -> tuple[list[Tensor], Step]:
 
 
 def shards(n: int) -> tuple[list[Tensor], Step]:
-    """What the ranks of a sharded vocabulary launch, one after the other; no gradients."""
+    """What the ranks of a sharded vocabulary launch on their logits, one after the other."""
     from torch_streamkl.linear.triton import shards as shard_kernels
 
     words = 4 * n
-    tensors = [torch.randn(m, 64, device="cuda", dtype=BF16) for m in (n, words, n, words)]
-    whole = linear_ops.problem_of(*tensors, functional=named("forward_kl").text)[0]
-    parts = [whole.of_words(slice(*cut)) for cut in ((0, n), (n, words))]
+    operands = [torch.randn(m, 64, device="cuda", dtype=BF16) for m in (n, words, n, words)]
+    whole = linear_ops.problem_of(*operands, functional=named("forward_kl").text)[0]
+    cuts = (0, n), (n, words)
+    parts = [whole.of_words(slice(*cut)) for cut in cuts]
+    sizes = [stop - start for start, stop in cuts for _ in ("student", "teacher")]
+    logits = [torch.randn(n, size, device="cuda", dtype=BF16) for size in sizes]
 
     def step() -> list[Tensor]:
         states = torch.empty(2, num_fields(whole), n, device="cuda")
-        for part, state in zip(parts, states, strict=True):
-            logits = [side.hidden @ side.weight.t() for side in part.heads]
-            shard_kernels.state(part, *logits, state)
+        for i, (part, state) in enumerate(zip(parts, states, strict=True)):
+            shard_kernels.state(part, *logits[2 * i : 2 * i + 2], state)
         out = RowValues.allocate(whole)
         shard_kernels.merged(whole, states, words, out)
         return [out.value, out.student_lse, out.teacher_lse]
 
-    return tensors, step
+    return logits, step
 
 
 def hopper(head_dim: int = 128, **options: Any) -> Form:

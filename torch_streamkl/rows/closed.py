@@ -52,8 +52,9 @@ def form_of(problem: RowProblem) -> ClosedForm | None:
     if form is None:
         return None
     (q, k), (other_q, other_k) = problem.operands
-    if q.device.type == "cpu" and Functional.of(form.functional).squares is not None:
-        return None  # the blocks of rows round them less there
+    is_half = q.device.type != "cpu" and q.dtype.itemsize == 2
+    if not is_half and Functional.of(form.functional).squares is not None:
+        return None  # a row program rounds them less, which half precision hides
     if not any(problem.program.dot_heads):
         is_fit = problem.batch == 1
     else:

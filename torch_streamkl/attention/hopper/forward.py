@@ -24,7 +24,10 @@ either. A row that fails gets NaN for its value, and the launch that follows
 (`triton.forward.forward_again_kernel`) computes blocks with such rows again, and no others.
 
 Of squares the sums are those of `row_state`, NOTE [Squares], with a ratio of the masses
-that stays fixed as well. Squares ask for masses closer to 1.
+that stays fixed as well. Squares ask for masses closer to 1, and for a ratio that is not far above
+the one in the end: the sum of (D + delta e_s)^2 is the rest of numbers as large as delta^2 times
+the sum of e_s^2, and loses 2^-24 of these. A row where they are more than 16 times what is left
+is computed again.
 
 NOTE [Clamps]
 FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
@@ -71,6 +74,7 @@ SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
 SMALLEST_SQUARED = gl.constexpr(2.0**-20)  # sums whose terms are squared
 LARGEST_SQUARED = gl.constexpr(2.0**40)
+MOST_CANCELLED = gl.constexpr(16.0)  # beside what is left of a sum of squares
 LOADER_REGISTERS = gl.constexpr(24)
 
 
@@ -346,6 +350,8 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
         a, b, c = rebased_squares(
             state.a + mom, state.b + cross, state.count + square, 1.0, 1.0, sums.ratio, ratio
         )
+        delta = sums.ratio - ratio
+        a = gl.where(delta * delta * c <= MOST_CANCELLED * a, a, float("nan"))
         return State(
             sums.base_o, l_t, sums.base_w, l_s, a, b, state.low_t, state.low_s, c
         )  # fmt: skip
