@@ -9,8 +9,8 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
+from tests.counterexamples.test_row_programs import judge, tensors
 from tests.support.misleading.registry import student
-from tests.test_fifth_reading import judge, tensors
 
 
 def equal_pairs(trained: str = "qkw") -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Programs that a reader found who did not write the rules: each stands for its class."""
+"""What a reader of the analysis found, who did not write its rules."""
 
 from __future__ import annotations
 
