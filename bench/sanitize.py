@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
+from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed.shard_rows import num_fields
 from torch_streamkl.divergences.functional import named
 from torch_streamkl.launches import launch
@@ -224,6 +225,38 @@ def _hopper_mask(head_dim: int) -> None:
     _batch("hopper", head_dim, attn_mask=mask)
 
 
+def _hopper_biases() -> None:
+    """Biases of a head and of all heads, -inf among them, whose rows end between two tiles."""
+    one, all_heads = (torch.randn(2, h, 150, 200, device="cuda") for h in (2, 1))
+    one[torch.rand_like(one) > 0.7] = -torch.inf
+    _batch("hopper", 128, student_bias=one, teacher_bias=all_heads, is_causal=True)
+
+
+def _hopper_squares() -> None:
+    """Squared differences, which the forward sums in one pass."""
+    tensors = [
+        torch.randn(1, 2, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (150, 1100, 150, 1100)
+    ]
+    scales = {"student_scale": 0.1, "teacher_scale": 0.1}
+    value = attention_ops.attention_kl(
+        *tensors, functional="(P-S)*(P-S)", impl="hopper", **scales
+    )[0]
+    torch.autograd.grad(value.sum(), tensors)
+
+
+def _hopper_shares() -> None:
+    """Few rows of many keys: heads become rows, and programs share the keys of a block."""
+    shapes = ((8, 60), (2, 1500), (8, 60), (2, 1500))
+    tensors = [
+        torch.randn(1, h, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h, n in shapes
+    ]
+    with mock.patch.object(launch, "LEAST_TILES_OF_SHARE", 4):
+        value = attention_kl(*tensors, impl="hopper")
+        torch.autograd.grad(value.sum(), tensors)
+
+
 def _any_order() -> None:
     """A problem so small adds up dQ apart, unless it is told otherwise."""
     with mock.patch.object(launch, "ATOMIC_LEAST_FLOP", 0.0):
@@ -270,6 +303,11 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper, two passes": lambda: _attention("hopper", head_dim=128, divergence="js"),
     "hopper, turns": lambda: _batch("hopper", 128, is_causal=True),
     "hopper, turns, window": lambda: _batch("hopper", window=(70, 3)),
+    "hopper, wide": lambda: _batch("hopper", 256, is_causal=True),
+    "hopper, wide, window": lambda: _batch("hopper", 192, window=(70, 3)),
+    "hopper, biases": _hopper_biases,
+    "hopper, squares": _hopper_squares,
+    "hopper, shares of dQ": _hopper_shares,
 }
 LAUNCHED = "launched: "  # what a case says last
 

@@ -98,26 +98,25 @@ def head(n: int) -> tuple[list[Tensor], Step]:
 
 
 def shards(n: int) -> tuple[list[Tensor], Step]:
-    """What the ranks of a sharded vocabulary launch on their logits, one after the other."""
+    """What the ranks of a sharded vocabulary launch, one after the other; no gradients."""
     from torch_streamkl.linear.triton import shards as shard_kernels
 
     words = 4 * n
-    operands = [torch.randn(m, 64, device="cuda", dtype=BF16) for m in (n, words, n, words)]
-    whole = linear_ops.problem_of(*operands, functional=named("forward_kl").text)[0]
-    cuts = (0, n), (n, words)
-    parts = [whole.of_words(slice(*cut)) for cut in cuts]
-    sizes = [stop - start for start, stop in cuts for _ in ("student", "teacher")]
-    logits = [torch.randn(n, size, device="cuda", dtype=BF16) for size in sizes]
+    tensors = [torch.randn(m, 64, device="cuda", dtype=BF16) for m in (n, words, n, words)]
+    whole = linear_ops.problem_of(*tensors, functional=named("forward_kl").text)[0]
+    parts = [whole.of_words(slice(*cut)) for cut in ((0, n), (n, words))]
+    # the caller makes the logits, of a chunk of rows at a time
+    logits = [[side.hidden @ side.weight.t() for side in part.heads] for part in parts]
 
     def step() -> list[Tensor]:
         states = torch.empty(2, num_fields(whole), n, device="cuda")
-        for i, (part, state) in enumerate(zip(parts, states, strict=True)):
-            shard_kernels.state(part, *logits[2 * i : 2 * i + 2], state)
+        for part, pair, state in zip(parts, logits, states, strict=True):
+            shard_kernels.state(part, *pair, state)
         out = RowValues.allocate(whole)
         shard_kernels.merged(whole, states, words, out)
         return [out.value, out.student_lse, out.teacher_lse]
 
-    return logits, step
+    return [x for pair in logits for x in pair], step
 
 
 def hopper(head_dim: int = 128, **options: Any) -> Form:

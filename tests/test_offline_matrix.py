@@ -15,11 +15,11 @@ from bench.offline_cells import Cell, can_run, kernels_of, tiles_of, twin
 from bench.offline_matrix import Row, compiled, load
 
 ROWS = load()
-# bytes of a thread; docs/gpus.md says where and why
+# bytes of a thread; docs/gpus.md says why
 MOST_SPILLS = {"bf16": 160, "fp16": 160, "fp32": 512, "tf32": 512}
-OF_TURING = 512
-OF_TWO_LOOPS = 2048
-OF_WIDE_ON_HOPPER = 512  # with head_dim beyond 128
+OF_HEAD_MEANS = {"bf16": 192, "fp16": 192, "fp32": 640, "tf32": 640}
+OF_TURING_AND_WIDE_ON_HOPPER = 512
+OF_CLAMPS = 2048  # a forward of wide float32 on Hopper
 OF_WORK = {"LM head": 32, "row program": 640, "row program of heads": 640}
 MOST_APART = 16  # spills of kernels of twins
 MOST_CELLS = 400  # whose tiles are chosen again: as many as take a second
@@ -33,14 +33,12 @@ SAMPLE = [
 def most_spills(row: Row) -> int:
     if row.work in OF_WORK:
         return OF_WORK[row.work]
-    if row.target == "sm_75":
-        return OF_TURING
-    two_loops = row.head_dim > 128 and row.variant in ("clamped", "js")
-    if two_loops and (row.target, row.dtype) == ("sm_90", "fp32"):
-        return OF_TWO_LOOPS
-    if row.target == "sm_90" and row.head_dim > 128 and row.work != "hopper":
-        return OF_WIDE_ON_HOPPER
-    return MOST_SPILLS[row.dtype]
+    wide_on_hopper = row.target == "sm_90" and row.head_dim > 128 and row.work != "hopper"
+    if wide_on_hopper and (row.dtype, row.variant, row.kernel) == ("fp32", "clamped", "forward"):
+        return OF_CLAMPS
+    bounds = OF_HEAD_MEANS if row.work == "head mean" else MOST_SPILLS
+    least = OF_TURING_AND_WIDE_ON_HOPPER if wide_on_hopper or row.target == "sm_75" else 0
+    return max(least, bounds[row.dtype])
 
 
 def test_nothing_exceeds_what_there_is() -> None:

@@ -54,6 +54,8 @@ OF_HOPPER = {
     ("half", 256): [(64, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1)],
     **{(d, n): [(64, 32, 4, 2)] * 3 for d in ("fp32", "tf32") for n in (32, 64)},
     **{(d, n): [(32, 32, 8, 1)] * 3 for d in ("fp32", "tf32") for n in (128, 256)},
+    # 32 rows spilled 1.6 KB, and took 412 instructions for a pair where these take 274
+    ("tf32", 256): [(16, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)],
 }
 
 
@@ -64,6 +66,42 @@ def test_measured_choices_stay(dtype: str, head_dim: int) -> None:
     given = operands(head_dim, dtype)
     chosen = [tiles.default_launch(kernel, given, gpu) for kernel in KERNELS]
     assert chosen == [TritonLaunch(*x) for x in OF_HOPPER[dtype, head_dim]]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "head_dim", "kernel", "expected"),
+    [
+        ("sm_90", "fp32", 256, "dq", (16, 32, 8, 1)),
+        ("sm_90", "half", 128, "forward", (64, 64, 4, 2)),
+        ("sm_120", "half", 128, "forward", (64, 32, 4, 2)),
+        ("sm_120", "half", 64, "forward", (64, 64, 4, 2)),
+        ("sm_86", "fp32", 32, "dk", (32, 64, 4, 1)),
+        ("sm_86", "half", 256, "dk", (32, 32, 4, 1)),  # larger tiles take 100 KiB of 99
+    ],
+)
+def test_row_programs(
+    target: str, dtype: str, head_dim: int, kernel: str, expected: tuple[int, ...]
+) -> None:
+    with looks_like(target):
+        gpu = devices.gpu_of(CUDA)
+    chosen = tiles.row_program_launch(kernel, operands(head_dim, dtype), gpu)
+    assert chosen == TritonLaunch(*expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "expected"),
+    [
+        ("fp32", "forward", (16, 16, 8, 1)),  # reads the mean
+        ("fp32", "lse", (32, 32, 8, 1)),
+        ("tf32", "forward", (32, 32, 8, 1)),
+        ("tf32", "mean", (32, 32, 8, 1)),
+    ],
+)
+def test_head_means_of_wide_float32(dtype: str, kernel: str, expected: tuple[int, ...]) -> None:
+    with looks_like("sm_90"):
+        gpu = devices.gpu_of(CUDA)
+    chosen = tiles.head_mean_launch(kernel, operands(256, dtype), gpu)
+    assert chosen == TritonLaunch(*expected)
 
 
 def test_a_small_gpu_gets_small_tiles_where_the_large_ones_do_not_fit() -> None:

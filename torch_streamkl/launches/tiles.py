@@ -60,6 +60,11 @@ def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
     where there is room, and larger tiles read operands less often. They spill where the
     accumulators of matmuls are not registers (sm_100).
     """
+    if gpu.is_hopper and operands.element_bytes == 4 and operands.widest > 128:
+        # readers of the mean keep operands of three products in registers: 2 to 5 KB would spill
+        # with 32 x 32, which takes more instructions for a pair
+        keeps = kernel == "forward" and operands.is_full_float32
+        return TritonLaunch(16, 16, 8, 1) if keeps else TritonLaunch(32, 32, 8, 1)
     if operands.element_bytes == 4 or gpu.is_hip or gpu.shared_bytes < 120 * 1024:
         return replace(default_launch("forward", operands, gpu), num_stages=1)
     if gpu.is_hopper and kernel != "forward":
@@ -80,6 +85,34 @@ def one_dot_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
     return default_launch(kernel, operands, gpu)
 
 
+def row_program_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
+    """ "forward", "dq" or "dk" of a row program, which keeps more of a tile than a divergence.
+
+    What replaces a default spills less and takes fewer instructions for a pair (compiled and
+    counted, not measured).
+    """
+    launch = default_launch(kernel, operands, gpu)
+    is_full, is_wide = operands.is_full_float32, operands.widest > 128
+    if gpu.is_hopper:
+        return replace(launch, block_m=16) if kernel == "dq" and is_full and is_wide else launch
+    if gpu.is_hip or not gpu.operands_in_registers:
+        return launch
+    if kernel == "forward" and launch == TritonLaunch(64, 64, 4, 2) and operands.widest == 128:
+        return TritonLaunch(64, 32, 4, 2)
+    if kernel == "dk" and launch == TritonLaunch(64, 32, 4, 2) and is_full:
+        return TritonLaunch(32, 64, 4, 1)
+    if kernel == "dk" and launch == TritonLaunch(64, 32, 8, 1) and is_wide:
+        return TritonLaunch(32, 32, 4, 1)  # leaves room for reductions in 99 KiB, too
+    return launch
+
+
+def sum_of_heads_launch(operands: Operands, gpu: Gpu) -> TritonLaunch:
+    """Of a row program's sum over heads, which may read other maps: 2.6 KB would spill."""
+    launch = head_mean_launch("mean", operands, gpu)
+    spills = operands.is_full_float32 and not gpu.is_hip
+    return replace(launch, num_warps=8) if spills else launch
+
+
 def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
     """Launches in the order in which they are wanted."""
     head_dim = operands.widest
@@ -91,6 +124,10 @@ def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
         if kernel == "forward" and head_dim > 128 and not gpu.is_hopper:
             # a second pass doubles the operands in registers: 1.9 KB would spill
             return [TritonLaunch(16, 16, 8, 1), LEAST]
+        is_tf32 = not operands.is_full_float32
+        if kernel == "forward" and is_tf32 and sum(operands.head_dims) > 256:
+            # queries of TF32 stay in registers: 32 rows would spill 1.6 to 6.3 KB
+            return [TritonLaunch(16, 32, 8, 1), LEAST]
         # products that are added one by one keep both operands in registers
         spills = operands.is_full_float32 and head_dim > 32 and not gpu.is_hopper
         if head_dim <= 64 and gpu.multiplies_half and not spills:

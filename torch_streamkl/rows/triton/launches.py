@@ -23,7 +23,7 @@ from torch_streamkl.launches.tiles import (
     LEAST,
     Operands,
     TritonLaunch,
-    default_launch,
+    row_program_launch,
     shared_bytes,
 )
 from torch_streamkl.rows import blocked, derive
@@ -75,7 +75,7 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
     if q.device.type != "cuda":
         return INTERPRETED
     operands = operands_of(problem, range(len(problem.operands)))
-    return default_launch(kernel, operands, gpu_of(q.device))
+    return row_program_launch(kernel, operands, gpu_of(q.device))
 
 
 def operands_of(problem: RowProblem, dots: Sequence[int]) -> Operands:

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.launches.devices import gpu_of
-from torch_streamkl.launches.tiles import TritonLaunch, head_mean_launch, one_dot_launch
+from torch_streamkl.launches.tiles import TritonLaunch, one_dot_launch, sum_of_heads_launch
 from torch_streamkl.linear.problem import padded
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.blocked import Result
@@ -322,9 +322,11 @@ class Block:
         q = self.problem.operands[0][0]
         if q.device.type != "cuda":
             return row_kernels.INTERPRETED
-        choose = head_mean_launch if kernel == "mean" else one_dot_launch
         operands = row_kernels.operands_of(self.problem, dots_of(self.program, axis))
-        return choose(kernel, operands, gpu_of(q.device))
+        gpu = gpu_of(q.device)
+        if kernel == "mean":
+            return sum_of_heads_launch(operands, gpu)
+        return one_dot_launch(kernel, operands, gpu)
 
     def _elements(self) -> TritonLaunch:
         return ELEMENTS if self.problem.operands[0][0].device.type == "cuda" else INTERPRETED
