@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.analysis.row_parts import elements_of
 from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
@@ -198,7 +198,7 @@ def _rewrite_graph(
         else:
             stayed.append((candidate, site))
     if row_programs:
-        programs = find_programs(elements_of(trace, recognised), trace, region, handled)
+        programs = find_programs(RowElements(trace, recognised), trace, region, handled)
         replaced: list[RowPlan] = []
         for program in programs:
             computed = {a for o in program.outputs for a in ancestors(o.inner)}

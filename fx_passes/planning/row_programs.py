@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.row_elements import RowElements, is_row_level
+from torch_streamkl.fx_passes.analysis.elements.algebra import is_row_level
+from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.domain.row_elements import (
