@@ -54,12 +54,14 @@ from torch_streamkl.fx_passes.planning.nan_readers import (
     check_nan_readers,
     readers_of_body,
 )
+from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 from torch_streamkl.fx_passes.planning.row_programs import (
-    RowPlan,
-    check_readers_of_program,
     find_programs,
     first_of,
     may_have_programs,
+)
+from torch_streamkl.fx_passes.planning.row_readers import (
+    check_readers_of_program,
     reads_products,
 )
 from torch_streamkl.fx_passes.planning.small import least_mib, why_left, why_program_is_left
