@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch_streamkl.fx_passes.domain.row_elements import Axes, Dim, Dot, Formula, Placed, Sum
+from torch_streamkl.fx_passes.domain.row_elements import (
+    Axes,
+    Chosen,
+    Dim,
+    Dot,
+    Formula,
+    Placed,
+    Sum,
+)
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 
@@ -23,6 +32,7 @@ class ElementAlgebra:
     """Operations on placed formulas, whose axes ``axes`` knows."""
 
     axes: Axes
+    chosen: dict[int, Chosen]  # by the axis of the entries
 
     def aligned(self, *operands: Placed) -> tuple[Dim, ...]:
         """The places of axes where tensors meet by position."""
@@ -31,10 +41,22 @@ class ElementAlgebra:
         result: list[Dim] = []
         for position in zip(*raised, strict=True):
             given = [dim for dim in position if self.axes.atoms(dim)]
+            if any(self.chosen_in(dim) != self.chosen_in(given[0]) for dim in given):
+                raise Blocked("chosen entries of rows meet a tensor of as many")
             for other in given[1:]:
                 self.axes.unify(given[0], other)
             result.append(self.axes.atoms(given[0]) if given else ())
         return tuple(result)
+
+    def chosen_in(self, dim: Dim) -> int | None:
+        """The axis of chosen entries that a dimension is."""
+        atoms = self.axes.atoms(dim)
+        for axis in self.chosen:
+            if set(atoms) & set(self.axes.atoms((axis,))):
+                if atoms != (axis,):
+                    raise Blocked("chosen entries of rows are flattened")
+                return axis
+        return None
 
     def combined(self, op: str, *operands: Placed, data: Any = None) -> Placed:
         """A pointwise operation by its name in `rows.operations`."""
@@ -76,6 +98,7 @@ class ElementAlgebra:
         divisors: tuple[Size, ...] = (),
     ) -> Placed:
         """A sum or log-sum-exp over dimensions of a tensor."""
+        x = self._of_all_keys(kind, x, dims)
         over = self.axes.atoms(a for d in dims for a in x.dims[d])
         formula = x.formula
         if not formula.dots:
@@ -96,6 +119,20 @@ class ElementAlgebra:
             () if d in dims else dim for d, dim in enumerate(x.dims) if keepdim or d not in dims
         )
         return Placed(result, kept)
+
+    def _of_all_keys(self, kind: str, x: Placed, dims: Sequence[int]) -> Placed:
+        """Chosen entries that are reduced, as elements of all keys."""
+        for d in dims:
+            axis = self.chosen_in(x.dims[d])
+            if axis is None:
+                continue
+            chosen = self.chosen[axis]
+            nothing = Formula("const", (), 0.0 if kind == "sum" else -math.inf)
+            formula = self.formula("where", chosen.hits.formula, x.formula, nothing)
+            places, shape = list(x.dims), list(x.shape)
+            places[d], shape[d] = chosen.hits.dims[chosen.dim], chosen.hits.shape[chosen.dim]
+            x = Placed(formula, tuple(places), tuple(shape))
+        return x
 
     def _summed_key(self, kind: str, placed: Placed, over: Dim) -> int | None:
         """The axis of the keys, if it is among what is summed over.

@@ -23,8 +23,8 @@ _COMPARISONS: dict[str, tuple[object, ...]] = {
     "ge": (aten.ge.Tensor, aten.ge.Scalar),
     "eq": (aten.eq.Tensor, aten.eq.Scalar),
     "ne": (aten.ne.Tensor, aten.ne.Scalar),
-    "and": (aten.logical_and.default, aten.bitwise_and.Tensor),
-    "or": (aten.logical_or.default, aten.bitwise_or.Tensor),
+    "and": (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor),
+    "or": (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor),
 }
 for _op, _overloads in _COMPARISONS.items():
 

@@ -37,6 +37,7 @@ class Operands(ElementAlgebra):
     products: dict[Dot, fx.Node]
     parts: dict[tuple[int, str, str], int]  # axes of parts of axes
     parts_of_dots: dict[tuple[Dot, int, str, str], Dot]
+    by_ids: dict[tuple[fx.Node, int], int]  # axes of chosen entries, by ids and their dimension
     _overwritten: set[fx.Node]
 
     def _dot(self, node: fx.Node) -> Placed:

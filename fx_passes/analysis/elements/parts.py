@@ -64,6 +64,8 @@ def _range(self: Operands, node: fx.Node, a: Arguments, dim: int) -> Placed:
 
 def _part(self: Operands, x: Placed, dim: int, start: Size, length: Size | None) -> Placed:
     """``narrow(dim, start, length)``, or ``select(dim, start)`` without a length."""
+    if any(self.chosen_in(d) is not None for d in x.dims):
+        raise Blocked("chosen entries of rows are sliced")
     if is_row_level(x, self.axes):
         raise Blocked("part of what was summed over the keys")  # the user's own code takes it
     axes = self.axes.atoms(x.dims[dim])

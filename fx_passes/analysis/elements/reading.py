@@ -54,6 +54,7 @@ class RowElements(Operands):
         self.placed, self.reasons, self.products = {}, {}, {}
         self.behind_dots, self._overwritten = set(), set()
         self.parts, self.parts_of_dots = {}, {}
+        self.chosen, self.by_ids = {}, {}
         self._by_storage: dict[int | None, list[fx.Node]] = {}
         for node in trace.graph.nodes:
             self._visit(node)
@@ -110,6 +111,8 @@ class RowElements(Operands):
             raise Blocked(f"{name_of(node)} of scores")
         dims = tuple(self.axes.atoms(d) for d in x.dims)
         x = Placed(x.formula, dims, tuple(made.shape))
+        for d in dims:
+            self.chosen_in(d)
         flat = [a for d in dims for a in d]
         if len(set(flat)) != len(flat):
             raise Blocked("an axis of the scores meets itself in another place")

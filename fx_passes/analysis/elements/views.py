@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_streamkl.fx_passes.analysis.elements.entries import largest
 from torch_streamkl.fx_passes.analysis.elements.operands import Operands
 from torch_streamkl.fx_passes.analysis.elements.registry import rule
 from torch_streamkl.fx_passes.analysis.elements.sums import maximum
@@ -29,6 +30,8 @@ def _getitem(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if source.target == aten.max.dim and index == 0:
         of = named_arguments(source)
         return maximum(self, source, of)
+    if source.target == aten.topk.default and index == 0:
+        return largest(self, source)
     if source.target != aten.broadcast_tensors.default:
         raise Blocked(f"{name_of(source)} of scores")
     tensors: Any = source.args[0]
