@@ -11,6 +11,7 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.arithmetic import ArithmeticRules
 from torch_streamkl.fx_passes.analysis.rules.matmul_scores import (
     attention_of,
+    attention_of_einsum,
     scores_of_einsum,
     scores_of_linear,
     scores_of_matmul,
@@ -76,6 +77,11 @@ class MatmulRules(ArithmeticRules):
     @rule(aten.einsum.default)
     def einsum(self, node: fx.Node, a: Arguments) -> object:
         operands = [self.canonical[n] for n in a["tensors"]]
+        known = [self.value(n) for n in operands]
+        if len(known) == 2 and [isinstance(x, Elements) for x in known] == [True, False]:
+            attention = attention_of_einsum(a["equation"], known[0], operands[1], self.reference)
+            if attention is not None:
+                return attention
         try:
             return scores_of_einsum(a["equation"], operands, shape_of(node), self.reference)
         except Blocked:
