@@ -289,6 +289,27 @@ def test_squared_errors_of_projected_states_stay() -> None:
     assert outcome.num_fused == 0 and not outcome.report.sites, str(outcome.report)
 
 
+# ------------------------------------------------------------ masks that are ids
+@pytest.mark.parametrize("how", ["added", "filled"])
+def test_a_divergence_whose_mask_is_made_of_ids_needs_none(how: str) -> None:
+    """Decoupled distillation: its mask of labels would be as large as the scores."""
+
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        label = (torch.arange(ROWS) % 3).expand(BATCH, HEADS, ROWS).unsqueeze(-1)
+        hit = torch.zeros_like(s).scatter_(-1, label, 1.0).bool()
+        s, t = (
+            x - 1000.0 * hit if how == "added" else x.masked_fill(hit, -torch.inf) for x in (s, t)
+        )
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum")
+
+    streamed(program, inputs("student"))
+    streamed(program, inputs("all"))
+    alone = compare(program, inputs(), options={"streamkl.row_programs": False}).check()
+    assert {site.kind for site in alone.report.sites if site.fused} == {"attention_kl"}
+    assert alone.report.remaining_quadratic > 0, str(alone.report)
+
+
 # ------------------------------------------------------------ keys that a top-k names
 def of_the_teacher_s_largest(sq, sk, tq, tk, w, pad):
     s, t = scores(sq, sk, tq, tk)

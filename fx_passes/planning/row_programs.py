@@ -10,12 +10,15 @@ from torch_streamkl.fx_passes.analysis.elements.algebra import is_row_level
 from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.masks import AxisTensor
 from torch_streamkl.fx_passes.domain.row_elements import (
     Formula,
     formulas_in,
 )
+from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.planning.candidates import Candidate
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan, plan_program
 from torch_streamkl.fx_passes.planning.row_readers import why_kept
 from torch_streamkl.fx_passes.planning.small import why_small
@@ -71,6 +74,26 @@ def find_programs(
         if not reason:
             found.append(plan)
     return found
+
+
+def needs_no_mask(candidate: Candidate, elements: RowElements) -> bool:
+    """Whether a divergence that takes a dense mask or bias is a program that reads ids instead.
+
+    Such a tensor, of labels scattered into zeros, is as large as the scores.
+    """
+    whole = elements.placed.get(candidate.inner)
+    if whole is None or whole.formula.op != "reduce":
+        return False
+    parts = candidate.plan.rows.elements.parts
+    forms = [read(part.scores) for part in parts]
+    nodes = {b.tensor.node for f in forms for b in (*f.biases, *f.inner_biases)}
+    nodes |= {x.node for f in forms for x in f.mask if isinstance(x, AxisTensor)}
+    return any(
+        f.op == "columns"
+        for node in nodes
+        if node in elements.placed
+        for f in formulas_in(elements.placed[node].formula)
+    )
 
 
 def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.Node]:

@@ -77,9 +77,13 @@ class MatmulRules(ArithmeticRules):
     @rule(aten.einsum.default)
     def einsum(self, node: fx.Node, a: Arguments) -> object:
         operands = [self.canonical[n] for n in a["tensors"]]
-        known = [self.value(n) for n in operands]
-        if len(known) == 2 and [isinstance(x, Elements) for x in known] == [True, False]:
-            attention = attention_of_einsum(a["equation"], known[0], operands[1], self.reference)
+        maps = self.value(operands[0])
+        if (
+            len(operands) == 2
+            and isinstance(maps, Elements)
+            and not isinstance(self.value(operands[1]), Elements)
+        ):
+            attention = attention_of_einsum(a["equation"], maps, operands[1], self.reference)
             if attention is not None:
                 return attention
         try:
