@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.analysis.row_parts import elements_of
 from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
@@ -54,12 +54,15 @@ from torch_streamkl.fx_passes.planning.nan_readers import (
     check_nan_readers,
     readers_of_body,
 )
+from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 from torch_streamkl.fx_passes.planning.row_programs import (
-    RowPlan,
-    check_readers_of_program,
     find_programs,
     first_of,
     may_have_programs,
+    needs_no_mask,
+)
+from torch_streamkl.fx_passes.planning.row_readers import (
+    check_readers_of_program,
     reads_products,
 )
 from torch_streamkl.fx_passes.planning.small import least_mib, why_left, why_program_is_left
@@ -172,6 +175,12 @@ def _rewrite_graph(
         return report, {}
     unfused = without_candidate(found, candidates)
     path = [c.inner for c in candidates]
+    operands = [
+        x.node
+        for c in candidates
+        for part in c.plan.rows.elements.parts
+        for x in (part.scores.lhs, part.scores.rhs)
+    ]
     unused = {n for n in region.nodes if not n.users}
     views = {n for n in graph.nodes if is_view(n)}
     kept: list[str] = []
@@ -184,21 +193,27 @@ def _rewrite_graph(
     def builder(before: fx.Node) -> Builder:
         return Builder(before, mode, selections)
 
-    for candidate in candidates:
+    def fuse(candidate: Candidate) -> None:
         left = _left(candidate, min_mib)
         if left is not None:
             report.sites.append(left)
-            handled |= ancestors(candidate.inner)
-            continue
+            handled.update(ancestors(candidate.inner))
+            return
         build = builder(candidate.node)
         site = _fuse(candidate, build, trace, recognised, aliases, refused, outside, late)
         if site.fused:
             fused.append(site)
-            handled |= ancestors(candidate.inner)
+            handled.update(ancestors(candidate.inner))
         else:
             stayed.append((candidate, site))
-    if row_programs:
-        programs = find_programs(elements_of(trace, recognised), trace, region, handled)
+
+    elements = RowElements(trace, recognised) if row_programs else None
+    waiting = [c for c in candidates if elements is not None and needs_no_mask(c, elements)]
+    for candidate in candidates:
+        if candidate not in waiting:
+            fuse(candidate)
+    if elements is not None:
+        programs = find_programs(elements, trace, region, handled)
         replaced: list[RowPlan] = []
         for program in programs:
             computed = {a for o in program.outputs for a in ancestors(o.inner)}
@@ -206,21 +221,24 @@ def _rewrite_graph(
             sites = _fuse_program(program, build, trace, aliases, refused, outside, min_mib)
             if sites[0].reason and any(c.inner in computed for c, _ in stayed):
                 continue  # why the divergence stays says more
+            if not sites[0].fused and any(c.inner in computed for c in waiting):
+                continue  # it is fused as a divergence, below
             if sites[0].reason and computed.isdisjoint(found) and sites[0].node not in refused:
                 sites = [replace(s, reason="", left=s.reason, remedy="") for s in sites]
             fused += [site for site in sites if site.fused]
             report.sites += [site for site in sites if not site.fused]
             path += [o.inner for o in program.outputs]
+            operands += [x.node for dot in program.dots for x in (dot.lhs, dot.rhs)]
             replaced.append(program)
             unfused = [n for n in unfused if n not in computed]
             stayed = [(c, site) for c, site in stayed if c.inner not in computed]
+            waiting = [c for c in waiting if c.inner not in computed]
         unfused = [n for n in unfused if reads_products(n, replaced)]
+        for candidate in waiting:
+            fuse(candidate)
     report.sites += [site for _, site in stayed]
-    sizes = {
-        n: inner
-        for n, inner in quadratic_nodes(trace, recognised, [*path, *unfused]).items()
-        if not is_view(n) and not _is_scalar(n)
-    }
+    products = quadratic_nodes(trace, recognised, [*path, *unfused], operands)
+    sizes = {n: inner for n, inner in products.items() if not is_view(n) and not _is_scalar(n)}
     reread_counts(sizes, trace, recognised, selections, builder)
     if fused:
         shapes_as_sizes(region, sizes, builder)

@@ -42,6 +42,14 @@ def test_is_exact_and_the_table_is_current(
     assert committed[name] == (row.verdict, table.escaped(row.reason))
 
 
+@pytest.mark.skipif(IS_OLD_TORCH, reason="without nested graph breaks")
+@pytest.mark.parametrize("name", sorted(table.committed(captured=True)))
+def test_with_the_settings_of_enable(name: str) -> None:
+    row = row_of(BY_NAME[name], run_case(BY_NAME[name], captured=True).check())
+    expected = table.committed(captured=True)[name]
+    assert expected == (row.verdict, table.escaped(row.reason))
+
+
 @pytest.mark.parametrize(("name", "setting"), CHOSEN, ids=str)
 def test_is_exact_in_other_settings(name: str, setting: Setting) -> None:
     run_case(BY_NAME[name], setting).check()

@@ -68,3 +68,73 @@ def test_on_a_gpu(widths: tuple[int, int]) -> None:
     outcome = compare(step, tensors, inner="inductor", options={"streamkl.min_mib": 0.0})
     outcome.check()
     assert outcome.report.remaining_quadratic == 0, outcome.report
+
+
+def by_labels(sizes: dict[str, int], labels: tuple[str, ...], mask: str = "") -> Any:
+    """Attention as einsums that name dimensions: the product, and the maps times the values."""
+    scores = f"{labels[0]}, {labels[1]} -> {labels[3]}"
+    output = f"{labels[3]}, {labels[2]} -> {labels[4]}"
+
+    def program(q: Tensor, k: Tensor, v: Tensor, qt: Tensor, kt: Tensor) -> Any:
+        s, t = (torch.einsum(scores, x, y) * 0.3 for x, y in ((q, k), (qt, kt)))
+        if mask:
+            keep = torch.ones(sizes["s"], sizes["t"], dtype=torch.bool).tril()
+            keep = keep.unsqueeze(labels[3].index("h") - 1) if mask == "between" else keep
+            s, t = (x.masked_fill(~keep, -torch.inf) for x in (s, t))
+        p = s.softmax(-1)
+        kl = F.kl_div(p.log(), t.softmax(-1), reduction="none").sum(-1).mean()
+        return kl, torch.einsum(output, p, v).tanh()
+
+    make = torch.Generator().manual_seed(0)
+    operands = [labels[0], labels[1], labels[2], labels[0], labels[1]]
+    given = [
+        torch.randn([sizes[c] for c in text], generator=make).requires_grad_(i < 3)
+        for i, text in enumerate(operands)
+    ]
+    return program, given
+
+
+SIZES = {"b": 2, "h": 3, "s": 9, "t": 9, "d": 4, "e": 6}
+
+
+@pytest.mark.parametrize(
+    ("labels", "mask"),
+    [
+        (("bhsd", "bhtd", "bhte", "bhst", "bhse"), "plain"),
+        (("bshd", "bthd", "bthe", "bhst", "bshe"), "plain"),
+        (("bshd", "bthd", "bthe", "bsht", "bshe"), "between"),
+        (("bshd", "bthd", "bthe", "bsht", "bhse"), "between"),
+        (("bshd", "btd", "bte", "bsht", "bshe"), "between"),
+        (("bshd", "btd", "bthe", "bhst", "bshe"), "plain"),
+        (("shd", "thd", "the", "hst", "seh"), ""),
+        (("bshd", "btd", "te", "bsht", "bshe"), ""),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_einsums(labels: tuple[str, ...], mask: str, dynamic: bool) -> None:
+    program, given = by_labels(SIZES, labels, mask)
+    options = {"streamkl.min_mib": 0.0}
+    outcome = compare(program, given, options=options, dynamic=dynamic).check()
+    if not dynamic:
+        assert outcome.num_fused == 1, outcome.report
+        assert outcome.report.remaining_quadratic == 0, outcome.report
+
+
+@pytest.mark.parametrize(
+    ("labels", "sizes"),
+    [
+        (("bshd", "bthd", "bthe", "bhst", "bhe"), {}),  # rows are summed
+        (("bhsd", "bhtd", "bhte", "bhst", "bhte"), {}),  # keys are kept, rows summed
+        (("bhsd", "bhtd", "hte", "bhst", "hse"), {}),  # a batch is summed
+        (("bhsd", "bhtd", "bht", "bhst", "bhs"), {}),  # no dimension of the values' own
+        (("bhsd", "bhtd", "bhtef", "bhst", "bhsef"), {"f": 2}),  # two of them
+        (("hsd", "htd", "bhte", "hst", "bhse"), {}),  # the maps are broadcast
+        (("bshd", "bthd", "bsthe", "bsht", "bshe"), {}),  # values of each query
+        (("bhsd", "bhtd", "bhte", "bhst", "bhse"), {"b": 1, "t": 1}),
+    ],
+)
+def test_einsums_that_are_no_attention_keep_their_value(
+    labels: tuple[str, ...], sizes: dict[str, int]
+) -> None:
+    program, given = by_labels({**SIZES, **sizes}, labels)
+    compare(program, given, options={"streamkl.min_mib": 0.0}).check()

@@ -60,10 +60,46 @@ def dropout_on_probabilities(sq, sk, tq, tk, pad):
     )
 
 
-def top_k_of_the_teacher(sq, sk, tq, tk, pad):
+def _at_keys(sq, sk, tq, tk, ids, weight=1.0):
+    """Entries of the student at ids of the teacher's largest, which are made anyway."""
+    s, t = maps(sq, sk, tq, tk)
+    logs, top = s.log_softmax(-1), t.softmax(-1).topk(3, dim=-1)
+    return -(logs.gather(-1, ids(top.indices)) * top.values * weight).sum(-1).mean()
+
+
+def keys_that_may_repeat(sq, sk, tq, tk, pad):
+    return _at_keys(sq, sk, tq, tk, lambda ids: ids // 2)
+
+
+def keys_and_one_of_them_again(sq, sk, tq, tk, pad):
+    return _at_keys(sq, sk, tq, tk, lambda ids: torch.cat([ids[..., :2], ids[..., :1]], -1))
+
+
+def keys_of_the_largest_queries(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    ids = t.softmax(-1).topk(3, dim=-2).indices.mT
+    ids = ids[..., : s.shape[-2], :].contiguous()
+    return (t.gather(-2, ids.mT) - s.log_softmax(-1).gather(-2, ids.mT)).square().sum(-1).mean()
+
+
+def weights_of_ranks(sq, sk, tq, tk, pad):
+    """A tensor of as many entries as were chosen: it says nothing of a key."""
+    return _at_keys(sq, sk, tq, tk, lambda ids: ids, torch.tensor([0.5, 0.3, 0.2]))
+
+
+def the_largest_but_one(sq, sk, tq, tk, pad):
     s, t = maps(sq, sk, tq, tk)
     top = t.softmax(-1).topk(3, dim=-1)
-    return -(top.values * s.log_softmax(-1).gather(-1, top.indices)).sum(-1).mean()
+    logs = s.log_softmax(-1).gather(-1, top.indices)
+    return -(top.values * logs)[..., 1:].sum(-1).mean()
+
+
+def the_largest_of_flattened_rows(sq, sk, tq, tk, pad):
+    s, t = maps(sq, sk, tq, tk)
+    top = t.softmax(-1).topk(2, dim=-1)
+    logs = s.log_softmax(-1).gather(-1, top.indices)
+    pairs = (top.values * logs).flatten(-2).unflatten(-1, (2, -1))
+    return -pairs.sum(-1).mean()
 
 
 def max_over_keys(sq, sk, tq, tk, pad):
@@ -175,7 +211,12 @@ LEFT_ALONE: list[tuple[Case, str]] = [
     (softmax_over_queries_on_one_side, "different dimensions"),
     (softmax_over_heads, "a dimension that both operands of the scores have"),
     (dropout_on_probabilities, "dropout"),
-    (top_k_of_the_teacher, "gather"),
+    (keys_that_may_repeat, "gather"),
+    (keys_and_one_of_them_again, "gather"),
+    (keys_of_the_largest_queries, "gather"),
+    (weights_of_ranks, "gather"),
+    (the_largest_but_one, "gather"),
+    (the_largest_of_flattened_rows, "gather"),
     (max_over_keys, "amax"),
     (elements_are_returned, "leaves the graph"),
     (some_of_the_keys, "only some of the keys"),

@@ -289,6 +289,91 @@ def test_squared_errors_of_projected_states_stay() -> None:
     assert outcome.num_fused == 0 and not outcome.report.sites, str(outcome.report)
 
 
+# ------------------------------------------------------------ masks that are ids
+@pytest.mark.parametrize("how", ["added", "filled"])
+def test_a_divergence_whose_mask_is_made_of_ids_needs_none(how: str) -> None:
+    """Decoupled distillation: its mask of labels would be as large as the scores."""
+
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        label = (torch.arange(ROWS) % 3).expand(BATCH, HEADS, ROWS).unsqueeze(-1)
+        hit = torch.zeros_like(s).scatter_(-1, label, 1.0).bool()
+        s, t = (
+            x - 1000.0 * hit if how == "added" else x.masked_fill(hit, -torch.inf) for x in (s, t)
+        )
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum")
+
+    streamed(program, inputs("student"))
+    streamed(program, inputs("all"))
+    alone = compare(program, inputs(), options={"streamkl.row_programs": False}).check()
+    assert {site.kind for site in alone.report.sites if site.fused} == {"attention_kl"}
+    assert alone.report.remaining_quadratic > 0, str(alone.report)
+
+
+# ------------------------------------------------------------ keys that a top-k names
+def of_the_teacher_s_largest(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    top = t.softmax(-1).topk(3)
+    return -(top.values * s.log_softmax(-1).gather(-1, top.indices)).sum(-1).mean()
+
+
+def renormalised_among_the_largest(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    values, ids = t.masked_fill(~pad[:, None, None], -1e9).topk(4, dim=-1)
+    return F.kl_div(s.gather(-1, ids).log_softmax(-1), values.softmax(-1), reduction="batchmean")
+
+
+def largest_and_the_rest(sq, sk, tq, tk, w, pad):
+    """The mass of the other keys as one more of them."""
+    s, t = (x.log_softmax(-1) for x in scores(sq, sk, tq, tk))
+    ids = t.detach().topk(3, -1)[1]
+    s, t = s.gather(-1, ids), t.gather(-1, ids)
+    rest = 1 - t.exp().sum(-1), 1 - s.exp().sum(-1)
+    return (t.exp() * (t - s)).sum(-1) + rest[0] * (rest[0].log() - rest[1].log())
+
+
+def of_heads_summed_before(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    index = s.relu().sum(1) - w
+    ids = index.topk(3, dim=-1).indices
+    hit = torch.zeros_like(index, dtype=torch.bool).scatter(-1, ids, True)
+    p = t.masked_fill(~hit[:, None], float("-inf")).softmax(-1).sum(1).gather(-1, ids)
+    p = p / p.sum(-1, keepdim=True)
+    logs = index.gather(-1, ids).log_softmax(-1)
+    return F.kl_div(logs.clip(-100, 0), p.log().clip(-100, 0), log_target=True, reduction="sum")
+
+
+LARGEST = [
+    of_the_teacher_s_largest,
+    renormalised_among_the_largest,
+    largest_and_the_rest,
+    of_heads_summed_before,
+]
+
+
+@pytest.mark.parametrize("gradient", ["student", "teacher", "all"])
+@pytest.mark.parametrize("form", LARGEST, ids=lambda f: f.__name__)
+def test_keys_that_a_top_k_names(form: Any, gradient: str) -> None:
+    """What the top-k is of is made for it; all else is a program."""
+    outcome = compare(form, inputs(gradient)).check()
+    assert {site.kind for site in outcome.report.sites if site.fused} == {"row_program"}
+    assert outcome.num_fused == len(outcome.report.sites), str(outcome.report)
+    compare(form, inputs(gradient), dynamic=True).check()
+    compare(form, inputs(gradient, torch.bfloat16)).check()
+
+
+def test_ids_that_are_written_after_their_top_k() -> None:
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        values, ids = t.topk(3, dim=-1)
+        first = s.log_softmax(-1).gather(-1, ids)
+        ids[..., 1] = ids[..., 0]
+        return (values.exp() * (first - s.log_softmax(-1).gather(-1, ids))).sum(-1).mean()
+
+    outcome = compare(program, inputs(), training=False).check()
+    assert outcome.num_fused == 0, str(outcome.report)
+
+
 # ------------------------------------------------------------ left alone
 def scores_are_returned(sq, sk, tq, tk, w, pad):
     s, t = scores(sq, sk, tq, tk)

@@ -1,4 +1,4 @@
-"""The one table of rules: what an operator overload makes of the values of its inputs."""
+"""Tables of rules: what an operator overload makes of the values of its inputs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ R = TypeVar("R", bound=Rule)
 RULES: dict[object, Rule] = {}
 
 
-def rule(*overloads: object) -> Callable[[R], R]:
-    """Register a method of the analysis as the rule of these overloads.
+def registering(table: dict[object, Any]) -> Callable[..., Callable[[R], R]]:
+    """``rule(*overloads)`` of a table: it registers a function as the rule of these overloads.
 
     An overload has one rule. What is not in the table has no meaning, whatever it is named: a
     foreign ``mine::softmax`` is not torch's.
     """
 
-    def register(method: R) -> R:
-        for overload in overloads:
-            assert not isinstance(overload, torch._ops.OpOverloadPacket), f"{overload}: which one?"
-            assert overload not in RULES, f"{overload} has a rule already"
-            RULES[overload] = method
-        return method
+    def rule(*overloads: object) -> Callable[[R], R]:
+        def register(function: R) -> R:
+            for overload in overloads:
+                is_packet = isinstance(overload, torch._ops.OpOverloadPacket)
+                assert not is_packet, f"{overload}: which one?"
+                assert overload not in table, f"{overload} has a rule already"
+                table[overload] = function
+            return function
 
-    return register
+        return register
+
+    return rule
+
+
+rule = registering(RULES)

@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Entries,
     Shifted,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
 
 SOFTMAXES = {"softmax", "_softmax"}
@@ -151,19 +151,25 @@ def _near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
 
 
 def quadratic_nodes(
-    trace: Trace, recognised: Recogniser, sites: Sequence[fx.Node]
+    trace: Trace,
+    recognised: Recogniser,
+    sites: Sequence[fx.Node],
+    operands: Iterable[fx.Node] = (),
 ) -> dict[fx.Node, fx.Node]:
     """The user's nodes with a value per query and key on a site's path, and the trace's nodes.
 
     These are scores, probabilities and what is made of them, as long as it has as many entries.
-    The logits of a language-model loss beside a divergence are not on its path.
+    The logits of a language-model loss beside a divergence are not on its path. Nor are features
+    of linear attention, which ``operands`` of the sites' products are: softmaxes of products that
+    are no larger than what they are computed from.
     """
     families = _Families(trace, recognised)
+    features = {a for x in operands for a in ancestors(x)}
     result = {}
     chosen = families.of_sites(sites)
     for inner, node in trace.outer.items():
         behind = families.behind.get(inner, 0)
-        if not behind & chosen:
+        if not behind & chosen or (inner in features and not behind & ~families.projections):
             continue
         known = isinstance(recognised.values.get(inner), (Scores, Elements, Shifted, Entries))
         if known or families.is_as_large(inner, behind):
@@ -178,12 +184,15 @@ class _Families:
         self.behind: dict[fx.Node, int] = {}
         self.sizes: dict[int, object] = {}
         self.groups: list[int] = []  # scores that meet before their keys are summed
+        self.projections = 0  # products that are no larger than what they are computed from
         for node in trace.graph.nodes:
             behind = _union(self.behind.get(a, 0) for a in node.all_input_nodes)
-            if not behind and _is_origin(node, recognised):
+            if not behind and is_origin(node, recognised):
                 behind = 1 << len(self.sizes)
                 self.sizes[behind] = _num_elements(node)
                 self.groups.append(behind)
+                if _is_projection(node, recognised):
+                    self.projections |= behind
             if not behind:
                 continue
             self.behind[node] = behind
@@ -199,11 +208,20 @@ class _Families:
         return _union(g for g in self.groups if g & chosen)
 
 
-def _is_origin(node: fx.Node, recognised: Recogniser) -> bool:
+def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
     """A score matrix, or what is made of logits or probabilities from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
     return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
+
+
+def _is_projection(node: fx.Node, recognised: Recogniser) -> bool:
+    scores = recognised.values.get(node)
+    if not isinstance(scores, Scores):
+        return False
+    made = _num_elements(node)
+    read = [_num_elements(ref.node) for ref in (scores.key.lhs, scores.key.rhs)]
+    return isinstance(made, int) and any(isinstance(n, int) and made < 2 * n for n in read)
 
 
 def _union(masks: Iterable[int]) -> int:

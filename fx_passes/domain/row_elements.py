@@ -214,6 +214,18 @@ class Placed:
     shape: tuple[Size, ...] = field(compare=False, default=())
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Keys that the ids of a row name, each of them once.
+
+    A tensor of entries at them has an axis of its own, and their formula is that of all keys: the
+    others count nothing once it is reduced.
+    """
+
+    hits: Placed  # "columns", as a tensor of all keys
+    dim: int  # that of the keys
+
+
 def formulas_in(root: Formula) -> list[Formula]:
     """A formula and all that it is made of, operands first."""
     order: list[Formula] = []

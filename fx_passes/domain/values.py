@@ -226,6 +226,8 @@ class Attention:
 
     probabilities: Elements
     values: TensorRef  # laid out in the axes of the probabilities' scores
+    # of the result: dimensions of the probabilities but the keys, in order, then of the values
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from torch_streamkl.fx_passes.lowering.empty_rows import (
     window_tensor,
 )
 from torch_streamkl.fx_passes.lowering.operands import (
+    _permuted,
     canonical,
     placed,
     rows_as_user,
@@ -107,13 +108,15 @@ def _device_of(node: fx.Node) -> str:
 
 def _is_only_reader(node: fx.Node) -> bool:
     """Whether the probabilities that a matmul reads have no other use, back to their scores."""
-    current = node.args[0] if node.args else None
-    while isinstance(current, fx.Node) and name_of(current) not in MATMULS:
+    current = node.all_input_nodes[0]
+    while name_of(current) not in MATMULS:
         if len(current.users) != 1:
             return False
         if name_of(current) in ("softmax", "_softmax"):
             return True
-        current = current.args[0] if current.args else None
+        if not current.all_input_nodes:
+            return False
+        current = current.all_input_nodes[0]
     return False
 
 
@@ -179,9 +182,10 @@ class Leftovers:
             if alive is not None:
                 uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
                 out = build.call(torch.where, alive, out, uniform)
-        return rows_as_user(
+        out = rows_as_user(
             build, out, place, elements.rank, elements.key_dim, nodes, trailing=True
         )
+        return _permuted(build, out, attention.order)
 
     def _tensor(
         self,

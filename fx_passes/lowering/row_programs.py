@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
     _squeezed,
     materialise,
 )
-from torch_streamkl.fx_passes.planning.row_programs import Captured, Output, RowPlan
+from torch_streamkl.fx_passes.planning.row_plan import Captured, Output, RowPlan
 from torch_streamkl.rows import op
 from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW
 

@@ -23,10 +23,12 @@ be split so, such as 2 key heads for 6 query heads that the program takes as 3 x
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
+from torch_streamkl.fx_passes.domain.masks import AxisCondition
+from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -115,7 +117,8 @@ def geometry(
         if dim != key_dim:
             digits += _digits(dim, t, s)
     operands = tuple(_operands(d) for d in (teacher, student))
-    query = _query([_kinds(o, digits, side) for side, o in enumerate(operands)])
+    kinds = [_kinds(o, digits, side) for side, o in enumerate(operands)]
+    query = _query(kinds, digits, (teacher, student))
     held = (operands[0], (*operands[1], *others))
     refined: list[Digit] = []
     place: int | None = None
@@ -275,14 +278,33 @@ def is_split_of(pieces: Sequence[Piece], whole: Piece) -> bool:
     return len(pieces) > 0 and all(map(same, wanted, [*ends, whole.stride]))
 
 
-def _query(kinds: Sequence[Sequence[str]]) -> int | None:
-    """The last digit that only the query operand of both sides has."""
-    rows = [i for i, pair in enumerate(zip(*kinds, strict=True)) if set(pair) == {ROW_ONLY}]
+def _query(
+    kinds: Sequence[Sequence[str]], digits: Sequence[Digit], pair: Sequence[Distribution]
+) -> int | None:
+    """The last digit that only the query operand of both sides has.
+
+    Where all heads share their keys, these are such digits too: a causal mask says which it is.
+    """
+    rows = [i for i, both in enumerate(zip(*kinds, strict=True)) if set(both) == {ROW_ONLY}]
+    if len(rows) > 1:
+        banded = [set(_axes_of_conditions(d)) for d in pair]
+        of_masks = [
+            i
+            for i in rows
+            if any(p and p.axis in b for p, b in zip(digits[i].pieces, banded, strict=True))
+        ]
+        rows = of_masks or rows
     if rows:
         return rows[-1]
     if any(ROW_ONLY in side for side in kinds):
         raise Blocked("teacher and student do not share a dimension of query rows")
     return None
+
+
+def _axes_of_conditions(distribution: Distribution) -> Iterator[int]:
+    for literal in read(distribution.scores).mask:
+        if isinstance(literal, AxisCondition):
+            yield from (axis for axis, _ in literal.coefficients)
 
 
 def _heads(rest: Sequence[int], sides: Sequence[SideGeometry]) -> tuple[int, ...]:

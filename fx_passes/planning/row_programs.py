@@ -1,487 +1,27 @@
-"""From formulas to row programs: which sums one operator computes, and on which axes.
-
-The operator knows batch, heads, rows and keys. The axis that was summed over is the keys; what
-every product has besides is rows where no column operand has it, else batch and heads. Axes that
-only some products have, and that are summed before the products meet, are those products' heads.
-"""
+"""Which sums over keys of a graph become row programs, and which of them one program computes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from torch import Tensor, fx
+from torch import fx
 
-from torch_streamkl.fx_passes.analysis.row_elements import RowElements, is_row_level
+from torch_streamkl.fx_passes.analysis.elements.algebra import is_row_level
+from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
-from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.masks import AxisTensor
 from torch_streamkl.fx_passes.domain.row_elements import (
-    Axes,
-    Dim,
-    Dot,
     Formula,
-    Placed,
-    Sum,
     formulas_in,
 )
+from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
-from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
-from torch_streamkl.fx_passes.planning.nan_readers import HIDES, Readers, readers_behind
-from torch_streamkl.fx_passes.planning.special_elements import (
-    UnderflowRead,
-    check_readers_inside,
-    is_as_special,
-)
-from torch_streamkl.rows import derive
-from torch_streamkl.rows.expressions import FLOAT, HeadsError
-from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
-from torch_streamkl.rows.trace import Tracer, dtype_of
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The axes in each dimension of the operator's tensors; heads are those of each product."""
-
-    batch: Dim
-    heads: tuple[Dim, ...]
-    rows: Dim
-    key: int
-    is_summed: bool  # heads are summed before products meet; else all products share them
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A tensor that a program reads."""
-
-    node: fx.Node  # of the trace
-    dims: tuple[Dim, ...]
-    kind: str
-    heads: Dim
-    flows: bool
-    ids_dim: int = -1  # of ids: the dimension of the tensor that has several for a row
-
-
-@dataclass(frozen=True)
-class Output:
-    """A value of the user's graph: a sum over keys, or what is computed of some for each row."""
-
-    inner: fx.Node
-    node: fx.Node
-    placed: Placed
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """Everything that one operator call needs."""
-
-    program: Program
-    dots: tuple[Dot, ...]
-    is_swapped: tuple[bool, ...]  # the rows are those of the second operand
-    flows: frozenset[object]
-    groups: Groups
-    sums: dict[Formula, tuple[int, Dim]]  # the reductions that outputs use, and their heads
-    captures: tuple[Captured, ...]
-    outputs: tuple[Output, ...]
-    elements: RowElements
-
-
-def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.Node]:
-    """Sums over keys that code outside of the elements reads.
-
-    A sum inside of one of the user's operations, such as a norm, is no value of the graph: the
-    first one that is computed from it is.
-    """
-    inside = set(region.nodes)
-    mapped = set(trace.outer.values()) | set(trace.origin.values())
-    roots = []
-    hidden: set[Formula] = set()
-
-    def is_read(node: fx.Node) -> bool:
-        """Whether other code uses a value of rows, or what is computed from it alone."""
-        if node in trace.outer and _leaves(trace.outer[node], inside, mapped):
-            return True
-        for user in node.users:
-            if user.op == "output":
-                continue
-            placed = elements.placed.get(user)
-            if placed is None or (is_row_level(placed, elements.axes) and is_read(user)):
-                return True
-        return False
-
-    for node, placed in elements.placed.items():
-        if not is_row_level(placed, elements.axes):
-            continue
-        inputs = [elements.placed[a].formula for a in node.all_input_nodes if a in elements.placed]
-        is_sum = placed.formula.op == "reduce" and placed.formula not in inputs
-        if not is_sum and not hidden & set(inputs):
-            continue
-        if node not in trace.outer:
-            hidden.add(placed.formula)
-        elif is_read(node):
-            roots.append(node)
-    return roots
-
-
-def _leaves(node: fx.Node, inside: set[fx.Node], mapped: set[fx.Node]) -> bool:
-    """Whether code that is not analysed uses a node of the user's graph."""
-    for user in node.users:
-        if user not in inside:
-            return True
-        if user not in mapped and _leaves(user, inside, mapped):
-            return True  # it returns its input, and is no node of the trace
-    return False
-
-
-def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) -> RowPlan:
-    """One program for these sums, or Blocked."""
-    return _Planner(elements, [elements.placed[r] for r in roots]).plan(roots, trace)
-
-
-def sums_in(root: Formula, key: int, axes: Axes) -> list[Formula]:
-    """The sums over keys that a value of rows is computed from."""
-    if root.op == "reduce" and key in axes.atoms(root.data.over):
-        return [root]
-    if root.op == "capture":
-        raise Blocked("a value of rows inside of an operation needs another tensor")
-    return list(dict.fromkeys(f for a in root.args for f in sums_in(a, key, axes)))
-
-
-class _Planner:
-    """The way from formulas to a program."""
-
-    def __init__(self, elements: RowElements, placed: Sequence[Placed]) -> None:
-        self.elements, self.axes = elements, elements.axes
-        self.roots = [x.formula for x in placed]
-        self.formulas = list(dict.fromkeys(f for r in self.roots for f in formulas_in(r)))
-        self.dots: list[Dot] = [f.data for f in self.formulas if f.op == "dot"]
-        self.dots = list(dict.fromkeys(self.dots))
-        keys = {self.axes.atoms((r.key,)) for r in self.roots if r.key is not None}
-        if len(keys) != 1 or len(next(iter(keys))) != 1:
-            raise Blocked("sums over different axes")
-        ((self.key,),) = keys
-        self.sums = list(
-            dict.fromkeys(f for r in self.roots for f in sums_in(r, self.key, self.axes))
-        )
-        self.formulas = list(dict.fromkeys(f for x in self.sums for f in formulas_in(x)))
-        self.swapped = [self._is_swapped(dot) for dot in self.dots]
-        self.groups = self._groups()
-
-    def _is_swapped(self, dot: Dot) -> bool:
-        lhs, rhs = (self.elements.operand_axes(dot, side) for side in ("lhs", "rhs"))
-        if (self.key in lhs) == (self.key in rhs):
-            raise Blocked("the sum is not over an axis of one operand of the matmul")
-        for operand in (lhs, rhs):
-            if len(set(operand)) != len(operand):
-                raise Blocked("an axis of the scores meets itself in another place")
-        return self.key in lhs
-
-    def row_axes(self, i: int) -> Dim:
-        """The axes of the row operand of a product."""
-        side = "rhs" if self.swapped[i] else "lhs"
-        return self.elements.operand_axes(self.dots[i], side)
-
-    def column_axes(self, i: int) -> Dim:
-        side = "lhs" if self.swapped[i] else "rhs"
-        return self.elements.operand_axes(self.dots[i], side)
-
-    def _groups(self) -> Groups:
-        common = self._common()
-        every = [set(self.row_axes(i)) | set(self.column_axes(i)) for i in range(len(self.dots))]
-        if not set(common) <= set().union(*every):
-            raise Blocked("a tensor gives the scores a dimension that no matmul has")
-        products = range(len(self.dots))
-        rows = tuple(
-            a
-            for a in common
-            if all(a in self.row_axes(i) and a not in self.column_axes(i) for i in products)
-        )
-        others = [a for a in common if a not in rows]
-        own = [tuple(a for a in self._of(i) if a not in (*common, self.key)) for i in products]
-        if any(own):
-            alike: dict[frozenset[int], Dim] = {}
-            for x in own:
-                sharing = [i for i in products if set(own[i]) == set(x)]
-                alike.setdefault(frozenset(x), self._shared_last(x, sharing))
-            heads = tuple(alike[frozenset(x)] for x in own)
-            return Groups(tuple(others), heads, rows, self.key, True)
-        rest = self._shared_last(others[1:], list(products))
-        return Groups(tuple(others[:1]), (rest,) * len(self.dots), rows, self.key, False)
-
-    def _of(self, i: int) -> Dim:
-        return tuple(dict.fromkeys((*self.row_axes(i), *self.column_axes(i))))
-
-    def _shared_last(self, heads: Iterable[int], products: list[int]) -> Dim:
-        """Axes that the keys lack stand last: query head h uses key head h // group."""
-        return tuple(
-            sorted(heads, key=lambda a: any(a not in self.column_axes(i) for i in products))
-        )
-
-    def _common(self) -> Dim:
-        found: list[Dim] = []
-        for x in self.sums:
-            places = self.axes.atoms(a for dim in x.data.places for a in dim)
-            found.append(tuple(a for a in places if a != self.key))
-        if len({frozenset(x) for x in found}) != 1:
-            raise Blocked("sums over different rows")
-        return found[0]
-
-    # ------------------------------------------------------------------ the program
-
-    def plan(self, roots: Sequence[fx.Node], trace: Trace) -> RowPlan:
-        groups = self.groups
-        numbers = {heads: i for i, heads in enumerate(dict.fromkeys(groups.heads), 1)}
-        numbers[()] = 0
-        self.head_of = numbers
-        self._check_maxima()
-        self.captured = self._captures()
-        declared = tuple(
-            Capture(c.kind, dtype_of(_value(c.node)), numbers[c.heads])
-            for c in self.captured.values()
-        )
-        dot_heads = tuple(numbers[h] for h in groups.heads)
-        try:
-            outputs = self._traced(Tracer(dot_heads, declared, Keys(), {}), False)
-        except UnderflowRead:
-            if not all(self._has_enough_digits(dot) for dot in self.dots):
-                raise
-            outputs = self._traced(Tracer(dot_heads, declared, Keys(), {}), True)
-        try:
-            different = list(dict.fromkeys(outputs))  # two sums may be one reduction
-            program = self.tracer.program(different)
-            derive.forward_plan(program, True)
-            backward = derive.backward_plan(program)
-        except (derive.HeadJacobianError, ValueError) as reason:
-            raise Blocked(str(reason)) from reason
-        flows: frozenset[object] = frozenset().union(*(r.flows for r in self.roots))
-        for dot, x in zip(self.dots, backward.dots, strict=True):
-            if (x is not None) != any((dot, side) in flows for side in ("lhs", "rhs")):
-                raise Blocked("the gradient of the scores is a constant")
-        for captured, x in zip(self.captured.values(), backward.captures, strict=True):
-            if x is None and captured.flows and captured.node in flows:
-                raise Blocked("the gradient of a tensor that meets the scores is a constant")
-        graph = self.tracer.graph
-        head_axes = {number: heads for heads, number in numbers.items()}
-        slots = dict(zip(different, program.outputs, strict=True))
-        return RowPlan(
-            program,
-            tuple(self.dots),
-            tuple(self.swapped),
-            flows,
-            groups,
-            {
-                f: (slots[x], head_axes[graph[x].head])
-                for f, x in zip(self.sums, outputs, strict=True)
-            },
-            tuple(self.captured.values()),
-            tuple(Output(r, trace.outer[r], self.elements.placed[r]) for r in roots),
-            self.elements,
-        )
-
-    def _traced(self, tracer: Tracer, are_exact: bool) -> list[int]:
-        """The reductions that the sums are; with ``are_exact`` log 0 is -inf, as in eager code."""
-        self.tracer, self.nodes = tracer, dict[Formula, int]()
-        self.logarithms_are_exact = are_exact
-        used = {a for f in self.formulas for a in f.args}
-        try:
-            for f in self.formulas:
-                if f in used:
-                    self.nodes[f] = self._node(f)
-            outputs = [tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
-        except (HeadsError, ValueError) as reason:
-            raise Blocked(str(reason)) from reason
-        check_readers_inside(
-            self.formulas, self.nodes, tracer.graph, logarithms_are_exact=are_exact
-        )
-        return outputs
-
-    def _has_enough_digits(self, dot: Dot) -> bool:
-        """Whether probabilities of eager code underflow where those of the program do."""
-        return all(_value(ref.node).dtype.itemsize >= 4 for ref in (dot.lhs, dot.rhs))
-
-    def _check_maxima(self) -> None:
-        """A maximum is a constant of a program: its gradient has to be cut."""
-        for f in self.formulas:
-            for a in f.args:
-                if a.op == "reduce" and a.data.kind == MAX and a.flows and f.op != "detach":
-                    raise Blocked("the gradient of a maximum over the keys")
-        if any(f.data.kind == MAX for f in self.sums):
-            raise Blocked("a maximum over the keys leaves the elements")
-
-    def _captures(self) -> dict[object, Captured]:
-        found: dict[object, Captured] = {}
-        for f in self.formulas:
-            if f.op in ("capture", "columns"):
-                found.setdefault(self._capture_key(f), self._captured(f))
-        return found
-
-    def _capture_key(self, f: Formula) -> object:
-        source, places = f.data[:2]
-        dims = tuple(self.axes.atoms(d) for d in places)
-        return source, dims, bool(f.flows), f.data[3] if f.op == "columns" else None
-
-    def _captured(self, f: Formula) -> Captured:
-        source, places = f.data[:2]
-        dims = tuple(self.axes.atoms(d) for d in places)
-        axes = [a for d in dims for a in d]
-        if len(set(axes)) != len(axes):
-            raise Blocked("an axis of the scores meets itself in another place")
-        groups = self.groups
-        own = [h for h in dict.fromkeys(groups.heads) if set(h) & set(axes)]
-        if len(own) > 1:
-            raise Blocked("a tensor has the heads of two products")
-        heads = own[0] if own else ()
-        known = {*groups.batch, *heads, *groups.rows, groups.key}
-        if not set(axes) <= known:
-            raise Blocked("a tensor gives the scores a dimension that no matmul has")
-        if f.op == "columns":
-            if self.axes.atoms((f.data[2],)) != (groups.key,) or groups.key in axes:
-                raise Blocked("ids of what is not the keys")
-            return Captured(source, dims, COLUMNS, heads, False, f.data[3])
-        by_key, by_row = groups.key in axes, bool(set(axes) & set(groups.rows))
-        kind = PAIR if by_key and by_row else KEY if by_key else ROW
-        if kind == PAIR:
-            for group in (groups.batch, heads, groups.rows):
-                if 0 < len(set(group) & set(axes)) < len(group):
-                    raise Blocked("a mask varies along some dimensions that become one")
-        if by_key and f.flows and source in self.elements.behind_dots:
-            raise Blocked("a tensor with keys that is made of scores meets them")
-        if kind == PAIR and f.flows and known <= set(axes):
-            # the map of the other side, from another graph: its gradient is as large
-            raise Blocked("a tensor as large as the scores meets them and needs a gradient")
-        return Captured(source, dims, kind, heads, bool(f.flows))
-
-    def _node(self, f: Formula) -> int:
-        graph = self.tracer.graph
-        match f.op:
-            case "dot":
-                return self.tracer.dot(self.dots.index(f.data))
-            case "const":
-                return graph.const(f.data)
-            case "capture" | "columns":
-                key = self._capture_key(f)
-                return self.tracer.capture(list(self.captured).index(key))
-            case "linear":
-                return self._linear(*f.data)
-            case "reduce":
-                return self._reduction(f)
-        args = [self.nodes[a] for a in f.args]
-        match f.op:
-            case "log":
-                return self._log(args[0])
-            case "pow":
-                return graph.power(graph.as_float(args[0]), f.data)
-            case "float":
-                return graph.as_float(args[0])
-            case "where" if not f.is_bool:
-                return graph.apply("where", args[0], *(graph.as_float(a) for a in args[1:]))
-            case "where":
-                condition, a, b = args
-                inside = graph.apply("and", condition, a)
-                outside = graph.apply("and", graph.apply("not", condition), b)
-                return graph.apply("or", inside, outside)
-        return graph.apply(f.op, *args)
-
-    def _log(self, x: int) -> int:
-        """The logarithm of a probability is what its score gives it, or -inf where it is masked.
-
-        A mask of finite numbers makes probabilities 0 as one of -inf does.
-        """
-        graph = self.tracer.graph
-        log = graph.apply("log", x)
-        over, under = graph.exponentials_in(x)
-        for factors, limit in ((over, -math.inf), (under, math.inf)):
-            for factor in factors:
-                if self.logarithms_are_exact or self._may_be_masked(graph[factor].args[0]):
-                    is_zero = graph.apply("eq", factor, graph.const(0.0))
-                    log = graph.apply("where", is_zero, graph.const(limit), log)
-        return log
-
-    def _may_be_masked(self, exponent: int) -> bool:
-        """Whether a number, or a tensor of keys, may hide some of the scores in an exponent."""
-        graph, stack = self.tracer.graph, [exponent]
-        for i in graph.used_by(stack):
-            node = graph[i]
-            if node.op == "const" and HIDES <= abs(node.value) < math.inf:
-                return True
-            if node.op == "capture" and node.dtype == FLOAT and node.by_key:
-                return True
-        return False
-
-    def _linear(self, coefficients: Sequence[tuple[int, int]], constant: int) -> int:
-        """Sum of coefficient * index + constant >= 0, without negative terms."""
-        graph = self.tracer.graph
-        sides: dict[bool, int | None] = {True: None, False: None}
-
-        def add(term: int, is_left: bool) -> None:
-            before = sides[is_left]
-            sides[is_left] = term if before is None else graph.apply("add", before, term)
-
-        for axis, coefficient in coefficients:
-            atoms = self.axes.atoms((axis,))
-            if atoms == (self.groups.key,):
-                index = graph.index("key_index")
-            elif atoms == self.groups.rows:
-                index = graph.index("row_index")
-            else:
-                raise Blocked("a mask that depends on the index of a batch or head")
-            if abs(coefficient) != 1:
-                index = graph.apply("mul", index, graph.const(abs(coefficient)))
-            add(index, coefficient > 0)
-        if constant:
-            add(graph.const(abs(constant)), constant > 0)
-        left, right = (
-            x if x is not None else graph.const(0.0) for x in (sides[True], sides[False])
-        )
-        return graph.apply("ge", left, right)
-
-    def _reduction(self, f: Formula) -> int:
-        """A sum that elements use: over keys, over the heads of a product, or both."""
-        graph, what = self.tracer.graph, f.data
-        assert isinstance(what, Sum)
-        x = self.nodes[f.args[0]]
-        over = set(self.axes.atoms(what.over))
-        rest = over - {self.key}
-        if rest:
-            heads = next((h for h in self.groups.heads if set(h) == rest), None)
-            if heads is None or not self.groups.is_summed or what.kind != "sum":
-                raise Blocked("a sum over rows or some heads comes before the sum over the keys")
-            x = graph.as_float(x)
-            if graph[x].head != self.head_of[heads]:
-                raise Blocked("a sum over heads of what does not vary with them")
-            x = graph.sum_heads(x)
-        if self.key in over:
-            x = self.tracer.reduce(what.kind, x)
-        if what.kind != "sum":
-            return x
-        factor = what.scale * math.prod(_number(n) for n in self._repeats(what))
-        factor /= math.prod(_number(n) for n in what.divisors)
-        return x if factor == 1.0 else graph.apply("mul", graph.as_float(x), graph.const(factor))
-
-    def _repeats(self, what: Sum) -> list[Size]:
-        """The extents of dimensions along which nothing varies, which a sum counts."""
-        return [
-            what.shape[d]
-            for d in what.dims
-            if not self.axes.atoms(what.places[d]) and not is_one(what.shape[d])
-        ]
-
-
-def _number(size: Size) -> int:
-    known = expression(size)
-    if not isinstance(known, int):
-        raise Blocked("a mean over a size that varies comes before the sum over the keys")
-    return known
-
-
-def _value(node: fx.Node) -> Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value
-
+from torch_streamkl.fx_passes.planning.candidates import Candidate
+from torch_streamkl.fx_passes.planning.row_plan import RowPlan, plan_program
+from torch_streamkl.fx_passes.planning.row_readers import why_kept
+from torch_streamkl.fx_passes.planning.small import why_small
 
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
@@ -536,37 +76,71 @@ def find_programs(
     return found
 
 
-def first_of(plan: RowPlan) -> fx.Node:
-    """The node of the user's graph in front of which a program has to stand."""
-    nodes = {o.node for o in plan.outputs}
-    return next(n for n in plan.outputs[0].node.graph.nodes if n in nodes)
+def needs_no_mask(candidate: Candidate, elements: RowElements) -> bool:
+    """Whether a divergence that takes a dense mask or bias is a program that reads ids instead.
 
-
-def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
-    """Whether a node needs the products of programs by another way than the programs' results."""
-    products = {plan.elements.products[dot] for plan in plans for dot in plan.dots}
-    results = {o.inner for plan in plans for o in plan.outputs}
-    behind: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in behind and current not in results:
-            behind.add(current)
-            stack += current.all_input_nodes
-    is_of_results = bool(ancestors(node) & results)
-    return bool(behind & products) or not is_of_results
-
-
-def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
-    """Blocked where code behind the sums makes numbers of NaN and infinity.
-
-    A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
-    which of them is not told apart.
+    Such a tensor, of labels scattered into zeros, is as large as the scores.
     """
-    found = readers_behind([o.node for o in plan.outputs], outside)
-    if (found.special or found.infinite) and not is_as_special(plan.program, plan.sums):
-        name = min(found.special or found.infinite)
-        raise Blocked(f"{name} reads the sum, and eager has NaN or infinity where it has a value")
+    whole = elements.placed.get(candidate.inner)
+    if whole is None or whole.formula.op != "reduce":
+        return False
+    parts = candidate.plan.rows.elements.parts
+    forms = [read(part.scores) for part in parts]
+    nodes = {b.tensor.node for f in forms for b in (*f.biases, *f.inner_biases)}
+    nodes |= {x.node for f in forms for x in f.mask if isinstance(x, AxisTensor)}
+    return any(
+        f.op == "columns"
+        for node in nodes
+        if node in elements.placed
+        for f in formulas_in(elements.placed[node].formula)
+    )
+
+
+def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.Node]:
+    """Sums over keys that code outside of the elements reads.
+
+    A sum inside of one of the user's operations, such as a norm, is no value of the graph: the
+    first one that is computed from it is.
+    """
+    inside = set(region.nodes)
+    mapped = set(trace.outer.values()) | set(trace.origin.values())
+    roots = []
+    hidden: set[Formula] = set()
+
+    def is_read(node: fx.Node) -> bool:
+        """Whether other code uses a value of rows, or what is computed from it alone."""
+        if node in trace.outer and _leaves(trace.outer[node], inside, mapped):
+            return True
+        for user in node.users:
+            if user.op == "output":
+                continue
+            placed = elements.placed.get(user)
+            if placed is None or (is_row_level(placed, elements.axes) and is_read(user)):
+                return True
+        return False
+
+    for node, placed in elements.placed.items():
+        if not is_row_level(placed, elements.axes):
+            continue
+        inputs = [elements.placed[a].formula for a in node.all_input_nodes if a in elements.placed]
+        is_sum = placed.formula.op == "reduce" and placed.formula not in inputs
+        if not is_sum and not hidden & set(inputs):
+            continue
+        if node not in trace.outer:
+            hidden.add(placed.formula)
+        elif is_read(node):
+            roots.append(node)
+    return roots
+
+
+def _leaves(node: fx.Node, inside: set[fx.Node], mapped: set[fx.Node]) -> bool:
+    """Whether code that is not analysed uses a node of the user's graph."""
+    for user in node.users:
+        if user not in inside:
+            return True
+        if user not in mapped and _leaves(user, inside, mapped):
+            return True  # it returns its input, and is no node of the trace
+    return False
 
 
 def _joined(
@@ -601,57 +175,7 @@ def _joined(
         return None
 
 
-def why_small(plan: RowPlan) -> str:
-    """Why a program saves nothing; a softmax is always worth it.
-
-    Products without one may be layers of a network, compared with others: projected hidden states,
-    which are no larger than what they are computed from.
-    """
-    axes = plan.elements.axes
-    if plan.program.logsumexps or any(n.op == "exp" for n in plan.program.nodes):
-        return ""
-    for dot in plan.dots:
-        made = _num_elements(axes.size(a) for dim in dot.axes for a in axes.atoms(dim))
-        operands = [
-            _num_elements(piece.size for dim in ref.layout for piece in dim)
-            for ref in (dot.lhs, dot.rhs)
-        ]
-        if made is None or any(n is None or made < 2 * n for n in operands):
-            return "products that are not larger than what they are computed from"
-    return ""
-
-
-def _num_elements(sizes: Iterable[Size]) -> int | None:
-    known = [expression(n) for n in sizes]
-    return math.prod(known) if all(isinstance(n, int) for n in known) else None
-
-
-def why_kept(
-    plan: RowPlan, elements: RowElements, trace: Trace, region: Region, gone: set[fx.Node]
-) -> str:
-    """What else reads all products of a program, which would be made twice then; or nothing.
-
-    ``gone`` are nodes of the user's graph that operators take the place of. That attention reads
-    its map as well is usual: the map of the loss is another one.
-    """
-    inside, gone = set(region.nodes), set(gone)
-    for node in reversed(region.nodes):
-        is_unread = all(
-            user in gone or name_of(user) in MATMULS or read_for_metadata(user) is node
-            for user in node.users
-        )
-        if is_unread and (node.users or is_in_place(node)):
-            gone.add(node)
-    kept = ""
-    for dot in plan.dots:
-        made = node_of(trace, elements.products[dot])
-        if made is None or made in gone:
-            return ""
-        while made not in gone:
-            readers = [u for u in made.users if u not in gone]
-            following = next((u for u in readers if u in inside), None)
-            if following is None:
-                kept = name_of(made) if not readers else "code outside of the loss"
-                break
-            made = following
-    return f"the scores are also read by {kept}"
+def first_of(plan: RowPlan) -> fx.Node:
+    """The node of the user's graph in front of which a program has to stand."""
+    nodes = {o.node for o in plan.outputs}
+    return next(n for n in plan.outputs[0].node.graph.nodes if n in nodes)

@@ -8,11 +8,12 @@ over when its map is not compared any more.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from torch_streamkl.fx_passes.domain.values import Elements
-from torch_streamkl.fx_passes.fx_utils.sizes import Size
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
 from torch_streamkl.fx_passes.planning.candidates import Candidate
-from torch_streamkl.fx_passes.planning.row_programs import RowPlan
+from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 
 MIB = 2**20
 ELEMENT = 4  # bytes: scores are float32 before a softmax
@@ -83,3 +84,28 @@ def why_maps_are_left(elements: Elements, least: float) -> str:
     if mib >= least:
         return ""
     return f"{sizes[elements.key_dim]} keys, {mib:.2g} MiB"
+
+
+def why_small(plan: RowPlan) -> str:
+    """Why a program saves nothing; a softmax is always worth it.
+
+    Products without one may be layers of a network, compared with others: projected hidden states,
+    which are no larger than what they are computed from.
+    """
+    axes = plan.elements.axes
+    if plan.program.logsumexps or any(n.op == "exp" for n in plan.program.nodes):
+        return ""
+    for dot in plan.dots:
+        made = _num_elements(axes.size(a) for dim in dot.axes for a in axes.atoms(dim))
+        operands = [
+            _num_elements(piece.size for dim in ref.layout for piece in dim)
+            for ref in (dot.lhs, dot.rhs)
+        ]
+        if made is None or any(n is None or made < 2 * n for n in operands):
+            return "products that are not larger than what they are computed from"
+    return ""
+
+
+def _num_elements(sizes: Iterable[Size]) -> int | None:
+    known = [expression(n) for n in sizes]
+    return math.prod(known) if all(isinstance(n, int) for n in known) else None

@@ -9,7 +9,7 @@ from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
-from torch_streamkl.fx_passes.planning.row_programs import RowPlan
+from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 
 
 def describe(planned: Plan) -> tuple[str, str]:

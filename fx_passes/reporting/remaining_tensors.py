@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.sites import is_origin
+from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
-from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.sizes import same
 from torch_streamkl.fx_passes.reporting.report import Remaining
+
+ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
 
 
 def _plain(shape: Sequence[object]) -> tuple[object, ...]:
@@ -28,11 +33,20 @@ def _unread(graph: fx.Graph) -> set[fx.Node]:
 def large_tensors_left(
     graph: fx.Graph, sizes: dict[fx.Node, fx.Node], recognised: Recogniser
 ) -> list[Remaining]:
-    """Those of ``sizes``, large tensors and what they are in the trace, that are still made."""
+    """Those of ``sizes``, large tensors and what they are in the trace, that are still made.
+
+    A mask that took its shape from scores, and gets it from elsewhere now, is none of them.
+    """
     remaining = []
     unread = _unread(graph)
+    of_scores: set[fx.Node] = set()
+    ordered = _read_by_order(graph, unread)
     for node in graph.nodes:
-        if node in sizes and node not in unread:
+        if any(a in of_scores for a in node.all_input_nodes) or (
+            node in sizes and is_origin(sizes[node], recognised)
+        ):
+            of_scores.add(node)
+        if node in sizes and node in of_scores and node not in unread:
             value = example(node)
             assert isinstance(value, Tensor)
             users = ", ".join(sorted({name_of(u) for u in node.users}))
@@ -41,5 +55,39 @@ def large_tensors_left(
             if blocked:
                 reason += f" ({blocked})"
             location, _ = location_of(node)
-            remaining.append(Remaining(node.name, _plain(value.shape), location, reason))
+            cause = ordered.get(node) or _of_an_input(node)
+            remaining.append(Remaining(node.name, _plain(value.shape), location, reason, cause))
     return remaining
+
+
+def _read_by_order(graph: fx.Graph, unread: set[fx.Node]) -> dict[fx.Node, str]:
+    """What is made for an operation that needs all of a row in order, and how that is said."""
+
+    def has_the_keys_of(user: fx.Node, node: fx.Node) -> bool:
+        x, y = example(user), example(node)
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor) or name_of(user) in MATMULS:
+            return False
+        return x.dim() > 0 and y.dim() > 0 and same(x.shape[-1], y.shape[-1])
+
+    found: dict[fx.Node, str] = {}
+    for node in reversed(graph.nodes):
+        if node in unread:
+            continue
+        users = [u for u in node.users if u not in unread]
+        names = [name_of(u) for u in users if name_of(u) in ORDERED]
+        causes = [found[u] for u in users if u in found and has_the_keys_of(u, node)]
+        if names or causes:
+            found[node] = f"{names[0]} needs whole rows" if names else causes[0]
+    return found
+
+
+def _of_an_input(node: fx.Node) -> str:
+    """Said of what is made of an input of its size, and of no product."""
+    before = ancestors(node)
+    if any(name_of(a) in MATMULS for a in before if a.op != "placeholder"):
+        return ""
+    value = example(node)
+    assert isinstance(value, Tensor)
+    inputs = [example(a) for a in before if a.op in ("placeholder", "get_attr")]
+    is_as_large = any(isinstance(x, Tensor) and x.shape == value.shape for x in inputs)
+    return "made of an input of this size" if is_as_large else ""

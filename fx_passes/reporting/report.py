@@ -39,6 +39,7 @@ class Remaining:
     shape: tuple[object, ...]
     location: str
     reason: str
+    cause: str = ""  # why nothing could take its place, where that is known
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Report:
             for x, count in _alike([replace(x, name="") for x in self.remaining]):
                 shape = " x ".join(str(s) for s in x.shape)
                 times = f"{count} of " if count > 1 else ""
-                lines.append(f"     {times}[{shape}] {_shown(x.location)}: {x.reason}")
+                why = "; ".join(filter(None, (x.reason, x.cause)))
+                lines.append(f"     {times}[{shape}] {_shown(x.location)}: {why}")
         elif self.num_fused and not (self.not_analysed or self.failures):
             lines.append("No quadratic tensor remains on the distillation path.")
         lines += _leaving(self.outside)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config
 
 from tests.corpus.naive_losses import ALL_CASES, AOT_EAGER_STRIDE_ISSUE
 from tests.support.comparing import Outcome, compare
+from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.reporting.report import remaining_text
 
 NAMES = [case["name"] for case in ALL_CASES]
@@ -37,12 +40,18 @@ SETTINGS = [
 TABLE_SETTING = SETTINGS[0]
 
 
-def run_case(case: dict[str, Any], setting: Setting = TABLE_SETTING) -> Outcome:
-    """Compiled against eager, both against float64; one graph where the case allows it."""
+def run_case(
+    case: dict[str, Any], setting: Setting = TABLE_SETTING, captured: bool = False
+) -> Outcome:
+    """Compiled against eager, both against float64; one graph where the case allows it.
+
+    ``captured``: with Dynamo's settings as `torch_streamkl.enable` makes them.
+    """
     inner = "aot_eager" if setting.training and not setting.dynamic else "eager"
     if case["name"] in AOT_EAGER_STRIDE_ISSUE:
         inner = "eager"
-    with warnings.catch_warnings():
+    settings = torch._dynamo.config.patch(CAPTURE) if captured else contextlib.nullcontext()
+    with warnings.catch_warnings(), settings:
         warnings.simplefilter("ignore")
         return compare(
             case["fn"],
@@ -52,7 +61,7 @@ def run_case(case: dict[str, Any], setting: Setting = TABLE_SETTING) -> Outcome:
             training=setting.training,
             # with every number a symbol Dynamo cannot trace F.dropout(training=p > 0), with or
             # without us: it breaks the graph there
-            fullgraph=case["fullgraph"] and not setting.dynamic,
+            fullgraph=case["fullgraph"] and not setting.dynamic and not captured,
             options={"streamkl.min_mib": 0.0},  # the cases are small
         )
 
@@ -85,6 +94,8 @@ def row_of(case: dict[str, Any], outcome: Outcome) -> Row:
         reason = "no two distributions meet in the graph"
     remaining = outcome.report.remaining_quadratic
     if outcome.num_fused and remaining:
-        reason = "; ".join(filter(None, (reason, remaining_text(remaining))))
+        causes = sorted({x.cause for x in outcome.report.remaining if x.cause})
+        text = remaining_text(remaining) + (f": {', '.join(causes)}" if causes else "")
+        reason = "; ".join(filter(None, (reason, text)))
     errors = (outcome.relative("outputs"), outcome.relative("gradients"))
     return Row(case["name"], verdict_of(outcome), reason, *errors)

@@ -25,9 +25,11 @@ from tests.fuzz.steps import (
     MAP_ROW_STEPS,
     MEAN_SCORE_STEPS,
     NORMS,
+    OF_CHOSEN,
     OF_HEADS,
     OF_IDS,
     OF_KEYS,
+    OF_LARGEST,
     OPERAND_STEPS,
     PLAIN_ELEMENT_STEPS,
     PLAIN_ROW_STEPS,
@@ -41,6 +43,7 @@ from tests.fuzz.steps import (
 from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program
 
 PROGRAMS = 0.3  # of elements, those that no divergence has
+LARGEST = 0.1  # of sums that no divergence has, those at keys that a top-k names
 MEANNESS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16)
 LEARNED = ("q", "k", "v", "h", "w", "ls", "tau", "b", "sink", "hs", "rw", "kw", "c", "z")
 TEACHERS = ("qt", "kt", "ht", "wt")
@@ -367,6 +370,11 @@ class Grammar:
         """Sums of one distribution, entries of its rows, norms of a difference."""
         side = self.draw.choice("sst")
         kind = self.draw.random()
+        if kind < LARGEST:
+            what = self.draw.choice((self.logs, self.probabilities, self.scores))
+            pair = (what("s"), what("t"))
+            entries = self.edge(Node("entries", self.draw.choice(OF_LARGEST), pair))
+            return self.edge(Node("rows", self.draw.choice(OF_CHOSEN), (entries,)), ROW_STEPS)
         if kind < 0.4 and self.is_map:
             scores = self.step(self.scores("s"), self.draw.choice(INDEXERS))
             other = self.step(self.probabilities("t"), self.draw.choice(OF_HEADS))

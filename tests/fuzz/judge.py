@@ -16,7 +16,7 @@ from tests.fuzz.rounding import RoundedOtherwise
 from tests.fuzz.tree import Program
 from tests.support.misleading_programs import Results, run
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.analysis import row_elements
+from torch_streamkl.fx_passes.analysis.elements import registry as of_elements
 from torch_streamkl.fx_passes.analysis.registry import RULES
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 
@@ -186,7 +186,7 @@ def _size(x: Tensor | None) -> str:
 
 
 # both readings of a trace have rules for an overload
-READINGS: dict[str, dict[Any, Any]] = {"": RULES, "rows: ": row_elements.RULES}
+READINGS: dict[str, dict[Any, Any]] = {"": RULES, "rows: ": of_elements.RULES}
 
 
 class Coverage:

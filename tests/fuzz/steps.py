@@ -507,6 +507,17 @@ INDEXED = (
     "({0}.softmax(-1) - {1}).square().sum(-1)",
     "({0}.softmax(-1) * {1} * kw).sum(-1)",
 )
+OF_LARGEST = (  # entries of both sides at keys that a top-k names
+    "({0}.topk(2, -1)[0].exp() * ({0}.topk(2, -1)[0] - {1}.gather(-1, {0}.topk(2, -1)[1])))",
+    "({0}.gather(-1, {1}.topk(2, -1)[1]) - {1}.gather(-1, {1}.topk(2, -1)[1])).square()",
+    "({0}.topk(2, -1).values.softmax(-1) * {1}.gather(-1, {0}.topk(2, -1).indices))",
+    "{0}.gather(-1, {1}.detach().topk(3, -1, sorted=False)[1]).log_softmax(-1)",
+    "F.kl_div({0}.gather(-1, {1}.topk(2)[1]).log_softmax(-1), {1}.topk(2)[0].softmax(-1), "
+    "reduction='none')",
+    "({0}.gather(-1, {0}.topk(2, -1)[1] // 2) * {1}.topk(2, -1)[0])",
+    "({0}.gather(-1, {0}.topk(2, -1, largest=False)[1]) * {1}.gather(-1, {0}.topk(2, -1)[1]))",
+)
+OF_CHOSEN = ("{0}.sum(-1)", "{0}.sum(-1)", "{0}.mean(-1)", "{0}.logsumexp(-1)", "{0}[..., 0]")
 OF_IDS = (  # words of each token, some of them twice
     "{0}.gather(-1, torch.stack([y, y], -1)).sum(-1)",
     "{0}.gather(-1, y[:, None]).squeeze(-1)",

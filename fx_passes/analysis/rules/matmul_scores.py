@@ -150,7 +150,34 @@ def attention_of(probabilities: Elements, values: fx.Node, refer: Refer) -> Atte
     if not lay.has_shape((*dims, layout[-1]), shape[:-1]):
         return None  # the values have a batch that the probabilities are broadcast along
     operand = refer(values, (*dims, layout[-1], (Piece(CONTRACTED, shape[-1]),)))
-    return Attention(probabilities, peeled(operand))
+    return Attention(probabilities, peeled(operand), tuple(range(rank)))
+
+
+def attention_of_einsum(
+    equation: str, probabilities: Elements, values: fx.Node, refer: Refer
+) -> Attention | None:
+    """The same by labels: the keys are summed, and a label of the values takes their place."""
+    distribution, shape = probabilities.probability(), shape_of(values)
+    ranks = [probabilities.rank, len(shape)]
+    left, _, out = _without_dots(equation, ranks).partition("->")
+    mine, theirs = left.split(",") if left.count(",") == 1 else ("", "")
+    if distribution is None or [len(mine), len(theirs)] != ranks:
+        return None
+    key = mine[probabilities.key_dim]
+    rows = [c for c in mine if c != key]
+    own = [c for c in theirs if c not in mine]
+    if any(len(set(text)) != len(text) for text in (mine, theirs, out)) or len(own) != 1:
+        return None
+    if key not in theirs or sorted(out) != sorted([*rows, *own]):
+        return None
+    layout = probabilities.layouts[0]
+    dims: dict[str, Dim] = dict(zip(mine, layout, strict=True))
+    dims[own[0]] = (Piece(CONTRACTED, shape[theirs.index(own[0])]),)
+    found = [() if is_one(n) else dims[c] for c, n in zip(theirs, shape, strict=True)]
+    if not lay.has_shape(tuple(found), shape):
+        return None  # the probabilities are broadcast along a dimension of the values
+    operand = refer(values, tuple(found))
+    return Attention(probabilities, peeled(operand), tuple([*rows, *own].index(c) for c in out))
 
 
 def peeled(operand: TensorRef) -> TensorRef:

@@ -11,6 +11,7 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.arithmetic import ArithmeticRules
 from torch_streamkl.fx_passes.analysis.rules.matmul_scores import (
     attention_of,
+    attention_of_einsum,
     scores_of_einsum,
     scores_of_linear,
     scores_of_matmul,
@@ -76,6 +77,15 @@ class MatmulRules(ArithmeticRules):
     @rule(aten.einsum.default)
     def einsum(self, node: fx.Node, a: Arguments) -> object:
         operands = [self.canonical[n] for n in a["tensors"]]
+        maps = self.value(operands[0])
+        if (
+            len(operands) == 2
+            and isinstance(maps, Elements)
+            and not isinstance(self.value(operands[1]), Elements)
+        ):
+            attention = attention_of_einsum(a["equation"], maps, operands[1], self.reference)
+            if attention is not None:
+                return attention
         try:
             return scores_of_einsum(a["equation"], operands, shape_of(node), self.reference)
         except Blocked:

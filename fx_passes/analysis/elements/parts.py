@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.elements.algebra import is_row_level
+from torch_streamkl.fx_passes.analysis.elements.operands import Operands
+from torch_streamkl.fx_passes.analysis.elements.registry import rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
-from torch_streamkl.fx_passes.analysis.row_elements import RowElements, is_row_level, rule
 from torch_streamkl.fx_passes.analysis.rules.views import from_front
-from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import Dim, Dot, Formula, Placed, Sum
 from torch_streamkl.fx_passes.domain.score_algebra import part_of_operand
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -31,13 +31,8 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 aten = torch.ops.aten
 
 
-def elements_of(trace: Trace, recognised: Recogniser) -> RowElements:
-    """The formulas of a trace, by the rules of row_elements.py and those here."""
-    return RowElements(trace, recognised)
-
-
 @rule(aten.select.int)
-def _select(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+def _select(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     before = shape_of(a["self"])
     dim = a["dim"] % len(before)
     if not isinstance(a["index"], int):
@@ -46,18 +41,18 @@ def _select(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
 
 
 @rule(aten.slice.Tensor)
-def _slice(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+def _slice(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if a.get("step", 1) != 1:
         raise Blocked("scores are sliced with a step")
     return _range(self, node, a, a.get("dim", 0))
 
 
 @rule(aten.narrow.default)
-def _narrow(self: RowElements, node: fx.Node, a: Arguments) -> Placed:
+def _narrow(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     return _range(self, node, a, a["dim"])
 
 
-def _range(self: RowElements, node: fx.Node, a: Arguments, dim: int) -> Placed:
+def _range(self: Operands, node: fx.Node, a: Arguments, dim: int) -> Placed:
     dim %= len(shape_of(a["self"]))
     if is_unknown(shape_of(node)[dim]):
         raise Blocked("scores are sliced to a size that only data decides")
@@ -67,8 +62,10 @@ def _range(self: RowElements, node: fx.Node, a: Arguments, dim: int) -> Placed:
     return _part(self, self.operand(a["self"]), dim, start, shape_of(node)[dim])
 
 
-def _part(self: RowElements, x: Placed, dim: int, start: Size, length: Size | None) -> Placed:
+def _part(self: Operands, x: Placed, dim: int, start: Size, length: Size | None) -> Placed:
     """``narrow(dim, start, length)``, or ``select(dim, start)`` without a length."""
+    if any(self.chosen_in(d) is not None for d in x.dims):
+        raise Blocked("chosen entries of rows are sliced")
     if is_row_level(x, self.axes):
         raise Blocked("part of what was summed over the keys")  # the user's own code takes it
     axes = self.axes.atoms(x.dims[dim])
@@ -86,7 +83,7 @@ def _part(self: RowElements, x: Placed, dim: int, start: Size, length: Size | No
     return Placed(formula, (*x.dims[:dim], *inner, *x.dims[dim + 1 :]))
 
 
-def _axis_of_part(self: RowElements, axis: int, start: Size, length: Size | None) -> Dim:
+def _axis_of_part(self: Operands, axis: int, start: Size, length: Size | None) -> Dim:
     """The axis of a part, which is one for the same part; none where that has one entry."""
     if length is None or is_one(length):
         return ()
@@ -100,7 +97,7 @@ def _axis_of_part(self: RowElements, axis: int, start: Size, length: Size | None
 class _Part:
     """Formulas with a part of an axis in place of it."""
 
-    elements: RowElements
+    elements: Operands
     axis: int
     kept: Dim
     start: Size

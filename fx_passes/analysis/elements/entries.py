@@ -1,0 +1,94 @@
+"""Entries of rows at given ids: gathered, or set to a number."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from torch_streamkl.fx_passes.analysis.elements.operands import Operands
+from torch_streamkl.fx_passes.analysis.elements.registry import rule
+from torch_streamkl.fx_passes.analysis.registry import Arguments
+from torch_streamkl.fx_passes.domain.row_elements import Chosen, Placed
+from torch_streamkl.fx_passes.domain.values import Number
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.nodes import named_arguments
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
+
+aten = torch.ops.aten
+SAME = {aten.detach.default, aten.alias.default, aten.contiguous.default}
+
+
+@rule(aten.scatter.value, aten.scatter_.value, aten.scatter.src, aten.scatter_.src)
+def _scatter(self: Operands, node: fx.Node, a: Arguments) -> Placed:
+    """A number at given ids of a constant: a mask of labels."""
+    base = self.recognised.values.get(a["self"])
+    value = self.recognised.values.get(a["src"]) if "src" in a else a["value"]
+    if isinstance(value, Number):
+        value = value.value
+    if not isinstance(base, Number) or not isinstance(value, (int, float)):
+        raise Blocked("scatter of scores")
+    dim = a["dim"] % len(shape_of(node))
+    hits = self.at_ids(a["index"], shape_of(node), dim)
+    if node.meta["val"].dtype == torch.bool:
+        if base.value != 0 or value == 0:
+            raise Blocked("scatter into a condition")
+        return hits
+    return self.combined("where", hits, self.number(float(value)), self.number(base.value))
+
+
+@rule(aten.gather.default)
+def _gather(self: Operands, node: fx.Node, a: Arguments) -> Placed:
+    """One entry of each row: a sum in which all others are 0. Of several, see `Chosen`."""
+    x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
+    dim = a["dim"] % len(x.dims)
+    if not is_one(shape_of(a["index"])[dim]):
+        return _several(self, x, a["index"], dim)
+    hits = self.at_ids(a["index"], x.shape, dim)
+    kept = self.combined("where", hits, x, self.number(0.0))
+    return self.reduced("sum", replace(kept, shape=x.shape), [dim], True)
+
+
+def largest(self: Operands, top: fx.Node) -> Placed:
+    """The values of a top-k: entries at its ids."""
+    ids = [u for u in top.users if u.target is operator.getitem and u.args[1] == 1]
+    if not ids:
+        raise Blocked("the largest scores without their ids")
+    source = named_arguments(top)["self"]
+    x = replace(self.operand(source), shape=tuple(shape_of(source)))
+    return _several(self, x, ids[0], named_arguments(top).get("dim", -1) % len(x.dims))
+
+
+def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
+    """Entries at ids that are given once in each row."""
+    if not _are_distinct(self, ids, dim):
+        raise Blocked("several entries of a row are gathered, and one may be there twice")
+    key = self.axes.atoms(x.dims[dim])
+    if len(key) != 1 or (x.formula.key is not None and self.axes.atoms((x.formula.key,)) != key):
+        raise Blocked("entries of what is not the keys are gathered")
+    known = (self.recognised.canonical[ids], dim)
+    if known not in self.by_ids:
+        axis = self.axes.new(shape_of(ids)[dim])
+        self.chosen[axis] = Chosen(self.at_ids(ids, x.shape, dim), dim)
+        self.by_ids[known] = axis
+    axis = self.by_ids[known]
+    hits = self.chosen[axis].hits
+    if not same(hits.shape[dim], x.shape[dim]):
+        raise Blocked("ids of keys of two lengths")
+    dims = self.aligned(hits, x)
+    return Placed(x.formula, (*dims[:dim], (axis,), *dims[dim + 1 :]))
+
+
+def _are_distinct(self: Operands, ids: fx.Node, dim: int) -> bool:
+    """Whether ids are those of a top-k along the dimension."""
+    while ids.target in SAME:
+        (ids,) = ids.all_input_nodes
+    if ids.target is not operator.getitem or ids.args[1] != 1:
+        return False
+    top = ids.args[0]
+    assert isinstance(top, fx.Node)
+    if top.target != aten.topk.default:
+        return False
+    return bool(named_arguments(top).get("dim", -1) % len(shape_of(ids)) == dim)

@@ -1,0 +1,78 @@
+"""What other code reads of a row program: its products, and whether its sums are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
+from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
+from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behind
+from torch_streamkl.fx_passes.planning.row_plan import RowPlan
+from torch_streamkl.fx_passes.planning.special_elements import (
+    is_as_special,
+)
+
+
+def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
+    """Whether a node needs the products of programs by another way than the programs' results."""
+    products = {plan.elements.products[dot] for plan in plans for dot in plan.dots}
+    results = {o.inner for plan in plans for o in plan.outputs}
+    behind: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in behind and current not in results:
+            behind.add(current)
+            stack += current.all_input_nodes
+    is_of_results = bool(ancestors(node) & results)
+    return bool(behind & products) or not is_of_results
+
+
+def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
+    """Blocked where code behind the sums makes numbers of NaN and infinity.
+
+    A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
+    which of them is not told apart.
+    """
+    found = readers_behind([o.node for o in plan.outputs], outside)
+    if (found.special or found.infinite) and not is_as_special(plan.program, plan.sums):
+        name = min(found.special or found.infinite)
+        raise Blocked(f"{name} reads the sum, and eager has NaN or infinity where it has a value")
+
+
+def why_kept(
+    plan: RowPlan, elements: RowElements, trace: Trace, region: Region, gone: set[fx.Node]
+) -> str:
+    """What else reads all products of a program, which would be made twice then; or nothing.
+
+    ``gone`` are nodes of the user's graph that operators take the place of. That attention reads
+    its map as well is usual: the map of the loss is another one.
+    """
+    inside, gone = set(region.nodes), set(gone)
+    for node in reversed(region.nodes):
+        is_unread = all(
+            user in gone or name_of(user) in MATMULS or read_for_metadata(user) is node
+            for user in node.users
+        )
+        if is_unread and (node.users or is_in_place(node)):
+            gone.add(node)
+    kept = ""
+    for dot in plan.dots:
+        made = node_of(trace, elements.products[dot])
+        if made is None or made in gone:
+            return ""
+        while made not in gone:
+            readers = [u for u in made.users if u not in gone]
+            following = next((u for u in readers if u in inside), None)
+            if following is None:
+                kept = name_of(made) if not readers else "code outside of the loss"
+                break
+            made = following
+    return f"the scores are also read by {kept}"
