@@ -152,7 +152,7 @@ class RowElements:
         if not all(_is_contracted(ref.layout) for ref in (key.lhs, key.rhs)):
             raise Blocked("a product that sums nothing")
         dims = self.axes.of_shape(shape)
-        dot = Dot(key.lhs, key.rhs, dims)
+        dot = Dot(key.lhs, key.rhs, dims, self.recognised._dtype_of(node))
         self.products[dot] = node
         refs = frozenset((dot, side) for side in ("lhs", "rhs") if getattr(key, side).grad)
         axes = frozenset(a for dim in dims for a in dim)
@@ -575,7 +575,7 @@ def _check_comparison(operands: Sequence[Placed]) -> None:
     """Scores of a narrow type are compared as they were rounded, which is not known here."""
     for x in operands:
         for dot in x.formula.dots:
-            if any(ref.node.meta["val"].dtype.itemsize < 4 for ref in (dot.lhs, dot.rhs)):
+            if any(dtype.itemsize < 4 for dtype in dot.dtypes):
                 raise Blocked("scores of a narrow type are compared")
 
 
