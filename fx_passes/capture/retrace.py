@@ -7,6 +7,7 @@ autograd functions, checkpoint regions and autocast, so it is read and thrown aw
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensor,
     FakeTensorMode,
@@ -27,6 +28,8 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
     get_proxy_slot,
     key_get,
     make_fx,
+    tree_leaves,
+    tree_map,
 )
 
 SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
@@ -78,6 +81,10 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     same_value: dict[str, fx.Node] = {}
 
     class Recorder(fx.Interpreter):
+        def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+            given = super().fetch_args_kwargs_from_env(n)
+            return _of_one_type(given) if name_of(n) in MATMULS else given
+
         def run_node(self, n: fx.Node) -> object:
             proxy_mode = get_proxy_mode()
             assert proxy_mode is not None
@@ -131,6 +138,21 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
         outer=outer,
         module=traced,
     )
+
+
+def _of_one_type(given: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Arguments of a product, which autocast gives one type, in the widest of theirs."""
+    tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    dtypes = {x.dtype for x in tensors if x.dtype.is_floating_point}
+    if len(dtypes) < 2 or len(dtypes) < len({x.dtype for x in tensors}):
+        return given
+    widest = functools.reduce(torch.promote_types, dtypes)
+
+    def widened(x: object) -> object:
+        return x.to(widest) if isinstance(x, Tensor) and x.dtype != widest else x
+
+    made: tuple[Any, Any] = tree_map(widened, given)
+    return made
 
 
 def _selects(node: fx.Node) -> bool:

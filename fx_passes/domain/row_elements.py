@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
@@ -145,12 +148,20 @@ class Axes:
 class Dot:
     """A product of two operands: which of its axes each of their dimensions has.
 
-    Layouts number the dimensions of the product; ``axes`` are those dimensions' axes.
+    Layouts number the dimensions of the product; ``axes`` are those dimensions' axes. ``dtype`` is
+    what the program makes the product in, which under autocast is not the operands'.
     """
 
     lhs: TensorRef
     rhs: TensorRef
     axes: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the product and of what it is computed from."""
+        operands: tuple[Tensor, Tensor] = (self.lhs.node.meta["val"], self.rhs.node.meta["val"])
+        return (self.dtype, *(x.dtype for x in operands))
 
     def dims(self, layout: Layout, axes: Axes) -> list[Dim]:
         """The axes in each dimension of an operand; contracted ones are negative numbers."""

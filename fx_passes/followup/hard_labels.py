@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.domain.scores import (
 from torch_streamkl.fx_passes.domain.tensor_ref import flows
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED
-from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -237,20 +237,18 @@ def _computes_alike(order: Sequence[fx.Node], nodes: Sequence[fx.Node], place: f
     )
 
 
-Modes = tuple[bool, dict[object, tuple[object, ...]]]
+Modes = tuple[str, dict[object, tuple[object, ...]]]
 
 
 def _modes(order: Sequence[fx.Node]) -> dict[fx.Node, Modes]:
     """Autograd and autocast (of each device type, what was entered last) at each node."""
-    records_gradients = True
+    autograd = autograd_modes(order)
     entered: list[fx.Node] = []
     modes: dict[fx.Node, Modes] = {}
     for node in order:
-        modes[node] = records_gradients, {x.args[0]: tuple(x.args[1:]) for x in entered}
+        modes[node] = autograd[node], {x.args[0]: tuple(x.args[1:]) for x in entered}
         name = name_of(node)
-        if name == "_set_grad_enabled":
-            records_gradients = node.args[0] is not False
-        elif name == "_enter_autocast":
+        if name == "_enter_autocast":
             entered.append(node)
         elif name == "_exit_autocast":
             entered.pop()

@@ -7,6 +7,7 @@ guess.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
@@ -72,9 +74,15 @@ class Builder:
 
     def method(self, name: str, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         """A tensor method call."""
+        if name == "detach" and self._is_in_inference_mode:
+            return x  # nothing is recorded there
         return self._insert(
             "call_method", name, (x, *args), kwargs, lambda a, k: getattr(a[0], name)(*a[1:], **k)
         )
+
+    @functools.cached_property
+    def _is_in_inference_mode(self) -> bool:
+        return autograd_modes(self.graph.nodes)[self.before] == INFERENCE
 
     def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """The same operation with some of its inputs replaced."""
@@ -103,6 +111,8 @@ class Builder:
             except (ValueError, TypeError, NotImplementedError) as refusal:
                 # an operator's own check of its inputs
                 raise Blocked(f"{getattr(target, '__name__', target)}: {refusal}") from refusal
+        if self._is_in_inference_mode and _is_view_of(result, args):
+            raise Blocked("in inference mode AOTAutograd cannot trace views")
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["example_value"] = result
@@ -172,3 +182,14 @@ class Builder:
             else:
                 result = self.call(operator.mul, result, factor)
         return result
+
+
+def _is_view_of(result: object, args: tuple[Any, ...]) -> bool:
+    """Whether a result has an argument's memory and is not that argument."""
+    if not isinstance(result, Tensor):
+        return False
+    values = [example(a) for a in args if isinstance(a, fx.Node)]
+    return not any(x is result for x in values) and any(
+        isinstance(x, Tensor) and x.untyped_storage()._cdata == result.untyped_storage()._cdata
+        for x in values
+    )

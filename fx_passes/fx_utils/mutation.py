@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,15 +81,31 @@ def _has_body_that_writes(node: fx.Node) -> bool:
     return False
 
 
+RECORDS, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
+
+
+def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """The mode that each node of a graph is computed in, by the code's own changes of it."""
+    modes, entered = {}, list[str]()
+    mode = RECORDS
+    for node in nodes:
+        modes[node] = mode
+        name = name_of(node)
+        if name == "_set_grad_enabled":
+            if mode != INFERENCE:  # in which nothing is recorded all the same
+                mode = NO_GRAD if node.args[0] is False else RECORDS
+        elif name == "_enter_inference_mode":
+            entered.append(mode)
+            mode = INFERENCE if node.args[0] else RECORDS
+        elif name == "_exit_inference_mode":
+            mode = entered.pop()
+    return modes
+
+
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
     """The operations that autograd does not record, by the code's own changes of the mode."""
-    found, recording = set(), True
-    for node in graph.nodes:
-        if name_of(node) == "_set_grad_enabled":
-            recording = bool(node.args[0])
-        elif not recording and node.op.startswith("call"):
-            found.add(node)
-    return found
+    modes = autograd_modes(graph.nodes)
+    return {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
 
 
 def _is_named_in_place(node: fx.Node) -> bool:

@@ -248,7 +248,7 @@ class _Planner:
 
     def _has_enough_digits(self, dot: Dot) -> bool:
         """Whether probabilities of eager code underflow where those of the program do."""
-        return all(_value(ref.node).dtype.itemsize >= 4 for ref in (dot.lhs, dot.rhs))
+        return all(dtype.itemsize >= 4 for dtype in dot.dtypes)
 
     def _check_maxima(self) -> None:
         """A maximum is a constant of a program: its gradient has to be cut."""

@@ -72,12 +72,7 @@ def is_as_special(program: Program, sums: Iterable[Formula]) -> bool:
     eager code alone, and float16 has it earlier.
     """
     formulas = [f for x in sums for f in formulas_in(x)]
-    dtypes = {
-        ref.node.meta["val"].dtype
-        for f in formulas
-        if f.op == "dot"
-        for ref in (f.data.lhs, f.data.rhs)
-    }
+    dtypes = {dtype for f in formulas if f.op == "dot" for dtype in f.data.dtypes}
     return (
         torch.float16 not in dtypes
         and all((n.op in PLAIN and n.is_finite) or _is_scale(program, n) for n in program.nodes)
@@ -196,13 +191,13 @@ def _is_inverse(f: Formula) -> bool:
 
 
 def _smallest(f: Formula) -> float:
-    dtypes = [ref.node.meta["val"].dtype for dot in f.dots for ref in (dot.lhs, dot.rhs)]
+    dtypes = [dtype for dot in f.dots for dtype in dot.dtypes]
     return max(SMALLEST.get(dtype, SMALLEST_OF_OTHERS) for dtype in dtypes)
 
 
 def _precision(f: Formula) -> float:
     """What is less beside 1 is nothing, in float32 or a narrower type of as many exponents."""
-    dtypes = {ref.node.meta["val"].dtype for dot in f.dots for ref in (dot.lhs, dot.rhs)}
+    dtypes = {dtype for dot in f.dots for dtype in dot.dtypes}
     return float(torch.finfo(torch.float16 if torch.float16 in dtypes else torch.float32).eps)
 
 

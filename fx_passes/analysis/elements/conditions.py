@@ -54,7 +54,7 @@ def check_comparison(operands: Sequence[Placed]) -> None:
     """Scores of a narrow type are compared as they were rounded, which is not known here."""
     for x in operands:
         for dot in x.formula.dots:
-            if any(ref.node.meta["val"].dtype.itemsize < 4 for ref in (dot.lhs, dot.rhs)):
+            if any(dtype.itemsize < 4 for dtype in dot.dtypes):
                 raise Blocked("scores of a narrow type are compared")
 
 

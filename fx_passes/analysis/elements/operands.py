@@ -53,7 +53,7 @@ class Operands(ElementAlgebra):
         if not all(_is_contracted(ref.layout) for ref in (key.lhs, key.rhs)):
             raise Blocked("a product that sums nothing")
         dims = self.axes.of_shape(shape)
-        dot = Dot(key.lhs, key.rhs, dims)
+        dot = Dot(key.lhs, key.rhs, dims, self.recognised._dtype_of(node))
         self.products[dot] = node
         refs = frozenset((dot, side) for side in ("lhs", "rhs") if getattr(key, side).grad)
         axes = frozenset(a for dim in dims for a in dim)

@@ -145,7 +145,7 @@ class _Part:
             lhs, rhs = (
                 part_of_operand(ref, number, self.start, self.length) for ref in (old.lhs, old.rhs)
             )
-            new = elements.parts_of_dots[part] = Dot(lhs, rhs, dims)
+            new = elements.parts_of_dots[part] = Dot(lhs, rhs, dims, old.dtype)
             elements.products[new] = elements.products[old]
         refs = frozenset((new, ref[1]) for ref in f.flows if isinstance(ref, tuple))
         found = frozenset(a for d in dims for a in d)
