@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.test_fifth_reading import judge, tensors
+from tests.counterexamples.test_row_programs import judge, tensors
 from torch_streamkl.fx_passes import backend
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
