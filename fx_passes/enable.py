@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch._inductor.config
+from torch.utils import _config_module
 
 from torch_streamkl.fx_passes.backend import rewrite_and_report, split_options
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
@@ -20,11 +22,32 @@ from torch_streamkl.fx_passes.inductor_passes import (
 
 
 class EnabledPass(PreGradPass):
-    """The rewrite for all graphs; it keeps what Dynamo's settings were before."""
+    """The rewrite for all graphs."""
 
-    def __init__(self, ours: dict[str, Any], settings: dict[str, object]) -> None:
+    def __init__(self, ours: dict[str, Any]) -> None:
         super().__init__(ours, rewrite_and_report)
-        self.settings = settings
+
+
+class _OfProcess:
+    """The same for all threads."""
+
+    def __init__(self) -> None:
+        self._value: dict[str, object] | None = None
+
+    def get(self) -> dict[str, object] | None:
+        return self._value
+
+    def set(self, value: dict[str, object] | None) -> None:
+        self._value = value
+
+
+# Dynamo's settings before the first `enable`, kept as torch keeps its own: newer releases keep
+# them for each thread. Not in our passes, which the user may replace.
+_before: ContextVar[dict[str, object] | None] | _OfProcess = (
+    ContextVar("settings before enable", default=None)
+    if hasattr(_config_module, "ContextVar")
+    else _OfProcess()
+)
 
 
 class Enabled:
@@ -105,20 +128,27 @@ def _active() -> EnabledPass | None:
 
 
 def _set(ours: dict[str, Any] | None) -> None:
-    """Rewrite with these options from now on, or no longer."""
+    """Rewrite with these options from now on, or no longer.
+
+    Each setting is put back by itself: one that the user replaced since then stays.
+    """
     inductor, dynamo = torch._inductor.config, torch._dynamo.config
-    active = _active()
+    before = _before.get() or {}
     if ours is not None:
-        settings = active.settings if active else {name: getattr(dynamo, name) for name in CAPTURE}
-        for name in CAPTURE:
-            setattr(dynamo, name, CAPTURE[name])
-        inductor.pre_grad_custom_pass = chained(
-            EnabledPass(ours, settings), inductor.pre_grad_custom_pass
-        )
+        kept = {}
+        for name, value in CAPTURE.items():
+            now = getattr(dynamo, name)
+            kept[name] = before[name] if name in before and now == value else now
+            setattr(dynamo, name, value)
+        _before.set(kept)
+        inductor.pre_grad_custom_pass = chained(EnabledPass(ours), inductor.pre_grad_custom_pass)
         inductor.joint_custom_pre_pass = chained(JointPass(ours), inductor.joint_custom_pre_pass)
-    elif active is not None:
-        inductor.pre_grad_custom_pass = without_ours(inductor.pre_grad_custom_pass)
-        inductor.joint_custom_pre_pass = without_ours(inductor.joint_custom_pre_pass)
-        for name, value in active.settings.items():
-            if getattr(dynamo, name) == CAPTURE[name]:
-                setattr(dynamo, name, value)
+        return
+    for name in ("pre_grad_custom_pass", "joint_custom_pre_pass"):
+        configured = getattr(inductor, name)
+        if (users := without_ours(configured)) is not configured:
+            setattr(inductor, name, users)
+    for name, value in before.items():
+        if getattr(dynamo, name) == CAPTURE[name]:
+            setattr(dynamo, name, value)
+    _before.set(None)

@@ -131,6 +131,37 @@ def test_passes_of_the_user_stay(as_list: bool) -> None:
         assert torch._inductor.config.joint_custom_pre_pass is two
 
 
+REPLACED = ["pre_grad_custom_pass", "joint_custom_pre_pass", *CAPTURE]
+
+
+@pytest.mark.parametrize("replaced", [*([x] for x in REPLACED), REPLACED[:2]], ids="-".join)
+def test_what_the_user_replaces_meanwhile_stays_and_the_rest_is_put_back(
+    replaced: list[str],
+) -> None:
+    inductor, dynamo = torch._inductor.config, torch._dynamo.config
+    owners = {n: dynamo if n in CAPTURE else inductor for n in (*REPLACED, *SETTINGS)}
+    before = {n: getattr(owner, n) for n, owner in owners.items()}
+    mine = {n: not CAPTURE[n] if n in CAPTURE else Users() for n in replaced}
+    torch_streamkl.enable()
+    for name, value in mine.items():
+        setattr(owners[name], name, value)
+    torch_streamkl.disable()
+    after = {n: getattr(owner, n) for n, owner in owners.items()}
+    for name, value in before.items():
+        setattr(owners[name], name, value)
+    assert after == {**before, **mine}
+
+
+def test_what_was_patched_around_it_is_not_enabled_afterwards() -> None:
+    """The passes went with the patch; a later block ends without them."""
+    with torch._inductor.config.patch(pre_grad_custom_pass=None, joint_custom_pre_pass=None):
+        torch_streamkl.enable()
+    with torch_streamkl.enable():
+        pass
+    assert torch._inductor.config.pre_grad_custom_pass is None
+    assert torch._inductor.config.joint_custom_pre_pass is None
+
+
 @pytest.mark.skipif(not TAKES_LISTS, reason="Inductor of torch 2.11 takes one pass, not a list")
 def test_a_pass_that_the_user_adds_meanwhile_stays() -> None:
     added = Users()
