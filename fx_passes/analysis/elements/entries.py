@@ -15,7 +15,7 @@ from torch_streamkl.fx_passes.domain.row_elements import Chosen, Placed
 from torch_streamkl.fx_passes.domain.values import Number
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.nodes import named_arguments
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_zero, same, shape_of
 
 aten = torch.ops.aten
 SAME = {aten.detach.default, aten.alias.default, aten.contiguous.default}
@@ -63,8 +63,13 @@ def largest(self: Operands, top: fx.Node) -> Placed:
 
 def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
     """Entries at ids that are given once in each row."""
-    if not _are_distinct(self, ids, dim):
+    source = _ranked(ids, dim)
+    if source is None:
         raise Blocked("several entries of a row are gathered, and one may be there twice")
+    if is_zero(shape_of(ids)[dim]):
+        raise Blocked("no entry of a row is gathered")  # their mean has no gradient, not NaN
+    if not _is_within(shape_of(source)[dim], x.shape[dim]):
+        raise Blocked("ids of more keys than there are")  # eager code raises
     key = self.axes.atoms(x.dims[dim])
     if len(key) != 1 or (x.formula.key is not None and self.axes.atoms((x.formula.key,)) != key):
         raise Blocked("entries of what is not the keys are gathered")
@@ -81,14 +86,24 @@ def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
     return Placed(x.formula, (*dims[:dim], (axis,), *dims[dim + 1 :]))
 
 
-def _are_distinct(self: Operands, ids: fx.Node, dim: int) -> bool:
-    """Whether ids are those of a top-k along the dimension."""
+def _ranked(ids: fx.Node, dim: int) -> fx.Node | None:
+    """What ids are of a top-k of along the dimension: each of them is there once."""
     while ids.target in SAME:
         (ids,) = ids.all_input_nodes
     if ids.target is not operator.getitem or ids.args[1] != 1:
-        return False
+        return None
     top = ids.args[0]
     assert isinstance(top, fx.Node)
     if top.target != aten.topk.default:
-        return False
-    return bool(named_arguments(top).get("dim", -1) % len(shape_of(ids)) == dim)
+        return None
+    given = named_arguments(top)
+    if given.get("dim", -1) % len(shape_of(ids)) != dim:
+        return None
+    source = given["self"]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _is_within(length: Size, whole: Size) -> bool:
+    known = isinstance(length, int) and isinstance(whole, int) and length <= whole
+    return known or same(length, whole)
