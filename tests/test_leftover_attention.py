@@ -138,3 +138,15 @@ def test_einsums_that_are_no_attention_keep_their_value(
 ) -> None:
     program, given = by_labels({**SIZES, **sizes}, labels)
     compare(program, given, options={"streamkl.min_mib": 0.0}).check()
+
+
+def test_values_of_one_key_that_einsum_takes_for_all() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, qt: Tensor, kt: Tensor, keep: Tensor) -> Any:
+        s, t = q @ k.mT, qt @ kt.mT
+        kl = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+        return kl, torch.einsum("bhqk,bhkd->bqhd", s.softmax(-1), v[:, :, :1])
+
+    outcome = compare(step, inputs(8, 8), options={"streamkl.min_mib": 0.0})
+    outcome.check()
+    assert outcome.num_fused == 1, outcome.report
+    assert not outcome.report.failures

@@ -171,6 +171,8 @@ def attention_of_einsum(
     if key not in theirs or sorted(out) != sorted([*rows, *own]):
         return None
     layout = probabilities.layouts[0]
+    if is_one(shape[theirs.index(key)]) and layout[probabilities.key_dim]:
+        return None  # the values of one key, which einsum takes for those of all
     dims: dict[str, Dim] = dict(zip(mine, layout, strict=True))
     dims[own[0]] = (Piece(CONTRACTED, shape[theirs.index(own[0])]),)
     found = [() if is_one(n) else dims[c] for c, n in zip(theirs, shape, strict=True)]
