@@ -236,6 +236,7 @@ def _rewrite_graph(
         unfused = [n for n in unfused if reads_products(n, replaced)]
         for candidate in waiting:
             fuse(candidate)
+    operands_of_user = dict(trace.outer)  # before followup steps replace nodes
     report.sites += [site for _, site in stayed]
     products = quadratic_nodes(trace, recognised, [*path, *unfused], operands)
     sizes = {n: inner for n, inner in products.items() if not is_view(n) and not _is_scalar(n)}
@@ -261,7 +262,7 @@ def _rewrite_graph(
         how = runs.get(site.node, "")
         report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
     report.sites += unfused_sites(unfused, trace, recognised, plans)
-    report.remaining = large_tensors_left(graph, sizes, recognised)
+    report.remaining = large_tensors_left(graph, sizes, recognised, operands_of_user)
     if report.remaining:  # else it is attention whose maps nobody distils
         report.notes += kept
     return report, {}

@@ -172,7 +172,7 @@ def quadratic_nodes(
         if not behind & chosen or (inner in features and not behind & ~families.projections):
             continue
         known = isinstance(recognised.values.get(inner), (Scores, Elements, Shifted, Entries))
-        if known or families.is_as_large(inner, behind):
+        if (known and not families.sums_keys(inner)) or families.is_as_large(inner, behind):
             result[node] = inner
     return result
 
@@ -183,12 +183,18 @@ class _Families:
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.behind: dict[fx.Node, int] = {}
         self.sizes: dict[int, object] = {}
+        self._recognised = recognised
+        by_operands: dict[object, int] = {}  # a product that is written twice is one
         self.groups: list[int] = []  # scores that meet before their keys are summed
         self.projections = 0  # products that are no larger than what they are computed from
         for node in trace.graph.nodes:
             behind = _union(self.behind.get(a, 0) for a in node.all_input_nodes)
             if not behind and is_origin(node, recognised):
-                behind = 1 << len(self.sizes)
+                operands = _operands_of(node, recognised)
+                if operands in by_operands:
+                    self.behind[node] = by_operands[operands]
+                    continue
+                behind = by_operands[operands] = 1 << len(self.sizes)
                 self.sizes[behind] = _num_elements(node)
                 self.groups.append(behind)
                 if _is_projection(node, recognised):
@@ -203,6 +209,14 @@ class _Families:
     def is_as_large(self, node: fx.Node, behind: int) -> bool:
         return any(size == _num_elements(node) for bit, size in self.sizes.items() if bit & behind)
 
+    def sums_keys(self, node: fx.Node) -> bool:
+        """Whether it is a product of probabilities, or what is made of them, with values."""
+        scores = self._recognised.values.get(node)
+        if not isinstance(scores, Scores):
+            return False
+        read = [ref.node for ref in (scores.key.lhs, scores.key.rhs)]
+        return any(self.is_as_large(x, self.behind.get(x, 0)) for x in read)
+
     def of_sites(self, sites: Iterable[fx.Node]) -> int:
         chosen = _union(self.behind.get(node, 0) for node in sites)
         return _union(g for g in self.groups if g & chosen)
@@ -213,6 +227,15 @@ def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
     if isinstance(recognised.values.get(node), Scores):
         return True
     return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
+
+
+def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
+    """What a score matrix is a product of; for what is none, the node."""
+    scores = recognised.values.get(node)
+    if not isinstance(scores, Scores):
+        return node
+    refs = (scores.key.lhs, scores.key.rhs)
+    return tuple((recognised.canonical.get(x.node, x.node), x.steps, x.layout) for x in refs)
 
 
 def _is_projection(node: fx.Node, recognised: Recogniser) -> bool:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.analysis.sites import is_origin
 from torch_streamkl.fx_passes.capture.region import MATMULS
+from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, location_of, name_of
-from torch_streamkl.fx_passes.fx_utils.sizes import same
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    example,
+    is_view,
+    location_of,
+    name_of,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import expression, same
 from torch_streamkl.fx_passes.reporting.report import Remaining
 
 ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
@@ -31,33 +38,86 @@ def _unread(graph: fx.Graph) -> set[fx.Node]:
 
 
 def large_tensors_left(
-    graph: fx.Graph, sizes: dict[fx.Node, fx.Node], recognised: Recogniser
+    graph: fx.Graph,
+    sizes: dict[fx.Node, fx.Node],
+    recognised: Recogniser,
+    outer: Mapping[fx.Node, fx.Node],
 ) -> list[Remaining]:
     """Those of ``sizes``, large tensors and what they are in the trace, that are still made.
 
-    A mask that took its shape from scores, and gets it from elsewhere now, is none of them.
+    A mask that took its shape from scores, and gets it from elsewhere now, is none of them. A
+    product of the same operands that other code makes again is.
     """
     remaining = []
     unread = _unread(graph)
     of_scores: set[fx.Node] = set()
     ordered = _read_by_order(graph, unread)
+    again = _made_again(graph, sizes, recognised, outer)
     for node in graph.nodes:
         if any(a in of_scores for a in node.all_input_nodes) or (
             node in sizes and is_origin(sizes[node], recognised)
         ):
             of_scores.add(node)
-        if node in sizes and node in of_scores and node not in unread:
+        if (node in again or (node in sizes and node in of_scores)) and node not in unread:
             value = example(node)
             assert isinstance(value, Tensor)
             users = ", ".join(sorted({name_of(u) for u in node.users}))
             reason = f"still used by {users}"
-            blocked = recognised.reasons.get(sizes[node])
+            blocked = recognised.reasons.get(sizes[node]) if node in sizes else None
             if blocked:
                 reason += f" ({blocked})"
             location, _ = location_of(node)
             cause = ordered.get(node) or _of_an_input(node)
             remaining.append(Remaining(node.name, _plain(value.shape), location, reason, cause))
     return remaining
+
+
+def _made_again(
+    graph: fx.Graph,
+    sizes: dict[fx.Node, fx.Node],
+    recognised: Recogniser,
+    outer: Mapping[fx.Node, fx.Node],
+) -> set[fx.Node]:
+    """Products of the operands of ``sizes`` that no site reads, and what is made of them."""
+    products = set()
+    for node, inner in sizes.items():
+        scores = recognised.values.get(inner)
+        if isinstance(scores, Scores) and name_of(inner) in MATMULS:
+            refs = (scores.key.lhs, scores.key.rhs)
+            if all(x.node in outer and not x.steps for x in refs):
+                products.add((_operands(outer[x.node] for x in refs), _num_elements(node)))
+    found: set[fx.Node] = set()
+    for node in graph.nodes if products else ():
+        if node in sizes or not isinstance(example(node), Tensor) or is_view(node):
+            continue
+        if name_of(node) in MATMULS:
+            if (_operands(node.all_input_nodes), _num_elements(node)) in products:
+                found.add(node)
+            continue
+        read = [_source(a) for a in node.all_input_nodes]
+        if any(a in found and _num_elements(a) == _num_elements(node) for a in read):
+            found.add(node)
+    return found
+
+
+def _operands(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    return frozenset(_source(n) for n in nodes)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a tensor is an arrangement of, or one of several results."""
+    while node.op != "placeholder" and node.all_input_nodes and is_view(node):
+        before = node.all_input_nodes[0]
+        if not isinstance(example(before), Tensor) or _num_elements(before) != _num_elements(node):
+            return node
+        node = before
+    return node
+
+
+def _num_elements(node: fx.Node) -> object:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return expression(value.numel())
 
 
 def _read_by_order(graph: fx.Graph, unread: set[fx.Node]) -> dict[fx.Node, str]:
