@@ -120,19 +120,11 @@ def _importable(tree: Path, site: Path) -> Path:
 def _measure(library: Path, label: str, arguments: list[str]) -> Run:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "visit.json"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "bench",
-            "--exact-case",
-            label,
-            "--json",
-            str(path),
-            *arguments,
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(library)}
-        child = subprocess.run(command, env=environment, capture_output=True, text=True)
+        what = ["--exact-case", label, "--json", str(path), *arguments]
+        child = subprocess.run(
+            [sys.executable, "-P", "-m", "bench", *what],
+            env={**os.environ, "PYTHONPATH": str(library)}, capture_output=True, text=True,
+        )  # fmt: skip
         if child.returncode:
             raise RuntimeError(f"measuring {label} failed:\n{child.stderr[-2000:]}")
         return Run.load(path)
