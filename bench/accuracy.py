@@ -101,11 +101,6 @@ def truth_of(case: Case, inputs: Inputs) -> Truth:
     return Truth.of((math.fsum(losses), gradients), (off, naive_gradients), dtype)
 
 
-def judge(case: Case, truth: Truth, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
-    """Errors of a provider's loss and gradients of the student's two inputs."""
-    return truth.judge(loss.item() if case.gates_everything else None, case.gated(gradients))
-
-
 def _by_pieces(
     case: Case, inputs: Inputs, dtype: torch.dtype
 ) -> tuple[list[float], tuple[Tensor, ...]]:

@@ -149,7 +149,8 @@ def _prepare(
     if provider.graphs:
         cuda_graphs.record(one_step)
         loss, gradients = one_step()
-    record.verdict = accuracy.judge(case, truth, loss, gradients)
+    checked = loss.item() if case.gates_everything else None
+    record.verdict = truth.judge(checked, case.gated(gradients))
     vars(record).update(record.verdict.status)
     del loss, gradients
     if not provider.graphs:  # all graphs of a process share pools: bench.steps weighs them

@@ -52,10 +52,8 @@ NOT_OURS = [
     for name in ("at::", "nvjet", "cutlass", "gemm", "cublas", "splitK")
     for argument in ("--kernel-name-exclude", f"kernel_substring={name}")
 ]
-PLACES = (
-    "/usr/local/cuda/bin/compute-sanitizer",
-    "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
-)
+# where the CUDA toolkit puts the tool, besides what the shell looks through
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
 
 def _attention(
@@ -271,12 +269,6 @@ def run_case(name: str) -> None:
     print(LAUNCHED + " ".join(sorted(seen)))
 
 
-def find_tool() -> str | None:
-    """Where compute-sanitizer is."""
-    found = shutil.which("compute-sanitizer")
-    return found or next((x for x in PLACES if Path(x).exists()), None)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
@@ -287,7 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.inside:
         run_case(options.inside)
         return 0
-    tool = find_tool()
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), *PLACES))
+    tool = shutil.which("compute-sanitizer", path=path)
     if tool is None or not torch.cuda.is_available():
         print("needs a GPU and compute-sanitizer, which the CUDA toolkit brings", file=sys.stderr)
         return 2

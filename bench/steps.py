@@ -173,13 +173,19 @@ def run_step(
             rows[name] |= why
         keep(list(rows.values()))
 
-    for names in [providers] if step.is_side_by_side else [[p] for p in providers]:
-        run(names)
+    def forget() -> None:
         torch._dynamo.reset()  # drops the graphs
         release(device)
+
+    for names in [providers] if step.is_side_by_side else [[p] for p in providers]:
+        run(names)
+        forget()
     for name, row in rows.items():
         if "graph_replays" in row and "peak_mib" not in row:
-            row |= _memory_of_graphs(name, step, batch, device)
+            # All graphs of a device share one memory pool: while another provider's are there,
+            # nobody can say whose its memory is. So each is made once more and alone.
+            row |= _memory(_prepared(name, step, batch, None, {}), batch)
+            forget()
     return list(rows.values())
 
 
@@ -212,11 +218,7 @@ def _take_turns(
 def _prepared(
     name: str, step: TrainingStep, batch: Sequence[Tensor], gate: Truth | None, row: Row
 ) -> Contender:
-    """A provider that has compiled and been judged, and weighed.
-
-    All graphs of a device share one memory pool: while another provider's are there, nobody can
-    say whose its memory is.
-    """
+    """A provider that has compiled, been judged, and weighed where no other graphs are there."""
     device = batch[0].device
     if name in GRAPH_PROVIDERS:
         cuda_graphs.check(device)
@@ -232,18 +234,6 @@ def _prepared(
     if name not in GRAPH_PROVIDERS or not step.is_side_by_side:
         row |= _memory(contender, batch)
     return contender
-
-
-def _memory_of_graphs(
-    name: str, step: TrainingStep, batch: Sequence[Tensor], device: torch.device
-) -> Row:
-    """The peak of a provider with CUDA graphs, made once more and alone."""
-    torch._dynamo.reset()  # drops the graphs
-    release(device)
-    contender = Contender(name, step, device)
-    contender.gradients(batch)
-    cuda_graphs.record(lambda: contender.step(batch))
-    return _memory(contender, batch)
 
 
 def _memory(contender: Contender, batch: Sequence[Tensor]) -> Row:
