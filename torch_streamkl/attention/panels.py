@@ -27,12 +27,18 @@ from torch_streamkl.attention.problem import (
     Side,
     bottom_right_offset,
 )
-from torch_streamkl.attention.row_body import COPIES, RowForm, rows_backward, rows_forward
+from torch_streamkl.attention.row_body import (
+    COPIES,
+    EXPONENTIALS,
+    RowForm,
+    rows_backward,
+    rows_forward,
+)
 from torch_streamkl.cpu import compiled
 from torch_streamkl.cpu.compiled import Described
 
-PANEL_ELEMENTS = 2**18  # scores of one side a thread: with exponentials four tiles, in its cache
-MOST_AT_ONCE = 4  # threads that panels grow with
+PANEL_ELEMENTS = 2**19  # scores of one side, of heads that share keys
+MOST_AT_ONCE = 4  # such groups of heads, one a thread
 LEAST_QUERIES = 16  # of a panel, whatever the number of keys: matmuls of fewer rows are slow
 MOST_ELEMENTS = 2**22  # of a panel of so few queries
 CONTIGUOUS = torch.contiguous_format
@@ -146,6 +152,7 @@ def _forward(
             inputs = work.inputs(panel)
             if weight is not None:
                 inputs["row_weight"] = _of_rows(weight, panel)
+            inputs |= work.exponentials(panel)
             (out,) = work.run(rows_forward, form, inputs)
             shape = (panel.num_heads, -1, 5)
             results[:, :, rows][panel.batch, panel.heads, panel.queries] = out.view(shape)
@@ -218,11 +225,15 @@ class _Work:
         group, keys = head_group(problem), problem.seqlen_k
         queries = max(LEAST_QUERIES, PANEL_ELEMENTS // (keys * group))
         self.queries = max(1, min(problem.seqlen_q, queries))
-        room = max(1, PANEL_ELEMENTS // (keys * self.queries * group)) * group
-        # matmuls of several heads share threads better than those of one, whose rows are few
-        self.heads = min(problem.num_heads, room * min(torch.get_num_threads(), MOST_AT_ONCE))
+        # short rows of several heads fill half of a panel; and matmuls of as many heads as there
+        # are threads share those better than the few rows of one
+        elements = keys * self.queries * group
+        groups = min(torch.get_num_threads(), MOST_AT_ONCE, max(1, MOST_ELEMENTS // elements))
+        groups = max(groups, PANEL_ELEMENTS // 2 // elements)
+        self.heads = min(problem.num_heads, groups * group)
         size = self.heads * self.queries * keys
         self.tiles = [problem.student.q.new_empty(size, dtype=self.dtype) for _ in range(2)]
+        self.more_tiles: list[Tensor] = []
         self.bounds = _bounds(problem)
         self.position = torch.arange(problem.seqlen_q, dtype=self.dtype)[:, None]
         self.position += bottom_right_offset(problem.seqlen_q, keys)
@@ -288,6 +299,13 @@ class _Work:
             if side.sink is not None:
                 inputs[f"{name}_sink"] = self._per_head(side.sink, panel)
         return inputs
+
+    def exponentials(self, panel: Panel) -> Described:
+        """Where `rows_forward` keeps them: tiles that every call allocates are page faults."""
+        shape = (panel.num_rows, panel.num_keys)
+        self.more_tiles = self.more_tiles or [torch.empty_like(x) for x in self.tiles]
+        parts = (tile[: math.prod(shape)].view(shape) for tile in self.more_tiles)
+        return {name: (x, "rk") for name, x in zip(EXPONENTIALS, parts, strict=True)}
 
     def _numbers_of(self, outside: int) -> Tensor:
         student, teacher = self._sides

@@ -30,6 +30,7 @@ Inputs = dict[str, Tensor]
 # Of the input "numbers", in this order:
 NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature",
            "mask_value", "outside")  # fmt: skip
+EXPONENTIALS = ("student_e", "teacher_e")  # tiles for them
 COPIES = 16  # elements of the input "copies", which are 1: one or two vectors
 
 
@@ -73,8 +74,8 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
     outside = _number(inputs, "outside") if form.fills else None
     student, teacher = (
-        softmax(x.x, inputs.get(f"{name}_sink"), x.level, outside, inputs["copies"])
-        for name, x in (("student", s), ("teacher", t))
+        softmax(x.x, inputs.get(f"{name}_sink"), x.level, outside, inputs["copies"], inputs[e])
+        for name, x, e in zip(("student", "teacher"), (s, t), EXPONENTIALS, strict=True)
     )
     functional = Functional.of(form.functional)
     f, h, g = functional.terms("fhg", variables_of(student, teacher))
@@ -183,8 +184,12 @@ def softmax(
     level: Tensor | None = None,
     outside: Tensor | None = None,
     copies: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Softmax:
-    """Of scores; a sink is one more logit of the denominator, keys outside have one level."""
+    """Of scores; a sink is one more logit of the denominator, keys outside have one level.
+
+    Exponentials are kept in the ``workspace``, if there is one.
+    """
     peak = x.amax(-1, keepdim=True)
     if level is not None and outside is not None:
         peak = torch.maximum(peak, torch.where(outside > 0, level, -math.inf))
@@ -193,7 +198,7 @@ def softmax(
     bases = copied(without_infinity(peak), copies)
     base = column(bases)
     shifted = x - base
-    e = shifted.exp()
+    e = shifted.exp() if workspace is None else workspace.copy_(shifted.exp())
     mass = e.sum(-1, keepdim=True)
     if level is not None and outside is not None:
         mass = mass + outside * (level - base).exp()
