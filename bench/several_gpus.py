@@ -2,6 +2,7 @@
 
     python -m bench.several_gpus --processes 2 --json bench/results/h200-several-gpus.json
     python -m bench.several_gpus --cases vocabulary sequence layers --json bench/results/...
+    python -m bench.several_gpus --cases layers --shared-by "traced, streamkl" --limit-s 100
 
 ``ddp`` is a Llama pair's distillation where every process has a batch of its own; the other cases
 are those of `sharded_cases.py`. Loss and gradients of the first step are compared with those of
@@ -168,9 +169,20 @@ def _shared(name: str, options: argparse.Namespace, device: torch.device, write:
         steps: dict[str, sharded_cases.Step] = {}
         rows: dict[str, dict[str, Any]] = {}
         expected: tuple[float, list[Tensor]] | None = None
-        for provider, make in case.make.items():
+        chosen = {k: x for k, x in case.make.items() if k in (options.shared_by or case.make)}
+        for provider, make in chosen.items():
+            start = time.monotonic()
             step = make()
+            made = time.monotonic()
             loss, given = step()
+            compiled = time.monotonic()
+            first = {
+                "provider": provider,
+                "make_s": made - start,
+                "first_step_s": compiled - made,
+            }
+            if torch.distributed.get_rank() == 0:  # says how far a run came that is cut off
+                print(first, flush=True)
             gradients = [g.detach().cpu() for g in given]
             del given
             expected = expected or (float(loss), gradients)
@@ -178,7 +190,7 @@ def _shared(name: str, options: argparse.Namespace, device: torch.device, write:
             rows[provider] = {
                 "case": case.name,
                 "shape": case.shape,
-                "provider": provider,
+                **first,
                 "loss": float(loss),
                 "peak_mib": peak_mib(step, device),
                 "received_mib": case.received_mib.get(provider, 0.0),
@@ -243,6 +255,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=machine.ROOT / "out" / "several-gpus.json")
     parser.add_argument("--commit", default="")
     parser.add_argument("--cases", nargs="*", default=["ddp"], choices=CASES)
+    parser.add_argument(
+        "--shared-by", nargs="*", help="providers of the shared cases; all of them"
+    )
     parser.add_argument("--rows", nargs="*", type=int, default=[65536], help="of the sequence")
     parser.add_argument("--limit-s", type=float, default=340.0, help="after which all is over")
     options = parser.parse_args(argv)
