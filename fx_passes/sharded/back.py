@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_streamkl.attention import ops
 from torch_streamkl.distributed import graph_calls
@@ -213,7 +213,8 @@ class PutBack:
         own = [side for side in SIDES if self._is_own(side, given)]
         if own:
             node.kwargs = {**node.kwargs, "own_rows": own}
-        for hidden in {given["student_hidden"], given["teacher_hidden"]}:
+        # in the same order on every rank: these communicate
+        for hidden in dict.fromkeys(given[f"{side}_hidden"] for side in SIDES):
             self._add_up_terms(hidden, node)
         is_sum = node.target is linear_ops.linear_kl_sum
         node.target = graph_calls.linear_kl_sum if is_sum else graph_calls.linear_kl
@@ -247,7 +248,7 @@ class PutBack:
             return
         gathered = self._dims_of_words(node)
         wanted = tuple(
-            Replicate() if dim in gathered and p.is_shard() and p.dim < x.dim() - 1 else p
+            Replicate() if dim in gathered and type(p) is Shard and p.dim < x.dim() - 1 else p
             for dim, p in enumerate(x.placements)
         )
         if wanted != tuple(x.placements):
