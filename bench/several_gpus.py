@@ -2,6 +2,7 @@
 
     python -m bench.several_gpus --processes 2 --json bench/results/h200-several-gpus.json
     python -m bench.several_gpus --cases vocabulary sequence layers --json bench/results/...
+    python -m bench.several_gpus --cases layers --shared-by "traced, streamkl" --limit-s 100
 
 The cases are those of `sharded_cases.py`; ``ddp`` is a Llama pair's distillation where every
 process has a batch of its own. Loss and gradients of the first step are compared with those of
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +71,8 @@ def _rank(rank: int, options: argparse.Namespace, record: Rows, store: str) -> N
             print(worst, flush=True)
 
     for case in _cases(options, device):
-        _measure(case, device, write)
+        make = {k: x for k, x in case.make.items() if k in (options.shared_by or case.make)}
+        _measure(replace(case, make=make), device, write)
     torch.distributed.destroy_process_group()
 
 
@@ -100,8 +103,13 @@ def _measure(case: Case, device: torch.device, write: Callable[[dict[str, Any]],
             write(rows[name] | {"step_ms": statistics.median(times)})
 
     for provider, make in case.make.items():
+        start = time.monotonic()
         step = steps[provider] = make()
+        made = time.monotonic()
         loss, given = step()
+        first = {"make_s": made - start, "first_step_s": time.monotonic() - made}
+        if torch.distributed.get_rank() == 0:  # says how far a run came that is cut off
+            print({"provider": provider, **first}, flush=True)
         gradients = [g.detach().cpu() for g in given]
         del given
         expected = expected or (float(loss), gradients)
@@ -110,6 +118,7 @@ def _measure(case: Case, device: torch.device, write: Callable[[dict[str, Any]],
             "case": case.name,
             "shape": case.shape,
             "provider": provider,
+            **first,
             "loss": float(loss),
             "peak_mib": peak_mib(step, device),
             "received_mib": case.received_mib.get(provider, 0.0),
@@ -161,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--contexts", nargs="*", type=int, default=[4096])
     parser.add_argument("--providers", nargs="*", default=COMPARED, choices=PROVIDERS)
     parser.add_argument("--cases", nargs="*", default=["ddp"], choices=CASES)
+    parser.add_argument("--shared-by", nargs="*", help="providers of a case's own; all of them")
     parser.add_argument("--rows", nargs="*", type=int, default=[65536], help="of the sequence")
     parser.add_argument("--limit-s", type=float, default=340.0, help="after which all is over")
     parser.set_defaults(json=machine.ROOT / "out" / "several-gpus.json")
