@@ -102,8 +102,9 @@ def row_program_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunc
         return TritonLaunch(64, 32, 4, 2)
     if kernel == "dk" and launch == TritonLaunch(64, 32, 4, 2) and is_full:
         return TritonLaunch(32, 64, 4, 1)
-    if kernel == "dk" and launch == TritonLaunch(64, 32, 8, 1) and is_wide:
-        return TritonLaunch(32, 32, 4, 1)  # leaves room for reductions in 99 KiB, too
+    if launch == TritonLaunch(64, 32, 8, 1) and is_wide and kernel != "dq":
+        # of dK it leaves room for reductions in 99 KiB, too
+        return TritonLaunch(32, 64, 8, 1) if kernel == "forward" else TritonLaunch(32, 32, 4, 1)
     return launch
 
 
