@@ -83,7 +83,7 @@ def source(functional: Functional, of_half: bool = False) -> str:
             args = [name_of(a) for a in e.args]
             if e.op == "mul":  # a key without probability contributes 0, whatever the other factor
                 for weight, other in ((0, 1), (1, 0)):
-                    if is_weight(e.args[weight]) and not _is_finite(e.args[other]):
+                    if is_weight(e.args[weight]) and not _is_finite(e.args[other], of_half):
                         args[other] = f"tl.where({args[weight]} == 0.0, 0.0, {args[other]})"
             if e.op == "where" and e.args[0].op not in ("ge", "gt"):
                 args[0] = f"{args[0]} != 0.0"
@@ -101,10 +101,19 @@ def source(functional: Functional, of_half: bool = False) -> str:
     return f"@triton.jit\ndef helper(P, S, logP, logS):\n    # {functional.text}\n    {body}\n"
 
 
-def _is_finite(e: Expr) -> bool:
-    """Whether an expression of probabilities cannot be infinite."""
+def _is_finite(e: Expr, of_half: bool) -> bool:
+    """Whether an expression cannot be infinite.
+
+    Where helpers are ``of_half`` logarithms of probabilities are finite: the kernels that take
+    those (attention/hopper/) have scores without infinite masks and biases, and leave absent keys
+    out themselves.
+    """
+    if of_half and (e.op in ("logP", "logS") or mixture_shares(e) is not None):
+        return True
+    if of_half and e.op in ("log", "div") and is_lifted(e.args[-1]):
+        return True
     if e.op in ("add", "sub", "mul", "neg", "abs"):
-        return all(_is_finite(a) for a in e.args)
+        return all(_is_finite(a, of_half) for a in e.args)
     return is_weight(e) or (e.op == "const" and math.isfinite(e.value))
 
 
