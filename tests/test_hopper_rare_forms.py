@@ -211,6 +211,24 @@ def test_limits_of_wide_head_dims(
     assert limit is None if not reason else reason in str(limit)
 
 
+@pytest.mark.parametrize(
+    ("biases", "expected"),
+    [("one", "hopper hopper"), ("two", "hopper triton"), ("student", "hopper triton")],
+)
+def test_values_and_gradients_are_chosen_apart(biases: str, expected: str) -> None:
+    with FakeTensorMode(), looks_like("sm_90"):
+        x = torch.empty(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16)
+        bias, other = (
+            torch.empty(1, 1, 8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "st"
+        )
+        teacher = {"one": bias, "two": other, "student": None}[biases]
+        problem = problem_of(x, x, x, x, student_bias=bias, teacher_bias=teacher)[0]
+        chosen = [
+            launch.select_implementation(problem, "auto", backward) for backward in (False, True)
+        ]
+    assert chosen == expected.split()
+
+
 CHOICES: list[tuple[int, tuple[int, int], tuple[int, int], dict[str, Any], str]] = [
     # head_dim, rows and keys, heads and key heads
     (256, (8192, 8192), (32, 32), {}, "hopper"),
