@@ -393,9 +393,10 @@ HOPPER_LOGARITHMS = HopperBackwardLaunch(64, 64, 2, 4, False)
 HOPPER_MASKED = HopperBackwardLaunch(64, 64, 2, 4, False)
 # with a bias, of which a thread keeps two tiles
 HOPPER_BIASED = HopperBackwardLaunch(64, 32, 2, 4, False)
-HOPPER_ONE_BIAS = HopperBackwardLaunch(64, 64, 2, 4, True)  # one for both sides
 HOPPER_BIASED_FORWARD = HopperLaunch(64, 64, 2, 2)
 HOPPER_MASKED_FORWARD = HopperLaunch(64, 64, 2, 2)
+# of head_dim 128 with few rows: shorter blocks reach less far beyond the diagonal
+HOPPER_SHORT_FORWARD = HopperLaunch(64, 64, 2, 2)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
@@ -422,6 +423,8 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
         return HOPPER_BIASED_FORWARD
     if is_wide(problem):
         return HOPPER_WIDE
+    if takes_turns(problem) and problem.window_left is None:
+        return HOPPER_SHORT_FORWARD
     return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
 
 

@@ -35,7 +35,6 @@ from torch_streamkl.launches.launch import (
     HOPPER_AGAIN,
     HOPPER_BIASED,
     HOPPER_MASKED,
-    HOPPER_ONE_BIAS,
     HOPPER_WIDE_AGAIN,
     HopperLaunch,
     adds_queries,
@@ -434,7 +433,7 @@ def _task(
     if problem.mask is not None:
         launch = HOPPER_MASKED
     if has_bias(problem):
-        launch = HOPPER_ONE_BIAS if has_one_bias(problem) else HOPPER_BIASED
+        launch = HOPPER_BIASED
     group, num_shares = 1, 1
     length = problem.seqlen_q if rows else problem.seqlen_k
     blocks = ceil_div(length, launch.groups * launch.block_m) * problem.batch

@@ -253,6 +253,11 @@ def forward_kernel(
 
 
 @triton.jit
+def either(a, b):
+    return a | b
+
+
+@triton.jit
 def forward_again_kernel(
     student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     num_blocks, num_heads, num_works, inv_temperature, fill,
@@ -262,16 +267,18 @@ def forward_again_kernel(
 
     A program looks at EACH blocks at once: most have none, and two programs fit a multiprocessor.
     """
-    found = 0
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    marks = tl.zeros([BLOCK_M], tl.int32)  # of each row, a bit a block
     for i in tl.static_range(EACH):
         work = tl.program_id(0) + i * tl.num_programs(0)
         at = tl.minimum(work, num_works - 1)
         _b, h, m0, seq = bind_rows(masks, at % num_blocks, at // num_blocks, num_heads, 1, CONFIG)
-        rows = m0 + tl.arange(0, CONFIG.BLOCK_M)
+        rows = m0 + tl.arange(0, BLOCK_M)
         values = value_ptr + row_offset(at // num_blocks, h, seq, masks) + rows
         stop = tl.where(work < num_works, seq.num_rows, 0)
         value = tl.load(values, mask=rows < stop, other=0.0)
-        found |= tl.max((value != value).to(tl.int32), 0) << i
+        marks |= (value != value).to(tl.int32) << i
+    found = tl.reduce(marks, 0, either)
     if found == 0:
         return
     for i in range(EACH):
