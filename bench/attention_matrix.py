@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from bench import ceilings, machine
 from bench.attention_cells import (
+    DIVERGENCES,
     DTYPES,
     LENGTH,
     MASKS,
@@ -164,7 +165,7 @@ def _calls_beside(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> Calls:
 
 def _is_causal(cell: Cell) -> bool:
     """Whether torch's attention beside a cell is causal."""
-    return cell.mask in ("causal", "window", "packed")
+    return cell.mask in ("causal", "window", "packed", "causal clamps")
 
 
 def attention_rates(row: Row) -> tuple[float, float]:
@@ -400,7 +401,7 @@ def markdown(matrix: Matrix) -> str:
     if matrix.note:
         lines += [matrix.note, ""]
     lines += beside_lines(matrix)
-    order = {mask: i for i, mask in enumerate((*MASKS, "blocks"))}
+    order = {mask: i for i, mask in enumerate((*MASKS, "blocks", *DIVERGENCES))}
     usual = [row for row in matrix.rows if not row.cell.has_few_rows]
     usual.sort(
         key=lambda row: (
