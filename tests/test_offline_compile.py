@@ -87,6 +87,9 @@ WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 HOPPER_FORWARD_STACK = 72
 # of those that go by tiles, whose programs keep what they need for the next block
 HOPPER_TURNS_STACK = {"forward": 288, "backward": 128}
+# of the kernel that repeats blocks, where a program looks at several: it keeps what is the same
+# for all of them, and no program reads it that has nothing to repeat
+AGAIN_STACK = 128
 HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
 
 
@@ -239,7 +242,9 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
     if whole and seqlen > 1:  # the last round is less than half full
         expected.insert(0, "unite_rows_kernel")
     assert [launch.kernel.__name__ for launch in others] == expected
-    assert all(compile_launch(launch, "sm_90").spill_bytes == 0 for launch in others)
+    for launch in others:
+        stack = AGAIN_STACK if launch.args.get("EACH", 1) > 1 else 0
+        assert compile_launch(launch, "sm_90").spill_bytes <= stack
 
 
 @pytest.mark.parametrize(
