@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from bench import ceilings
 from bench.attention_cells import (
+    DIVERGENCES,
     DTYPES,
     LENGTH,
     MASKS,
@@ -147,7 +148,7 @@ def _calls(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> tuple[Call, Cal
 
 def _is_causal(cell: Cell) -> bool:
     """Whether torch's attention beside a cell is causal."""
-    return cell.mask in ("causal", "window", "packed")
+    return cell.mask in ("causal", "window", "packed", "causal clamps")
 
 
 def attention_rates(row: Row) -> tuple[float, float]:
@@ -388,7 +389,7 @@ def markdown(matrix: Matrix) -> str:
     if matrix.note:
         lines += [matrix.note, ""]
     lines += beside_lines(matrix)
-    order = {mask: i for i, mask in enumerate((*MASKS, "blocks"))}
+    order = {mask: i for i, mask in enumerate((*MASKS, "blocks", *DIVERGENCES))}
     usual = [row for row in matrix.rows if not row.cell.has_few_rows]
     usual.sort(
         key=lambda row: (

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from bench import (
     accuracy,
+    attention_cells,
     attention_matrix,
     cases,
     compare,
@@ -436,6 +437,7 @@ def test_committed_document_is_what_the_committed_records_give() -> None:
 TINY_CELL = attention_matrix.Cell(16, 16, "none", "fp32", 2, 4, 4, 64, 64)
 TINY_CELLS = [
     *(replace(TINY_CELL, mask=mask, batch=1) for mask in attention_matrix.MASKS),
+    *(replace(TINY_CELL, mask=name, batch=1) for name in attention_cells.DIVERGENCES),
     *(replace(TINY_CELL, dtype=dtype, mask="causal") for dtype in ("bf16", "fp16")),
     replace(TINY_CELL, teacher_dim=24, kv_heads=2, mask="causal"),
     replace(TINY_CELL, seqlen_q=1, seqlen_k=128),
