@@ -117,7 +117,7 @@ def test_roots_of_probabilities_have_gradients_at_a_masked_key(text: str) -> Non
 def test_derivatives_of_js(beta: float) -> None:
     """Its own terms: what the mixture's logarithm adds to both derivatives cancels."""
     js = named("js", beta)
-    assert js.mixture is not None
+    assert js.is_mixture
     logs = (torch.rand(2, 300, dtype=torch.float64) * -30).unbind()
     for variable, given in ((LOG_S, js.student_grad), (LOG_P, js.teacher_grad)):
         assert "exp" not in render(given).replace("logaddexp", "")
@@ -135,5 +135,5 @@ def test_derivatives_of_js(beta: float) -> None:
 )
 def test_what_is_no_mixture(text: str) -> None:
     functional = Functional.of(text)
-    assert functional.mixture is None
+    assert not functional.is_mixture
     assert functional.student_grad == derivative(functional.expr, LOG_S)

@@ -514,12 +514,9 @@ class Functional:
         return self.guarded.form if self.guarded else self.bilinear
 
     @functools.cached_property
-    def mixture(self) -> tuple[float, float] | None:
-        """b and c of JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
-        if mixture_terms(self.expr) is None:
-            return None
-        _, of_p = self.expr.args[0].args  # P (logP - logM)
-        return mixture_shares(of_p.args[1].args[1])
+    def is_mixture(self) -> bool:
+        """Whether this is JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
+        return mixture_terms(self.expr) is not None
 
     @functools.cached_property
     def is_short(self) -> bool:

@@ -23,7 +23,6 @@ from torch_streamkl.attention.hopper import wide_forward as wide_fwd
 from torch_streamkl.attention.hopper.biases import Bias
 from torch_streamkl.attention.hopper.masks import PreparedMask
 from torch_streamkl.attention.hopper.parts import unite_rows_kernel
-from torch_streamkl.attention.hopper.second_pass import Mixture
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.attention.triton import forward as portable
 from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
@@ -181,8 +180,7 @@ def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any,
         ),
         (
             by_teacher, launch.groups, launch.slots, plan.form,
-            _helper(problem, plan) if second else None,
-            Mixture(*(problem.functional.mixture or (0.0, 0.0))), config,
+            _helper(problem, plan) if second else None, config,
         ),
         {"num_warps": 4},
         _mask_tensors(problem),

@@ -4,9 +4,6 @@ A divergence that is no sum of products of a probability and a logarithm (JS, TV
 the log-sum-exps of its row first. The program that found them reads the same tiles once more,
 while the queries are still in shared memory, and gives every key to the functional's helper
 (pointwise.py).
-
-Of a mixture, JS with M = b P + c S, the sums of P (log P - log M) and S (log S - log M) are all:
-its derivatives are multiples of them, and its value is the sum of both. They are in base 2.
 """
 
 from typing import Any, NamedTuple
@@ -27,26 +24,13 @@ from torch_streamkl.attention.hopper.warp_groups import (
     before_wait_pair,
     exp2,
     lane_sum,
-    log2,
     start_scores,
 )
 from torch_streamkl.kernels.row_state import LN2
 
-SMALLEST = gl.constexpr(2.0**-126)
-
-
-class Mixture(NamedTuple):
-    """b and c of a mixture, 0 of other functionals."""
-
-    B: float
-    C: float
-
 
 class KeySums(NamedTuple):
-    """Per thread: f, h and g of a pointwise functional, summed over the keys.
-
-    Of a mixture h and g without their factors, and no f.
-    """
+    """Per thread: f, h and g of a pointwise functional, summed over the keys."""
 
     value: Any
     h: Any
@@ -56,8 +40,8 @@ class KeySums(NamedTuple):
 @gluon.jit
 def key_step(
     o, sums, lse_o, lse_w, t, tiles, place, zero, MASKED: gl.constexpr,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, MIXTURE: gl.constexpr,
-    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, SLOTS: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The sums with tile t, whose products of `other` are o, and those of the next."""
     w = start_scores(place.wq, tile_at(tiles.weight_k, place, t, SLOTS), zero)
@@ -67,25 +51,14 @@ def key_step(
     log_w = w * place.weight_scale - gl.expand_dims(lse_w, 1)
     log_t = log_w if WEIGHT_IS_TEACHER else log_o
     log_s = log_o if WEIGHT_IS_TEACHER else log_w
-    if MIXTURE.B != 0.0:
-        p = exp2(log_t)
-        s = exp2(log_s)
-        log_m = log2(gl.maximum(MIXTURE.B * p + MIXTURE.C * s, SMALLEST))
-        h = s * (log_s - log_m)
-        g = p * (log_t - log_m)
-        f = 0.0
-    else:
-        f, h, g = HELPER(exp2(log_t), exp2(log_s), log_t * LN2, log_s * LN2)
+    f, h, g = HELPER(exp2(log_t), exp2(log_s), log_t * LN2, log_s * LN2)
     if MASKED:
         allowed = seen(place, t, zero, CONFIG)
-        if MIXTURE.B == 0.0:
-            f = gl.where(allowed, f, 0.0)
+        f = gl.where(allowed, f, 0.0)
         h = gl.where(allowed, h, 0.0)
         g = gl.where(allowed, g, 0.0)
-    h, g = before_wait_pair(sums.h + lane_sum(h), sums.g + lane_sum(g))
-    value = sums.value
-    if MIXTURE.B == 0.0:
-        value = before_wait(value + lane_sum(f))
+    value, h = before_wait_pair(sums.value + lane_sum(f), sums.h + lane_sum(h))
+    g = before_wait(sums.g + lane_sum(g))
     o = warpgroup_mma_wait(0, deps=[following])
     return o, KeySums(value, h, g)
 
@@ -93,8 +66,8 @@ def key_step(
 @gluon.jit
 def sum_keys(
     lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, MIXTURE: gl.constexpr,
-    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, SLOTS: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The second pass over every tile that some row of the warp group sees."""
     end = place.end
@@ -108,19 +81,15 @@ def sum_keys(
         for t in range(start, stop):
             o, sums = key_step(
                 o, sums, lse_o, lse_w, t, tiles, place, zero, True,
-                WEIGHT_IS_TEACHER, HELPER, MIXTURE, SLOTS, CONFIG,
+                WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
             )  # fmt: skip
         for t in range(stop, gl.where(stop == whole, edge, stop), 2):
             for half in gl.static_range(2):
                 o, sums = key_step(
                     o, sums, lse_o, lse_w, t // 2 * 2 + half, tiles, place, zero, False,
-                    WEIGHT_IS_TEACHER, HELPER, MIXTURE, SLOTS, CONFIG,
+                    WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
                 )  # fmt: skip
         start, stop = edge, end
     if end % 2 == 1:
         release(tiles, place.used + end // 2, SLOTS)
-    if MIXTURE.B != 0.0:
-        h = sums.h * (MIXTURE.C * LN2)
-        g = sums.g * (MIXTURE.B * LN2)
-        sums = KeySums(h + g, h, g)
     return sums

@@ -129,7 +129,7 @@ def reduce_rows(
     tiles, work, masks, blocks, outputs, other_scale, weight_scale,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, FORM: gl.constexpr, HELPER: gl.constexpr,
-    MIXTURE: gl.constexpr, CONFIG: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows of every block."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -183,7 +183,7 @@ def reduce_rows(
                         lse_w = finite_lse(lse_t if WEIGHT_IS_TEACHER else lse_s)
                         sums = sum_keys(
                             lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-                            WEIGHT_IS_TEACHER, HELPER, MIXTURE, SLOTS, CONFIG,
+                            WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
                         )  # fmt: skip
                         value = gl.convert_layout(gl.sum(sums.value, 1), row_layout)
                         h_sum = gl.convert_layout(gl.sum(sums.h, 1), row_layout)
@@ -223,7 +223,7 @@ def turns_forward_kernel(
     other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr, HELPER: gl.constexpr, MIXTURE: gl.constexpr, CONFIG: gl.constexpr,
+    FORM: gl.constexpr, HELPER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Values and statistics of blocks of rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -271,7 +271,7 @@ def turns_forward_kernel(
         [
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(0),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, MIXTURE, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks,
@@ -279,15 +279,15 @@ def turns_forward_kernel(
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(1),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, MIXTURE, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(2),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, MIXTURE, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(3),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, MIXTURE, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],

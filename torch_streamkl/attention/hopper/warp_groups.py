@@ -68,14 +68,6 @@ WAIT_ONE, WAIT_TWO, WAIT_THREE = (gl.constexpr(_before_wait(2 * n)) for n in (1,
 
 
 @gluon.jit
-def log2(x):
-    """log2 of a positive number in one instruction, off by 2^-22 of itself."""
-    return gl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def before_wait(a):
     """a, computed by this point of the program: a pause that no number asks for reads it."""
     return gl.inline_asm_elementwise(

@@ -253,11 +253,6 @@ def forward_kernel(
 
 
 @triton.jit
-def either(a, b):
-    return a | b
-
-
-@triton.jit
 def forward_again_kernel(
     student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     num_blocks, num_heads, num_works, inv_temperature, fill,
@@ -268,7 +263,7 @@ def forward_again_kernel(
     A program looks at EACH blocks at once: most have none, and two programs fit a multiprocessor.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    marks = tl.zeros([BLOCK_M], tl.int32)  # of each row, a bit a block
+    found = 0
     for i in tl.static_range(EACH):
         work = tl.program_id(0) + i * tl.num_programs(0)
         at = tl.minimum(work, num_works - 1)
@@ -277,8 +272,7 @@ def forward_again_kernel(
         values = value_ptr + row_offset(at // num_blocks, h, seq, masks) + rows
         stop = tl.where(work < num_works, seq.num_rows, 0)
         value = tl.load(values, mask=rows < stop, other=0.0)
-        marks |= (value != value).to(tl.int32) << i
-    found = tl.reduce(marks, 0, either)
+        found |= tl.max((value != value).to(tl.int32), 0) << i
     if found == 0:
         return
     for i in range(EACH):
