@@ -10,72 +10,47 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench import ceilings, compare, machine, table
+from bench import compare, machine, table
 from bench.cases import Case, select, suite
-from bench.memory_limit import limit_memory
+from bench.ceilings import both
+from bench.measure import usual_dtype
+from bench.memory import limit_memory
 from bench.providers import PROVIDERS, Provider, choose
-from bench.records import Run, command_line
+from bench.records import Program, Run
 from bench.runner import Settings, out_of_memory_before, run_case
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Program:
     names = "\n".join(f"  {p.name:<15}{p.note}" for p in PROVIDERS)
-    result = argparse.ArgumentParser(
-        prog="python -m bench",
-        description="Distillation losses side by side: time, memory and error of a training step.",
-        epilog=f"providers:\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    result = Program(
+        "bench", "Distillation losses side by side: time, memory and error of a training step."
     )
-    result.add_argument(
-        "--quick", action="store_true", help="two cases, within two minutes on two cores"
-    )
-    result.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    result.add_argument(
-        "--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 on the cpu"
-    )
-    result.add_argument(
-        "--cases",
-        nargs="*",
-        default=[],
-        metavar="PATTERN",
+    result.epilog = f"providers:\n{names}"
+    add = result.add_argument
+    add("--quick", action="store_true", help="two cases, within two minutes on two cores")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 on the cpu")
+    add(
+        "--cases", nargs="*", default=[], metavar="PATTERN",
         help="part of a case's label, or a shell pattern",
-    )
-    result.add_argument("--providers", nargs="*", default=[], metavar="NAME")
-    result.add_argument(
-        "--provider",
-        action="append",
-        default=[],
-        metavar="MODULE:FUNCTION",
+    )  # fmt: skip
+    add("--providers", nargs="*", default=[], metavar="NAME")
+    add(
+        "--provider", action="append", default=[], metavar="MODULE:FUNCTION",
         help="a provider from outside",
-    )
-    result.add_argument(
-        "--seconds", type=float, help="of timing for each provider and case (default 2, quick 0.5)"
-    )
-    result.add_argument(
-        "--alone", action="store_true", help="time forwards without gradients, too"
-    )
-    result.add_argument(
-        "--memory-limit-gib", type=float, help="as if the device had only this much"
-    )
-    result.add_argument(
-        "--json", type=Path, metavar="FILE", help="where to write the records, after every case"
-    )
-    result.add_argument(
-        "--commit", default="", help="what to record as the commit, outside of a clone"
-    )
-    result.add_argument("--base", metavar="REF", help="compare with another commit, in turns")
-    result.add_argument("--exact-case", metavar="LABEL", help=argparse.SUPPRESS)
-    result.add_argument("--list", action="store_true", help="list the cases and stop")
+    )  # fmt: skip
+    add("--seconds", type=float, help="for each provider and case (default 2, quick 0.5)")
+    add("--alone", action="store_true", help="time forwards without gradients, too")
+    add("--memory-limit-gib", type=float, help="as if the device had only this much")
+    add("--base", metavar="REF", help="compare with another commit, in turns")
+    add("--exact-case", metavar="LABEL", help=argparse.SUPPRESS)
+    add("--list", action="store_true", help="list the cases and stop")
     return result
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    options = parser().parse_args(argv)
+    options, head = parser().begin(argv)
     device = torch.device(options.device)
     cases = suite(device.type, options.quick)
     if options.exact_case:
@@ -88,17 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     providers = choose(names, options.provider, options.quick)
     limit_memory(device, options.memory_limit_gib)
     path = options.json or machine.ROOT / "out" / f"bench-{datetime.now():%Y%m%d-%H%M%S}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    run = Run(
-        command=command_line("bench", argv),
-        machine=machine.describe(device, options.commit),
-        dtype=str(dtype).removeprefix("torch."),
-        ceilings={
-            "matmul_tflops": ceilings.matmul_tflops(device, dtype),
-            "copy_gbytes": ceilings.copy_gbytes(device),
-        },
-    )
+    dtype = DTYPES[options.dtype] if options.dtype else usual_dtype(device)
+    run = Run(**head, dtype=str(dtype).removeprefix("torch."), ceilings=both(device, dtype))
     print(", ".join(f"{k} {v}" for k, v in run.machine.items()))
     print(", ".join(f"{k} {table.number(v)}" for k, v in run.ceilings.items()), flush=True)
     try:

@@ -7,7 +7,9 @@ rounding to that dtype. One that fails is red, and its times are compared with n
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +17,23 @@ from torch import Tensor
 from bench.cases import Case, Inputs
 
 
-@dataclass(frozen=True)
-class Truth:
-    """The exact loss and gradients of one input set, and what a provider may be off by."""
+def worst_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest of the tensors' errors, each relative in norm; NaN where one is NaN."""
+    pairs = zip(given, exact, strict=True)
+    return float(torch.stack([(g.double() - e).norm() / e.norm() for g, e in pairs]).max())
 
-    loss: float
-    gradients: tuple[Tensor, ...]
-    loss_budget: float
-    gradient_budget: float
+
+def total_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Of all tensors together: some may be zero but for rounding."""
+    pairs = list(zip(given, exact, strict=True))
+    off = torch.stack([(g.double() - e).square().sum() for g, e in pairs]).sum()
+    norm = torch.stack([e.double().square().sum() for _, e in pairs]).sum()
+    return float((off / norm).sqrt())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Relative errors of one provider: of the loss, and the larger of the gradients' (in norm)."""
+    """Relative errors of one provider: of the loss, and of the gradients."""
 
     loss_error: float | None  # None when only a part of the heads was checked
     gradient_error: float
@@ -40,33 +46,59 @@ class Verdict:
         loss_ok = self.loss_error is None or self.loss_error <= self.loss_budget
         return loss_ok and self.gradient_error <= self.gradient_budget
 
+    @property
+    def status(self) -> dict[str, str]:
+        """Empty, or red and why."""
+        if self.is_green:
+            return {}
+        loss = "not checked" if self.loss_error is None else f"{self.loss_error:.1e}"
+        detail = (
+            f"loss off by {loss} (allowed {self.loss_budget:.1e}), "
+            f"gradients by {self.gradient_error:.1e} (allowed {self.gradient_budget:.1e})"
+        )
+        return {"status": "red", "detail": detail}
+
+    def row(self) -> dict[str, Any]:
+        """For a record whose rows are of their own kind."""
+        return vars(self) | self.status
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The exact loss and gradients of one input set, and what a provider may be off by."""
+
+    loss: float
+    gradients: Sequence[Tensor]
+    loss_budget: float
+    gradient_budget: float
+    error: Callable[[Sequence[Tensor], Sequence[Tensor]], float] = worst_error
+
+    @classmethod
+    def of(
+        cls,
+        exact: tuple[float, Sequence[Tensor]],
+        naive: tuple[float, Sequence[Tensor]],  # the error of its loss instead of the loss
+        dtype: torch.dtype,
+        error: Callable[[Sequence[Tensor], Sequence[Tensor]], float] = worst_error,
+    ) -> Truth:
+        rounding = torch.finfo(dtype).eps
+        budget = 2 * error(naive[1], exact[1]) + rounding / 2
+        return cls(*exact, 2 * naive[0] / abs(exact[0]) + rounding, budget, error)
+
+    def judge(self, loss: float | None, gradients: Sequence[Tensor]) -> Verdict:
+        loss_error = None if loss is None else abs(loss - self.loss) / abs(self.loss)
+        error = self.error(gradients, self.gradients)
+        return Verdict(loss_error, error, self.loss_budget, self.gradient_budget)
+
 
 def truth_of(case: Case, inputs: Inputs) -> Truth:
     """Piece by piece, so that float64 fits where the naive code does not."""
     dtype = inputs[0].dtype
     losses, gradients = _by_pieces(case, inputs, torch.float64)
     naive_losses, naive_gradients = _by_pieces(case, inputs, dtype)
-    loss = math.fsum(losses)
     # Errors of pieces are added without their signs: a total that is right by luck is no budget.
-    naive_loss_error = math.fsum(
-        abs(a - b) for a, b in zip(naive_losses, losses, strict=True)
-    ) / abs(loss)
-    rounding = torch.finfo(dtype).eps
-    return Truth(
-        loss,
-        gradients,
-        2 * naive_loss_error + rounding,
-        2 * _worst(naive_gradients, gradients) + rounding / 2,
-    )
-
-
-def judge(case: Case, truth: Truth, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
-    """Errors of a provider's loss and gradients of the student's two inputs."""
-    parts = tuple(g.double() for g in case.gated(gradients))
-    loss_error = abs(loss.item() - truth.loss) / abs(truth.loss) if case.gates_everything else None
-    return Verdict(
-        loss_error, _worst(parts, truth.gradients), truth.loss_budget, truth.gradient_budget
-    )
+    off = math.fsum(abs(a - b) for a, b in zip(naive_losses, losses, strict=True))
+    return Truth.of((math.fsum(losses), gradients), (off, naive_gradients), dtype)
 
 
 def _by_pieces(
@@ -84,7 +116,3 @@ def _by_pieces(
         ):
             sum_of_pieces += gradient
     return losses, totals[:2]
-
-
-def _worst(gradients: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
-    return max(((g - t).norm() / t.norm()).item() for g, t in zip(gradients, truth, strict=True))

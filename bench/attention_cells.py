@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import attention_kl, attention_kl_varlen
+from torch_streamkl.divergences.functional import named
 
 TOKENS = 8192  # of a batch of shorter sequences
 WINDOW = 1024  # keys that a row of the window mask sees
@@ -18,6 +19,15 @@ LENGTH = 0.75  # of the keys that key_lengths admits
 BLOCK = 128  # queries and keys of a block that "blocks" admits or not
 PACKED = (3 / 8, 5 / 16, 3 / 16, 1 / 8)  # of the tokens in each packed sequence
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# divergences other than forward KL, in the place of a mask; "causal clamps" is both
+GUARD, CLAMP = 1e-8, 1e-12
+DIVERGENCES: dict[str, dict[str, Any]] = {
+    "js": {"divergence": "js"},
+    "tv": {"divergence": "tv"},
+    "eps": {"student_eps": GUARD, "teacher_eps": GUARD},
+    "clamps": {"student_clamp": CLAMP, "teacher_clamp": CLAMP},
+    "causal clamps": {"student_clamp": CLAMP, "teacher_clamp": CLAMP, "is_causal": True},
+}
 MASKS = ("none", "causal", "window", "boolean", "additive", "key lengths", "alibi", "packed")
 
 
@@ -57,7 +67,7 @@ class Cell:
         """
         everything = float(self.seqlen_q) * self.seqlen_k
         match self.mask:
-            case "causal":
+            case "causal" | "causal clamps":
                 return everything / 2
             case "window":
                 width = min(WINDOW, self.seqlen_k)
@@ -108,6 +118,8 @@ class Cell:
         """What `attention_kl` is told about masks."""
         n, m = self.seqlen_q, self.seqlen_k
         generator = torch.Generator(device).manual_seed(1)
+        if self.mask in DIVERGENCES:
+            return dict(DIVERGENCES[self.mask])
         match self.mask:
             case "causal":
                 return {"is_causal": True}
@@ -160,6 +172,9 @@ MASK_REASONS = {
     "boolean": "a byte of mask is read and tested for every pair of scores",
     "additive": "a bias is read and added for every score of both sides",
     "alibi": "distance and slope are computed for every score of both sides",
+    "js": "two passes: the row's log-sum-exps, then the sums",
+    "tv": "two passes: the row's log-sum-exps, then the sums",
+    "eps": "two passes: the row's log-sum-exps, then the sums",
     "packed": "sequences of 1024 to 3072: few tiles a block of rows, rows of unequal length",
 }
 
@@ -206,6 +221,7 @@ def matrix() -> list[Cell]:
     ]
     cells.append(cell(128, "causal", seqlen=131072, heads=8))
     cells.append(cell(128, "blocks"))
+    cells += [cell(128, divergence) for divergence in DIVERGENCES]
     cells += [
         cell(dim, mask, seqlen=32768)
         for dim in (64, 128, 32, 96, 192, 256)
@@ -254,9 +270,11 @@ def _row(cell: Cell, inputs: tuple[Tensor, ...], head: int, i: int) -> tuple[Ten
         sides.append(scores + _row_bias(cell, scores, head, i))
     log_s, log_t = (x.log_softmax(0) for x in sides)
     p, s = log_t.exp(), log_s.exp()
-    value = torch.where(p > 0, p * (log_t - log_s), 0.0).sum()
+    options = {k: v for k, v in DIVERGENCES.get(cell.mask, {}).items() if k != "is_causal"}
+    functional = named(options.pop("divergence", "forward_kl"), **options)
+    f, h, _ = functional.sums({"P": p, "S": s, "logP": log_t, "logS": log_s})
     keys = inputs[1][0, head * cell.kv_heads // cell.heads].detach().double()
-    return value, (s - p) @ keys * inputs[0].shape[-1] ** -0.5
+    return f.sum(), (h - s * h.sum()) @ keys * inputs[0].shape[-1] ** -0.5
 
 
 def _row_bias(cell: Cell, like: Tensor, head: int, i: int) -> Tensor:
@@ -267,7 +285,7 @@ def _row_bias(cell: Cell, like: Tensor, head: int, i: int) -> Tensor:
     allowed = j >= 0
     bias = torch.zeros_like(like)
     match cell.mask:
-        case "causal":
+        case "causal" | "causal clamps":
             allowed = j <= position
         case "window":
             allowed = (j <= position) & (j > position - WINDOW)

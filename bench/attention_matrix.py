@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from bench import ceilings, machine
+from bench import ceilings
 from bench.attention_cells import (
+    DIVERGENCES,
     DTYPES,
     LENGTH,
     MASKS,
@@ -46,14 +47,14 @@ from bench.attention_cells import (
     matrix,
 )
 from bench.cases import AttentionCase, Heads
-from bench.measure import is_out_of_memory, median_ms, release, synchronize
-from bench.records import command_line
+from bench.measure import attempt, in_turns, median_ms, release, synchronize
+from bench.records import Program, save
 from bench.table import markdown_lines, number
 
 LEAST_SHARE = 0.6  # of the best rate at a head_dim; a row below shows its reason
 ATTENTION = "attention"  # of those beside a cell
 TURNS = 5  # of a cell and those beside it
-Calls = tuple[Callable[[], object], Callable[[], object]]  # forward, backward
+Call = Callable[[], Any]
 
 
 # -------------------------------------------------------------------------------------- timing
@@ -86,67 +87,50 @@ def run_cell(
     impl: str,
     rounds: int,
     rows: int,
-    beside: tuple[str, ...] = (),
+    beside: Sequence[str] = (),
 ) -> Row:
     """Time a cell; ``rows`` of a head are checked first."""
-    try:
-        return _run_cell(cell, device, impl, rounds, rows, beside)
-    except Exception as error:  # a case that breaks is a result; the others go on
-        status = "oom" if is_out_of_memory(error) else "error"
-        detail = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    release(device)
-    return Row(cell, status, detail)
+    row, why = attempt(lambda: _run_cell(cell, device, impl, rounds, rows, beside), device)
+    return row or Row(cell, **why)
 
 
 def _run_cell(
-    cell: Cell,
-    device: torch.device,
-    impl: str,
-    rounds: int,
-    rows: int,
-    beside: tuple[str, ...],
+    cell: Cell, device: torch.device, impl: str, rounds: int, rows: int, beside: Sequence[str]
 ) -> Row:
     inputs = cell.inputs(device)
-    call = call_of(cell, device, impl)
-    value = call(*inputs)
-    weight = torch.ones_like(value)
-
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(value, inputs[:2], weight, retain_graph=True)
-
-    dq, dk = backward()
+    forward, backward, value = _calls(cell, inputs, impl)
     row = Row(cell, implementation=_implementation(cell, inputs, impl))
+    gradients = backward()
     if rows:
-        row.detail = gate(cell, inputs, value.detach(), (dq, dk), rows)
+        row.detail = gate(cell, inputs, value.detach(), gradients, rows)
         row.status = "red" if row.detail else "ok"
-    del dq, dk
+    del gradients
     synchronize(device)
     if rounds:
-        calls = {name: _calls_beside(cell, inputs, name) for name in beside}
-        calls[impl] = (lambda: call(*inputs), backward)
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-        for _ in range(TURNS if beside else 1):
-            for name, both in calls.items():
-                forward_ms, backward_ms = (median_ms(f, device, rounds) for f in both)
-                taken[name].append((forward_ms, backward_ms))
-        found = {}
-        for name, times in taken.items():
-            forward_times, backward_times = zip(*times, strict=True)
-            found[name] = (median(forward_times), median(backward_times))
-        row.forward_ms, row.backward_ms = found.pop(impl)
-        row.beside = found
+        calls = {name: _calls(cell, inputs, name)[:2] for name in beside}
+        calls[impl] = forward, backward
+        takes = {
+            name: lambda _, both=both: [median_ms(f, device, rounds) for f in both]
+            for name, both in calls.items()
+        }
+        for name, times in in_turns(takes, TURNS if beside else 1).items():
+            forward_ms, backward_ms = (median(x) for x in zip(*times, strict=True))
+            row.beside[name] = (forward_ms, backward_ms)
+        row.forward_ms, row.backward_ms = row.beside.pop(impl)
     return row
 
 
-def _calls_beside(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> Calls:
-    """Forward and backward of another implementation of a cell, or of torch's attention."""
+def _calls(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> tuple[Call, Call, Tensor]:
+    """Forward, backward and value of an implementation of a cell, or of torch's attention."""
     device = inputs[0].device
     if name != ATTENTION:
         call = call_of(cell, device, name)
         value = call(*inputs)
         weight = torch.ones_like(value)
-        return lambda: call(*inputs), lambda: torch.autograd.grad(
-            value, inputs[:2], weight, retain_graph=True
+        return (
+            lambda: call(*inputs),
+            lambda: torch.autograd.grad(value, inputs[:2], weight, retain_graph=True),
+            value,
         )
     heads = Heads(cell.heads, cell.heads, cell.widest)
     case = AttentionCase("", "", cell.batch, cell.seqlen_k, heads, heads, _is_causal(cell))
@@ -159,12 +143,12 @@ def _calls_beside(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> Calls:
             return timed.loss_fn(*given)
 
     loss = forward()
-    return forward, lambda: torch.autograd.grad(loss, given[:3], retain_graph=True)
+    return forward, lambda: torch.autograd.grad(loss, given[:3], retain_graph=True), loss
 
 
 def _is_causal(cell: Cell) -> bool:
     """Whether torch's attention beside a cell is causal."""
-    return cell.mask in ("causal", "window", "packed")
+    return cell.mask in ("causal", "window", "packed", "causal clamps")
 
 
 def attention_rates(row: Row) -> tuple[float, float]:
@@ -195,48 +179,45 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
 
 
 # ----------------------------------------------------------------------------------- compiling
-def show(progress: tqdm, what: str) -> None:
-    progress.set_description(what)
-    progress.update()
-
-
 def compile_first(
     cells: list[Cell],
     jobs: int,
     impl: str,
     device: torch.device,
     progress: tqdm,
-    beside: tuple[str, ...] = (),
+    beside: Sequence[str] = (),
 ) -> dict[Cell, str]:
     """Run every case once in processes, which leaves its kernels in Triton's cache.
 
     Returns the cases that failed. The longest cases have the kernels of those of `TOKENS`.
     """
-    seen = {replace(c, seqlen_q=0, seqlen_k=0, batch=0) for c in cells if c.seqlen_k <= TOKENS}
+
+    def kernels(c: Cell) -> Cell:
+        return replace(c, seqlen_q=0, seqlen_k=0, batch=0)
+
+    seen = {kernels(c) for c in cells if c.seqlen_k <= TOKENS}
+    # what takes longest to compile goes first
+    new = [c for c in cells if c.seqlen_k <= TOKENS or kernels(c) not in seen]
+    new.sort(key=lambda c: c.dtype != "fp32")
+    progress.update(len(cells) - len(new))
     failed = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = {}
-        # what takes longest to compile goes first
-        for c in sorted(cells, key=lambda c: c.dtype != "fp32"):
-            known = replace(c, seqlen_q=0, seqlen_k=0, batch=0) in seen
-            if known and c.seqlen_k > TOKENS:
-                progress.update()  # has the kernels of a shorter one
-            else:
-                futures[pool.submit(run_cell, c, device, impl, 0, 0)] = c
-                for other in beside:
-                    if other != ATTENTION:
-                        pool.submit(run_cell, c, device, other, 0, 0)
+        futures = {pool.submit(run_cell, c, device, impl, 0, 0): c for c in new}
+        for other in beside:
+            if other != ATTENTION:
+                for c in new:
+                    pool.submit(run_cell, c, device, other, 0, 0)
         for future in as_completed(futures):
             c = futures[future]
-            show(progress, f"compiled {title(c)}")
+            progress.set_description(f"compiled {title(c)}")
+            progress.update()
             try:
                 row = future.result()
-            except BrokenProcessPool:
-                failed[c] = "a process ended while it compiled this and others"
-            else:
-                if row.status != "ok":
-                    failed[c] = row.detail
+            except BrokenProcessPool:  # while it compiled this or another: it is tried again
+                continue
+            if row.status != "ok":
+                failed[c] = row.detail
     return failed
 
 
@@ -252,12 +233,10 @@ class Matrix:
     is_complete: bool = False
     note: str = ""  # by hand: what a reader of the record has to know
 
-    def save(self, path: Path) -> None:
-        """After every row: written beside the old file and moved over it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        partial.replace(path)
+    def save(self, path: Path | None) -> None:
+        """After every row."""
+        if path is not None:
+            save(asdict(self), path)
 
     @classmethod
     def load(cls, path: Path) -> Matrix:
@@ -322,13 +301,36 @@ def row_cells(row: Row, matrix: Matrix) -> tuple[str, ...]:
     """One row of the table, in `COLUMNS`' order."""
     what = (*cells_of(row.cell), row.implementation)
     if row.status != "ok":
-        return (*what, f"{row.status}: {row.detail}".replace("|", "/"), *("",) * 6)
-    rates, shares = row.rates(), matrix.shares(row)
-    cells = []
-    for ms, rate, share in zip((row.forward_ms, row.backward_ms), rates, shares, strict=True):
-        cells += [number(ms), number(rate), f"{share:.0%}"]
+        return _failed(row, what, COLUMNS)
     reason = (row.cell.reason or "**no reason known**") if matrix.is_slow(row) else ""
-    return (*what, *cells, reason)
+    return (*what, *_rated(row, 1.0, row.rates(), matrix.shares(row)), reason)
+
+
+def few_cells(row: Row, matrix: Matrix) -> tuple[str, ...]:
+    """One row of the table of few queries, in `FEW_COLUMNS`' order."""
+    cell, rates = row.cell, row.key_rates()
+    what = (
+        f"{cell.seqlen_q}",
+        f"{cell.seqlen_k}",
+        f"{cell.heads} ({cell.kv_heads}) x {cell.widest}",
+    )
+    if row.status != "ok":
+        return _failed(row, what, FEW_COLUMNS)
+    return (*what, *_rated(row, 1e3, rates, [rate / matrix.copy_gbytes for rate in rates]))
+
+
+def _failed(row: Row, what: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
+    why = f"{row.status}: {row.detail}".replace("|", "/")
+    return (*what, why, *("",) * (len(columns) - len(what) - 1))
+
+
+def _rated(
+    row: Row, unit: float, rates: Sequence[float], shares: Sequence[float]
+) -> Iterator[str]:
+    """Time, rate and share of the forward, then of the backward."""
+    times = (row.forward_ms, row.backward_ms)
+    for ms, rate, share in zip(times, rates, shares, strict=True):
+        yield from (number(ms * unit), number(rate), f"{share:.0%}")
 
 
 def beside_lines(matrix: Matrix) -> list[str]:
@@ -362,19 +364,6 @@ def _pair(rates: tuple[float, float]) -> str:
     return f"{number(rates[0])} / {number(rates[1])}"
 
 
-def few_cells(row: Row, matrix: Matrix) -> tuple[str, ...]:
-    cell = row.cell
-    shape = f"{cell.heads} ({cell.kv_heads}) x {cell.widest}"
-    what = (f"{cell.seqlen_q}", f"{cell.seqlen_k}", shape)
-    if row.status != "ok":
-        return (*what, f"{row.status}: {row.detail}".replace("|", "/"), *("",) * 5)
-    cells = []
-    for ms, rate in zip((row.forward_ms, row.backward_ms), row.key_rates(), strict=True):
-        share = rate / matrix.copy_gbytes
-        cells += [number(ms * 1e3), number(rate), f"{share:.0%}"]
-    return (*what, *cells)
-
-
 def markdown(matrix: Matrix) -> str:
     """The section of RESULTS.md."""
     where = ", ".join(f"{k} {v}" for k, v in matrix.machine.items() if k != "device")
@@ -400,7 +389,7 @@ def markdown(matrix: Matrix) -> str:
     if matrix.note:
         lines += [matrix.note, ""]
     lines += beside_lines(matrix)
-    order = {mask: i for i, mask in enumerate((*MASKS, "blocks"))}
+    order = {mask: i for i, mask in enumerate((*MASKS, "blocks", *DIVERGENCES))}
     usual = [row for row in matrix.rows if not row.cell.has_few_rows]
     usual.sort(
         key=lambda row: (
@@ -417,44 +406,38 @@ def markdown(matrix: Matrix) -> str:
 
 
 # ------------------------------------------------------------------------------------------ run
-def run(
-    cells: list[Cell], matrix: Matrix, device: torch.device, settings: argparse.Namespace
-) -> None:
+def run(cells: list[Cell], matrix: Matrix, settings: argparse.Namespace) -> None:
     """Fill the matrix, saving after each row."""
     started = time.perf_counter()
+    device = torch.device(settings.device)
     jobs = settings.jobs if device.type == "cuda" else 0
+    failed: dict[Cell, str] = {}
     with tqdm(total=len(cells) * (2 if jobs else 1), leave=False) as progress:
-        failed = (
-            compile_first(cells, jobs, settings.impl, device, progress, tuple(settings.beside))
-            if jobs
-            else {}
-        )
-        tqdm.write(f"compiled after {time.perf_counter() - started:.0f} s")
+        if jobs:
+            failed = compile_first(cells, jobs, settings.impl, device, progress, settings.beside)
+            tqdm.write(f"compiled after {time.perf_counter() - started:.0f} s")
         for cell in cells:
-            show(progress, title(cell))
+            progress.set_description(title(cell))
+            progress.update()
             if time.perf_counter() - started > settings.seconds:
                 tqdm.write(f"stopped after {settings.seconds:.0f} s, before {title(cell)}")
                 return
-            if cell in failed and not failed[cell].startswith("a process ended"):
-                row = Row(cell, "error", failed[cell])
-            else:
-                row = run_cell(
-                    cell, device, settings.impl, settings.rounds, settings.rows,
-                    tuple(settings.beside),
-                )  # fmt: skip
+            row = (
+                Row(cell, "error", failed[cell])
+                if cell in failed
+                else run_cell(
+                    cell, device, settings.impl, settings.rounds, settings.rows, settings.beside
+                )
+            )
             matrix.rows.append(row)
             tqdm.write(" | ".join(row_cells(row, matrix)[:11]))
-            if settings.json:
-                matrix.save(settings.json)
+            matrix.save(settings.json)
     matrix.is_complete = True
-    if settings.json:
-        matrix.save(settings.json)
+    matrix.save(settings.json)
 
 
 def main(arguments: list[str] | None = None, cells: list[Cell] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = Program("bench.attention_matrix", __doc__)
     parser.add_argument("--impl", default="auto")
     parser.add_argument("--beside", nargs="+", default=(), help="also timed, in turns")
     parser.add_argument("--only", nargs="+", help="cells whose title holds one of these texts")
@@ -462,20 +445,14 @@ def main(arguments: list[str] | None = None, cells: list[Cell] | None = None) ->
     parser.add_argument("--rows", type=int, default=3, help="of two heads that are checked")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=220.0, help="no row starts after these")
-    parser.add_argument("--commit", default="")
-    settings = parser.parse_args(given)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = Matrix(
-        command_line("bench.attention_matrix", given),
-        machine.describe(device, settings.commit),
-        ceilings.copy_gbytes(device),
-        [],
-    )
+    settings, head = parser.begin(arguments)
+    device = torch.device(settings.device)
+    result = Matrix(**head, copy_gbytes=ceilings.copy_gbytes(device), rows=[])
     release(device)
     cells = matrix() if cells is None else cells
     if settings.only:
         cells = [c for c in cells if any(text in title(c) for text in settings.only)]
-    run(cells, result, device, settings)
+    run(cells, result, settings)
     print(markdown(result))
     return 0
 

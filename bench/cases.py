@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,82 +219,56 @@ def _random(
 
 
 # ------------------------------------------------------------------------------------ shapes
-BERT_BASE = AttentionCase(
-    "bert-base",
-    "google-bert/bert-base-uncased",
-    8,
-    512,
-    Heads(12, 12, 64),
-    Heads(12, 12, 64),
-    is_causal=False,
+def _same(name: str, source: str, batch: int, seqlen: int, *heads: int, **more: Any) -> Any:
+    """Student and teacher with the same heads."""
+    both = Heads(*heads)
+    return AttentionCase(name, source, batch, seqlen, both, both, **more)
+
+
+BERT_BASE: AttentionCase = _same(
+    "bert-base", "google-bert/bert-base-uncased", 8, 512, 12, 12, 64, is_causal=False
 )
 MINILM = AttentionCase(
     "minilm-from-bert",
     "microsoft/MiniLM-L12-H384-uncased from google-bert/bert-base-uncased",
     8, 512, Heads(12, 12, 32), Heads(12, 12, 64), is_causal=False,
 )  # fmt: skip
-LLAMA_8B = AttentionCase(
-    "llama-3-8b",
-    "meta-llama/Meta-Llama-3-8B on both sides",
-    1,
-    8192,
-    Heads(32, 8, 128),
-    Heads(32, 8, 128),
+LLAMA_8B: AttentionCase = _same(
+    "llama-3-8b", "meta-llama/Meta-Llama-3-8B on both sides", 1, 8192, 32, 8, 128
 )
 LLAMA_1B_8B = AttentionCase(
-    "llama-1b-from-8b",
-    "meta-llama/Llama-3.2-1B from meta-llama/Llama-3.1-8B",
+    "llama-1b-from-8b", "meta-llama/Llama-3.2-1B from meta-llama/Llama-3.1-8B",
     1, 8192, Heads(32, 8, 64), Heads(32, 8, 128),
 )  # fmt: skip
-QWEN_7B = AttentionCase(
-    "qwen-2.5-7b", "Qwen/Qwen2.5-7B on both sides", 1, 8192, Heads(28, 4, 128), Heads(28, 4, 128)
-)
+QWEN_7B = _same("qwen-2.5-7b", "Qwen/Qwen2.5-7B on both sides", 1, 8192, 28, 4, 128)
 INDEXER = AttentionCase(
     "deepseek-indexer",
     "deepseek-ai/DeepSeek-V3.2-Exp: 128 heads of 192 averaged, learnt by one bilinear head of 128",
     1, 4096, Heads(1, 1, 128), Heads(128, 128, 192), head_mean=True,
 )  # fmt: skip
-GEMMA_9B = AttentionCase(
-    "gemma-2-9b",
-    "google/gemma-2-9b on both sides, softcap 50",
-    1,
-    4096,
-    Heads(16, 8, 256),
-    Heads(16, 8, 256),
-    softcap=50.0,
+GEMMA_9B = _same(
+    "gemma-2-9b", "google/gemma-2-9b on both sides, softcap 50", 1, 4096, 16, 8, 256, softcap=50.0
 )
 
+# tokens, vocabulary, and the widths of student and teacher
 GPT2_HEAD = LinearCase(
     "distilgpt2-head", "distilbert/distilgpt2 from openai-community/gpt2", 512, 50257, 768, 768
 )
 SMOLLM_HEAD = LinearCase(
-    "smollm2-head",
-    "HuggingFaceTB/SmolLM2-135M from HuggingFaceTB/SmolLM2-360M",
-    512,
-    49152,
-    576,
-    960,
-)
+    "smollm2-head", "HuggingFaceTB/SmolLM2-135M from HuggingFaceTB/SmolLM2-360M",
+    512, 49152, 576, 960,
+)  # fmt: skip
 LLAMA_HEAD = LinearCase(
-    "llama-1b-from-8b-head",
-    "meta-llama/Llama-3.2-1B from meta-llama/Llama-3.1-8B",
-    4096,
-    128256,
-    2048,
-    4096,
-)
+    "llama-1b-from-8b-head", "meta-llama/Llama-3.2-1B from meta-llama/Llama-3.1-8B",
+    4096, 128256, 2048, 4096,
+)  # fmt: skip
 QWEN_HEAD = LinearCase(
     "qwen-7b-from-32b-head", "Qwen/Qwen2.5-7B from Qwen/Qwen2.5-32B", 8192, 152064, 3584, 5120
 )
 GEMMA_HEAD = LinearCase(
-    "gemma-2b-from-9b-head",
-    "google/gemma-2-2b from google/gemma-2-9b, softcap 30",
-    4096,
-    256000,
-    2304,
-    3584,
-    softcap=30.0,
-)
+    "gemma-2b-from-9b-head", "google/gemma-2-2b from google/gemma-2-9b, softcap 30",
+    4096, 256000, 2304, 3584, softcap=30.0,
+)  # fmt: skip
 
 
 def suite(device: str, quick: bool = False) -> list[Case]:
@@ -337,10 +312,9 @@ def _mha() -> list[AttentionCase]:
     """What attention kernels are usually quoted at: 32 heads with keys of their own."""
     cases = []
     for dim in (128, 64):
-        heads = Heads(32, 32, dim)
         for is_causal in (True, False):
             name = f"mha-{dim}-{'causal' if is_causal else 'full'}"
-            cases.append(AttentionCase(name, "Llama-2 heads", 1, 8192, heads, heads, is_causal))
+            cases.append(_same(name, "Llama-2 heads", 1, 8192, 32, 32, dim, is_causal=is_causal))
     return cases
 
 

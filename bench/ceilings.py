@@ -37,6 +37,14 @@ def copy_gbytes(device: torch.device) -> float:
     )
 
 
+def both(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """As a run holds them."""
+    return {
+        "matmul_tflops": matmul_tflops(device, dtype),
+        "copy_gbytes": copy_gbytes(device),
+    }
+
+
 def attention(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> Timed | None:
     """Torch's attention (cuDNN's on CUDA) with the teacher's heads, to be timed beside providers.
 

@@ -1,6 +1,6 @@
 """Another commit of the library beside this one: `python -m bench --base REF`.
 
-The base is checked out in a temporary directory. This benchmark's code measures both versions in
+The base is unpacked into a temporary directory. This benchmark's code measures both versions in
 processes of their own and in turns: base, head, base, head for each case, so that a drifting
 machine meets both alike.
 """
@@ -8,9 +8,11 @@ machine meets both alike.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +40,7 @@ def child_arguments(options: argparse.Namespace, providers: list[str]) -> list[s
 
 def compare(base: str, labels: list[str], arguments: list[str], run: Run, path: Path) -> None:
     """Fills ``run`` with records of both versions, case by case."""
-    with library_at(base) as base_path, library_here() as head_path:
+    with library_at(base) as base_path, library_at() as head_path:
         for label in labels:
             visits: dict[str, list[Run]] = {version: [] for version in VERSIONS}
             for visit in range(VISITS):
@@ -78,61 +80,39 @@ def text(records: list[Record]) -> str:
 
 
 @contextmanager
-def library_at(ref: str) -> Iterator[Path]:
-    """A directory with the package as it was at ``ref``, importable without an installation."""
-    git = ("git", "-C", str(ROOT))
-    resolved = subprocess.run(
-        [*git, "rev-parse", "--verify", f"{ref}^{{commit}}"], capture_output=True, text=True
-    )
-    if resolved.returncode:
-        raise ValueError(f"--base must name a commit, got {ref!r}")
+def library_at(ref: str = "") -> Iterator[Path]:
+    """A directory to import the package from: as it was at ``ref``, or as the files are now."""
     with tempfile.TemporaryDirectory() as directory:
-        tree = Path(directory) / "tree"
-        subprocess.run(
-            [*git, "worktree", "add", "--detach", "-q", str(tree), resolved.stdout.strip()],
-            check=True,
-        )
-        try:
-            yield _importable(tree, Path(directory) / "site")
-        finally:
-            subprocess.run([*git, "worktree", "remove", "--force", str(tree)], check=False)
-
-
-@contextmanager
-def library_here() -> Iterator[Path]:
-    """The same for the files as they are now."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield _importable(ROOT, Path(directory) / "site")
-
-
-def _importable(tree: Path, site: Path) -> Path:
-    # An editable install maps torch_streamkl.fx_passes to this checkout, whichever torch_streamkl
-    # is imported. Only a package that contains its fx_passes is independent of it.
-    package = site / "torch_streamkl"
-    package.mkdir(parents=True)
-    for entry in (tree / "torch_streamkl").iterdir():
-        (package / entry.name).symlink_to(entry)
-    (package / "fx_passes").symlink_to(tree / "fx_passes")
-    (site / "bench").symlink_to(ROOT / "bench")
-    return site
+        tree, site = ROOT, Path(directory) / "site"
+        if ref:
+            tree = Path(directory) / "tree"
+            archive = subprocess.run(
+                ["git", "-C", str(ROOT), "archive", ref, "torch_streamkl", "fx_passes"],
+                capture_output=True,
+            )
+            if archive.returncode:
+                raise ValueError(f"--base must name a commit, got {ref!r}")
+            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+                files.extractall(tree, filter="data")
+        # An editable install maps torch_streamkl.fx_passes to this checkout, whichever
+        # torch_streamkl is imported. Only a package that contains its fx_passes is independent.
+        package = site / "torch_streamkl"
+        package.mkdir(parents=True)
+        for entry in (tree / "torch_streamkl").iterdir():
+            (package / entry.name).symlink_to(entry)
+        (package / "fx_passes").symlink_to(tree / "fx_passes")
+        (site / "bench").symlink_to(ROOT / "bench")
+        yield site
 
 
 def _measure(library: Path, label: str, arguments: list[str]) -> Run:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "visit.json"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "bench",
-            "--exact-case",
-            label,
-            "--json",
-            str(path),
-            *arguments,
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(library)}
-        child = subprocess.run(command, env=environment, capture_output=True, text=True)
+        what = ["--exact-case", label, "--json", str(path), *arguments]
+        child = subprocess.run(
+            [sys.executable, "-P", "-m", "bench", *what],
+            env={**os.environ, "PYTHONPATH": str(library)}, capture_output=True, text=True,
+        )  # fmt: skip
         if child.returncode:
             raise RuntimeError(f"measuring {label} failed:\n{child.stderr[-2000:]}")
         return Run.load(path)

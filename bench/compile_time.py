@@ -9,6 +9,7 @@ of both; what the checks of the rewrite take of it is given by itself.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -16,55 +17,37 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from bench import machine
+from bench.models import build, kl_of_maps
+from bench.records import Program, Rows
 
-NUM_LAYERS = 12
-WIDTH, NUM_HEADS, VOCABULARY, SEQLEN = 64, 4, 256, 32
-
-
-def build(family: str, seed: int) -> nn.Module:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": NUM_HEADS,
-        "max_position_embeddings": 4 * SEQLEN,
-    }
-    if family == "bert":
-        config, model = transformers.BertConfig(**sizes), transformers.BertModel
-    else:
-        config = transformers.LlamaConfig(num_key_value_heads=2, **sizes)
-        model = transformers.LlamaModel
-    built = model._from_config(config, attn_implementation="eager").eval()
-    # the first call with output_attentions installs hooks, which would break the graph
-    built(input_ids=torch.zeros(1, 4, dtype=torch.long), output_attentions=True)
-    return built
+SEQLEN = 32
+SIZES = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12,
+    "num_attention_heads": 4, "max_position_embeddings": 4 * SEQLEN,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "bert": ("BertModel", SIZES),
+    "llama": ("LlamaModel", SIZES | {"num_key_value_heads": 2}),
+}
 
 
 def make_step(family: str) -> Callable[[Tensor], Tensor]:
-    teacher, student = build(family, 0).requires_grad_(False), build(family, 1)
+    kind, sizes = FAMILIES[family]
+    teacher, student = (build(kind, seed, **sizes).eval() for seed in range(2))
+    teacher.requires_grad_(False)
 
     def step(ids: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = teacher(input_ids=ids, output_attentions=True)
         got = student(input_ids=ids, output_attentions=True)
         loss = F.mse_loss(got.last_hidden_state, wanted.last_hidden_state)
-        for p, q in zip(wanted.attentions, got.attentions, strict=True):
-            rows = p * (p.clamp_min(1e-12).log() - q.clamp_min(1e-12).log())
-            loss = loss + rows.sum(-1).mean()
-        return loss
+        return loss + kl_of_maps(wanted.attentions, got.attentions)
 
     return step
 
@@ -114,41 +97,32 @@ def in_new_process(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
         return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--families", nargs="*", default=["bert", "llama"])
+def main(argv: list[str] | None = None) -> int:
+    parser = Program("bench.compile_time", __doc__, devices=False)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--once", nargs=2, metavar=("FAMILY", "BACKEND"), help=argparse.SUPPRESS)
     parser.add_argument("--dynamic", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.once:
-        print(json.dumps(compile_once(given.once[0], given.dynamic, given.once[1])))
-        return
-    records = []
-    for family in given.families:
-        for dynamic in (False, True):
-            plain = in_new_process(family, dynamic, "inductor")
-            ours = in_new_process(family, dynamic, "streamkl")
-            share = ours["rewrite"] / plain["backend"]
-            share_of_checks = ours["check"] / plain["backend"]
-            records.append(
-                {"family": family, "dynamic": dynamic, "inductor": plain, "streamkl": ours}
-                | {"share_of_inductor": share, "share_of_checks": share_of_checks}
-            )
-            kind = "dynamic" if dynamic else "static"
-            print(
-                f"{family:<6} {kind:<8} rewrite {ours['rewrite']:.2f} s, {ours['fused']} sites; "
-                f"plain Inductor {plain['backend']:.1f} s; share {share:.1%}, "
-                f"checks alone {share_of_checks:.1%}",
-                flush=True,
-            )
-            if given.json:
-                record = {
-                    "machine": machine.describe(torch.device("cpu"), machine.current_commit()),
-                    "records": records,
-                }
-                given.json.write_text(json.dumps(record, indent=1) + "\n")
+    options, head = parser.begin(argv)
+    if options.once:
+        print(json.dumps(compile_once(options.once[0], options.dynamic, options.once[1])))
+        return 0
+    record = Rows(head, options.json)
+    for family, dynamic in itertools.product(options.families, (False, True)):
+        plain = in_new_process(family, dynamic, "inductor")
+        ours = in_new_process(family, dynamic, "streamkl")
+        share, share_of_checks = (ours[k] / plain["backend"] for k in ("rewrite", "check"))
+        record.add(
+            {"family": family, "dynamic": dynamic, "inductor": plain, "streamkl": ours}
+            | {"share_of_inductor": share, "share_of_checks": share_of_checks}
+        )
+        print(
+            f"{family:<6} {'dynamic' if dynamic else 'static':<8} rewrite {ours['rewrite']:.2f} "
+            f"s, {ours['fused']} sites; plain Inductor {plain['backend']:.1f} s; "
+            f"share {share:.1%}, checks alone {share_of_checks:.1%}",
+            flush=True,
+        )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,8 @@ from unittest import mock
 
 import torch
 
+from bench.measure import Unavailable
+
 LEAST_REPLAYS = 2  # of a step: forward and backward
 
 
@@ -30,6 +32,11 @@ def marked(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*arguments)
 
     return begin_and_call
+
+
+def check(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unavailable(f"CUDA graphs do not run on {device.type}")
 
 
 def replays_of(call: Callable[[], object]) -> int:

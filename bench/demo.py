@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +27,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import torch_streamkl
+from bench import plots
+from bench.accuracy import total_error
 from bench.memory import peak_bytes
+from bench.models import build
 
 COLORS = {"eager": "#888888", "streamkl": "#d1495b"}
 PAD = 0
@@ -68,53 +73,40 @@ def llama_loss(teacher: nn.Module, student: nn.Module, ids: Tensor, mask: Tensor
     return s.loss + attention_kl(t.attentions[1::2], s.attentions)
 
 
-def bert_pair(device: str, dtype: torch.dtype) -> Pair:
-    def model(num_layers: int) -> nn.Module:
-        config = transformers.BertConfig(
-            vocab_size=256,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=num_layers,
-            num_attention_heads=8,
-            max_position_embeddings=8192,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        built = transformers.BertModel._from_config(config, attn_implementation="eager")
-        return built.to(device=device, dtype=dtype)
-
-    torch.manual_seed(0)
-    teacher = model(4).eval().requires_grad_(False)
-    return Pair("BERT, padded batch", teacher, model(2), bert_loss, pads=True)
+SIZES = {
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
 
 
-def llama_pair(device: str, dtype: torch.dtype) -> Pair:
-    def model(num_layers: int) -> nn.Module:
-        config = transformers.LlamaConfig(
-            vocab_size=256,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=num_layers,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            max_position_embeddings=8192,
-        )
-        built = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
-        return built.to(device=device, dtype=dtype)
+def make_pair(device: str, dtype: torch.dtype, pads: bool) -> Pair:
+    """An encoder pair whose batch is padded, or a causal decoder pair with grouped heads."""
+    if pads:
+        name, kind, loss = "BERT, padded batch", "BertModel", bert_loss
+        more: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    else:
+        name, kind, loss = "Llama, causal, grouped heads", "LlamaForCausalLM", llama_loss
+        more = {"num_key_value_heads": 2}
+    teacher, student = (
+        build(kind, seed, device, dtype, num_hidden_layers=layers, **SIZES, **more)
+        for seed, layers in enumerate((4, 2))
+    )
+    return Pair(name, teacher.eval().requires_grad_(False), student, loss, pads)
 
-    torch.manual_seed(1)
-    teacher = model(4).eval().requires_grad_(False)
-    return Pair("Llama, causal, grouped heads", teacher, model(2), llama_loss, pads=False)
+
+@functools.cache
+def text() -> bytes:
+    """Python's language reference, which every Python ships."""
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def batches(
     num: int, batch: int, seqlen: int, device: str, *, pads: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Python's own language reference as bytes, cut into (input_ids, attention_mask)."""
-    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    """The text as bytes, cut into (input_ids, attention_mask)."""
     need = num * batch * seqlen
-    text = text * math.ceil(need / len(text))
-    ids = torch.tensor(list(text[:need]), device=device).view(num, batch, seqlen)
+    some = text() * math.ceil(need / len(text()))
+    ids = torch.tensor(list(some[:need]), device=device).view(num, batch, seqlen)
     lengths = torch.full((batch,), seqlen, device=device)
     if pads:
         lengths = seqlen - torch.arange(batch, device=device) * (seqlen // (2 * batch))
@@ -131,7 +123,7 @@ class Run:
 
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
-    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    first_gradients: list[Tensor] = field(default_factory=list)
     peak: dict[int, int] = field(default_factory=dict)  # seqlen -> bytes
 
 
@@ -143,20 +135,6 @@ class Outcome:
     runs: dict[str, Run]
     report: torch_streamkl.Report
     batch: int
-
-    @property
-    def loss_difference(self) -> float:
-        eager, ours = (self.runs[x].losses for x in ("eager", "streamkl"))
-        return max(abs(a - b) / abs(a) for a, b in zip(eager, ours, strict=True))
-
-    @property
-    def gradient_difference(self) -> float:
-        """Norm of the difference of all gradients at the first step over their norm."""
-        eager, ours = (self.runs[x].first_gradients for x in ("eager", "streamkl"))
-        difference = sum((eager[k] - ours[k]).double().square().sum().item() for k in eager)
-        return math.sqrt(
-            difference / sum(x.double().square().sum().item() for x in eager.values())
-        )
 
 
 def train(
@@ -171,11 +149,8 @@ def train(
         loss.backward()
         run.losses.append(loss.item())
         if index == 0:
-            run.first_gradients = {
-                k: p.grad.detach().cpu()
-                for k, p in pair.student.named_parameters()
-                if p.grad is not None
-            }
+            used = [p.grad for p in pair.student.parameters() if p.grad is not None]
+            run.first_gradients = [g.detach().cpu() for g in used]
         else:
             run.step_ms.append((time.perf_counter() - start) * 1e3)
         optimizer.step()
@@ -194,18 +169,14 @@ def step_memory(pair: Pair, step: Callable[..., Tensor], batch: tuple[Tensor, Te
     return peak_bytes(call, batch[0].device)
 
 
-def distil(make: Callable[..., Pair], args: argparse.Namespace) -> Outcome:
+def distil(pads: bool, args: argparse.Namespace) -> Outcome:
     """Train one pair in eager mode and compiled, from the same weights on the same batches."""
-    pair = make(args.device, args.dtype)
+    pair = make_pair(args.device, args.dtype, pads)
     data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
-    # transformers installs its recording hooks in the first call that asks for attention maps,
-    # under a lock that torch.compile cannot trace.
-    with torch.no_grad():
-        pair.loss(pair.teacher, pair.student, *data[0])
     report = torch_streamkl.explain(pair.loss, pair.teacher, pair.student, *data[0])
     runs = {}
     for name in COLORS:
-        mine = Pair(pair.name, pair.teacher, copy.deepcopy(pair.student), pair.loss, pair.pads)
+        mine = replace(pair, student=copy.deepcopy(pair.student))
         torch._dynamo.reset()
         step = mine.loss
         if name == "streamkl":
@@ -220,13 +191,13 @@ def distil(make: Callable[..., Pair], args: argparse.Namespace) -> Outcome:
 
 
 def show(outcome: Outcome) -> None:
+    eager, ours = (outcome.runs[name] for name in COLORS)
+    loss = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, ours.losses, strict=True))
+    gradients = total_error(ours.first_gradients, eager.first_gradients)
     print(f"\n=== {outcome.pair} ===\n{outcome.report}\n")
-    print(f"largest relative difference of the loss over all steps  {outcome.loss_difference:.1e}")
-    print(
-        "relative difference of all gradients, first step        "
-        f"{outcome.gradient_difference:.1e}"
-    )
-    largest = max(next(iter(outcome.runs.values())).peak)
+    print(f"largest relative difference of the loss over all steps  {loss:.1e}")
+    print(f"relative difference of all gradients, first step        {gradients:.1e}")
+    largest = max(eager.peak)
     print(f"{'':10}{'ms per step':>14}{'peak memory, N=' + str(largest):>24}")
     for name, run in outcome.runs.items():
         median = sorted(run.step_ms)[len(run.step_ms) // 2]
@@ -235,36 +206,27 @@ def show(outcome: Outcome) -> None:
 
 def draw(outcomes: list[Outcome], path: Path) -> None:
     """Loss curves over each other, and peak memory against sequence length."""
-    import matplotlib
+    from matplotlib.ticker import MaxNLocator
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(outcomes), 2, figsize=(10, 3.6 * len(outcomes)), squeeze=False)
-    for (losses, memory), outcome in zip(axes, outcomes, strict=True):
-        for name, run in outcome.runs.items():
-            wide = {"lw": 5, "alpha": 0.5} if name == "eager" else {"lw": 1.5}
-            losses.plot(run.losses, color=COLORS[name], label=name, **wide)
-            sizes = sorted(run.peak)
-            memory.plot(
-                sizes, [run.peak[n] / 2**20 for n in sizes], "o-", color=COLORS[name], label=name
-            )
-        losses.set(title=f"{outcome.pair}: loss", xlabel="step", ylabel="loss")
-        memory.set(
-            title=f"peak memory of a step, {outcome.batch} sequences",
-            xlabel="sequence length",
-            ylabel="MiB",
-            xscale="log",
-            yscale="log",
-        )
-        memory.set_xticks(sizes, [str(n) for n in sizes])
-        memory.minorticks_off()
-        for axis in (losses, memory):
-            axis.grid(alpha=0.3, which="both")
-            axis.legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with plots.figure(path, len(outcomes), 2, (10, 3.6 * len(outcomes))) as (_, panels):
+        for losses, memory, outcome in zip(panels[::2], panels[1::2], outcomes, strict=True):
+            for name, run in outcome.runs.items():
+                wide = {"lw": 5, "alpha": 0.5} if name == "eager" else {"lw": 1.5}
+                losses.plot(run.losses, color=COLORS[name], label=name, **wide)
+                mib = {n: size / 2**20 for n, size in sorted(run.peak.items())}
+                memory.plot(mib.keys(), mib.values(), "o-", color=COLORS[name], label=name)
+            losses.set(title=f"{outcome.pair}: loss", xlabel="training step", ylabel="loss")
+            losses.xaxis.set_major_locator(MaxNLocator(integer=True))
+            memory.set(
+                title=f"peak memory of a step, {outcome.batch} sequences",
+                xlabel="sequence length", ylabel="MiB", xscale="log", yscale="log",
+            )  # fmt: skip
+            memory.set_xticks(list(mib), [str(n) for n in mib])
+            memory.minorticks_off()
+            plots.plain_numbers(memory.yaxis)
+            for panel in (losses, memory):
+                panel.grid(alpha=0.3)
+                panel.legend(frameon=False)
     print(f"\npicture: {path}")
 
 
@@ -286,7 +248,7 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch")
     start = time.perf_counter()
-    outcomes = [distil(make, args) for make in (bert_pair, llama_pair)]
+    outcomes = [distil(pads, args) for pads in (True, False)]
     for outcome in outcomes:
         show(outcome)
     draw(outcomes, args.out)

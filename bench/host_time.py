@@ -2,24 +2,28 @@
 
     python -m bench.host_time                    # CPU clock, medians of rounds that alternate
     python -m bench.host_time --profile forward
+    python -m bench.host_time --device cuda --json FILE  # small calls, with their kernels
 
-No GPU takes part: tensors are on the CPU, kernels are replaced by a call that does nothing, and
-what is recorded of them (torch_streamkl/kernels/recorded.py) is what a GPU's calls would issue.
+On the CPU no GPU takes part: kernels are replaced by a call that does nothing, and what is
+recorded of them (torch_streamkl/launches/recorded.py) is what a GPU's calls would issue. On a GPU
+a call is timed as fast as the host can issue it, with a wait after each, and its kernels alone in
+a CUDA graph.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import os
 import pstats
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 ROUNDS, CALLS = 41, 200
+COPIES = 50  # of a call in one CUDA graph
 
 
 class NoKernel:
@@ -86,13 +90,22 @@ def calls() -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", choices=("forward", "gradients"))
-    args = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "1"  # the kernels run without a GPU
+def main(argv: list[str] | None = None) -> int:
+    if not any("cuda" in x for x in (sys.argv[1:] if argv is None else argv)):
+        os.environ["TRITON_INTERPRET"] = "1"  # the kernels run without a GPU
     import torch
 
+    from bench.records import Program, Rows
+
+    parser = Program("bench.host_time", __doc__)
+    parser.add_argument("--profile", choices=("forward", "gradients"))
+    parser.set_defaults(device="cpu")
+    options, head = parser.begin(argv)
+    if options.device == "cuda":
+        record = Rows(head | {"overhead": on_gpu()}, options.json)
+        record.save()
+        print(record.head["overhead"])
+        return 0
     torch.set_num_threads(1)
     from torch_streamkl.attention.triton import plans
     from torch_streamkl.launches import recorded
@@ -102,27 +115,73 @@ def main() -> None:
         mock.patch.object(recorded, "runs_directly", return_value=True),
     ):
         functions = calls()
-        if args.profile:
-            name = "forward" if args.profile == "forward" else "forward and gradients"
+        if options.profile:
+            name = "forward" if options.profile == "forward" else "forward and gradients"
             profile(functions[name])
-            return
+            return 0
         for name, us in medians(functions).items():
             print(f"{name:<40}{us:8.1f} us")
+    return 0
 
 
 def medians(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Microseconds of the CPU's clock."""
-    found: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
+    from bench.measure import in_turns
+
+    def take(function: Callable[[], object]) -> Callable[[int], float]:
         for _ in range(10):
             function()
-    for _ in range(ROUNDS):
-        for name, function in functions.items():
+
+        def taken(_: int) -> float:
             start = time.process_time()
             for _ in range(CALLS):
                 function()
-            found[name].append((time.process_time() - start) / CALLS * 1e6)
+            return (time.process_time() - start) / CALLS * 1e6
+
+        return taken
+
+    found = in_turns({name: take(function) for name, function in functions.items()}, ROUNDS)
     return {name: statistics.median(times) for name, times in found.items()}
+
+
+def on_gpu() -> dict[str, dict[str, float]]:
+    """Of tiny inputs, microseconds: of the host, with a wait, and of the kernels."""
+    import torch
+
+    from bench.measure import host_seconds, median_ms
+    from torch_streamkl import attention_kl
+    from torch_streamkl.attention import ops
+
+    device = torch.device("cuda")
+    shape = (1, 2, 16, 64)
+    plain = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    leaves = [x.clone().requires_grad_(i < 2) for i, x in enumerate(plain)]
+    weight = torch.ones(shape[:3], device=device)
+
+    def step() -> object:
+        return torch.autograd.grad(attention_kl(*leaves, is_causal=True), leaves[:2], weight)
+
+    def us(call: Callable[[], object], repeats: int, rounds: int) -> float:
+        return 1e6 * statistics.median(host_seconds(call, device, repeats) for _ in range(rounds))
+
+    small: dict[str, Callable[[], object]] = {
+        "forward": lambda: attention_kl(*plain, is_causal=True),
+        "recorded": lambda: attention_kl(*leaves, is_causal=True),
+        "step": step,
+        "dispatched": lambda: ops.attention_kl(*plain, window_right=0),
+    }
+    found = {}
+    for name, call in small.items():
+        us(call, 50, 1)
+        found[name] = {"call_us": us(call, 20, 100), "synchronised_us": us(call, 1, 500)}
+    for name in ("forward", "step"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(COPIES):
+                small[name]()
+        found[name]["kernels_us"] = median_ms(graph.replay, device, 20) / COPIES * 1e3
+    found["empty_kernel"] = {"synchronised_us": us(lambda: weight.add_(0.0), 1, 500)}
+    return found
 
 
 def profile(function: Callable[[], object]) -> None:

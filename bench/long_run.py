@@ -12,28 +12,25 @@ what that should give.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import functools
 import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from bench import machine
-from bench.demo import COLORS, attention_kl
-from bench.records import command_line
+from bench import plots
+from bench.demo import COLORS, attention_kl, text
+from bench.models import build
+from bench.records import Program, save
 
 Step = Callable[[nn.Module, nn.Module, Tensor], Tensor]
 HELD_OUT = 0.1  # of the text, its end
@@ -72,12 +69,6 @@ class Curve:
 
 
 # ----------------------------------------------------------------------------------------- data
-@functools.cache
-def text() -> bytes:
-    """Python's language reference, which every Python ships."""
-    return "\n".join(topics[name] for name in sorted(topics)).encode()
-
-
 def batch_of(settings: Settings, seed: int, step: int) -> Tensor:
     """The step's sequences: a function of seed and step, so that a resumed run has the same."""
     part = text()[: int(len(text()) * (1 - HELD_OUT))]
@@ -97,8 +88,8 @@ def held_out_batch(settings: Settings) -> Tensor:
 
 # --------------------------------------------------------------------------------------- models
 def model(settings: Settings, layers: int, seed: int) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+    return build(
+        "LlamaForCausalLM", seed, settings.device, settings.dtype,
         vocab_size=256,
         hidden_size=settings.hidden_size,
         intermediate_size=2 * settings.hidden_size,
@@ -107,13 +98,7 @@ def model(settings: Settings, layers: int, seed: int) -> Any:
         num_key_value_heads=settings.hidden_size // 128 or 1,
         max_position_embeddings=settings.seqlen,
         attention_dropout=0.0,
-    )
-    built = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
-    built.to(device=settings.device, dtype=settings.dtype)
-    # transformers installs its recording hooks at the first such call, which no graph may hold
-    with torch.no_grad():
-        built(torch.zeros(1, 8, dtype=torch.long, device=settings.device), output_attentions=True)
-    return built
+    )  # fmt: skip
 
 
 def trained_teacher(settings: Settings) -> nn.Module:
@@ -238,63 +223,45 @@ def verdict(found: list[Curve]) -> dict[str, float | bool]:
 
 
 def draw(found: list[Curve], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Loss curves over each other, and their distances from eager's."""
     eager, other, plugin, resumed = (smoothed(c.losses) for c in found)
-    figure, (whole, apart) = plt.subplots(1, 2, figsize=(11, 3.8))
     steps = range(len(eager))
-    whole.plot(steps, eager, color=COLORS["eager"], lw=5, alpha=0.5, label="eager")
-    whole.plot(steps, other, color=COLORS["eager"], lw=1, ls=":", label="eager, another seed")
-    whole.plot(steps, plugin, color=COLORS["streamkl"], lw=1.5, label="streamkl")
-    late = range(len(eager) - len(resumed), len(eager))
-    whole.plot(late, resumed, color="#2e4057", lw=1.5, ls="--", label="streamkl, resumed")
-    whole.set(title="distillation loss", xlabel="step", ylabel="loss", yscale="log")
-    apart.plot(steps, (other - eager).abs(), color=COLORS["eager"], label="of two seeds")
-    apart.plot(
-        steps, (plugin - eager).abs(), color=COLORS["streamkl"], label="streamkl from eager"
-    )
-    apart.set(title="distance of the curves", xlabel="step", yscale="log")
-    for axis in (whole, apart):
-        axis.grid(alpha=0.3, which="both")
-        axis.legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with plots.figure(path, 1, 2, (11, 3.8)) as (_, panels):
+        whole, apart = panels
+        whole.plot(steps, eager, color=COLORS["eager"], lw=6, alpha=0.5, label="eager")
+        whole.plot(steps, other, color="#888888", lw=1, ls=":", label="eager, another seed")
+        whole.plot(steps, plugin, color=COLORS["streamkl"], lw=1.5, label="streamkl")
+        late = range(len(eager) - len(resumed), len(eager))
+        whole.plot(late, resumed, color="#2e4057", lw=1.5, ls="--", label="streamkl, resumed")
+        whole.set(title="distillation loss", ylabel=f"loss, mean of {SMOOTHED} steps")
+        apart.plot(steps, (other - eager).abs(), color=COLORS["eager"], label="of two eager seeds")
+        ours = (plugin - eager).abs()
+        apart.plot(steps, ours, color=COLORS["streamkl"], label="of streamkl from eager")
+        apart.set(title="distance of the loss curves", ylabel="difference of the losses")
+        for panel in panels:
+            panel.set(xlabel="training step", yscale="log")
+            panel.grid(alpha=0.3)
+            panel.legend(frameon=False)
+        plots.plain_numbers(whole.yaxis)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser = Program("bench.long_run", __doc__)
     for name in ("steps", "teacher_steps", "batch", "seqlen", "hidden_size"):
         default = getattr(Settings, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graph")
     parser.add_argument("--out", type=Path, default=Path("build/long_run.png"), help="the picture")
-    parser.add_argument("--json", type=Path, help="the record")
-    parser.add_argument("--commit", default="")
-    options = vars(parser.parse_args(given))
-    out, path, commit = (options.pop(k) for k in ("out", "json", "commit"))
-    settings = Settings(**options)
-    transformers.logging.set_verbosity_error()
+    given, head = parser.begin(arguments)
+    settings = Settings(**{f.name: getattr(given, f.name, f.default) for f in fields(Settings)})
     found = curves(settings)
-    draw(found, out)
-    record = {
-        "command": command_line("bench.long_run", given),
-        "machine": machine.describe(torch.device(settings.device), commit),
-        "settings": asdict(settings),
-        "verdict": verdict(found),
-        "curves": [asdict(c) for c in found],
-    }
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record["verdict"], indent=1))
-    return 0 if record["verdict"]["is_within_band"] else 1
+    draw(found, given.out)
+    result = verdict(found)
+    if given.json is not None:
+        more = {"settings": asdict(settings), "verdict": result}
+        save(head | more | {"curves": [asdict(c) for c in found]}, given.json)
+    print(json.dumps(result, indent=1))
+    return 0 if result["is_within_band"] else 1
 
 
 if __name__ == "__main__":

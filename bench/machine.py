@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -48,17 +49,8 @@ def device_name(device: torch.device) -> str:
 def current_commit() -> str:
     """Short hash, with a plus when files differ from it; "unknown" outside of a clone."""
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
-    changed = _output(
-        "git",
-        "-C",
-        str(ROOT),
-        "status",
-        "--porcelain",
-        "--",
-        "torch_streamkl",
-        "fx_passes",
-        "bench/*.py",
-    )
+    tracked = ("torch_streamkl", "fx_passes", "bench/*.py")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *tracked)
     return commit + ("+" if changed else "") if commit else "unknown"
 
 
@@ -72,8 +64,6 @@ def _output(*command: str) -> str:
 
 
 def _version(package: str) -> str:
-    from importlib import metadata
-
     try:
         return metadata.version(package.replace("_", "-"))
     except metadata.PackageNotFoundError:

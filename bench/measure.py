@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +19,14 @@ from torch import Tensor
 from bench.cases import Inputs
 from bench.memory import peak_bytes
 
+T = TypeVar("T")
+
 MIB = 2**20
 SHORT_MS = 50.0  # steps shorter than this are repeated within a sample
 MODES = ("forward", "backward", "step")
 ALONE = "alone"  # one more where asked for: a forward without gradients, after no backward
 QUEUED_MS = 10.0  # of waiting that the device does while the host issues short calls
+BURST_S = 0.1  # of steps that follow each other without a wait, as in a training loop
 LONG_MS = 100.0  # timed once more after the first time
 WARM_UP_MS = 10.0  # of steps before them that do not count: a GPU's clocks fall while it waits
 
@@ -63,13 +68,31 @@ class OutOfMemory(Exception):
     """The step did not fit; the original message."""
 
 
+class Unavailable(Exception):
+    """A provider cannot compute a case: a package is missing, or it has no such form."""
+
+
 def step(loss_fn: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Loss and gradients."""
     loss = loss_fn(*inputs)
     return loss.detach(), torch.autograd.grad(loss, inputs[:2])
 
 
-def guarded(call: Callable[[], object], device: torch.device) -> object:
+def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, dict[str, str]]:
+    """What a call gives; or None and why it is a result all the same: a status and a detail."""
+    try:
+        return guarded(call, device), {}
+    except OutOfMemory as error:
+        return None, {"status": "oom", "detail": str(error)}
+    except Unavailable as error:
+        return None, {"status": "unavailable", "detail": str(error)}
+    except Exception as error:  # what breaks is a result; the others go on
+        detail = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    release(device)
+    return None, {"status": "error", "detail": detail}
+
+
+def guarded(call: Callable[[], T], device: torch.device) -> T:
     """``call()``; without enough memory `OutOfMemory` is raised and nothing is left behind."""
     try:
         return call()
@@ -91,6 +114,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def release(device: torch.device) -> None:
@@ -148,12 +175,10 @@ class Timed:
         """A sample on the input set whose turn it is; raises `OutOfMemory`."""
         inputs = self.inputs[number % len(self.inputs)]
         with self.context():  # entered before the clock starts
-            taken = guarded(
+            return guarded(
                 lambda: sample(self.loss_fn, inputs, repeats, warm_up, self.has_backward),
                 inputs[0].device,
             )
-        assert isinstance(taken, Sample)
-        return taken
 
 
 def interleaved(
@@ -166,9 +191,17 @@ def interleaved(
     one that multiplies. Every entry gets about ``seconds``, at least three rounds.
     """
     results: dict[str, list[Sample] | OutOfMemory] = {}
-    repeats: dict[str, int] = {}
-    warm_ups: dict[str, int] = {}
     rounds: dict[str, int] = {}
+    takes: dict[str, Callable[[int], None]] = {}
+
+    def take(name: str, number: int, repeats: int, warm_up: int) -> None:
+        samples = results[name]
+        if isinstance(samples, list):
+            try:
+                samples.append(entries[name].burst(number, repeats, warm_up))
+            except OutOfMemory as error:
+                results[name] = error
+
     for name, entry in entries.items():
         try:
             entry.burst(0)  # may compile: a step that says nothing about the next
@@ -177,23 +210,28 @@ def interleaved(
             results[name] = error
             continue
         step_ms = max(first.step_ms, 1e-3)
-        repeats[name] = min(50, math.ceil(SHORT_MS / step_ms))
-        warm_ups[name] = 0
-        if repeats[name] > 1:
-            warm_ups[name] = min(10, math.ceil(WARM_UP_MS / step_ms))
-        cost_ms = step_ms * (repeats[name] + warm_ups[name])
+        repeats, warm_up = min(50, math.ceil(SHORT_MS / step_ms)), 0
+        if repeats > 1:
+            warm_up = min(10, math.ceil(WARM_UP_MS / step_ms))
+        cost_ms = step_ms * (repeats + warm_up)
         rounds[name] = max(3, min(max_rounds, round(seconds * 1e3 / cost_ms)))
         results[name] = []
-    for number in range(max(rounds.values(), default=0)):
-        for name in random.Random(number).sample(list(repeats), len(repeats)):
-            samples = results[name]
-            if isinstance(samples, OutOfMemory) or number >= rounds[name]:
-                continue
-            try:
-                samples.append(entries[name].burst(number, repeats[name], warm_ups[name]))
-            except OutOfMemory as error:
-                results[name] = error
+        takes[name] = partial(take, name, repeats=repeats, warm_up=warm_up)
+    in_turns(takes, rounds)
     return results
+
+
+def in_turns(
+    takes: Mapping[str, Callable[[int], T]], rounds: int | Mapping[str, int]
+) -> dict[str, list[T]]:
+    """What each gives when its turn comes, in rounds that have an order of their own each."""
+    found: dict[str, list[T]] = {name: [] for name in takes}
+    last = rounds if isinstance(rounds, int) else max(rounds.values(), default=0)
+    for number in range(last):
+        for name in random.Random(number).sample(list(takes), len(takes)):
+            if isinstance(rounds, int) or number < rounds[name]:
+                found[name].append(takes[name](number))
+    return found
 
 
 def _now(device: torch.device) -> object:

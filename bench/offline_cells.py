@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -204,29 +204,46 @@ def _of_words_with_masks(e: Any) -> Any:
     return torch.where(e.top, t.exp() * (t - s), 0.0).sum("key")
 
 
-def _row_program(cell: Cell) -> tuple[Callable[[Any], Any], dict[str, Any]]:
-    """The function of a cell and its tensors, on no device; "masks" adds dense ones or columns."""
-    more, dtype = cell.variant == "masks", DTYPES[cell.dtype]
+class Sizes(NamedTuple):
+    """Of the row programs' tensors."""
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    rows: int = 1024
+    keys: int = 1024
+    heads: int = 32
+    kv_heads: int = 8
+    tokens: int = 512
+    words: int = 152064
+    width: int = 3584
+    top: int = 64
 
-    if cell.work == "row program of words":
-        h, w = empty(512, 3584, dtype=dtype), empty(152064, 3584, dtype=dtype)
-        dots = {"s": (h, w), "t": (h, w)}
+
+def row_program_of(
+    work: str, more: bool, head_dim: int, sizes: Sizes, empty: Callable[..., torch.Tensor]
+) -> tuple[Callable[[Any], Any], dict[str, Any]]:
+    """A function and its tensors; ``more`` adds dense ones or columns.
+
+    ``empty(*shape, dtype=None)`` makes a tensor, without a dtype one of those that are multiplied.
+    """
+    n, m, heads, kv_heads, tokens, words, width, top = sizes
+    f32, ids = torch.float32, torch.int64
+    if work == "row program of words":
+        dots = {name: (empty(tokens, width), empty(words, width)) for name in ("s", "t")}
         if not more:
-            return _of_words, {"dots": dots, "rows": {"label": empty(512, dtype=torch.int64)}}
-        top = {"top": empty(512, 64, dtype=torch.int64)}
-        keys = {"bias": empty(152064)}
-        return _of_words_with_masks, {"dots": dots, "columns": top, "keys": keys}
-    q, k = (empty(1, n, 1024, cell.head_dim, dtype=dtype) for n in (32, 8))
-    pairs = {"hidden": empty(1, 1, 1024, 1024, dtype=torch.bool), "bias": empty(1, 1, 1024, 1024)}
-    given: dict[str, Any] = {"pairs": pairs if more else {}}
-    if cell.work == "row program":
-        given |= {"dots": {"s": (q, k), "t": (q, k)}, "keys": {"weight": empty(1, 1, 1024)}}
+            return _of_words, {"dots": dots, "rows": {"label": empty(tokens, dtype=ids)}}
+        columns = {"top": empty(tokens, top, dtype=ids)}
+        keys = {"bias": empty(words, dtype=f32)}
+        return _of_words_with_masks, {"dots": dots, "columns": columns, "keys": keys}
+    q, k = empty(1, heads, n, head_dim), empty(1, kv_heads, m, head_dim)
+    given: dict[str, Any] = {}
+    if more:
+        hidden = empty(1, 1, n, m, dtype=torch.bool)
+        given["pairs"] = {"hidden": hidden, "bias": empty(1, 1, n, m, dtype=f32)}
+    if work == "row program":
+        given |= {"dots": {"s": (q, k), "t": (q, k)}}
+        given |= {"keys": {"weight": empty(1, 1, m, dtype=f32)}}
         return (_weighted_with_masks if more else _weighted), given
-    index = empty(1, 1, 1024, cell.head_dim, dtype=dtype)
-    given |= {"dots": {"t": (q, k), "s": (q, index)}, "rows": {"w": empty(1, 32, 1024)}}
+    given |= {"dots": {"t": (q, k), "s": (q, empty(1, 1, m, head_dim))}}
+    given |= {"rows": {"w": empty(1, heads, n, dtype=f32)}}
     return (_of_heads_with_masks if more else _of_heads), given
 
 
@@ -234,7 +251,11 @@ def _launch_row_program(cell: Cell) -> None:
     from torch_streamkl.rows.triton import blocks as by_maps
     from torch_streamkl.rows.triton import launches as in_tiles
 
-    function, tensors = _row_program(cell)
+    def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or DTYPES[cell.dtype], device="meta")
+
+    more = cell.variant == "masks"
+    function, tensors = row_program_of(cell.work, more, cell.head_dim, Sizes(), empty)
     names = ("rows", "keys", "pairs", "columns")
     parts = [tensors.get(name, {}) for name in names]
     given = normalised(Inputs(tensors["dots"], *parts, None, None))

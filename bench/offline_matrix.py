@@ -5,7 +5,7 @@
     python -m bench.offline_matrix --add out/gpus.csv  # into docs/gpus.csv
     python -m bench.offline_matrix --render  # writes docs/gpus.md's table
 
-Rows are appended to docs/gpus.csv as soon as a cell is compiled. A cell whose rows are there, of
+Rows are in docs/gpus.csv as soon as a cell is compiled. A cell whose rows are there, of
 any Triton, with the tiles that are chosen today is not compiled again; after a change of kernels
 use --fresh. Each cell has a process of its own: a compiler that aborts is a result.
 """
@@ -100,11 +100,6 @@ def save(rows: list[Row], record: Path = RECORD) -> None:
         writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(r) for r in sorted(rows))
-
-
-def append(rows: list[Row], record: Path = RECORD) -> None:
-    with record.open("a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(astuple(r) for r in rows)
 
 
 # ----------------------------------------------------------------------------------------- table
@@ -215,10 +210,9 @@ def main(arguments: list[str] | None = None) -> int:
         save(merged(load(), *(load(path) for path in options.add)))
         render()
         return 0
-    earlier = [] if options.fresh else merged(load(), load(options.record))
-    save([] if options.fresh else load(options.record), options.record)
+    rows = [] if options.fresh else load(options.record)
     launches: dict[Cell, set[tuple[Any, ...]]] = {}
-    for r in earlier:
+    for r in [] if options.fresh else merged(load(), rows):
         launches.setdefault(r.cell, set()).add(r.launch)
     wanted = cells(
         options.work, options.variants, options.head_dims, options.dtypes, options.targets
@@ -231,8 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
             failed += 1
             tqdm.write(f"{cell}: {found}")
         else:
-            append(found, options.record)
-    save(load(options.record), options.record)
+            rows = merged(rows, found)
+            save(rows, options.record)
     if options.record == RECORD:
         render()
     return int(failed > 0)

@@ -1,4 +1,8 @@
-"""Tables of the measurements that have a record of their own kind, for RESULTS.md."""
+"""Tables of the measurements that have a record of their own kind, for RESULTS.md.
+
+A section is a title, columns and the rows of a record. A column is a heading and a format of the
+row's fields; where a field is missing the cell is empty.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from bench import attention_matrix
 from bench.table import markdown_lines
 
 Record = dict[str, Any]
+Columns = dict[str, str]
 
 
 def load(folder: Path) -> dict[str, Record]:
@@ -36,54 +41,56 @@ def _machine(record: Record) -> Iterable[tuple[str, str]]:
     return ((k, v) for k, v in record["machine"].items() if k not in ("transformers", "driver"))
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join(markdown_lines(header, rows))
+def _table(columns: Columns, rows: Iterable[Record]) -> str:
+    cells = [tuple(_cell(x, row) for x in columns.values()) for row in rows]
+    return "\n".join(markdown_lines(tuple(columns), cells))
+
+
+def _cell(template: str, row: Record) -> str:
+    try:
+        return template.format_map(row)
+    except KeyError:
+        return ""
 
 
 def _linear_gpu(record: Record) -> str:
     """Every case: providers beside each other, interleaved in one run."""
+    columns = {
+        "provider": "{name}", "ms": "{ms:.2f}", "range": "{min_ms:.2f} to {max_ms:.2f}",
+        "of torch.compile": "{share:.3f}", "peak GiB": "{peak_gib:.3f}",
+        "errors of dX, dW": "{errors}",
+    }  # fmt: skip
     parts = []
     for case, rows in record["cases"].items():
         compiled = rows.get("torch.compile", {}).get("ms")
-        lines = []
+        shown = []
         for name, row in rows.items():
-            if "ms" not in row:
-                lines.append((name, "out of memory", "", "", "", ""))
-                continue
-            share = f"{row['ms'] / compiled:.3f}" if compiled else ""
-            errors = [row.get(f"{k}_grad_error") for k in ("hidden", "weight")]
-            lines.append(
-                (
-                    name,
-                    f"{row['ms']:.2f}",
-                    f"{row['min_ms']:.2f} to {row['max_ms']:.2f}",
-                    share,
-                    f"{row['peak_gib']:.3f}",
-                    ", ".join(f"{e:.1e}" for e in errors if e is not None),
-                )
-            )
-        header = ("provider", "ms", "range", "of torch.compile", "peak GiB", "errors of dX, dW")
-        parts.append(f"### {case}\n\n{_table(header, lines)}\n")
+            errors = (row.get(f"{k}_grad_error") for k in ("hidden", "weight"))
+            row = row | {"name": name, "errors": ", ".join(f"{e:.1e}" for e in errors if e)}
+            has_ratio = compiled and "ms" in row
+            shown.append(row | {"share": row["ms"] / compiled} if has_ratio else row)
+        parts.append(f"### {case}\n\n{_table(columns, shown)}\n")
     return "\n".join(parts)
 
 
 def _linear_cpu(record: Record) -> str:
-    rows = [
-        (name, f"{row['process_s']:.2f}", f"{row['peak_mib']:.1f}")
-        for name, row in record["rows"].items()
-    ]
-    return f"{record['case']}.\n\n" + _table(("provider", "processor s", "peak MiB"), rows)
+    columns = {
+        "provider": "{name}", "processor s": "{process_s:.2f}", "peak MiB": "{peak_mib:.1f}"
+    }  # fmt: skip
+    rows = ({"name": name, **row} for name, row in record["rows"].items())
+    return f"{record['case']}.\n\n" + _table(columns, rows)
 
 
 def _native(record: Record) -> str:
     overhead = record["overhead"]
-    rows = [
-        (name, *(f"{row[k]:.1f}" if k in row else "" for k in ("call_us", "kernels_us")))
-        for name, row in overhead.items()
-        if "call_us" in row
-    ]
-    text = _table(("small call", "host us a call", "its kernels us"), rows)
-    text += f"\n\nAn empty kernel and its wait take {_wait_us(overhead):.1f} us on this machine."
+    columns = {
+        "small call": "{name}", "host us a call": "{call_us:.1f}",
+        "its kernels us": "{kernels_us:.1f}",
+    }  # fmt: skip
+    rows = ({"name": name, **row} for name, row in overhead.items() if "call_us" in row)
+    wait = overhead["empty_kernel"]["synchronised_us"]
+    text = _table(columns, rows)
+    text += f"\n\nAn empty kernel and its wait take {wait:.1f} us on this machine."
     return f"{text}\n\n{_native_tests(record)}" if "tests" in record else text
 
 
@@ -93,65 +100,47 @@ def _native_tests(record: Record) -> str:
     return text + (f", {left} had no turn in the time there was." if left else ".")
 
 
-def _wait_us(overhead: Record) -> float:
-    return float(overhead["empty_kernel"]["synchronised_us"])
-
-
 def _compile_time(record: Record) -> str:
-    rows = [
-        (
-            row["family"],
-            "dynamic" if row["dynamic"] else "static",
-            str(row["streamkl"]["fused"]),
-            f"{row['streamkl']['rewrite']:.2f}",
-            f"{row['inductor']['backend']:.1f}",
-            f"{row['share_of_inductor']:.1%}",
-        )
-        for row in record["records"]
-    ]
-    header = ("pair", "shapes", "sites", "rewrite s", "plain Inductor s", "share")
-    return _table(header, rows)
+    columns = {
+        "pair": "{family}", "shapes": "{shapes}", "sites": "{streamkl[fused]}",
+        "rewrite s": "{streamkl[rewrite]:.2f}", "plain Inductor s": "{inductor[backend]:.1f}",
+        "share": "{share_of_inductor:.1%}",
+    }  # fmt: skip
+    rows = record.get("records") or record["rows"]
+    shapes = {True: "dynamic", False: "static"}
+    return _table(columns, ({**row, "shapes": shapes[row["dynamic"]]} for row in rows))
+
+
+OF_RANKS = {"step ms": "{step_ms:.1f}", "peak GiB a rank": "{peak_gib:.2f}"}
+
+
+def _on_ranks(record: Record, columns: Columns) -> str:
+    rows = []
+    for row in record["rows"]:
+        shape = ", ".join(f"{value} {name}" for name, value in row.get("shape", {}).items())
+        more = {"sizes": shape, "peak_gib": row["peak_mib"] / 1024}
+        received = row.get("received_mib")
+        rows.append(row | more | ({"received": received} if received else {}))
+    return f"{record['processes']} processes, a GPU each.\n\n{_table(columns, rows)}"
 
 
 def _several_gpus(record: Record) -> str:
-    rows = [
-        (
-            row["objective"],
-            str(row["context"]),
-            row["provider"],
-            f"{row['step_ms']:.1f}",
-            f"{row['peak_mib'] / 1024:.2f}",
-            f"{row['loss_difference']:.1e}",
-            f"{row['gradient_difference']:.1e}",
-        )
-        for row in record["rows"]
-    ]
-    header = (
-        "KL of", "tokens a rank", "provider", "step ms", "peak GiB a rank",
-        "loss off eager's", "gradients off eager's",
-    )  # fmt: skip
-    return f"{record['processes']} processes, a GPU each.\n\n{_table(header, rows)}"
+    columns = {"KL of": "{objective}", "tokens a rank": "{context}", "provider": "{provider}"}
+    columns |= OF_RANKS | {
+        "loss off eager's": "{loss_difference:.1e}",
+        "gradients off eager's": "{gradient_difference:.1e}",
+    }
+    return _on_ranks(record, columns)
 
 
 def _sharded(record: Record) -> str:
-    rows = [
-        (
-            row["case"],
-            ", ".join(f"{value} {name}" for name, value in row["shape"].items()),
-            row["provider"],
-            f"{row['step_ms']:.1f}",
-            f"{row['peak_mib'] / 1024:.2f}",
-            f"{row['received_mib']:.1f}" if row["received_mib"] else "",
-            f"{row['loss_difference']:.1e}",
-            f"{row['gradient_difference']:.1e}",
-        )
-        for row in record["rows"]
-    ]
-    header = (
-        "case", "shape", "provider", "step ms", "peak GiB a rank", "received MiB a rank",
-        "loss off the first's", "gradients off the first's",
-    )  # fmt: skip
-    return f"{record['processes']} processes, a GPU each.\n\n{_table(header, rows)}"
+    columns = {"case": "{case}", "shape": "{sizes}", "provider": "{provider}"} | OF_RANKS
+    columns |= {
+        "received MiB a rank": "{received:.1f}",
+        "loss off the first's": "{loss_difference:.1e}",
+        "gradients off the first's": "{gradient_difference:.1e}",
+    }
+    return _on_ranks(record, columns)
 
 
 def _forms(record: Record) -> str:
@@ -159,43 +148,44 @@ def _forms(record: Record) -> str:
 
 
 def _row_programs(record: Record) -> str:
+    columns = {
+        "form": "{form}", "N": "{size}", "products MiB": "{scores_mib:.0f}",
+        "inductor ms": "{plain[ms]}", "inductor peak MiB": "{plain[mib]}",
+        "streamkl ms": "{ours[ms]}", "streamkl peak MiB": "{ours[mib]}", "ratio": "{ratio:.2f}",
+        "gradient error": "{ours[error]:.1e}",
+    }  # fmt: skip
     rows = []
     for row in record["rows"]:
         plain, ours = (row["providers"][name] for name in ("inductor", "streamkl"))
-        cells = [row["form"], str(row["size"]), f"{row['scores_mib']:.0f}"]
-        for x in (plain, ours):
-            is_timed = "step_ms" in x
-            cells += (
-                [f"{x['step_ms']:.1f}", f"{x['peak_mib']:.0f}"] if is_timed else [x["status"]] * 2
-            )
         both = "step_ms" in plain and "step_ms" in ours
-        ratio = f"{ours['step_ms'] / plain['step_ms']:.2f}" if both else ""
-        rows.append((*cells, ratio, f"{ours.get('gradient_error', math.nan):.1e}"))
-    header = (
-        "form", "N", "products MiB", "inductor ms", "inductor peak MiB", "streamkl ms",
-        "streamkl peak MiB", "ratio", "gradient error",
-    )  # fmt: skip
-    return _table(header, rows)
+        ratio = {"ratio": ours["step_ms"] / plain["step_ms"]} if both else {}
+        rows.append(row | {"plain": _timed(plain, 1), "ours": _timed(ours, 1)} | ratio)
+    return _table(columns, rows)
+
+
+def _timed(x: Record, digits: int) -> Record:
+    """What a provider took, or why it took nothing."""
+    errors = {name: x.get(f"gradient_{name}", math.nan) for name in ("error", "budget")}
+    if "step_ms" not in x:
+        return errors | dict.fromkeys(("forward", "ms", "mib"), x["status"])
+    times = {"forward": f"{x['forward_ms']:.{digits}f}", "ms": f"{x['step_ms']:.{digits}f}"}
+    return errors | times | {"mib": f"{x['peak_mib']:.0f}"}
 
 
 def _row_claims(record: Record) -> str:
-    rows = []
-    for row in record["rows"]:
-        for provider, x in row["providers"].items():
-            cells = [row["case"], str(row["size"]), provider]
-            is_timed = "step_ms" in x
-            cells += (
-                [f"{x['forward_ms']:.2f}", f"{x['step_ms']:.2f}", f"{x['peak_mib']:.0f}"]
-                if is_timed
-                else [x["status"]] * 3
-            )
-            errors = (x.get(name, math.nan) for name in ("gradient_error", "gradient_budget"))
-            rows.append((*cells, *(f"{e:.1e}" for e in errors)))
-    header = (
-        "case", "N or tokens", "what", "forward ms", "step ms", "peak MiB", "gradient error",
-        "may be",
-    )  # fmt: skip
-    return _table(header, rows)
+    columns = {
+        "case": "{case}", "N or tokens": "{size}", "what": "{name}", "forward ms": "{forward}",
+        "step ms": "{ms}", "peak MiB": "{mib}", "gradient error": "{error:.1e}",
+        "may be": "{budget:.1e}",
+    }  # fmt: skip
+    return _table(
+        columns,
+        (
+            row | {"name": name} | _timed(x, 2)
+            for row in record["rows"]
+            for name, x in row["providers"].items()
+        ),
+    )
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {

@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench.providers import PROVIDERS, color_of
 from bench.records import Record, Run
 
-OURS = ("direct", "streamkl")
+OURS = {"direct": "direct (ours, called by hand)", "streamkl": "streamkl (ours, compiled)"}
 AXIS_NAMES = {"attention": "sequence length", "linear": "vocabulary"}
+TITLES = {"attention": "KL of attention maps", "linear": "KL of LM heads"}
 Point = tuple[float, float | None]  # None: out of memory
+
+
+@contextmanager
+def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
+    """A figure and the list of its panels, written to a file at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, panels = pyplot.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False
+    )
+    try:
+        yield drawn, list(panels.flat)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # without a date or a version, so that equal data gives equal files
+        drawn.savefig(path, dpi=110, metadata={"Software": None})
+    finally:
+        pyplot.close(drawn)
+
+
+def plain_numbers(axis: Any) -> None:
+    """Ticks of a logarithmic axis as one writes them: powers of 10, and 2 and 5 where few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    subs = (1.0, 2.0, 5.0) if high / low < 2e3 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=16))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
@@ -23,7 +56,7 @@ def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
         if found:
             name, records = next(iter(found.items()))
             path = folder / f"{stem}-{family}.png"
-            title = f"{name}, {run.dtype}, {run.machine['device']}"
+            title = f"{TITLES[family]}: {name}, {run.dtype}, {run.machine['device']}"
             _time_and_memory(_curves(records), title, AXIS_NAMES[family], path)
             paths.append(path)
     if kernel_points(run):
@@ -35,7 +68,7 @@ def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
         if len({row["context"] for row in rows if row["status"] == "ok"}) < 2:
             continue  # no curve
         path = folder / f"{stem}-end-to-end-{_as_file_name(objective)}.png"
-        title = f"training step, {rows[0]['pair']}, KL of {objective}, {run.machine['device']}"
+        title = f"training step, KL of {objective}, {rows[0]['pair']}\n{run.machine['device']}"
         _time_and_memory(_end_to_end_curves(rows), title, "context in tokens", path)
         paths.append(path)
     return paths
@@ -61,104 +94,88 @@ def sweeps(run: Run, family: str) -> dict[str, list[Record]]:
 
 
 Curves = dict[str, tuple[list[Point], list[Point]]]  # provider: time, memory
+Measured = tuple[str, int, str, float | None, float | None]  # provider, size, status, ms, MiB
 
 
 def _curves(records: Iterable[Record]) -> Curves:
-    curves: Curves = {}
-    for record in records:
-        if record.status == "red":
-            continue  # a wrong result has no place in a comparison
-        time, memory = curves.setdefault(record.provider, ([], []))
-        is_ok = record.status == "ok"
-        time.append((record.sweep[1], record.timing["step"].median_ms if is_ok else None))
-        if record.peak_mib is not None or not is_ok:  # it was weighed, or did not fit
-            memory.append((record.sweep[1], record.peak_mib if is_ok else None))
-    return curves
+    return _by_provider(
+        (r.provider, r.sweep[1], r.status,
+         r.timing["step"].median_ms if r.status == "ok" else None, r.peak_mib)
+        for r in records
+        if r.status != "red"  # a wrong result has no place in a comparison
+    )  # fmt: skip
 
 
 def _end_to_end_curves(rows: list[dict[str, Any]]) -> Curves:
+    return _by_provider(
+        (row["provider"], row["context"], row["status"], row.get("step_ms"), row.get("peak_mib"))
+        for row in rows
+        if row["status"] in ("ok", "oom")
+    )
+
+
+def _by_provider(measured: Iterable[Measured]) -> Curves:
     curves: Curves = {}
-    for row in rows:
-        if row["status"] not in ("ok", "oom"):
-            continue
-        time, memory = curves.setdefault(row["provider"], ([], []))
-        time.append((row["context"], row.get("step_ms")))
-        if row.get("peak_mib") is not None or row["status"] != "ok":
-            memory.append((row["context"], row.get("peak_mib")))
+    for name, size, status, ms, mib in measured:
+        time, memory = curves.setdefault(name, ([], []))
+        is_ok = status == "ok"
+        time.append((size, ms if is_ok else None))
+        if mib is not None or not is_ok:  # it was weighed, or did not fit
+            memory.append((size, mib if is_ok else None))
     return curves
 
 
 def _time_and_memory(curves: Curves, title: str, axis: str, path: Path) -> None:
-    with _figure(path, 2, (11, 4.6)) as (figure, axes):
-        order = [p.name for p in PROVIDERS]
-        for name in sorted(curves, key=lambda n: order.index(n) if n in order else len(order)):
-            for panel, points in zip(axes, curves[name], strict=True):
+    order = [p.name for p in PROVIDERS]
+    names = sorted(curves, key=lambda n: order.index(n) if n in order else len(order))
+    sizes = sorted({x for time, _ in curves.values() for x, _ in time})
+    labels = ("forward and backward, ms", "peak memory, MiB")
+    with figure(path, 1, 2, (11, 4.8)) as (drawn, panels):
+        for number, (panel, label) in enumerate(zip(panels, labels, strict=True)):
+            mine = {name: curves[name][number] for name in names}
+            for name, points in mine.items():
                 _line(panel, name, points)
-        sizes = sorted({x for time, _ in curves.values() for x, _ in time})
-        for panel, label in zip(
-            axes, ("forward and backward, ms", "peak memory, MiB"), strict=True
-        ):
             panel.set(xscale="log", yscale="log", xlabel=axis, ylabel=label)
             panel.set_xticks(sizes, [_size(x) for x in sizes])
             panel.minorticks_off()
             panel.grid(True, which="major", alpha=0.3)
-        for panel, one in zip(axes, range(2), strict=True):
-            _mark_out_of_memory(panel, {name: both[one] for name, both in curves.items()})
-        figure.suptitle(title, fontsize=10)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=len(labels),
-            fontsize=8,
+            _mark_out_of_memory(panel, mine)
+            plain_numbers(panel.yaxis)
+        drawn.suptitle(title, fontsize=10)
+        handles, texts = panels[0].get_legend_handles_labels()
+        drawn.legend(
+            handles, texts, loc="outside lower center", ncols=min(5, len(texts)), fontsize=8,
             frameon=False,
-        )
+        )  # fmt: skip
 
 
 def _line(panel: Any, name: str, points: list[Point]) -> None:
     known = sorted((x, y) for x, y in points if y is not None)
-    emphasis = name in OURS
-    dashes = {"direct": "--"}.get(name, ":" if name.endswith("-graphs") else "-")
+    style = {"direct": "--"}.get(name, ":" if name.endswith("-graphs") else "-")
+    width = 2.2 if name in OURS else 1.4
     panel.plot(
-        [x for x, _ in known],
-        [y for _, y in known],
-        marker="o",
-        markersize=4,
-        linewidth=2.2 if emphasis else 1.4,
-        linestyle=dashes,
-        color=color_of(name),
-        label=name,
-    )
+        [x for x, _ in known], [y for _, y in known], style, marker="o", markersize=4,
+        linewidth=width, color=color_of(name), label=OURS.get(name, name),
+    )  # fmt: skip
 
 
 def _mark_out_of_memory(panel: Any, curves: dict[str, list[Point]]) -> None:
-    """A cross near the top where a provider first did not fit, each on a line of its own."""
+    """A cross where a provider first did not fit, each on a line of its own above all curves."""
     sizes = {name: [x for x, y in points if y is None] for name, points in curves.items()}
     missing = {name: min(found) for name, found in sizes.items() if found}
+    if not missing:
+        return
+    share = 0.07 * len(missing) + 0.03  # of the panel's height, kept free of curves
+    low, high = panel.get_ylim()
+    panel.set_ylim(low, low * (high / low) ** (1 / (1 - share)))
+    where = panel.get_xaxis_transform()
     for i, (name, x) in enumerate(missing.items()):
-        height = 0.97 - 0.05 * i
-        where = panel.get_xaxis_transform()
-        panel.plot(
-            [x],
-            [height],
-            marker="x",
-            markersize=7,
-            color=color_of(name),
-            transform=where,
-            clip_on=False,
-        )
-        text = f"{name}: out of memory "
+        height, color = 0.96 - 0.07 * i, color_of(name)
+        panel.plot([x], [height], "x", markersize=7, color=color, transform=where)
         panel.text(
-            x,
-            height,
-            text,
-            transform=where,
-            ha="right",
-            va="center",
-            fontsize=7,
-            color=color_of(name),
-        )
+            x, height, f"{name}: out of memory  ", transform=where, ha="right", va="center",
+            fontsize=8, color=color,
+        )  # fmt: skip
 
 
 # An LM head's gradients may be computed in its forward: there only the whole step counts.
@@ -179,61 +196,39 @@ def kernel_points(run: Run) -> list[tuple[Record, str]]:
 def _roofline(run: Run, path: Path) -> None:
     """Rate against arithmetic intensity."""
     points = kernel_points(run)
-    with _figure(path, 1, (7.5, 5)) as (figure, (panel,)):
+    with figure(path, 1, 1, (7.5, 5)) as (drawn, (panel,)):
         peak, bandwidth = run.ceilings["matmul_tflops"], run.ceilings["copy_gbytes"] * 1e-3
         largest = 2 * max(_intensity(r, mode) for r, mode in points)
         knee = peak / bandwidth
         panel.plot([knee / 8, knee, largest], [peak / 8, peak, peak], color="black")
         panel.text(largest, peak * 1.05, f"matmul {peak:.3g} TFLOP/s", ha="right", fontsize=8)
         panel.text(knee / 6, peak / 8, f"copy {bandwidth * 1e3:.0f} GB/s", fontsize=8)
-        for record, mode in points:
+        for r, mode in points:
             panel.plot(
-                [_intensity(record, mode)],
-                [record.tflops[mode]],
-                marker=MARKS[record.family, mode][0],
-                linestyle="none",
-                alpha=0.8,
-                color=color_of(record.provider),
-            )
+                [_intensity(r, mode)], [r.tflops[mode]], MARKS[r.family, mode][0], alpha=0.8,
+                color=color_of(r.provider),
+            )  # fmt: skip
         for name in dict.fromkeys(r.provider for r, _ in points):
-            panel.plot([], [], linewidth=5, color=color_of(name), label=name)
+            panel.plot([], [], linewidth=5, color=color_of(name), label=OURS.get(name, name))
         for marker, label in dict.fromkeys(MARKS[r.family, mode] for r, mode in points):
-            panel.plot([], [], marker=marker, linestyle="none", color="grey", label=label)
-        panel.set(xscale="log", yscale="log")
-        panel.xaxis.set_minor_formatter("")  # those of a short axis lie over each other
-        panel.set(xlabel="least FLOP per least byte", ylabel="TFLOP/s on the least work")
+            panel.plot([], [], marker, color="grey", label=label)
+        panel.set(xscale="log", yscale="log", ylabel="TFLOP/s on the least work")
+        panel.set_xlabel("arithmetic intensity: least FLOP per least byte")
         panel.set_ylim(top=peak * 1.6)
+        plain_numbers(panel.xaxis)
+        plain_numbers(panel.yaxis)
+        panel.tick_params(axis="x", labelrotation=30)
         panel.grid(True, which="major", alpha=0.3)
-        panel.set_title(f"{run.machine['device']}, {run.dtype}", fontsize=10)
-        figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+        panel.set_title(f"roofline: {run.machine['device']}, {run.dtype}", fontsize=10)
+        drawn.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 
 def _intensity(record: Record, mode: str) -> float:
     return record.least_gflop[mode] * 1e9 / (record.least_mib[mode] * 2**20)
 
 
-class _figure:
-    """A figure with one row of panels, written to a file at the end."""
-
-    def __init__(self, path: Path, panels: int, size: tuple[float, float]) -> None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        self.path, self.pyplot = path, pyplot
-        self.figure, axes = pyplot.subplots(1, panels, figsize=size, layout="constrained")
-        self.axes = list(axes) if panels > 1 else [axes]
-
-    def __enter__(self) -> tuple[Any, list[Any]]:
-        return self.figure, self.axes
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            # without a date or a version, so that equal data gives equal files
-            self.figure.savefig(self.path, dpi=110, metadata={"Software": None})
-        self.pyplot.close(self.figure)
-
-
 def _size(x: float) -> str:
-    return f"{x / 1024:.0f}k" if x >= 1024 else f"{x:.0f}"
+    """In units of 1024 where it is a multiple, as 131,072 is 128k, else in those of 1000."""
+    if x < 1000:
+        return f"{x:.0f}"
+    return f"{x / 1024:.0f}k" if x % 1024 == 0 else f"{x / 1000:.3g}k"

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from bench import cuda_graphs
 from bench.cases import AttentionCase, Case, LinearCase
+from bench.measure import Unavailable
 
 Loss = Callable[..., Tensor]
+Build = Callable[..., Loss]
 CHUNK_TOKENS = 1024  # of the checkpointed chunks, for LM heads
 CHUNK_QUERIES = 512  # and for attention
-
-
-class Unavailable(Exception):
-    """A provider cannot compute a case: a package is missing, or it has no such form."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +39,39 @@ class Provider:
     note: str = field(default="", compare=False)
 
 
+PROVIDERS: list[Provider] = []
+
+
+def _provider(name: str, color: str, note: str, **more: Any) -> Callable[[Build], Build]:
+    """The function below builds its loss."""
+
+    def add(build: Build) -> Build:
+        PROVIDERS.append(Provider(name, build, color, note=note, **more))
+        return build
+
+    return add
+
+
+ON_GPU: dict[str, Any] = {"devices": ("cuda",), "quick": False}
+OF_HEADS: dict[str, Any] = {"families": ("linear",), "quick": False}
+
+
+@_provider("eager", "#7f7f7f", "the naive code")
 def _eager(case: Case) -> Loss:
     return case.naive()
 
 
-def _inductor(case: Case) -> Loss:
-    return torch.compile(case.naive(), dynamic=False, fullgraph=True)
+@_provider("inductor", "#1f77b4", "torch.compile of the naive code")
+def _inductor(case: Case, **options: Any) -> Loss:
+    return torch.compile(case.naive(), dynamic=False, fullgraph=True, options=options or None)
 
 
+@_provider("auto_chunker", "#17becf", "Inductor with auto_chunker", **OF_HEADS)
 def _auto_chunker(case: Case) -> Loss:
-    return torch.compile(
-        case.naive(), dynamic=False, fullgraph=True, options={"auto_chunker.enable": True}
-    )
+    return _inductor(case, **{"auto_chunker.enable": True})
 
 
-def _inductor_graphs(case: Case) -> Loss:
-    return cuda_graphs.inductor(case.naive())
-
-
-def _streamkl_backend(case: Case, **options: Any) -> Loss:
-    # strict: a loss that was not fused is an error, not a slow result
-    options = {"streamkl.strict": True, **options}
-    return torch.compile(case.naive(), dynamic=False, backend="streamkl", options=options)
-
-
-def _streamkl_graphs(case: Case) -> Loss:
-    return cuda_graphs.marked(_streamkl_backend(case, **cuda_graphs.options()))
-
-
+@_provider("checkpoint", "#bcbd22", "chunks of tokens or queries, checkpointed, eager")
 def _checkpoint(case: Case) -> Loss:
     from torch.utils.checkpoint import checkpoint
 
@@ -85,25 +88,82 @@ def _checkpoint(case: Case) -> Loss:
     return loss
 
 
+@_provider(
+    "liger_fused", "#ff7f0e", "LigerFusedLinearJSD, beta=0",
+    families=("linear",), devices=("cuda",),
+)  # fmt: skip
+def _liger_fused(case: Case) -> Loss:
+    module = _liger(case, "transformers", "LigerFusedLinearJSD")(jsd_beta=0.0)
+    return lambda *inputs: module(*inputs, None)
+
+
+@_provider("liger_chunked", "#8c564b", "LigerFusedLinearJSDLoss, beta=0", **OF_HEADS)
+def _liger_chunked(case: Case) -> Loss:
+    assert isinstance(case, LinearCase)
+    module = _liger(case, "chunked_loss", "LigerFusedLinearJSDLoss")(
+        beta=0.0, weight_hard_loss=0.0, weight_soft_loss=1.0
+    )
+    tokens = case.tokens
+
+    def loss(*inputs: Tensor) -> Tensor:
+        labels = torch.zeros(tokens, dtype=torch.long, device=inputs[0].device)
+        return module(*inputs, labels)
+
+    return loss
+
+
+def _liger(case: Case, module: str, name: str) -> Any:
+    if case.softcap is not None:
+        raise Unavailable("Liger has no softcap in its distillation losses")
+    try:
+        return getattr(importlib.import_module(f"liger_kernel.{module}"), name)
+    except ImportError as error:
+        raise Unavailable(f"liger_kernel is not installed ({error})") from error
+
+
+@_provider("streamkl", "#d62728", 'the naive code, torch.compile(backend="streamkl")')
+def _streamkl_backend(case: Case, **options: Any) -> Loss:
+    # strict: a loss that was not fused is an error, not a slow result
+    options = {"streamkl.strict": True, **options}
+    return torch.compile(case.naive(), dynamic=False, backend="streamkl", options=options)
+
+
+@_provider("direct", "#9467bd", "attention_kl or linear_kl called by hand")
 def _direct(case: Case, **more: Any) -> Loss:
     """The operators called by hand, with more options."""
     import torch_streamkl
 
-    if isinstance(case, AttentionCase):
-        options: dict[str, Any] = {"is_causal": case.is_causal, "reduction": "mean", **more}
-        if case.softcap is not None:
-            options |= {"student_softcap": case.softcap, "teacher_softcap": case.softcap}
-        if case.head_mean:
-            options["head_reduction"] = "mean"
-        return lambda *inputs: torch_streamkl.attention_kl(*inputs, **options)
-    if not hasattr(torch_streamkl, "linear_kl"):
-        raise Unavailable("this torch_streamkl has no linear_kl")
-    options = {"reduction": "mean", **more}
+    options: dict[str, Any] = {"reduction": "mean", **more}
     if case.softcap is not None:
         options |= {"student_softcap": case.softcap, "teacher_softcap": case.softcap}
-    return lambda *inputs: torch_streamkl.linear_kl(*inputs, **options)
+    if isinstance(case, LinearCase):
+        if not hasattr(torch_streamkl, "linear_kl"):
+            raise Unavailable("this torch_streamkl has no linear_kl")
+        return lambda *inputs: torch_streamkl.linear_kl(*inputs, **options)
+    options["is_causal"] = case.is_causal
+    if case.head_mean:
+        options["head_reduction"] = "mean"
+    return lambda *inputs: torch_streamkl.attention_kl(*inputs, **options)
 
 
+@_provider(
+    "direct-recompute", "#c5b0d5", 'linear_kl called by hand with strategy="recompute"', **OF_HEADS
+)
+def _direct_recompute(case: Case) -> Loss:
+    return _direct(case, strategy="recompute")
+
+
+@_provider(
+    "direct-200-mib", "#e377c2", "linear_kl called by hand with max_workspace_mib=200", **OF_HEADS
+)
+def _direct_200_mib(case: Case) -> Loss:
+    return _direct(case, max_workspace_mib=200)
+
+
+@_provider(
+    "any-order", "#2ca25f", "attention_kl called by hand with deterministic=False",
+    families=("attention",), **ON_GPU,
+)  # fmt: skip
 def _any_order(case: Case) -> Loss:
     assert isinstance(case, AttentionCase)
     if case.head_mean or case.softcap is not None:
@@ -111,125 +171,22 @@ def _any_order(case: Case) -> Loss:
     return _direct(case, deterministic=False)
 
 
-def _liger_fused(case: Case) -> Loss:
-    _liger_can(case)
-    module = _import("liger_kernel.transformers", "LigerFusedLinearJSD")(jsd_beta=0.0)
-    return lambda *inputs: module(*inputs, None)
+@_provider(
+    "inductor-graphs", "#1f77b4",
+    'torch.compile(mode="reduce-overhead") of the naive code: CUDA graphs', graphs=True, **ON_GPU,
+)  # fmt: skip
+def _inductor_graphs(case: Case) -> Loss:
+    return cuda_graphs.inductor(case.naive())
 
 
-def _liger_chunked(case: Case) -> Loss:
-    assert isinstance(case, LinearCase)
-    _liger_can(case)
-    module = _import("liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")(
-        beta=0.0, weight_hard_loss=0.0, weight_soft_loss=1.0
-    )
-    tokens = case.tokens
-
-    def loss(*inputs: Tensor) -> Tensor:
-        value: Tensor = module(
-            *inputs, torch.zeros(tokens, dtype=torch.long, device=inputs[0].device)
-        )
-        return value
-
-    return loss
+@_provider(
+    "streamkl-graphs", "#d62728", 'backend="streamkl" with the options of mode="reduce-overhead"',
+    graphs=True, **ON_GPU,
+)  # fmt: skip
+def _streamkl_graphs(case: Case) -> Loss:
+    return cuda_graphs.marked(_streamkl_backend(case, **cuda_graphs.options()))
 
 
-def _liger_can(case: Case) -> None:
-    if case.softcap is not None:
-        raise Unavailable("Liger has no softcap in its distillation losses")
-
-
-def _import(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise Unavailable(f"{module.partition('.')[0]} is not installed ({error})") from error
-
-
-PROVIDERS = [
-    Provider("eager", _eager, "#7f7f7f", note="the naive code"),
-    Provider("inductor", _inductor, "#1f77b4", note="torch.compile of the naive code"),
-    Provider(
-        "auto_chunker",
-        _auto_chunker,
-        "#17becf",
-        ("linear",),
-        quick=False,
-        note="Inductor with auto_chunker",
-    ),
-    Provider(
-        "checkpoint",
-        _checkpoint,
-        "#bcbd22",
-        note="chunks of tokens or queries, checkpointed, eager",
-    ),
-    Provider(
-        "liger_fused",
-        _liger_fused,
-        "#ff7f0e",
-        ("linear",),
-        ("cuda",),
-        note="LigerFusedLinearJSD, beta=0",
-    ),
-    Provider(
-        "liger_chunked",
-        _liger_chunked,
-        "#8c564b",
-        ("linear",),
-        quick=False,
-        note="LigerFusedLinearJSDLoss, beta=0",
-    ),
-    Provider(
-        "streamkl",
-        _streamkl_backend,
-        "#d62728",
-        note='the naive code, torch.compile(backend="streamkl")',
-    ),
-    Provider("direct", _direct, "#9467bd", note="attention_kl or linear_kl called by hand"),
-    Provider(
-        "direct-recompute",
-        lambda case: _direct(case, strategy="recompute"),
-        "#c5b0d5",
-        ("linear",),
-        quick=False,
-        note='linear_kl called by hand with strategy="recompute"',
-    ),
-    Provider(
-        "direct-200-mib",
-        lambda case: _direct(case, max_workspace_mib=200),
-        "#e377c2",
-        ("linear",),
-        quick=False,
-        note="linear_kl called by hand with max_workspace_mib=200",
-    ),
-    Provider(
-        "any-order",
-        _any_order,
-        "#2ca25f",
-        ("attention",),
-        ("cuda",),
-        quick=False,
-        note="attention_kl called by hand with deterministic=False",
-    ),
-    Provider(
-        "inductor-graphs",
-        _inductor_graphs,
-        "#1f77b4",
-        devices=("cuda",),
-        quick=False,
-        graphs=True,
-        note='torch.compile(mode="reduce-overhead") of the naive code: CUDA graphs',
-    ),
-    Provider(
-        "streamkl-graphs",
-        _streamkl_graphs,
-        "#d62728",
-        devices=("cuda",),
-        quick=False,
-        graphs=True,
-        note='backend="streamkl" with the options of mode="reduce-overhead"',
-    ),
-]
 OUTSIDE_COLORS = ("#2ca02c", "#e377c2", "#000000")
 
 

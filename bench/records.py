@@ -1,13 +1,18 @@
-"""One result, and the file that holds a run."""
+"""One result, the file that holds a run, and what every program is told on its command line."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench import machine
 from bench.accuracy import Verdict
 from bench.measure import Timing
 
@@ -56,6 +61,61 @@ def command_line(module: str, arguments: list[str]) -> str:
     return f"python -m {module} {shlex.join(shown)}".rstrip()
 
 
+def save(content: dict[str, Any], path: Path) -> None:
+    """Written beside the old file and moved over it, so that an interruption loses nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+class Program(argparse.ArgumentParser):
+    """Of a module that measures: with where, into which file, and of which commit."""
+
+    def __init__(self, module: str, documentation: str | None, devices: bool = True) -> None:
+        super().__init__(
+            prog=f"python -m {module}",
+            description=documentation,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.module = module
+        if devices:
+            here = "cuda" if torch.cuda.is_available() else "cpu"
+            self.add_argument("--device", choices=("cpu", "cuda"), default=here)
+        self.add_argument(
+            "--json", type=Path, metavar="FILE", help="the record, saved as its parts come"
+        )
+        self.add_argument("--commit", default="", help="of a tree without its history")
+        self.add_argument("--note", default="", help="for the reader of the record")
+
+    def begin(self, argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
+        """The options, and the head of the record: by what and on what it was made."""
+        options = self.parse_args(argv)
+        device = torch.device(getattr(options, "device", "cpu"))
+        return options, {
+            "command": command_line(self.module, sys.argv[1:] if argv is None else argv),
+            "machine": machine.describe(device, options.commit),
+            "note": options.note,
+        }
+
+
+@dataclass
+class Rows:
+    """A record whose rows are of a kind of their own; saved after each."""
+
+    head: dict[str, Any]
+    path: Path | None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.save()
+
+    def save(self) -> None:
+        if self.path is not None:
+            save(self.head | {"rows": self.rows}, self.path)
+
+
 @dataclass
 class Run:
     """All records of one invocation."""
@@ -70,11 +130,7 @@ class Run:
     note: str = ""  # by whoever made the run: what its circumstances were
 
     def save(self, path: Path) -> None:
-        """Written beside the old file and moved over it, so that an interruption loses nothing."""
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
-        partial = path.with_suffix(".partial")
-        partial.write_text(text + "\n")
-        partial.replace(path)
+        save({"schema": SCHEMA, **asdict(self)}, path)
 
     @classmethod
     def load(cls, path: Path) -> Run:

@@ -57,20 +57,15 @@ def _providers() -> str:
 
 
 def _run(stem: str, run: Run, pictures: list[str]) -> str:
-    lines = [f"## {stem}: {run.machine['device']}, {run.dtype}", ""]
-    lines += [f"    {run.command}", ""]
-    lines += [
-        ", ".join(f"{name} {value}" for name, value in run.machine.items() if name != "device")
-        + "."
-    ]
+    where = ", ".join(f"{k} {v}" for k, v in run.machine.items() if k != "device")
+    lines = [f"## {stem}: {run.machine['device']}, {run.dtype}", "", f"    {run.command}", ""]
+    lines += [f"{where}."]
     if run.ceilings:
         matmul, copy = (table.number(run.ceilings[k]) for k in ("matmul_tflops", "copy_gbytes"))
         lines += [f"Measured ceilings: matmul {matmul} TFLOP/s, copy {copy} GB/s."]
     if not run.is_complete:
         lines += ["The run was interrupted; what it had measured is here."]
-    if run.note:
-        lines += ["", run.note]
-    lines.append("")
+    lines += ["", run.note, ""] if run.note else [""]
     lines += [f"![{name}](results/{name})\n" for name in pictures]
     for label, records in table.by_case(run).items():
         lines += [f"### {label}", "", f"{records[0].source}: {records[0].shape}.", ""]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,13 +24,15 @@ from bench.measure import (
     Sample,
     Timed,
     Timing,
+    Unavailable,
+    attempt,
     guarded,
     interleaved,
     peak_mib,
     release,
     step,
 )
-from bench.providers import Provider, Unavailable
+from bench.providers import Provider
 from bench.records import Record
 
 BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get two sets instead of three
@@ -67,17 +70,11 @@ def run_case(
     for provider in providers:
         show(f"{case.label}: {provider.name}")
         record = records[provider.name]
-        try:
-            losses[provider.name] = _prepare(case, provider, inputs[0], truth, record)
-        except Unavailable as error:
-            record.status, record.detail = "unavailable", str(error)
-        except OutOfMemory as error:
-            record.status, record.detail = "oom", str(error)
-        except Exception as error:  # a provider that breaks is a result; the others go on
-            record.status, record.detail = (
-                "error",
-                f"{type(error).__name__}: {error}".split("\n")[0][:300],
-            )
+        loss_fn, why = attempt(partial(_prepare, case, provider, inputs[0], truth, record), device)
+        if loss_fn is None:
+            vars(record).update(why)
+        else:
+            losses[provider.name] = loss_fn
         release(device)
     del truth
     release(device)
@@ -143,9 +140,7 @@ def _prepare(
     loss_fn = provider.build(case)
 
     def one_step() -> tuple[Tensor, tuple[Tensor, ...]]:
-        result = guarded(lambda: step(loss_fn, inputs), device)
-        assert isinstance(result, tuple)
-        return result
+        return guarded(lambda: step(loss_fn, inputs), device)
 
     start = time.perf_counter()
     loss, gradients = one_step()
@@ -154,23 +149,13 @@ def _prepare(
     if provider.graphs:
         cuda_graphs.record(one_step)
         loss, gradients = one_step()
-    record.verdict = accuracy.judge(case, truth, loss, gradients)
-    if not record.verdict.is_green:
-        record.status, record.detail = "red", _reason(record.verdict)
+    checked = loss.item() if case.gates_everything else None
+    record.verdict = truth.judge(checked, case.gated(gradients))
+    vars(record).update(record.verdict.status)
     del loss, gradients
-    if not provider.graphs:  # all graphs of a process share pools: bench.end_to_end weighs them
-        peak = guarded(lambda: peak_mib(one_step, device), device)
-        assert isinstance(peak, float)
-        record.peak_mib = peak
+    if not provider.graphs:  # all graphs of a process share pools: bench.steps weighs them
+        record.peak_mib = guarded(lambda: peak_mib(one_step, device), device)
     return loss_fn
-
-
-def _reason(verdict: accuracy.Verdict) -> str:
-    loss = "not checked" if verdict.loss_error is None else f"{verdict.loss_error:.1e}"
-    return (
-        f"loss off by {loss} (allowed {verdict.loss_budget:.1e}), "
-        f"gradients by {verdict.gradient_error:.1e} (allowed {verdict.gradient_budget:.1e})"
-    )
 
 
 def _attention_tflops(

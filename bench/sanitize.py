@@ -35,6 +35,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.offline_cells import OF_WORDS, Sizes, row_program_of
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed.shard_rows import num_fields
@@ -52,41 +53,59 @@ NOT_OURS = [
     for name in ("at::", "nvjet", "cutlass", "gemm", "cublas", "splitK")
     for argument in ("--kernel-name-exclude", f"kernel_substring={name}")
 ]
-PLACES = (
-    "/usr/local/cuda/bin/compute-sanitizer",
-    "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
-)
+# where the CUDA toolkit puts the tool, besides what the shell looks through
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
 
-def _attention(impl: str, head_dim: int = 64, keys: int = 200, **options: object) -> None:
-    heads = 4 if "head_reduction" in options else 2
-    shapes = ((2, 150), (2, keys), (heads, 150), (heads, keys))
+def _attention(
+    impl: str,
+    head_dim: int = 64,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int, int, int] = (2, 2, 2, 2),
+    queries: int = 150,
+    keys: int = 200,
+    teacher_dim: int = 0,
+    has_backward: bool = True,
+    **options: Any,
+) -> None:
+    """Heads of queries and keys of the student, then of the teacher."""
+    dims = (head_dim, head_dim, teacher_dim or head_dim, teacher_dim or head_dim)
     tensors = [
-        torch.randn(1, h, n, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for h, n in shapes
+        _random(batch, h, n, dim)
+        for h, n, dim in zip(heads, (queries, keys) * 2, dims, strict=True)
     ]
-    value = attention_kl(*tensors, impl=impl, **options)  # type: ignore[arg-type]
-    torch.autograd.grad(value.sum(), tensors)
+    with torch.set_grad_enabled(has_backward):
+        value = attention_kl(*tensors, impl=impl, **options)
+    if has_backward:
+        torch.autograd.grad(value.sum(), tensors)
 
 
-def _hopper_forms(**options: object) -> None:
-    """Key lengths of a batch, another head_dim and other key heads on each side."""
-    shapes = ((4, 300, 64), (1, 500, 64), (4, 300, 128), (2, 500, 128))
-    tensors = [
-        torch.randn(2, h, n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for h, n, dim in shapes
-    ]
-    lengths = torch.tensor([333, 0], device="cuda", dtype=torch.int32)
-    value = attention_kl(*tensors, impl="hopper", key_lengths=lengths, **options)  # type: ignore[arg-type]
-    torch.autograd.grad(value.sum(), tensors)
+def _random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Ids of a few words, a sparse mask, or what has a gradient: bfloat16, or float32 above 0."""
+    if dtype == torch.int64:
+        return torch.randint(3001, shape, device="cuda")
+    if dtype == torch.bool:
+        return torch.rand(shape, device="cuda") > 0.9
+    make = torch.rand if dtype == torch.float32 else torch.randn
+    return make(shape, device="cuda").to(dtype or torch.bfloat16).requires_grad_()
+
+
+def _lengths(*values: int) -> Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+def _forms(**options: Any) -> None:
+    """Another head_dim and other key heads on each side."""
+    _attention(
+        "hopper", batch=2, heads=(4, 1, 4, 2), queries=300, keys=500, teacher_dim=128,
+        key_lengths=_lengths(333, 0), **options,
+    )  # fmt: skip
 
 
 def _packed(impl: str) -> None:
-    offsets = torch.tensor([0, 200, 201, 501], device="cuda", dtype=torch.int32)
-    tensors = [
-        torch.randn(501, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(4)
-    ]
+    offsets = _lengths(0, 200, 201, 501)
+    tensors = [_random(501, 2, 64) for _ in range(4)]
     value = attention_kl_varlen(
         *tensors, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=300, max_seqlen_k=300,
         is_causal=True, impl=impl,
@@ -94,21 +113,12 @@ def _packed(impl: str) -> None:
     torch.autograd.grad(value.sum(), tensors)
 
 
-def _few_queries(divergence: str) -> None:
-    q = torch.randn(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
-    k = torch.randn(1, 1, 5000, 64, device="cuda", dtype=torch.bfloat16)
-    attention_kl(q, k, q, k, impl="triton", divergence=divergence)
-
-
 def _linear(divergence: str, strategy: str) -> None:
-    tensors: list[Tensor] = [
-        torch.randn(n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for n in (100, 3001, 100, 3001)
-    ]
-    labels = torch.randint(0, 3001, (100,), device="cuda")
+    tensors = [_random(n, 64) for n in (100, 3001, 100, 3001)]
     loss = linear_kl(
-        *tensors, divergence=divergence, strategy=strategy, labels=labels, reduction="mean"
-    )
+        *tensors, divergence=divergence, strategy=strategy, reduction="mean",
+        labels=_random(100, dtype=torch.int64),
+    )  # fmt: skip
     torch.autograd.grad(loss, tensors)
 
 
@@ -116,8 +126,8 @@ def _shards(divergence: str) -> None:
     """What the ranks of a sharded vocabulary launch, one after the other."""
     from torch_streamkl.linear.triton import shards as shard_kernels
 
-    tensors = [torch.randn(n, 64, device="cuda").bfloat16() for n in (100, 3001, 100, 3001)]
-    labels = torch.randint(0, 3001, (100,), device="cuda")
+    tensors = [_random(n, 64).detach() for n in (100, 3001, 100, 3001)]
+    labels = _random(100, dtype=torch.int64)
     functional = named(divergence).text
     whole = linear_ops.problem_of(*tensors, functional=functional, labels=labels)[0]
     shards = [whole.of_words(slice(*cut)) for cut in ((0, 1500), (1500, 3001))]
@@ -133,103 +143,43 @@ def _shards(divergence: str) -> None:
             shard_kernels.sums(shard, *pair, out, torch.empty(3, 100, device="cuda"))
 
 
-def _row_program() -> None:
-    """KL weighted by key, with a dense mask."""
-
-    def weighted(e: Any) -> Any:
-        p = torch.where(e.hidden, -torch.inf, e.t).softmax("key") * e.weight
-        return (p * (p.log() - e.s.log_softmax("key"))).sum("key")
-
-    def inputs(n: int) -> Tensor:
-        return torch.randn(1, 2, n, 64, device="cuda").bfloat16().requires_grad_()
-
-    dots = {"s": (inputs(150), inputs(200)), "t": (inputs(150), inputs(200))}
-    weight = torch.rand(1, 1, 200, device="cuda").requires_grad_()
-    hidden = torch.rand(1, 1, 150, 200, device="cuda") > 0.9
-    value = row_program(
-        weighted, dots=dots, keys={"weight": weight}, pairs={"hidden": hidden}, is_causal=True,
-        impl="triton",
-    )  # fmt: skip
-    torch.autograd.grad(value.sum(), [x for pair in dots.values() for x in pair])
-
-
-def _row_program_of_heads() -> None:
-    """An indexer: a sum over heads on either side, kernels that read maps from memory."""
-
-    def kl(e: Any) -> Any:
-        p = e.t.softmax("key").sum("head") * 0.25
-        s = ((e.w * e.s.relu()).sum("head") + e.bias).log_softmax("key")
-        return (p * ((p + 1e-10).log() - s)).sum("key")
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, device="cuda").bfloat16().requires_grad_()
-
-    t, s = (leaf(4, 150, 64), leaf(2, 200, 64)), (leaf(8, 150, 32), leaf(1, 200, 32))
-    w, bias = torch.rand(1, 8, 150, device="cuda"), torch.randn(1, 1, 150, 200, device="cuda")
-    w.requires_grad_()
-    value = row_program(
-        kl, dots={"t": t, "s": s}, rows={"w": w}, pairs={"bias": bias}, is_causal=True,
-        impl="triton",
-    )  # fmt: skip
-    torch.autograd.grad(value.sum(), [*t, *s, w])
-
-
-def _row_program_of_words() -> None:
-    """An LM head: a label, the entropy, and a KL over given words with values."""
-
-    def sums(e: Any) -> Any:
-        s = (e.s + e.bias).log_softmax("key")
-        t = torch.where(e.top, e.t, -torch.inf).log_softmax("key")
-        label = torch.where(e.key_index == e.label, s, 0.0).sum("key")
-        return label + (s.exp() * s).sum("key") + (t.exp() * (t - s)).sum("key")
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda").bfloat16().requires_grad_()
-
-    dots = {"s": (leaf(100, 64), leaf(3001, 64)), "t": (leaf(100, 48), leaf(3001, 48))}
-    bias = torch.randn(3001, device="cuda").requires_grad_()
-    value = row_program(
-        sums, dots=dots, rows={"label": torch.randint(3001, (100,), device="cuda")},
-        keys={"bias": bias}, columns={"top": torch.randint(3001, (100, 9), device="cuda")},
-        impl="triton",
-    )  # fmt: skip
-    torch.autograd.grad(value.sum(), [*(x for pair in dots.values() for x in pair), bias])
+def _row_programs(work: str) -> None:
+    """As `bench.offline_matrix` compiles them: plain, then with dense tensors or columns."""
+    sizes = Sizes(rows=150, keys=200, heads=4, kv_heads=2, tokens=100, words=3001, width=64, top=9)
+    for more in (False, True):
+        function, given = row_program_of(work, more, 64, sizes, _random)
+        value = row_program(function, is_causal=work not in OF_WORDS, impl="triton", **given)
+        tensors = [x for pair in given["dots"].values() for x in pair]
+        tensors += [
+            x for kind in ("rows", "keys", "pairs") for x in given.get(kind, {}).values()
+            if x.requires_grad
+        ]  # fmt: skip
+        torch.autograd.grad(value.sum(), tensors)
 
 
 def _portable_forms() -> None:
     """A dense mask, biases that differ, softcaps, sinks and lengths."""
     bias = torch.randn(2, 2, 150, 200, device="cuda")
-    _batch(
-        "triton",
-        attn_mask=torch.rand(1, 1, 150, 200, device="cuda") > 0.3,
+    _attention(
+        "triton", batch=2, attn_mask=~_random(1, 1, 150, 200, dtype=torch.bool),
         student_bias=bias, teacher_bias=bias, student_softcap=30.0, teacher_softcap=20.0,
         student_sink=torch.randn(2, device="cuda"), teacher_sink=torch.randn(2, device="cuda"),
-        key_lengths=torch.tensor([111, 0], device="cuda", dtype=torch.int32),
+        key_lengths=_lengths(111, 0),
     )  # fmt: skip
-
-
-def _batch(impl: str, head_dim: int = 64, **options: object) -> None:
-    """Two sequences of 150 queries and 200 keys."""
-    tensors = [
-        torch.randn(2, 2, n, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for n in (150, 200, 150, 200)
-    ]
-    value = attention_kl(*tensors, impl=impl, **options)  # type: ignore[arg-type]
-    torch.autograd.grad(value.sum(), tensors)
 
 
 def _hopper_mask(head_dim: int) -> None:
     """A mask for each batch element, with rows that have no key."""
     mask = torch.rand(2, 1, 150, 200, device="cuda") > 0.3
     mask[1, :, :70] = False
-    _batch("hopper", head_dim, attn_mask=mask)
+    _attention("hopper", head_dim, batch=2, attn_mask=mask)
 
 
 def _hopper_biases() -> None:
     """Biases of a head and of all heads, -inf among them, whose rows end between two tiles."""
     one, all_heads = (torch.randn(2, h, 150, 200, device="cuda") for h in (2, 1))
     one[torch.rand_like(one) > 0.7] = -torch.inf
-    _batch("hopper", 128, student_bias=one, teacher_bias=all_heads, is_causal=True)
+    _attention("hopper", 128, batch=2, student_bias=one, teacher_bias=all_heads, is_causal=True)
 
 
 def _hopper_squares() -> None:
@@ -271,6 +221,10 @@ def _control() -> None:
 
 
 CONTROL = "control"
+FEW_QUERIES: dict[str, Any] = {
+    "heads": (4, 1, 4, 1), "queries": 1, "keys": 5000, "has_backward": False
+}  # fmt: skip
+HEAD_MEAN: dict[str, Any] = {"heads": (2, 2, 4, 4), "head_reduction": "mean"}
 # Together they launch every kernel that is written or generated.
 CASES: dict[str, Callable[[], None]] = {
     CONTROL: _control,
@@ -278,33 +232,33 @@ CASES: dict[str, Callable[[], None]] = {
     "two passes": lambda: _attention("triton", divergence="js", window=(70, 3)),
     "clamped": lambda: _attention("triton", student_clamp=1e-2),
     "head_dim 256": lambda: _attention("triton", head_dim=256),
-    "split keys": lambda: _few_queries("forward_kl"),
-    "split keys, two passes": lambda: _few_queries("js"),
-    "head mean": lambda: _attention("triton", head_reduction="mean", is_causal=True),
-    "head mean, two passes": lambda: _attention("triton", head_reduction="mean", divergence="js"),
+    "split keys": lambda: _attention("triton", **FEW_QUERIES),
+    "split keys, two passes": lambda: _attention("triton", **FEW_QUERIES, divergence="js"),
+    "head mean": lambda: _attention("triton", **HEAD_MEAN, is_causal=True),
+    "head mean, two passes": lambda: _attention("triton", **HEAD_MEAN, divergence="js"),
     "masks, biases, softcaps, sinks": _portable_forms,
     "packed": lambda: _packed("triton"),
     "rows of logits": lambda: _linear("forward_kl", "recompute"),
     "rows of logits, two passes": lambda: _linear("js", "forward"),
     "shards of words": lambda: _shards("forward_kl"),
     "shards of words, two passes": lambda: _shards("js"),
-    "row program": _row_program,
-    "row program of heads": _row_program_of_heads,
-    "row program of words": _row_program_of_words,
+    "row program": lambda: _row_programs("row program"),
+    "row program of heads": lambda: _row_programs("row program of heads"),
+    "row program of words": lambda: _row_programs("row program of words"),
     "hopper": lambda: _attention("hopper", is_causal=True),
     "hopper, head_dim 128": lambda: _attention("hopper", head_dim=128, keys=1100),
     "hopper, clamped": lambda: _attention("hopper", student_clamp=1e-2, teacher_clamp=1e-2),
-    "hopper, lengths": lambda: _hopper_forms(is_causal=True),
-    "hopper, window": lambda: _hopper_forms(window=(150, 3)),
+    "hopper, lengths": lambda: _forms(is_causal=True),
+    "hopper, window": lambda: _forms(window=(150, 3)),
     "hopper, packed": lambda: _packed("hopper"),
     "hopper, any order": _any_order,
     "hopper, mask": lambda: _hopper_mask(64),
     "hopper, mask, head_dim 128": lambda: _hopper_mask(128),
     "hopper, two passes": lambda: _attention("hopper", head_dim=128, divergence="js"),
-    "hopper, turns": lambda: _batch("hopper", 128, is_causal=True),
-    "hopper, turns, window": lambda: _batch("hopper", window=(70, 3)),
-    "hopper, wide": lambda: _batch("hopper", 256, is_causal=True),
-    "hopper, wide, window": lambda: _batch("hopper", 192, window=(70, 3)),
+    "hopper, turns": lambda: _attention("hopper", 128, batch=2, is_causal=True),
+    "hopper, turns, window": lambda: _attention("hopper", batch=2, window=(70, 3)),
+    "hopper, wide": lambda: _attention("hopper", 256, batch=2, is_causal=True),
+    "hopper, wide, window": lambda: _attention("hopper", 192, batch=2, window=(70, 3)),
     "hopper, biases": _hopper_biases,
     "hopper, squares": _hopper_squares,
     "hopper, shares of dQ": _hopper_shares,
@@ -353,12 +307,6 @@ def run_case(name: str) -> None:
     print(LAUNCHED + " ".join(sorted(seen)))
 
 
-def find_tool() -> str | None:
-    """Where compute-sanitizer is."""
-    found = shutil.which("compute-sanitizer")
-    return found or next((x for x in PLACES if Path(x).exists()), None)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
@@ -369,7 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.inside:
         run_case(options.inside)
         return 0
-    tool = find_tool()
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), *PLACES))
+    tool = shutil.which("compute-sanitizer", path=path)
     if tool is None or not torch.cuda.is_available():
         print("needs a GPU and compute-sanitizer, which the CUDA toolkit brings", file=sys.stderr)
         return 2
@@ -403,14 +352,21 @@ def _report(kind: str, name: str, runs: dict[tuple[str, str], Future[Result]]) -
     verdict = "clean" if not output else "not judged" if blind or name == CONTROL else "FAILED"
     print(f"| {kind} | {name} | {verdict} |", flush=True)
     if verdict == "FAILED":
-        print(output[-3000:], flush=True)
+        print(_shortened(output), flush=True)
     return verdict
+
+
+def _shortened(output: str, size: int = 2000) -> str:
+    """The first reports, which name the kernel, and the sum of them."""
+    if len(output) <= 2 * size:
+        return output
+    return f"{output[:size]}\n[...]\n{output[-size:]}"
 
 
 def _run(tool: str, kind: str, name: str) -> Result:
     # the allocator would hide what is read beyond a tensor's end
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [tool, "--tool", kind, "--error-exitcode", "9", *NOT_OURS,
+    command = [tool, "--tool", kind, "--error-exitcode", "9", "--print-limit", "20", *NOT_OURS,
                sys.executable, "-m", "bench.sanitize", "--inside", name]  # fmt: skip
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [x for x in run.stdout.splitlines() if x.startswith(LAUNCHED)]

@@ -1,4 +1,4 @@
-"""Cases of `bench.several_gpus` in which ranks share a problem: a vocabulary, a sequence, layers.
+"""Cases of `bench.several_gpus`: a batch for every rank, or a problem that ranks share.
 
 A case gives steps by provider: each runs forward and backward of this rank's part and returns the
 loss and this rank's part of the gradients, to be compared with those of the case's first provider.
@@ -6,18 +6,21 @@ loss and this rank's part of the gradients, to be compared with those of the cas
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
-from bench.end_to_end import PAIRS, build
+from bench.measure import MIB, usual_dtype
+from bench.models import PAIRS, LlamaStep, random_ids
+from bench.steps import PROVIDERS
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.distributed import (
     attention_kl_context_parallel,
@@ -37,11 +40,10 @@ class Case:
     shape: dict[str, int]
     make: dict[str, Callable[[], Step]]
     # of a rank and step, by arithmetic: what its collectives receive
-    received_mib: dict[str, float]
+    received_mib: dict[str, float] = field(default_factory=dict)
     interleaves: bool = True  # all providers' steps fit side by side
 
 
-MIB = 2**20
 # Inductor's own passes that join collectives and move them away from who waits for them
 BUCKETED: dict[str, Any] = {
     "bucket_all_gathers_fx": "all",
@@ -50,12 +52,37 @@ BUCKETED: dict[str, Any] = {
 }
 
 
+def _step_of(
+    loss_of: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    part: Callable[[list[Tensor]], list[Tensor]] = lambda gradients: gradients,
+) -> Callable[[], Step]:
+    """The gradients of the first two tensors, of which ``part`` takes those of this rank."""
+
+    def make() -> Step:
+        inputs = [x.detach().requires_grad_(i < 2) for i, x in enumerate(tensors)]
+
+        def step() -> tuple[Tensor, list[Tensor]]:
+            for x in inputs[:2]:
+                x.grad = None
+            loss = loss_of(*inputs)
+            loss.backward()
+            return _whole(loss.detach()), part([_whole(x.grad) for x in inputs[:2]])
+
+        return step
+
+    return make
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def vocabulary(mesh: DeviceMesh, device: torch.device) -> Case:
     """LM heads of a Qwen 7B student and a 32B teacher whose words ranks share."""
-    on_gpu = device.type == "cuda"
-    sizes = (8192, 3584, 5120, 152064) if on_gpu else (64, 32, 48, 512)
+    sizes = (8192, 3584, 5120, 152064) if device.type == "cuda" else (64, 32, 48, 512)
     num_tokens, width, teacher_width, num_words = sizes
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = usual_dtype(device)
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int, scale: float = 1.0) -> Tensor:
@@ -67,52 +94,21 @@ def vocabulary(mesh: DeviceMesh, device: torch.device) -> Case:
     teacher_weight = randn(num_words, teacher_width, scale=2 * teacher_width**-0.5)
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     words = slice(num_words // size * rank, num_words // size * (rank + 1))
+    whole = (hidden, weight, teacher_hidden, teacher_weight)
+    shards = (hidden, weight[words], teacher_hidden, teacher_weight[words])
+    rows, cut = [Replicate()], [Shard(0)]
+    dtensors = [
+        DTensor.from_local(x, mesh, placements, run_check=False)
+        for x, placements in zip(shards, (rows, cut, rows, cut), strict=True)
+    ]
 
-    def plain(whole: bool) -> tuple[Tensor, ...]:
-        part = slice(None) if whole else words
-        return (
-            hidden.detach().requires_grad_(),
-            weight[part].detach().requires_grad_(),
-            teacher_hidden,
-            teacher_weight[part],
-        )
+    def of_words(gradients: list[Tensor]) -> list[Tensor]:
+        return [gradients[0], gradients[1][words]]
 
-    def step_of(loss_of: Callable[..., Tensor], whole: bool) -> Callable[[], Step]:
-        def make() -> Step:
-            inputs = plain(whole)
-
-            def step() -> tuple[Tensor, list[Tensor]]:
-                for x in inputs[:2]:
-                    x.grad = None
-                loss = loss_of(*inputs)
-                loss.backward()
-                d_hidden, d_weight = (x.grad for x in inputs[:2])
-                assert d_hidden is not None and d_weight is not None
-                return loss.detach(), [d_hidden, d_weight[words] if whole else d_weight]
-
-            return step
-
-        return make
-
-    def dtensors() -> Step:
-        rows, cut = [Replicate()], [Shard(0)]
-        x, w, t, u = (
-            DTensor.from_local(x, mesh, placements, run_check=False)
-            for x, placements in zip(plain(False), (rows, cut, rows, cut), strict=True)
-        )
-        leaves = [x.detach().requires_grad_(), w.detach().requires_grad_()]
-
-        def step() -> tuple[Tensor, list[Tensor]]:
-            for leaf in leaves:
-                leaf.grad = None
-            log_s = F.linear(leaves[0], leaves[1]).float().log_softmax(-1)
-            log_t = F.linear(t, u).float().log_softmax(-1)
-            loss = (log_t.exp() * (log_t - log_s)).sum() / num_tokens
-            loss.backward()
-            d_hidden, d_weight = (leaf.grad.full_tensor() for leaf in leaves)
-            return loss.detach().full_tensor(), [d_hidden, d_weight[words]]
-
-        return step
+    def naive(x: Tensor, w: Tensor, t: Tensor, u: Tensor) -> Tensor:
+        log_s = F.linear(x, w).float().log_softmax(-1)
+        log_t = F.linear(t, u).float().log_softmax(-1)
+        return (log_t.exp() * (log_t - log_s)).sum() / num_tokens
 
     ours = 24 * (size - 1) * num_tokens
     d_hidden_bytes = 2 * num_tokens * width * dtype.itemsize * (size - 1) / size
@@ -121,14 +117,10 @@ def vocabulary(mesh: DeviceMesh, device: torch.device) -> Case:
         {"tokens": num_tokens, "student width": width, "teacher width": teacher_width,
          "words": num_words},
         {
-            "one GPU": step_of(lambda *x: linear_kl(*x, reduction="mean"), whole=True),
-            "streamkl": step_of(
-                lambda *x: linear_kl(*x, reduction="mean", group=group), whole=False
-            ),
-            "five all-reduces": step_of(
-                lambda x, w, t, u: kl_of_shards(x, w, t, u, group).mean(), whole=False
-            ),
-            "DTensor": dtensors,
+            "one GPU": _step_of(lambda *x: linear_kl(*x, reduction="mean"), whole, of_words),
+            "streamkl": _step_of(lambda *x: linear_kl(*x, reduction="mean", group=group), shards),
+            "five all-reduces": _step_of(lambda *x: kl_of_shards(*x, group).mean(), shards),
+            "DTensor": _step_of(naive, dtensors, of_words),
         },
         {
             "streamkl": (ours + d_hidden_bytes) / MIB,
@@ -180,50 +172,32 @@ def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 65536) -> C
     on_gpu = device.type == "cuda"
     heads, kv_heads, head_dim = (32, 8, 128) if on_gpu else (4, 2, 16)
     num_rows = num_rows if on_gpu else 128
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = usual_dtype(device)
     generator = torch.Generator(device).manual_seed(0)
     whole = [
         torch.randn(1, h, num_rows, head_dim, device=device, dtype=dtype, generator=generator)
         for h in (heads, kv_heads, heads, kv_heads)
     ]
-    parts = [shard_sequence(x, mesh) for x in whole]
 
-    def step_of(loss_of: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], Step]:
-        def make() -> Step:
-            inputs = [x.detach().requires_grad_(i < 2) for i, x in enumerate(tensors)]
+    def of_rank(tensors: list[Tensor]) -> list[Tensor]:
+        return [shard_sequence(x, mesh) for x in tensors]
 
-            def step() -> tuple[Tensor, list[Tensor]]:
-                for x in inputs[:2]:
-                    x.grad = None
-                loss = loss_of(*inputs)
-                loss.backward()
-                given = [x.grad for x in inputs[:2] if x.grad is not None]
-                return loss.detach(), [
-                    shard_sequence(g, mesh) if tensors is whole else g for g in given
-                ]
+    parts = of_rank(whole)
 
-            return step
+    def alone(*x: Tensor) -> Tensor:
+        return attention_kl(*x, is_causal=True, reduction="mean")
 
-        return make
-
-    def shared(method: str) -> Callable[..., Tensor]:
-        return lambda *x: attention_kl_context_parallel(
-            *x, mesh=mesh, is_causal=True, reduction="mean", method=method
-        )
+    def shared(method: str) -> Callable[[], Step]:
+        options: dict[str, Any] = {"is_causal": True, "reduction": "mean", "method": method}
+        return _step_of(lambda *x: attention_kl_context_parallel(*x, mesh=mesh, **options), parts)
 
     size = mesh.size()
     away = (size - 1) / size * num_rows * head_dim * dtype.itemsize / MIB
     return Case(
         "sequence",
         {"heads": heads, "key heads": kv_heads, "rows": num_rows, "head_dim": head_dim},
-        {
-            "one GPU": step_of(
-                lambda *x: attention_kl(*x, is_causal=True, reduction="mean"), whole
-            ),
-            "gather": step_of(shared("gather"), parts),
-            "heads": step_of(shared("heads"), parts),
-            "ring": step_of(shared("ring"), parts),
-        },
+        {"one GPU": _step_of(alone, whole, of_rank)}
+        | {method: shared(method) for method in ("gather", "heads", "ring")},
         {
             "gather": 3 * kv_heads * away,  # keys of both sides, the student's gradient
             # keys of both sides twice, the student's gradient in float32 once around
@@ -233,61 +207,97 @@ def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 65536) -> C
     )
 
 
-def layers(mesh: DeviceMesh, device: torch.device, make_step: Callable[..., Any]) -> Case:
+class Distillation(nn.Module):
+    """The loss of a Llama pair as a module with the student's parameters."""
+
+    def __init__(self, device: torch.device, objective: str) -> None:
+        super().__init__()
+        step = LlamaStep(PAIRS[device.type], objective)
+        self.student, teacher = step.models(device)
+        self.teacher = [teacher]  # no module of this one
+        # a head that takes no part has no gradient, which DDP would wait for
+        self.student.lm_head.requires_grad_(objective == "attention+logits")
+        self._loss_of = step.loss(self.student, teacher)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self._loss_of(ids)
+        return loss
+
+
+def _of_pair(
+    device: torch.device,
+    objective: str,
+    context: int,
+    wrapped: Callable[[Distillation], Callable[[Tensor], Tensor]],
+) -> Callable[[], Step]:
+    """Each rank has a batch of its own."""
+
+    def make() -> Step:
+        torch._dynamo.reset()
+        module = Distillation(device, objective)
+        call = wrapped(module)
+        words = PAIRS[device.type].vocabulary
+        ids = random_ids(words, 1, context, device, seed=distributed.get_rank())
+
+        def step() -> tuple[Tensor, list[Tensor]]:
+            module.zero_grad(set_to_none=True)
+            loss = call(ids)
+            loss.backward()
+            given: list[Any] = [p.grad for p in module.parameters() if p.grad is not None]
+            return loss.detach(), [g.to_local() if isinstance(g, DTensor) else g for g in given]
+
+        return step
+
+    return make
+
+
+def data_parallel(
+    device: torch.device, objective: str, context: int, providers: Sequence[str]
+) -> Case:
+    """A Llama pair under DistributedDataParallel."""
+    ids_of = [device.index] if device.type == "cuda" else None
+
+    def made(provider: str) -> Callable[[], Step]:
+        return _of_pair(
+            device, objective, context,
+            lambda module: PROVIDERS[provider](DistributedDataParallel(module, ids_of)),
+        )  # fmt: skip
+
+    make = {provider: made(provider) for provider in providers}
+    name = f"DistributedDataParallel, KL of {objective}"
+    return Case(name, {"tokens of a rank": context}, make, interleaves=False)
+
+
+def layers(mesh: DeviceMesh, device: torch.device) -> Case:
     """A Llama pair under FSDP2, sharded at every layer."""
-    pair = PAIRS[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     context = 4096 if device.type == "cuda" else 64
 
-    def make(provider: str) -> Callable[[], Step]:
-        def made() -> Step:
-            torch._dynamo.reset()
-            teacher = build(pair, pair.teacher_layers, 0, device, dtype)
-            student = build(pair, pair.student_layers, 1, device, dtype)
-            teacher.eval().requires_grad_(False)
-            student.lm_head.requires_grad_(False)  # the loss is of attention maps
-            module = make_step(student, teacher, "attention")
-            for model in (student, teacher):
-                for layer in model.model.layers:
-                    if provider == "FSDP2, compiled layers":
-                        layer.compile(dynamic=False)
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(module, mesh=mesh)
-            call: Any = module
-            if provider.startswith("traced"):
-                trace_fully_shard(module)
-                trace_fully_shard(teacher)  # the step does not hold it as a module
-                backend, _, bucketed = provider.partition(", ")[2].partition(", ")
-                options: dict[str, Any] = (
-                    {"streamkl.strict": True} if backend == "streamkl" else {}
-                )
-                call = torch.compile(
-                    module,
-                    backend=backend,
-                    options=options | (BUCKETED if bucketed else {}),
-                    dynamic=False,
-                    fullgraph=True,
-                )
-            generator = torch.Generator(device).manual_seed(mesh.get_local_rank())
-            ids = torch.randint(pair.vocabulary, (1, context), device=device, generator=generator)
+    def wrapped(provider: str, module: Distillation) -> Callable[[Tensor], Tensor]:
+        (teacher,) = module.teacher
+        for model in (module.student, teacher):
+            for layer in model.model.layers:
+                if provider == "FSDP2, compiled layers":
+                    layer.compile(dynamic=False)
+                fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        if not provider.startswith("traced"):
+            return module
+        trace_fully_shard(module)
+        trace_fully_shard(teacher)  # the step does not hold it as a module
+        backend, _, bucketed = provider.partition(", ")[2].partition(", ")
+        options: dict[str, Any] = {"streamkl.strict": True} if backend == "streamkl" else {}
+        options |= BUCKETED if bucketed else {}
+        return torch.compile(
+            module, backend=backend, options=options, dynamic=False, fullgraph=True
+        )
 
-            def step() -> tuple[Tensor, list[Tensor]]:
-                module.zero_grad(set_to_none=True)
-                loss = call(ids)
-                loss.backward()
-                given: list[Any] = [p.grad for p in module.parameters() if p.grad is not None]
-                return loss.detach(), [g.to_local() for g in given]
+    def made(provider: str) -> Callable[[], Step]:
+        return _of_pair(device, "attention", context, lambda module: wrapped(provider, module))
 
-            return step
-
-        return made
-
+    # the comparison that is asked for comes first: each of these compiles for half a minute
     names = (
-        "FSDP2, compiled layers",
-        "traced, streamkl",
-        "traced, streamkl, bucketed",
+        "traced, streamkl", "FSDP2, compiled layers", "traced, streamkl, bucketed",
         "traced, inductor",
-    )
-    return Case(
-        "layers", {"tokens of a rank": context}, {name: make(name) for name in names}, {}, False
-    )
+    )  # fmt: skip
+    make = {name: made(name) for name in names}
+    return Case("layers", {"tokens of a rank": context}, make, interleaves=False)

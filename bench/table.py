@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bench.measure import ALONE, Timing
+from bench.measure import ALONE
 from bench.records import Record, Run
 
 COLUMNS = (
@@ -21,91 +21,56 @@ ALONE_COLUMNS = (
 
 def rows(records: list[Record], matmul_tflops: float) -> list[tuple[str, ...]]:
     """Cells of one case's records, in `COLUMNS`' order."""
-    step_ms = _medians(records, "step")
-    return [_row(r, matmul_tflops, step_ms) for r in records if r.status != "unavailable"]
+    shown = [r for r in records if r.status != "unavailable"]
+    return _rows(records, shown, matmul_tflops, "step", COLUMNS)
 
 
 def alone_rows(records: list[Record], matmul_tflops: float) -> list[tuple[str, ...]]:
     """Cells in `ALONE_COLUMNS`' order of those records that have them."""
-    ms = _medians(records, ALONE)
-    return [
-        (
-            _name(r),
-            number(r.timing[ALONE].median_ms),
-            _spread(r.timing[ALONE]),
-            number(r.tflops[ALONE]),
-            f"{r.tflops[ALONE] / matmul_tflops:.0%}",
-            _percent(r.share_of_attention(ALONE)),
-            _ratio("eager", ms, r.timing[ALONE].median_ms),
-            _ratio("inductor", ms, r.timing[ALONE].median_ms),
-        )
-        for r in records
-        if r.status == "ok" and ALONE in r.timing
-    ]
+    shown = [r for r in records if r.status == "ok" and ALONE in r.timing]
+    return _rows(records, shown, matmul_tflops, ALONE, ALONE_COLUMNS)
 
 
-def _medians(records: list[Record], mode: str) -> dict[str, float]:
-    """Milliseconds by provider, of those that are right."""
-    return {
+def _rows(
+    records: list[Record], shown: list[Record], matmul_tflops: float, mode: str,
+    columns: tuple[str, ...],
+) -> list[tuple[str, ...]]:  # fmt: skip
+    right = {
         r.provider: r.timing[mode].median_ms
         for r in records
         if r.status == "ok" and r.version in ("", "head") and mode in r.timing
     }
+    every = (_cells(r, mode, matmul_tflops, right) for r in shown)
+    return [tuple(cells.get(name, "") for name in columns) for cells in every]
 
 
-def _row(record: Record, matmul_tflops: float, step_ms: dict[str, float]) -> tuple[str, ...]:
-    name = _name(record)
-    if record.status in ("oom", "error"):
-        text = (
-            "out of memory"
-            if record.status == "oom"
-            else "error: " + record.detail.replace("|", "/")[:80]
-        )
-        return (name, text, *("",) * (len(COLUMNS) - 2))
-    timing, verdict = record.timing, record.verdict
-    step = timing["step"]
-    errors = ("", "")
-    if verdict is not None:
-        loss = "not checked" if verdict.loss_error is None else f"{verdict.loss_error:.1e}"
-        errors = (loss, f"{verdict.gradient_error:.1e}")
-    # a result that is wrong is compared with nothing
-    ratios = (
-        ("red", "red")
-        if record.status == "red"
-        else (
-            _ratio("eager", step_ms, step.median_ms),
-            _ratio("inductor", step_ms, step.median_ms),
-        )
-    )
-    return (
-        name,
-        number(timing["forward"].median_ms),
-        number(timing["backward"].median_ms),
-        number(step.median_ms),
-        _spread(step),
-        number(record.tflops["step"]),
-        f"{record.tflops['step'] / matmul_tflops:.0%}",
-        _percent(record.share_of_attention("step")),
-        "" if record.peak_mib is None else number(record.peak_mib),
-        *errors,
-        *ratios,
-    )
+def _cells(r: Record, mode: str, matmul_tflops: float, right: dict[str, float]) -> dict[str, str]:
+    """By column; ``right`` are the milliseconds of providers that a time may be compared with."""
+    cells = {"provider": f"{r.provider} ({r.version})" if r.version else r.provider}
+    if r.status in ("oom", "error"):
+        error = "error: " + r.detail.replace("|", "/")[:80]
+        return cells | {"forward ms": "out of memory" if r.status == "oom" else error}
+    for name, timing in r.timing.items():
+        cells["forward alone ms" if name == ALONE else f"{name} ms"] = number(timing.median_ms)
+    timing, share = r.timing[mode], r.share_of_attention(mode)
+    cells["spread"] = f"{(timing.high_ms - timing.low_ms) / timing.median_ms:.0%}"
+    cells["TFLOP/s"] = number(r.tflops[mode])
+    cells["of matmul"] = f"{r.tflops[mode] / matmul_tflops:.0%}"
+    cells["of attention"] = "" if share is None else f"{share:.0%}"
+    cells["peak MiB"] = _mib(r.peak_mib)
+    if r.verdict is not None:
+        loss = r.verdict.loss_error
+        cells["loss error"] = "not checked" if loss is None else f"{loss:.1e}"
+        cells["gradient error"] = f"{r.verdict.gradient_error:.1e}"
+    for name in ("eager", "inductor"):
+        # a result that is wrong is compared with nothing
+        ratio = f"{right[name] / timing.median_ms:.2f}x" if name in right else ""
+        cells[f"vs {name}"] = "red" if r.status == "red" else ratio
+    return cells
 
 
-def _name(record: Record) -> str:
-    return f"{record.provider} ({record.version})" if record.version else record.provider
-
-
-def _spread(timing: Timing) -> str:
-    return f"{(timing.high_ms - timing.low_ms) / timing.median_ms:.0%}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-def _ratio(name: str, step_ms: dict[str, float], mine: float) -> str:
-    return f"{step_ms[name] / mine:.2f}x" if name in step_ms else ""
+def _mib(peak: float | None) -> str:
+    return "" if peak is None else number(peak)
 
 
 def number(x: float) -> str:
@@ -124,45 +89,27 @@ def by_case(run: Run) -> dict[str, list[Record]]:
 def text(records: list[Record], matmul_tflops: float) -> str:
     """One case for the terminal."""
     lines = _aligned([COLUMNS, *rows(records, matmul_tflops)])
-    alone = alone_rows(records, matmul_tflops)
-    if alone:
+    if alone := alone_rows(records, matmul_tflops):
         lines += ["", *_aligned([ALONE_COLUMNS, *alone])]
-    missing = [
-        f"{r.provider}: {r.detail}" for r in records if r.status in ("unavailable", "red", "error")
-    ]
-    return "\n".join(
-        [
-            f"{records[0].case}  ({records[0].shape})",
-            *lines,
-            *missing,
-            "",
-        ]
-    )
+    failed = (r for r in records if r.status in ("unavailable", "red", "error"))
+    lines += [f"{r.provider}: {r.detail}" for r in failed]
+    return "\n".join([f"{records[0].case}  ({records[0].shape})", *lines, ""])
 
 
 def _aligned(cells: list[tuple[str, ...]]) -> list[str]:
     """Lines of a table with a head; rows that are a message may be wider than it."""
-    widths = [
-        max(len(row[i]) for row in cells if not _is_message(row)) for i in range(len(cells[0]))
-    ]
+    usual = [row for row in cells if any(row[2:])]
+    widths = [max(map(len, column)) for column in zip(*usual, strict=True)]
     return [
-        "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
         for row in cells
     ]
-
-
-def _is_message(row: tuple[str, ...]) -> bool:
-    return not any(row[2:])
 
 
 def markdown(records: list[Record], matmul_tflops: float) -> str:
     """One case for RESULTS.md."""
     lines = markdown_lines(COLUMNS, rows(records, matmul_tflops))
-    alone = alone_rows(records, matmul_tflops)
-    if alone:
+    if alone := alone_rows(records, matmul_tflops):
         lines += ["", *markdown_lines(ALONE_COLUMNS, alone)]
     return "\n".join(lines)
 
@@ -175,22 +122,14 @@ def markdown_lines(head: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> l
 END_TO_END_COLUMNS = ("provider", "context", "step ms", "tokens/s", "peak MiB", "loss")
 
 
-def _peak_of(row: dict[str, Any]) -> str:
-    return "" if row.get("peak_mib") is None else number(row["peak_mib"])
-
-
 def end_to_end_cells(row: dict[str, Any]) -> tuple[str, ...]:
     """One row of the end-to-end table."""
-    name, context = row["provider"], str(row["context"])
+    what = (row["provider"], str(row["context"]))
     if row["status"] != "ok":
-        text = (
-            "out of memory"
-            if row["status"] == "oom"
-            else f"{row['status']}: " + row["detail"].split("\n")[0]
-        )
-        return (name, context, text.replace("|", "/")[:100], "", "", "")
-    figures = (number(row["step_ms"]), f"{row['tokens_per_s']:.0f}", _peak_of(row))
-    return (name, context, *figures, f"{row['loss']:.5f}")
+        why = f"{row['status']}: {row['detail']}".split("\n")[0].replace("|", "/")[:100]
+        return (*what, "out of memory" if row["status"] == "oom" else why, "", "", "")
+    figures = (number(row["step_ms"]), f"{row['tokens_per_s']:.0f}", _mib(row.get("peak_mib")))
+    return (*what, *figures, f"{row['loss']:.5f}")
 
 
 def end_to_end_line(row: dict[str, Any]) -> str:

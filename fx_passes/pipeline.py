@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
 from torch_streamkl.fx_passes.capture.preconditions import obstacle
-from torch_streamkl.fx_passes.capture.region import find_region
+from torch_streamkl.fx_passes.capture.region import find_region, has_seeds
 from torch_streamkl.fx_passes.capture.retrace import Trace, fake_mode_of, trace_region
 from torch_streamkl.fx_passes.followup.hard_labels import share_labels
 from torch_streamkl.fx_passes.followup.late_writes import read_after_writes
@@ -97,7 +97,7 @@ def rewrite(
     report = Report()
     try:
         for name, child in gm.named_children():
-            if not isinstance(child, fx.GraphModule):
+            if not isinstance(child, fx.GraphModule) or _has_nothing_to_find(child):
                 continue
             if is_plain_body(gm, name):
                 readers = readers_of_body(gm, name, outside)
@@ -133,6 +133,12 @@ def rewrite(
         log.warning("the analysis failed and the graph is left as it was", exc_info=True)
         report.failures.append(f"{type(error).__name__}: {error}")
     return report
+
+
+def _has_nothing_to_find(body: fx.GraphModule) -> bool:
+    """As the body of every parameter that FSDP gathers again: its readers are not looked for."""
+    bodies = [x for x in body.children() if isinstance(x, fx.GraphModule)]
+    return not has_seeds(body.graph) and all(map(_has_nothing_to_find, bodies))
 
 
 def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:

@@ -8,6 +8,7 @@ itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests o
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -128,9 +129,10 @@ def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.Mo
     value[-1, 1, rows.stop - 1] = math.nan
     plan, config = plans.plan_of(p), plans.config_of(p, launch.HOPPER_AGAIN)
     blocks = launch.ceil_div(hopper._longest(p)[0], config.BLOCK_M)
-    attention_forward.forward_again_kernel[(blocks * 2 * plan.num_sequences, 1, 1)](
-        *plan.arguments(p), *found, plan.stats_stride, blocks, 2, plan.inv_temperature, plan.fill,
-        plan.form, plan.helper, config,
+    works = blocks * 2 * plan.num_sequences
+    attention_forward.forward_again_kernel[(launch.ceil_div(works, 3), 1, 1)](
+        *plan.arguments(p), *found, plan.stats_stride, blocks, 2, works, plan.inv_temperature,
+        plan.fill, 3, plan.form, plan.helper, config,
     )  # fmt: skip
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x[..., -1, 1, rows], y[..., -1, 1, rows])
@@ -267,7 +269,8 @@ def test_a_kept_plan_takes_the_tensors_of_the_call() -> None:
 
 @inside
 @pytest.mark.parametrize("window_right", [None, 0])
-def test_only_blocks_with_nan_are_computed_again(window_right: int | None) -> None:
+@pytest.mark.parametrize("each", [1, 4])
+def test_only_blocks_with_nan_are_computed_again(each: int, window_right: int | None) -> None:
     from torch_streamkl.attention.triton import forward as attention_forward
     from torch_streamkl.attention.triton import launches as portable
     from torch_streamkl.attention.triton import (
@@ -282,15 +285,63 @@ def test_only_blocks_with_nan_are_computed_again(window_right: int | None) -> No
     for head, row in ((0, 16), (1, 69), (1, 64)):
         value[0, head, row] = math.nan
     blocks, tiles, plan = 5, launch.TritonLaunch(16, 16, 4, 1), plans.plan_of(problem)
-    attention_forward.forward_again_kernel[(2 * blocks,)](
+    attention_forward.forward_again_kernel[(launch.ceil_div(2 * blocks, each),)](
         *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
-        blocks, 2, plan.inv_temperature, plan.fill,
+        blocks, 2, 2 * blocks, plan.inv_temperature, plan.fill, EACH=each,
         FORM=plan.form, HELPER=None, CONFIG=plans.config_of(problem, tiles), **tiles.options(),
     )  # fmt: skip
     repeated = torch.zeros(1, 2, 70, dtype=torch.bool)
     repeated[0, 0, 16:32] = repeated[0, 1, 64:] = True
     assert torch.equal(value[repeated], expected[repeated])
     assert (value[~repeated] == 7.0).all()
+
+
+PACKED_LENGTHS = [
+    ([300, 70, 0, 129, 64], [300, 70, 5, 129, 64]),
+    ([1], [700]),
+    ([0, 0], [3, 0]),
+    ([10] * 90, [20] * 90),
+    ([200, 200], [130, 300]),
+]
+
+
+@inside
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (100, 7)])
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize(("of_q", "of_k"), PACKED_LENGTHS)
+def test_table_of_packed_blocks(
+    of_q: list[int], of_k: list[int], rows: bool, bounds: tuple[int | None, int | None]
+) -> None:
+    """Every block once, the longest first (NOTE [Blocks of packed sequences])."""
+    from torch_streamkl.attention.hopper import packed
+    from torch_streamkl.attention.triton import plans
+
+    offsets = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (of_q, of_k)]
+    q, k = (torch.zeros(1, 1, max(sum(lengths), 1), 16) for lengths in (of_q, of_k))
+    left, right = bounds
+    problem = problem_of(
+        q, k, q, k, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1],
+        max_seqlen_q=max(of_q), max_seqlen_k=max(of_k), window_left=left, window_right=right,
+    )[0]  # fmt: skip
+    size = 64
+    table = packed.new_table(problem, plans.plan_of(problem), size, rows)
+    met = {}
+    for sequence, (num_rows, num_keys) in enumerate(zip(of_q, of_k, strict=True)):
+        pairs = torch.ones(num_rows, num_keys, dtype=torch.bool)
+        place = torch.arange(num_rows)[:, None] + num_keys - num_rows
+        if left is not None:
+            pairs &= torch.arange(num_keys) >= place - left
+        if right is not None:
+            pairs &= torch.arange(num_keys) <= place + right
+        for block, some in enumerate((pairs if rows else pairs.T).split(size)):
+            if len(some):
+                met[sequence, block] = int(some.any(0).sum())
+    found = [tuple(entry) for entry in table.T.tolist()]
+    assert sorted(found[: len(met)]) == sorted(met)
+    assert all(sequence == -1 for sequence, _ in found[len(met) :])
+    works = [met[entry] for entry in found[: len(met)]]
+    # a whole block's keys are counted, of the last one of a sequence too
+    assert all(a >= b - size for a, b in pairwise(works))
 
 
 @inside

@@ -16,20 +16,25 @@ from torch.nn.attention import SDPBackend
 from tqdm import tqdm
 
 from bench import (
+    accuracy,
+    attention_cells,
     attention_matrix,
     cases,
     compare,
-    end_to_end,
     measure,
+    models,
     other_records,
     plots,
     results,
     several_gpus,
+    short_steps,
+    steps,
     table,
 )
 from bench.__main__ import main, parser
 from bench.cases import AttentionCase, Case, Heads, LinearCase
-from bench.providers import PROVIDERS, Provider, Unavailable, choose
+from bench.measure import Unavailable
+from bench.providers import PROVIDERS, Provider, choose
 from bench.records import Record, Run
 from bench.runner import Settings, run_case
 
@@ -129,6 +134,13 @@ def test_gate_rejects_wrong_providers_and_prints_no_ratio() -> None:
     rows = table.rows(records, matmul_tflops=1.0)
     assert rows[0][-2:] == ("1.00x", "")
     assert all(row[-2:] == ("red", "red") for row in rows[1:])
+
+
+def test_the_largest_error_is_not_a_number_where_one_is() -> None:
+    one, nan = torch.ones(2), torch.full((2,), float("nan"))
+    for given in ([one, nan], [nan, one]):
+        error = accuracy.worst_error(given, [one, one])
+        assert not accuracy.Verdict(0.0, error, 1.0, 1.0).is_green
 
 
 def test_gate_of_large_cases_checks_gradients_of_one_group(
@@ -425,6 +437,7 @@ def test_committed_document_is_what_the_committed_records_give() -> None:
 TINY_CELL = attention_matrix.Cell(16, 16, "none", "fp32", 2, 4, 4, 64, 64)
 TINY_CELLS = [
     *(replace(TINY_CELL, mask=mask, batch=1) for mask in attention_matrix.MASKS),
+    *(replace(TINY_CELL, mask=name, batch=1) for name in attention_cells.DIVERGENCES),
     *(replace(TINY_CELL, dtype=dtype, mask="causal") for dtype in ("bf16", "fp16")),
     replace(TINY_CELL, teacher_dim=24, kv_heads=2, mask="causal"),
     replace(TINY_CELL, seqlen_q=1, seqlen_k=128),
@@ -540,24 +553,33 @@ def test_base_must_be_a_commit() -> None:
         pass
 
 
-def test_end_to_end_loss_is_the_same_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_to_end_loss_is_the_same_in_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    quickly = partial(end_to_end.with_streamkl, **{"streamkl.inner": "aot_eager"})
-    monkeypatch.setitem(end_to_end.PROVIDERS, "checked", quickly)
-    pair = end_to_end.Pair("tiny", 32, 48, 4, 2, 64, (32,), teacher_layers=2, student_layers=1)
-    rows: list[dict[str, object]] = []
-    settings = (CPU, torch.float32, 0.0)
-    providers = ["eager", "checked", "streamkl-graphs"]
-    end_to_end.run_pair(pair, "attention+logits", providers, [32], settings, rows.append)
-    eager, fused, graphs = rows
+    quickly = partial(steps.with_streamkl, **{"streamkl.inner": "aot_eager"})
+    monkeypatch.setitem(steps.PROVIDERS, "streamkl", quickly)
+    pair = models.Pair("tiny", 32, 48, 4, 2, 64, (32,), teacher_layers=2, student_layers=1)
+    monkeypatch.setitem(models.PAIRS, "cpu", pair)
+    path = tmp_path / "run.json"
+    arguments = ["--device", "cpu", "--steps", "llama-attention+logits", "--seconds", "0"]
+    arguments += ["--batch", "1", "--repeats", "0", "--rounds", "2"]
+    names = ["eager", "streamkl", "streamkl-graphs"]
+    arguments += ["--providers", *names, "--json", str(path)]
+    assert short_steps.main([*arguments, "--seqlens", "32", "48"]) == 0
+    run = Run.load(path)
+    assert run.is_complete
+    eager, fused, graphs, *longer = run.end_to_end
     assert (eager["status"], fused["status"]) == ("ok", "ok"), fused
     assert graphs["status"] == "unavailable"
     assert "unavailable: CUDA graphs do not run on cpu" in table.end_to_end_line(graphs)
     assert fused["loss"] == pytest.approx(eager["loss"], rel=1e-5)
     assert eager["peak_mib"] > 0
+    assert [r["provider"] for r in longer] == names[:2], "it goes as far as it fits"
+    assert "of inductor's time" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", end_to_end.GRAPH_PROVIDERS)
+@pytest.mark.parametrize("name", steps.GRAPH_PROVIDERS)
 def test_graph_providers_are_compiled_with_what_torch_accepts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,24 +595,60 @@ def test_graph_providers_are_compiled_with_what_torch_accepts(
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
     monkeypatch.setattr(compile_fx, "compile_fx", compiled)
     torch._dynamo.reset()
-    call = end_to_end.PROVIDERS[name](lambda x: x.square().sum())
+    call = steps.PROVIDERS[name](lambda x: x.square().sum())
     assert [call(torch.ones(3)).item() for _ in range(2)] == [3.0, 3.0]
     assert [p["triton.cudagraphs"] for p in patches] == [True]
     assert len(marks) == 2
 
 
 def test_graph_providers_are_left_out_on_the_cpu_only() -> None:
-    assert end_to_end.default_providers(CPU) == ["eager", "inductor", "streamkl"]
-    on_gpu = end_to_end.default_providers(torch.device("cuda"))
-    assert on_gpu == list(end_to_end.PROVIDERS)
+    assert steps.default_providers(CPU) == ["inductor", "streamkl"]
+    on_gpu = steps.default_providers(torch.device("cuda"))
+    assert on_gpu == [p for p in steps.PROVIDERS if p not in steps.ON_REQUEST]
 
 
-def test_a_program_that_replays_no_graph_is_not_measured_as_one() -> None:
-    student = torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match=r"at least 2 CUDA graphs .*got 0"):
-        end_to_end.measure_context(
-            lambda ids: student(ids).sum(), student, torch.ones(1, 2), 0.0, uses_graphs=True
-        )
+class GraphStep(models.TrainingStep):
+    """A step without a model of transformers, whose call of `on_call` may replay graphs."""
+
+    is_side_by_side = False
+
+    def __init__(self, on_call: Callable[[], None]) -> None:
+        self.on_call = on_call
+
+    def names(self, batch_size: int) -> dict[str, str]:
+        return {"pair": "tiny", "objective": "none"}
+
+    def models(self, device: torch.device) -> tuple[torch.nn.Module, torch.nn.Module]:
+        return torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def loss(self, student: torch.nn.Module, teacher: torch.nn.Module) -> Callable[..., Tensor]:
+        def loss_of(x: Tensor) -> Tensor:
+            self.on_call()
+            return student(x).sum()
+
+        return loss_of
+
+    def batch(self, size: int, seqlen: int, device: torch.device) -> tuple[Tensor]:
+        return (torch.ones(size, 2),)
+
+
+def rows_of_graphs(
+    on_call: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, dict[str, Any]]:
+    monkeypatch.setattr("bench.cuda_graphs.check", lambda device: None)
+    monkeypatch.setitem(steps.PROVIDERS, "streamkl-graphs", lambda loss_of: loss_of)
+    turns = steps.Turns(CPU, 2, 1)
+    names = ["eager", "streamkl-graphs"]
+    rows = steps.run_step(GraphStep(on_call), 1, 1, names, turns)
+    return {row["provider"]: row for row in rows}
+
+
+def test_a_program_that_replays_no_graph_is_not_measured_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = rows_of_graphs(lambda: None, monkeypatch)["streamkl-graphs"]
+    assert row["status"] == "error" and "step_ms" not in row
+    assert "at least 2 CUDA graphs" in row["detail"] and "got 0" in row["detail"]
 
 
 def test_a_row_of_graphs_has_their_replays_and_their_memory(
@@ -600,28 +658,29 @@ def test_a_row_of_graphs_has_their_replays_and_their_memory(
         def replay(self) -> None:
             pass
 
-    steps: list[str] = []
-    student, graph = torch.nn.Linear(2, 2), Graph()
+    calls: list[str] = []
+    graph = Graph()
 
-    def loss_of(ids: Tensor) -> Tensor:
-        steps.append("step")
+    def on_call() -> None:
+        calls.append("step")
         for _ in range(3):
             graph.replay()
-        return student(ids).sum()
 
     def snapshot() -> list[dict[str, Any]]:
-        steps.append("memory")
+        calls.append("memory")
         segments = (((0, 0), 2**30), ((0, 1), 2**20), ((3, 0), 2**21))
         return [{"segment_pool_id": pool, "total_size": size} for pool, size in segments]
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-    arguments = (loss_of, student, torch.ones(1, 2), 0.0)
-    row = end_to_end.measure_context(*arguments, uses_graphs=True)
+    rows = rows_of_graphs(on_call, monkeypatch)
+    row = rows["streamkl-graphs"]
+    assert row["status"] == "ok", row
     assert (row["graph_replays"], row["graph_pool_mib"]) == (3, 3.0)
-    assert steps[:5] == ["step"] * 4 + ["memory"]  # after the steps that record
+    assert calls.count("memory") == 1
+    assert calls.index("memory") >= 4  # after the steps that record
     assert 3.0 < row["peak_mib"] < 3.1
-    assert end_to_end.measure_context(*arguments)["peak_mib"] < 0.1
+    assert rows["eager"]["peak_mib"] < 0.1
 
 
 def test_an_operator_with_graphs_is_judged_by_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -668,7 +727,7 @@ def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
     text = other_records.render({"h200-several-gpus": record})
     assert "| attention | 64 | eager | 2.0 | 2.00 | 2.0e-01 | 1.0e-01 |" in text
     given, expected = [torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 1.0])]
-    assert several_gpus.difference(given, expected) == pytest.approx(0.5**0.5)
+    assert accuracy.total_error(given, expected) == pytest.approx(0.5**0.5)
 
 
 def test_rows_of_cases_that_ranks_share(tmp_path: Path) -> None:

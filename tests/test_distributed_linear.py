@@ -385,6 +385,18 @@ def dtensors_with_tokens_of_their_own(me: Rank) -> None:
 
 
 @on_ranks
+def dtensors_of_one_token(me: Rank) -> None:
+    """Ranks whose share has no token take part in every exchange."""
+    for options in ({}, {"reduction": "mean", "strategy": "recompute"}, {"reduction": "sum"}):
+        problem = Problem(me, {**options, "labels": labels_of(me)[:1]}, bias=True)
+        for name in ("student_hidden", "teacher_hidden"):
+            problem.tensors[name] = problem.tensors[name][:1]
+        problem.grad = problem.grad[:1]
+        inputs = _distributed(problem, me.mesh, [Shard(0)], [Replicate()])
+        _check_dtensors(problem, inputs, linear_kl(**inputs, **problem.options))
+
+
+@on_ranks
 def dtensors_on_two_dimensions(me: Rank) -> None:
     init = distributed.device_mesh.init_device_mesh
     for shape in ((1, me.size), (me.size, 1)):
@@ -530,6 +542,27 @@ def ranks_that_disagree(me: Rank) -> None:
     same_error(me, call(**double), "element size of student_hidden", "(rank 0)")
     # after all that the ranks still meet
     Problem(me).check()
+
+
+@on_ranks
+def ranks_that_disagree_about_dtensors(me: Rank) -> None:
+    """What one rank refuses is raised on those too that have other tokens or other words."""
+    is_last = me.rank == me.size - 1
+    labels, temperature = labels_of(me)[: NUM_TOKENS - is_last], -1.0 if is_last else 1.0
+    square = init_device_mesh(me.device.type, (me.size, 1), mesh_dim_names=("data", "words"))
+    for mesh, hidden, weight in (
+        (me.mesh, [Shard(0)], [Replicate()]),
+        (me.mesh, [Replicate()], [Shard(0)]),
+        (square, [Shard(0), Replicate()], [Replicate(), Shard(0)]),
+    ):
+        inputs = _distributed(Problem(me), mesh, hidden, weight)
+
+        def call(inputs: dict[str, DTensor] = inputs, **options: Any) -> Any:
+            return lambda: linear_kl(**inputs, **options)
+
+        rank = f"rank {me.size - 1}: "
+        same_error(me, call(labels=labels), f"{rank}labels must broadcast", "(39,)")
+        same_error(me, call(temperature=temperature), f"{rank}temperature must be positive")
 
 
 @on_ranks

@@ -1,4 +1,9 @@
-"""What two processes agree on with gloo, on two GPUs with NCCL and in bfloat16."""
+"""What two processes agree on with gloo, on two GPUs with NCCL and in bfloat16.
+
+    python -m pytest -m gpu -s tests/test_distributed_nccl.py
+
+prints a line for each check as it ends, so that a run that is cut off says what it saw.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,12 @@ import torch
 
 from tests.support.ranks import assert_passed, checks_of, outcomes
 
-MODULES = [
-    "tests.test_distributed_linear",
-    "tests.test_distributed_attention",
+MODULES = [  # what takes longest comes last
     "tests.test_traced_fsdp",
+    "tests.test_distributed_attention",
     "tests.test_rewritten_dtensors",
     "tests.test_rewritten_attention_dtensors",
+    "tests.test_distributed_linear",
 ]
 NAMES = [name for module in MODULES for name in checks_of(importlib.import_module(module))]
 

@@ -720,7 +720,10 @@ def test_choice(batch: int, rows: int, keys: int, expected: str) -> None:
         (128, {"functional": named("js").text}, "hopper"),
         (128, {"functional": named("js", beta=0.1).text, "window_right": 0}, "hopper"),
         (64, {"functional": named("js").text}, "triton"),  # not measured
-        (128, {"functional": DIVERGENCES["tv"]}, "triton"),
+        (128, {"functional": DIVERGENCES["tv"]}, "hopper"),
+        (64, {"functional": DIVERGENCES["tv"]}, "triton"),
+        (128, {"functional": named("forward_kl", student_eps=1e-8).text}, "hopper"),
+        (128, {"functional": "sqrt(P)*logS"}, "triton"),  # nor this
         (128, {"has_mask": True}, "hopper"),
         (64, {"has_mask": True}, "triton"),
     ],

@@ -80,6 +80,42 @@ def test_biases(name: str) -> None:
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("clamp", [0.0, 1e-3])
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.bfloat16).min, -torch.inf])
+def test_a_bias_that_is_a_mask(low: float, clamp: float) -> None:
+    """The first tiles that come have nothing that a row sees: fixed bases come later."""
+    clamps = {"student_clamp": clamp, "teacher_clamp": clamp}
+    for rows, keys in ((640, 640), (700, 700), (64, 1024)):
+        call = build(
+            replace(PLAIN, student_dim=128, teacher_dim=128, mask="additive", mask_density=1.0,
+                    seqlen_q=rows, seqlen_k=keys, **clamps)
+        )  # fmt: skip
+        place = torch.arange(rows)[:, None] + keys - rows
+        seen = (torch.arange(keys) <= place) & (torch.arange(keys) >= 30)
+        seen[:, 30] = True  # so that every row sees a key
+        bias = call.options["attn_mask"]
+        call.options["attn_mask"] = torch.where(seen, bias, bias.new_tensor(low))
+        check_on_gpu(call)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_one_bias_is_as_two() -> None:
+    """The same numbers in one tensor for both sides, or in two."""
+    spec = replace(PLAIN, student_dim=128, teacher_dim=128, mask="additive",
+                   seqlen_q=700, seqlen_k=700)  # fmt: skip
+    call = build(spec).to(device="cuda")
+    bias = call.options.pop("attn_mask")
+    found = []
+    for other in (bias, bias.clone()):
+        call.options |= {"student_bias": bias, "teacher_bias": other}
+        found.append(call.value_and_gradients("hopper"))
+    for name, x in found[0].items():
+        torch.testing.assert_close(x, found[1][name], rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_same_bits_of_wide_heads_and_biases() -> None:
     wide = call_of(WIDE[0], (700, 700))
     biased = build(replace(PLAIN, student_dim=128, teacher_dim=128, mask="additive",
@@ -175,12 +211,30 @@ def test_limits_of_wide_head_dims(
     assert limit is None if not reason else reason in str(limit)
 
 
+@pytest.mark.parametrize(
+    ("biases", "expected"),
+    [("one", "hopper hopper"), ("two", "hopper triton"), ("student", "hopper triton")],
+)
+def test_values_and_gradients_are_chosen_apart(biases: str, expected: str) -> None:
+    with FakeTensorMode(), looks_like("sm_90"):
+        x = torch.empty(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16)
+        bias, other = (
+            torch.empty(1, 1, 8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "st"
+        )
+        teacher = {"one": bias, "two": other, "student": None}[biases]
+        problem = problem_of(x, x, x, x, student_bias=bias, teacher_bias=teacher)[0]
+        chosen = [
+            launch.select_implementation(problem, "auto", backward) for backward in (False, True)
+        ]
+    assert chosen == expected.split()
+
+
 CHOICES: list[tuple[int, tuple[int, int], tuple[int, int], dict[str, Any], str]] = [
     # head_dim, rows and keys, heads and key heads
     (256, (8192, 8192), (32, 32), {}, "hopper"),
     (192, (8192, 8192), (32, 8), {"window_right": 0}, "hopper"),
     (256, (256, 8192), (32, 8), {"functional": "(P-S)*(P-S)"}, "triton"),
-    (128, (8192, 8192), (32, 32), {"has_bias": True}, "triton"),  # gradients are faster there
+    (128, (8192, 8192), (32, 32), {"has_bias": True}, "hopper"),  # one bias for both sides
     (128, (64, 131072), (32, 8), {}, "hopper"),  # 256 rows of 8 heads, in parts
     (128, (64, 131072), (32, 32), {}, "triton"),  # a third of a block of rows
     (128, (16, 131072), (32, 8), {}, "triton"),  # as well

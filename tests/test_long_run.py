@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-from bench import long_run
+from bench import demo, long_run
 
 TINY = long_run.Settings(
     "cpu", steps=4, teacher_steps=1, batch=2, seqlen=24, hidden_size=64, student_layers=1,
@@ -57,7 +57,7 @@ def test_steps_are_a_function_of_their_number() -> None:
 
 
 def test_held_out_text_is_seen_by_no_step() -> None:
-    split = int(len(long_run.text()) * (1 - long_run.HELD_OUT))
+    split = int(len(demo.text()) * (1 - long_run.HELD_OUT))
     large = replace(TINY, batch=1, seqlen=2000)
     part: Tensor = long_run.held_out_batch(large)[0]
-    assert bytes(part.tolist()) == long_run.text()[split : split + 2000]
+    assert bytes(part.tolist()) == demo.text()[split : split + 2000]

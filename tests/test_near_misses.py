@@ -94,6 +94,14 @@ def the_largest_but_one(sq, sk, tq, tk, pad):
     return -(top.values * logs)[..., 1:].sum(-1).mean()
 
 
+def the_largest_of_summed_rows(sq, sk, tq, tk, pad):
+    """Other keys in each row."""
+    s, t = maps(sq, sk, tq, tk)
+    top = t.softmax(-1).topk(3, dim=-1)
+    logs = s.log_softmax(-1).gather(-1, top.indices)
+    return (top.values * logs).sum(-2).square().sum(-1).mean() - (top.values * logs).sum(1).mean()
+
+
 def the_largest_of_flattened_rows(sq, sk, tq, tk, pad):
     s, t = maps(sq, sk, tq, tk)
     top = t.softmax(-1).topk(2, dim=-1)
@@ -216,6 +224,7 @@ LEFT_ALONE: list[tuple[Case, str]] = [
     (keys_of_the_largest_queries, "gather"),
     (weights_of_ranks, "gather"),
     (the_largest_but_one, "gather"),
+    (the_largest_of_summed_rows, "gather"),
     (the_largest_of_flattened_rows, "gather"),
     (max_over_keys, "amax"),
     (elements_are_returned, "leaves the graph"),

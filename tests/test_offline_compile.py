@@ -87,6 +87,9 @@ WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 HOPPER_FORWARD_STACK = 72
 # of those that go by tiles, whose programs keep what they need for the next block
 HOPPER_TURNS_STACK = {"forward": 288, "backward": 128}
+# of the kernel that repeats blocks, where a program looks at several: it keeps what is the same
+# for all of them, and no program reads it that has nothing to repeat
+AGAIN_STACK = 128
 HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
 
 
@@ -190,6 +193,13 @@ OTHER_SIDES = {"student_dim": 64, "key_heads": (4, 8)}
 WINDOW = {"window_left": 511, "window_right": 0}
 
 
+def without_tables(launches: list[Launch]) -> list[Launch]:
+    """Those that do not list the blocks of packed sequences."""
+    tables = [launch for launch in launches if launch.kernel.__name__ == "table_kernel"]
+    assert all(compile_launch(launch, "sm_90").spill_bytes == 0 for launch in tables)
+    return [launch for launch in launches if launch.kernel.__name__ != "table_kernel"]
+
+
 @pytest.mark.parametrize(
     ("head_dim", "divergence", "options", "seqlen"),
     [
@@ -220,7 +230,7 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         for launch in launches[:2]:
             assert compile_launch(launch, "sm_90").spill_bytes <= 8
         launches = launches[2:]
-    forward, *others = launches
+    forward, *others = without_tables(launches)
     by_tiles = forward.kernel.__name__ == "turns_forward_kernel"
     is_wide = forward.kernel.__name__ == "wide_forward_kernel"
     assert is_wide == (head_dim > 128)
@@ -232,7 +242,9 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
     if whole and seqlen > 1:  # the last round is less than half full
         expected.insert(0, "unite_rows_kernel")
     assert [launch.kernel.__name__ for launch in others] == expected
-    assert all(compile_launch(launch, "sm_90").spill_bytes == 0 for launch in others)
+    for launch in others:
+        stack = AGAIN_STACK if launch.args.get("EACH", 1) > 1 else 0
+        assert compile_launch(launch, "sm_90").spill_bytes <= stack
 
 
 @pytest.mark.parametrize(
@@ -270,6 +282,7 @@ def test_hopper_backward(
         names = [launch.kernel.__name__ for launch in launches[:2]]
         assert names == ["words_kernel", "lists_kernel"]
         launches = launches[2:]
+    launches = without_tables(launches)
     assert len(launches) == 2
     stack = WIDER_TEACHER_STACK if "student_dim" in options else STACK["sm_90", "backward_kernel"]
     if options.get("has_bias"):

@@ -303,3 +303,15 @@ def test_streams_and_cuda_graphs(impl: str) -> None:
     graph.replay()
     expected = list(ops.run_forward(*other, *padding, *options))
     assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
+def test_one_bias_for_both_sides_is_recorded_apart() -> None:
+    """Kernels that read it once are not those of two biases, whose metadata are the same."""
+    bias, other = torch.zeros(2, 3, 3)
+    tensors: list[Any] = [torch.zeros(1)] * 3 + [None] * ops.NUM_TENSORS
+    call = sites.RepeatedByBias(lambda *given: given[-1:], 3)
+    for teacher in (bias, other, other):
+        for index, x in zip(ops.BIASES, (bias, teacher), strict=True):
+            tensors[3 + index] = x
+        call(*tensors)
+    assert [each._calls for each in call._calls] == [2, 1]

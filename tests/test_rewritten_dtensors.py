@@ -256,6 +256,40 @@ def placements(me: Rank) -> None:
 
 
 @on_ranks
+def tokens_that_are_gathered(me: Rank) -> None:
+    """Sequence parallel: tokens are shared along the second dimension, and flattened or cut."""
+
+    def flattened(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        student, teacher = everywhere(x_s) @ w_s.T, everywhere(x_t) @ w_t.T
+        return whole(kl(student.flatten(0, 1), teacher.flatten(0, 1)))
+
+    def shifted(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        pairs = ((everywhere(x) @ w.T)[:, :-1] for x, w in ((x_s, w_s), (x_t, w_t)))
+        return whole(kl(*(x.reshape(-1, NUM_WORDS) for x in pairs)))
+
+    shared = {"x_s": [Shard(1)], "x_t": [Shard(1)]}
+    every = ("x_s", "w_s", "x_t", "w_t")
+    Case(flattened, shared, shape=(3, 5), wanted=every).fuses(me)
+    Case(shifted, shared, shape=(2, 4)).fuses(me)
+
+
+@on_ranks
+def terms_of_hidden_states(me: Rank) -> None:
+    """Behind a RowwiseParallel layer ranks have terms (Partial) that the program adds up."""
+
+    def added(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        terms = DTensor.from_local(x.to_local() / 2, x.device_mesh, [Partial()], run_check=False)
+        return terms.redistribute(placements=[Replicate()])
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return whole(kl(added(x_s) @ w_s.T, added(x_t) @ w_t.T))
+
+    Case(program, wanted=("w_s",)).fuses(me)
+
+
+@on_ranks
 def two_mesh_dimensions(me: Rank) -> None:
     for mesh in ((1, me.size), (me.size, 1)):
         for program in (summed_on_dtensors, on_whole_logits, rows_as_dtensor):

@@ -307,7 +307,6 @@ def test_a_divergence_whose_mask_is_made_of_ids_needs_none(how: str) -> None:
     streamed(program, inputs("all"))
     alone = compare(program, inputs(), options={"streamkl.row_programs": False}).check()
     assert {site.kind for site in alone.report.sites if site.fused} == {"attention_kl"}
-    assert alone.report.remaining_quadratic > 0, str(alone.report)
 
 
 # ------------------------------------------------------------ keys that a top-k names

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import end_to_end, short_steps
-from bench.short_models import Batch, ShortStep
+from bench import cuda_graphs, steps
+from bench.models import Batch, ShortStep
+from bench.steps import Turns
 
 CPU = torch.device("cpu")
 TINY = ShortStep(
@@ -23,16 +24,16 @@ TINY = ShortStep(
 def test_a_step_is_the_same_in_both_ways(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     # strict: a KL that is not fused is an error
-    quickly = partial(end_to_end.with_streamkl, **{"streamkl.inner": "aot_eager"})
-    monkeypatch.setitem(short_steps.PROVIDERS, "streamkl", quickly)
+    quickly = partial(steps.with_streamkl, **{"streamkl.inner": "aot_eager"})
+    monkeypatch.setitem(steps.PROVIDERS, "streamkl", quickly)
     step = replace(TINY, objective=objective)
-    rows = short_steps.run_step(step, 8, 2, ["eager", "streamkl"], (CPU, 3, 1, False))
+    rows = steps.run_step(step, 8, 2, ["eager", "streamkl"], Turns(CPU, 3, 1))
     assert [row["status"] for row in rows] == ["ok", "ok"], rows
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
     for row in rows:
         assert row["samples"] == 3
         assert row["gradient_error"] <= row["gradient_budget"]
-    line = short_steps.line(rows[1], rows[0])
+    line = steps.line(rows[1], rows[0])
     assert "provider streamkl, context 8" in line
     assert "of inductor's time" in line
 
@@ -43,16 +44,16 @@ def test_rows_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*_: Any) -> Any:
         raise ValueError("does not compile")
 
-    monkeypatch.setitem(short_steps.PROVIDERS, "inductor", breaks)
+    monkeypatch.setitem(steps.PROVIDERS, "inductor", breaks)
     kept: list[list[str]] = []
-    rows = short_steps.run_step(
-        TINY, 8, 2, ["eager", "inductor"], (CPU, 0, 1, False),
+    rows = steps.run_step(
+        TINY, 8, 2, ["eager", "inductor"], Turns(CPU, 0, 1),
         lambda rows: kept.append([row["status"] for row in rows]),
     )  # fmt: skip
     assert kept == [["untimed"], *[["untimed", "error"]] * 2]
     assert "gradient_error" in rows[0]
     assert "step_ms" not in rows[0]
-    assert "untimed" in short_steps.line(rows[0], rows[1])
+    assert "untimed" in steps.line(rows[0], rows[1])
 
 
 def test_graphs_are_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +64,7 @@ def test_graphs_are_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         def replay(self) -> None:
             pass
 
-    names, in_pool = end_to_end.GRAPH_PROVIDERS, set()
+    names, in_pool = steps.GRAPH_PROVIDERS, set()
 
     def with_graphs(loss_of: Any, name: str, mib: int) -> Any:
         def loss(*inputs: Any) -> Any:
@@ -78,13 +79,14 @@ def test_graphs_are_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return [{"segment_pool_id": (0, 1), "total_size": sum(mib for _, mib in in_pool) * 2**20}]
 
     graph = Graph()
+    monkeypatch.setattr(cuda_graphs, "check", lambda device: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
     monkeypatch.setattr(torch._dynamo, "reset", in_pool.clear)
     for mib, name in zip((3, 5), names, strict=True):
         provider = partial(with_graphs, name=name, mib=mib)
-        monkeypatch.setitem(short_steps.PROVIDERS, name, provider)
-    rows = short_steps.run_step(TINY, 8, 2, ["eager", *names], (CPU, 2, 1, False))
+        monkeypatch.setitem(steps.PROVIDERS, name, provider)
+    rows = steps.run_step(TINY, 8, 2, ["eager", *names], Turns(CPU, 2, 1))
     assert [row["status"] for row in rows] == ["ok"] * 3, rows
     assert [row.get("graph_pool_mib") for row in rows] == [None, 3.0, 5.0]
     small = rows[0]["peak_mib"]
@@ -94,12 +96,13 @@ def test_graphs_are_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_gradient_is_red() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     batch = Batch.of(2, 8, CPU, 0)
-    gate = short_steps.Gate(TINY, batch, CPU)
+    gate = steps.gate_of(TINY, batch, CPU)
     right: list[Any] = [g.float() for g in gate.gradients]
-    assert "status" not in gate.judge(gate.loss, right)
-    for wrong in ([right[0] * 1.01, *right[1:]], [g * float("nan") for g in right]):
-        assert gate.judge(gate.loss, wrong)["status"] == "red"
-    assert gate.judge(gate.loss * 1.01, right)["status"] == "red"
+    assert gate.judge(gate.loss, right).is_green
+    last = [*right[:-1], right[-1] * float("nan")]
+    for wrong in ([right[0] * 1.01, *right[1:]], [g * float("nan") for g in right], last):
+        assert gate.judge(gate.loss, wrong).row()["status"] == "red"
+    assert gate.judge(gate.loss * 1.01, right).row()["status"] == "red"
 
 
 def test_padding() -> None:

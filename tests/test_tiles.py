@@ -75,6 +75,7 @@ def test_measured_choices_stay(dtype: str, head_dim: int) -> None:
         ("sm_90", "half", 128, "forward", (64, 64, 4, 2)),
         ("sm_120", "half", 128, "forward", (64, 32, 4, 2)),
         ("sm_120", "half", 64, "forward", (64, 64, 4, 2)),
+        ("sm_80", "half", 256, "forward", (32, 64, 8, 1)),
         ("sm_86", "fp32", 32, "dk", (32, 64, 4, 1)),
         ("sm_86", "half", 256, "dk", (32, 32, 4, 1)),  # larger tiles take 100 KiB of 99
     ],

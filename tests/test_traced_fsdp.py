@@ -224,6 +224,26 @@ def modules_that_are_refused(me: Rank) -> None:
     model = trace_fully_shard(sharded(me))
     same_error(me, lambda: model.set_requires_gradient_sync(False), "set_requires_gradient_sync")
     same_error(me, lambda: model.unshard(), "unshard")
+    same_error(me, lambda: model.set_gradient_divide_factor(2.0), "set_gradient_divide_factor")
+    model.set_requires_gradient_sync(True)  # as it is
+    for setter, value in (
+        ("set_gradient_divide_factor", 4.0),
+        ("set_requires_gradient_sync", False),
+    ):
+        other = sharded(me)
+        getattr(other.student.layers[0], setter)(value)
+        same_error(me, lambda other=other: trace_fully_shard(other), f"{setter}({value})")
+
+
+@on_ranks
+def modules_stay_modules(me: Rank) -> None:
+    """They can be cast, and containers sliced."""
+    model = trace_fully_shard(sharded(me)).float()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    model(torch.randn(3, SEQLEN, WIDTH, device=me.device)).backward()
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).to(me.device)
+    part = trace_fully_shard(fully_shard(layers, mesh=me.mesh))[:2]
+    assert type(part) is nn.Sequential and len(part) == 2
 
 
 def test_on_four_ranks() -> None:

@@ -48,19 +48,14 @@ class Region:
     leaves: tuple[fx.Node, ...]
 
 
+def has_seeds(graph: fx.Graph) -> bool:
+    """Whether there is anything in a graph that an analysis could begin with."""
+    return any(map(_is_seed, graph.nodes))
+
+
 def find_region(graph: fx.Graph) -> Region | None:
     """The union of the regions of all seeds, or None when there is none."""
-    seeds = [
-        n
-        for n in graph.nodes
-        if _is_operation(n)
-        and (
-            name_of(n) in SEEDS
-            or _is_softmax_by_hand(n)
-            or compared_by_hand(n)
-            or _compares_products(n)
-        )
-    ]
+    seeds = [n for n in graph.nodes if _is_seed(n)]
     if not seeds:
         return None
     inside: set[fx.Node] = set()
@@ -137,6 +132,15 @@ def _is_operation(node: fx.Node) -> bool:
         isinstance(value, (tuple, list))
         and len(value) > 0
         and all(isinstance(v, Tensor) for v in value)
+    )
+
+
+def _is_seed(node: fx.Node) -> bool:
+    return _is_operation(node) and bool(
+        name_of(node) in SEEDS
+        or _is_softmax_by_hand(node)
+        or compared_by_hand(node)
+        or _compares_products(node)
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_streamkl.attention import ops
 from torch_streamkl.distributed import graph_calls
@@ -30,11 +31,10 @@ from torch_streamkl.fx_passes.validation.changes import Change, compare_graphs
 from torch_streamkl.fx_passes.validation.regions import replacement_of
 from torch_streamkl.linear import ops as linear_ops
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 OPERATORS = (linear_ops.linear_kl, linear_ops.linear_kl_sum)
 DIMENSIONS = ("batch", "heads", "queries")
+SIDES = ("student", "teacher")
+OF_TOKENS = {"flatten", "reshape", "view", "narrow", "slice", "getitem", "select"}
 
 
 class DoesNotFit(Exception):
@@ -81,18 +81,18 @@ class PutBack:
             except (Blocked, ValueError, TypeError, NotImplementedError, RuntimeError) as reason:
                 sites = {n.meta[SITE] for n in self.replaced[change] if SITE in n.meta}
                 raise DoesNotFit(_first_line(reason), frozenset(sites)) from reason
+        of_own_words = self._makers_of_own_words()
         for node in reversed(list(self.graph.nodes)):
-            was_used = node.name in self.user and self.user[node.name].users
-            is_left_over = node.target is same or (was_used and self._is_of_own_words(node))
+            is_left_over = node.target is same or node.name in of_own_words
             if is_left_over and not node.users:
                 self.graph.erase_node(node)
 
-    def _is_of_own_words(self, node: fx.Node) -> bool:
-        """Whether a node makes, of a rank's own words, logits that are not read any more."""
+    def _makers_of_own_words(self) -> set[str]:
+        """The nodes that make logits of a rank's own words, which nobody may read any more."""
         heads = {n for n in self.user.values() if conversion(n) == "from_local"}
         chain = {a for n in heads for a in n.all_input_nodes if name_of(a) == "linear"}
         chain |= {a for n in chain for a in n.all_input_nodes if conversion(a) == "to_local"}
-        return self.user[node.name] in chain
+        return {n.name for n in chain if n.users}
 
     def _sites_of(self, node: fx.Node) -> frozenset[str]:
         """What has to stay as it is so that a node is not needed."""
@@ -209,20 +209,80 @@ class PutBack:
             self._of_dtensors(node)
 
     def _call_together(self, node: fx.Node) -> None:
-        names = [argument.name for argument in linear_ops.linear_kl._schema.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        own = [side for side in ("student", "teacher") if self._is_own(side, given)]
+        given = _arguments_of(node)
+        own = [side for side in SIDES if self._is_own(side, given)]
         if own:
             node.kwargs = {**node.kwargs, "own_rows": own}
+        # in the same order on every rank: these communicate
+        for hidden in dict.fromkeys(given[f"{side}_hidden"] for side in SIDES):
+            self._add_up_terms(hidden, node)
         is_sum = node.target is linear_ops.linear_kl_sum
         node.target = graph_calls.linear_kl_sum if is_sum else graph_calls.linear_kl
         self._record(node)
         self.rows.add(node)
-        heads: Any = [given[f"{side}_weight"] for side in ("student", "teacher")]
+        heads: Any = [given[f"{side}_weight"] for side in SIDES]
         count = graph_calls.num_ranks([_dtensor(head) for head in heads])
         self.how[node.meta[SITE]] = (
             f"words shared by {count} ranks, one gather of row statistics" if count > 1 else ""
         )
+
+    def _add_up_terms(self, hidden: fx.Node, call: fx.Node) -> None:
+        """Hidden states that ranks have terms of (Partial) are added up, as for any logits."""
+        x = example(hidden)
+        if not is_dtensor(x) or not any(p.is_partial() for p in x.placements):
+            return
+        wanted = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        added = self._insert_before(call, graph_calls.placed, hidden, graph_calls.encoded(wanted))
+        call.replace_input_with(hidden, added)
+
+    def _gather_tokens(self, node: fx.Node) -> None:
+        """Tokens that are flattened or cut, where the ranks that share them share words too.
+
+        Those ranks need all of the tokens in any case.
+        """
+        if name_of(node) not in OF_TOKENS:
+            return
+        source = node.all_input_nodes[0]
+        x = example(source)
+        if not is_dtensor(x):
+            return
+        gathered = self._dims_of_words(node)
+        wanted = tuple(
+            Replicate() if dim in gathered and type(p) is Shard and p.dim < x.dim() - 1 else p
+            for dim, p in enumerate(x.placements)
+        )
+        if wanted != tuple(x.placements):
+            encoded = graph_calls.encoded(wanted)
+            whole = self._insert_before(node, graph_calls.placed, source, encoded)
+            node.replace_input_with(source, whole)
+
+    def _dims_of_words(self, node: fx.Node) -> set[int]:
+        """Mesh dimensions whose ranks share words in every operator with these hidden states.
+
+        Empty where something else reads the node.
+        """
+        found: list[set[int]] = []
+        for call in descendants([node]):
+            if call.target not in OPERATORS:
+                continue
+            given = _arguments_of(call)
+            if not any(node in self._steps_to(given[f"{side}_hidden"]) for side in SIDES):
+                return set()
+            heads = {
+                self.user[name]
+                for side in SIDES
+                for name in self._sources(given[f"{side}_weight"])
+            }
+            found.append(
+                {
+                    dim
+                    for head in heads
+                    if is_dtensor(x := example(head))
+                    for dim, p in enumerate(x.placements)
+                    if p.is_shard()
+                }
+            )
+        return set.intersection(*found) if found else set()
 
     def _share_attention(self, node: fx.Node) -> None:
         node.target = graph_calls.attention_kl
@@ -247,14 +307,17 @@ class PutBack:
 
     def _sources(self, node: fx.Node) -> set[str]:
         """The user's tensors that a new node is made of."""
-        found, stack = set(), [node]
+        return {n.name for n in self._steps_to(node) if n.name in self.user}
+
+    def _steps_to(self, node: fx.Node) -> set[fx.Node]:
+        """The new tensors that lead to a node, and the user's at their beginning."""
+        found, stack = set[fx.Node](), [node]
         while stack:
             current = stack.pop()
-            if not isinstance(example(current), Tensor):
+            if current in found or not isinstance(example(current), Tensor):
                 continue
-            if current.name in self.user:
-                found.add(current.name)
-            else:
+            found.add(current)
+            if current.name not in self.user:
                 stack.extend(current.all_input_nodes)
         return found
 
@@ -280,6 +343,8 @@ class PutBack:
                 )
             copies = self._insert_before(node, graph_calls.replicated_like, source, placed[0])
             node.replace_input_with(source, copies)
+        self._gather_tokens(node)
+        placed = [a for a in node.all_input_nodes if is_dtensor(example(a))]
         self._record(node)
         made = example(node)
         if not is_dtensor(made):
@@ -349,6 +414,12 @@ class PutBack:
         node.meta.update({key: like.meta[key] for key in copied if key in like.meta})
         self._record(node)
         return node
+
+
+def _arguments_of(call: fx.Node) -> dict[str, Any]:
+    """Of an operator on LM heads, by name."""
+    names = [argument.name for argument in linear_ops.linear_kl._schema.arguments]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
 
 def _dtensor(node: fx.Node) -> DTensor:

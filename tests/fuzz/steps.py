@@ -517,7 +517,14 @@ OF_LARGEST = (  # entries of both sides at keys that a top-k names
     "({0}.gather(-1, {0}.topk(2, -1)[1] // 2) * {1}.topk(2, -1)[0])",
     "({0}.gather(-1, {0}.topk(2, -1, largest=False)[1]) * {1}.gather(-1, {0}.topk(2, -1)[1]))",
 )
-OF_CHOSEN = ("{0}.sum(-1)", "{0}.sum(-1)", "{0}.mean(-1)", "{0}.logsumexp(-1)", "{0}[..., 0]")
+OF_CHOSEN = (
+    "{0}.sum(-1)",
+    "{0}.sum(-1)",
+    "{0}.mean(-1)",
+    "{0}.logsumexp(-1)",
+    "{0}[..., 0]",
+    "{0}.mean(-2, keepdim=True).expand_as({0}).square().sum(-1)",
+)
 OF_IDS = (  # words of each token, some of them twice
     "{0}.gather(-1, torch.stack([y, y], -1)).sum(-1)",
     "{0}.gather(-1, y[:, None]).squeeze(-1)",

@@ -44,6 +44,7 @@ ARGUMENTS = (
     "bool deterministic=True"
 )
 NUM_TENSORS = 15
+BIASES = (5, 6)  # the student's, the teacher's
 NUM_RESULTS = 3  # of attention_kl: values, and statistics of both sides
 _DIFFERENTIABLE = (0, 1, 2, 3, 9, 10)  # q and k of both sides, and the sinks
 differentiable = operator.itemgetter(*_DIFFERENTIABLE)
@@ -142,9 +143,11 @@ def _run_forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, 
     return value, stats.student, stats.teacher
 
 
-def _module_for(is_compiled: bool, problem: AttentionProblem, impl: str) -> Any:
+def _module_for(
+    is_compiled: bool, problem: AttentionProblem, impl: str, backward: bool = False
+) -> Any:
     """What computes a problem: in a graph that Inductor compiles, it compiles the CPU's, too."""
-    implementation = select_implementation(problem, impl)
+    implementation = select_implementation(problem, impl, backward)
     on_panels = is_compiled and implementation == "streaming"
     return panels if on_panels else _module(implementation)
 
@@ -191,7 +194,7 @@ def _wanted_gradients(
     """What `run_backward` returns, None for what is not wanted."""
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
-    module = _module_for(is_compiled, problem, impl)
+    module = _module_for(is_compiled, problem, impl, backward=True)
     grads: Gradients = module.backward(problem, stats, grad, Wanted(*wanted))
     return grads
 

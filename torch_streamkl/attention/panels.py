@@ -27,13 +27,21 @@ from torch_streamkl.attention.problem import (
     Side,
     bottom_right_offset,
 )
-from torch_streamkl.attention.row_body import RowForm, rows_backward, rows_forward
+from torch_streamkl.attention.row_body import (
+    COPIES,
+    EXPONENTIALS,
+    RowForm,
+    rows_backward,
+    rows_forward,
+)
 from torch_streamkl.cpu import compiled
 from torch_streamkl.cpu.compiled import Described
 
-PANEL_ELEMENTS = 2**18  # scores of one side: with exponentials four tiles, in the cores' caches
+PANEL_ELEMENTS = 2**19  # scores of one side, of heads that share keys
+MOST_AT_ONCE = 4  # such groups of heads, one a thread
 LEAST_QUERIES = 16  # of a panel, whatever the number of keys: matmuls of fewer rows are slow
 MOST_ELEMENTS = 2**22  # of a panel of so few queries
+CONTIGUOUS = torch.contiguous_format
 NOTHING = Wanted(False, False, False, False)
 
 
@@ -144,6 +152,7 @@ def _forward(
             inputs = work.inputs(panel)
             if weight is not None:
                 inputs["row_weight"] = _of_rows(weight, panel)
+            inputs |= work.exponentials(panel)
             (out,) = work.run(rows_forward, form, inputs)
             shape = (panel.num_heads, -1, 5)
             results[:, :, rows][panel.batch, panel.heads, panel.queries] = out.view(shape)
@@ -216,14 +225,20 @@ class _Work:
         group, keys = head_group(problem), problem.seqlen_k
         queries = max(LEAST_QUERIES, PANEL_ELEMENTS // (keys * group))
         self.queries = max(1, min(problem.seqlen_q, queries))
-        room = PANEL_ELEMENTS // (keys * self.queries)
-        self.heads = min(problem.num_heads, max(1, room // group) * group)
+        # short rows of several heads fill half of a panel; and matmuls of as many heads as there
+        # are threads share those better than the few rows of one
+        elements = keys * self.queries * group
+        groups = min(torch.get_num_threads(), MOST_AT_ONCE, max(1, MOST_ELEMENTS // elements))
+        groups = max(groups, PANEL_ELEMENTS // 2 // elements)
+        self.heads = min(problem.num_heads, groups * group)
         size = self.heads * self.queries * keys
         self.tiles = [problem.student.q.new_empty(size, dtype=self.dtype) for _ in range(2)]
+        self.more_tiles: list[Tensor] = []
         self.bounds = _bounds(problem)
         self.position = torch.arange(problem.seqlen_q, dtype=self.dtype)[:, None]
         self.position += bottom_right_offset(problem.seqlen_q, keys)
         self.numbers: dict[int, Tensor] = {}
+        self.copies = torch.ones((1, COPIES), dtype=self.dtype)
 
     def panels(self) -> Iterator[Panel]:
         """All panels, those that share keys one after the other."""
@@ -232,9 +247,18 @@ class _Work:
             for h in range(0, problem.num_heads, self.heads):
                 heads = slice(h, min(h + self.heads, problem.num_heads))
                 self.keys = [self._keys_of(side, batch, heads) for side in self._sides]
+                self.d_keys = [
+                    None if dk is None else torch.zeros_like(k.mT, memory_format=CONTIGUOUS)
+                    for k, dk in zip(self.keys, self.sums[1::2], strict=True)
+                ]
                 for i in range(0, problem.seqlen_q, self.queries):
                     queries = slice(i, min(i + self.queries, problem.seqlen_q))
                     yield Panel(batch, heads, queries, _visible_keys(problem, queries))
+                for side, d_keys, dk in zip(
+                    self._sides, self.d_keys, self.sums[1::2], strict=True
+                ):
+                    if dk is not None and d_keys is not None:
+                        dk[batch, _kv_heads(side, heads)] = d_keys.mT
 
     @property
     def _sides(self) -> tuple[Side, Side]:
@@ -259,6 +283,7 @@ class _Work:
         if outside not in self.numbers:
             self.numbers[outside] = self._numbers_of(outside)
         inputs["numbers"] = (self.numbers[outside], "n")
+        inputs["copies"] = (self.copies, "1n")
         for name, bound in self.bounds.items():
             column = bound[panel.batch if bound.shape[0] > 1 else 0, panel.queries]
             inputs[name] = ((column - panel.keys.start).repeat(panel.num_heads)[:, None], "r1")
@@ -274,6 +299,13 @@ class _Work:
             if side.sink is not None:
                 inputs[f"{name}_sink"] = self._per_head(side.sink, panel)
         return inputs
+
+    def exponentials(self, panel: Panel) -> Described:
+        """Where `rows_forward` keeps them: tiles that every call allocates are page faults."""
+        shape = (panel.num_rows, panel.num_keys)
+        self.more_tiles = self.more_tiles or [torch.empty_like(x) for x in self.tiles]
+        parts = (tile[: math.prod(shape)].view(shape) for tile in self.more_tiles)
+        return {name: (x, "rk") for name, x in zip(EXPONENTIALS, parts, strict=True)}
 
     def _numbers_of(self, outside: int) -> Tensor:
         student, teacher = self._sides
@@ -295,9 +327,8 @@ class _Work:
 
     def add_gradients(self, panel: Panel) -> None:
         """Products of the gradients that the body has left in place of the dot products."""
-        for i, side in enumerate(self._sides):
-            dq, dk = self.sums[2 * i : 2 * i + 2]
-            d_dots = self.blocks[i]
+        for i, d_dots in enumerate(self.blocks):
+            dq, d_keys = self.sums[2 * i], self.d_keys[i]
             if dq is not None:
                 out = dq[panel.batch, panel.heads, panel.queries]
                 keys = self.keys[i][:, panel.keys]
@@ -305,12 +336,9 @@ class _Work:
                     torch.bmm(d_dots, keys, out=out)
                 else:
                     out.copy_(torch.bmm(d_dots, keys).view(out.shape))
-            if dk is not None:
-                out, d_keys = dk[panel.batch, _kv_heads(side, panel.heads)], d_dots.transpose(1, 2)
-                if panel.queries.start == 0 and panel.num_keys == out.shape[1]:
-                    torch.bmm(d_keys, self.folded[i], out=out)
-                else:
-                    out[:, panel.keys].baddbmm_(d_keys, self.folded[i])
+            if d_keys is not None:
+                # head_dim times keys: a fifth faster than the other way around
+                d_keys[:, :, panel.keys].baddbmm_(self.folded[i].mT, d_dots)
 
 
 def _kv_heads(side: Side, heads: slice) -> slice:

@@ -5,6 +5,14 @@ sizes and numbers are never literals: one compilation serves every block of a pr
 length.
 Where rows are whole nothing streams: log-sum-exps are known before the divergence is summed, so
 every functional, clamped or not, is evaluated as it is written.
+
+NOTE [Copies]
+What a row's passes need of the row (its maximum without infinities, a reciprocal, a logarithm) is
+computed once a row and kept. Inductor would write a short expression of rows into every pass that
+reads it, where it is computed again for every vector of keys: a compiler cannot know that what
+the pass writes does not change it. As the largest of some equal copies it is a reduction, and
+results of reductions are kept. How many copies there are is the size of an input: a reduction
+over few elements, if their number were known, would be written into the passes, too.
 """
 
 from __future__ import annotations
@@ -22,6 +30,8 @@ Inputs = dict[str, Tensor]
 # Of the input "numbers", in this order:
 NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature",
            "mask_value", "outside")  # fmt: skip
+EXPONENTIALS = ("student_e", "teacher_e")  # tiles for them
+COPIES = 16  # elements of the input "copies", which are 1: one or two vectors
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
     outside = _number(inputs, "outside") if form.fills else None
     student, teacher = (
-        softmax(x.x, inputs.get(f"{name}_sink"), x.level, outside)
-        for name, x in (("student", s), ("teacher", t))
+        softmax(x.x, inputs.get(f"{name}_sink"), x.level, outside, inputs["copies"], inputs[e])
+        for name, x, e in zip(("student", "teacher"), (s, t), EXPONENTIALS, strict=True)
     )
     functional = Functional.of(form.functional)
     f, h, g = functional.terms("fhg", variables_of(student, teacher))
@@ -158,31 +168,49 @@ def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
     return (allowed.to(x.dtype).amax(-1, keepdim=True) > 0).expand(x.shape[0], 1)
 
 
+def copied(x: Tensor, copies: Tensor | None) -> Tensor:
+    """A column as several that are equal, [rows, COPIES]: see NOTE [Copies]."""
+    return x if copies is None else x * copies
+
+
+def column(x: Tensor) -> Tensor:
+    """One of equal columns, [rows, 1]."""
+    return x.amax(-1, keepdim=True)
+
+
 def softmax(
     x: Tensor,
     sink: Tensor | None = None,
     level: Tensor | None = None,
     outside: Tensor | None = None,
+    copies: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Softmax:
-    """Of scores; a sink is one more logit of the denominator, keys outside have one level."""
+    """Of scores; a sink is one more logit of the denominator, keys outside have one level.
+
+    Exponentials are kept in the ``workspace``, if there is one.
+    """
     peak = x.amax(-1, keepdim=True)
     if level is not None and outside is not None:
         peak = torch.maximum(peak, torch.where(outside > 0, level, -math.inf))
     if sink is not None:
         peak = torch.maximum(peak, sink)
-    base = without_infinity(peak)
+    bases = copied(without_infinity(peak), copies)
+    base = column(bases)
     shifted = x - base
-    e = shifted.exp()
+    e = shifted.exp() if workspace is None else workspace.copy_(shifted.exp())
     mass = e.sum(-1, keepdim=True)
     if level is not None and outside is not None:
         mass = mass + outside * (level - base).exp()
     if sink is not None:
         mass = mass + (sink - base).exp()
-    is_empty = mass == 0
-    depth = torch.where(is_empty, 0.0, mass.log())
+    masses = copied(mass, copies)
+    is_empty = masses == 0
+    depths = torch.where(is_empty, 0.0, masses.log())
+    lse = column(torch.where(is_empty, -math.inf, bases + depths))
+    depth = column(depths)
     # a probability as a quotient: the exponential of a difference would be another pass of them
-    p = e * torch.where(is_empty, 0.0, 1.0 / mass)
-    lse = torch.where(is_empty, -math.inf, base + depth)
+    p = e * column(torch.where(is_empty, 0.0, 1.0 / masses))
     return Softmax(shifted - depth, p, lse, None if level is None else level - base - depth)
 
 
@@ -192,10 +220,11 @@ def _with_keys_outside(
     """Sums with the keys that no row of the tile may see: they all look alike."""
     outside = _number(inputs, "outside")
     assert student.log_p_outside is not None and teacher.log_p_outside is not None
-    s, t = student.log_p_outside, teacher.log_p_outside
+    copies = inputs["copies"]
+    s, t = (copied(x, copies) for x in (student.log_p_outside, teacher.log_p_outside))
     terms = functional.terms("fhg", {"P": t.exp(), "S": s.exp(), "logP": t, "logS": s})
     return [
-        total + torch.where(outside > 0, outside * term, 0.0)
+        column(copied(total, copies) + torch.where(outside > 0, outside * term, 0.0))
         for total, term in zip(sums, terms, strict=True)
     ]
 

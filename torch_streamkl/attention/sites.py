@@ -77,6 +77,20 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+class RepeatedByBias:
+    """The same where both sides have a bias: launches differ where it is one and the same."""
+
+    def __init__(self, function: Callable[..., Tensors], num_before: int) -> None:
+        """``num_before`` tensors come before the operator's."""
+        self._calls = (Repeated(function), Repeated(function))
+        self._biases = tuple(num_before + i for i in ops.BIASES)
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        student, teacher = (tensors[i] for i in self._biases)
+        assert student is not None and teacher is not None
+        return self._calls[student.data_ptr() == teacher.data_ptr()](*tensors)
+
+
 class Site:
     """Values and gradients of attention_kl; see `Repeated` for what is kept between calls."""
 
@@ -91,7 +105,7 @@ class Site:
         """Values and both statistics; ``tensors`` are the operator's, in its order."""
         call = self._forward
         if call is None:
-            call = self._forward = self._repeated(self._run_forward, tensors)
+            call = self._forward = self._repeated(self._run_forward, tensors, 0)
         return call(*tensors)
 
     def backward(
@@ -111,7 +125,7 @@ class Site:
                 compute = ops.compiled_gradients if self.is_compiled else ops.wanted_gradients
                 return compute(*given, *self.options)
 
-            call = self._backward[wanted] = self._repeated(gradients, tensors)
+            call = self._backward[wanted] = self._repeated(gradients, tensors, 3)
         return call(grad, student_stats, teacher_stats, *tensors)
 
     def _run_forward(self, *tensors: Tensor | None) -> Tensors:
@@ -119,12 +133,19 @@ class Site:
         return run(*tensors, *self.options)
 
     def _repeated(
-        self, function: Callable[..., Tensors], tensors: tuple[Tensor | None, ...]
+        self,
+        function: Callable[..., Tensors],
+        tensors: tuple[Tensor | None, ...],
+        num_before: int,
     ) -> Callable[..., Tensors]:
         given: tuple[Any, ...] = (*tensors, *self.options)
         problem, impl = ops.problem_of(*given)
         has_launches = select_implementation(problem, impl) != "streaming"
-        return Repeated(function) if has_launches else function
+        if not has_launches:
+            return function
+        if any(tensors[i] is None for i in ops.BIASES):
+            return Repeated(function)
+        return RepeatedByBias(function, num_before)
 
 
 class _CompiledCall:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -92,9 +92,37 @@ def refused_together(group: ProcessGroup, device: torch.device, check: Callable[
         _raise_refusal(group, str(error), error, sum(row[0] for row in rows))
 
 
+def refused_by_any(
+    groups: list[ProcessGroup], device: torch.device, call: Callable[[], Any]
+) -> Any:
+    """``call()``, which communicates with none of the groups; what a rank raises is raised by all.
+
+    The groups are those of a mesh's dimensions: what one of them has heard it tells the next.
+    """
+    result, error = None, None
+    try:
+        result = call()
+    except (ValueError, TypeError, NotImplementedError) as refusal:
+        error = refusal
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        groups = []  # nothing may wait; the same call went well before the capture
+    for group in groups:
+        rows = _gathered([int(error is not None), 0, 0], group, group.group_name, device)
+        if not any(refused for refused, *_ in rows):
+            continue
+        try:
+            refused = sum(row[0] for row in rows)
+            _raise_refusal(group, "" if error is None else str(error), error, refused)
+        except (ValueError, TypeError, NotImplementedError) as refusal:
+            error = refusal
+    if error is not None:
+        raise error
+    return result
+
+
 def _raise_refusal(
     group: ProcessGroup, text: str, error: Exception | None = None, num_refused: int = 0
-) -> None:
+) -> NoReturn:
     texts: list[Any] = [None] * group.size()
     all_gather_object(texts, text, group=group)
     if error is not None and num_refused == group.size():

@@ -17,9 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from torch_streamkl.distributed.agreement import refused_by_any
 from torch_streamkl.distributed.linear import UnsummedGroup
 from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, words_as_local
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
@@ -40,19 +43,55 @@ def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any
         **given,
         **{name: local_hidden(given[name], layout) for name in HIDDEN},
         **{name: local_words(given.get(name), layout) for name in _PER_WORD},
-        **{name: _local_per_token(given.get(name), tokens, layout) for name in _PER_TOKEN},
     }
+    device = local["student_hidden"].device
+    per_token = {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
+    local |= dict.fromkeys(_PER_TOKEN)
+    if per_token:
+        everyone = [layout.group(dim) for dim in range(layout.mesh.ndim)]
+        local |= _together(
+            everyone,
+            device,
+            lambda: {n: _local_per_token(n, x, tokens, layout) for n, x in per_token.items()},
+        )
     if layout.words_dim is not None:
         local["group"] = UnsummedGroup(layout.group(layout.words_dim))
     reduction = given.get("reduction", "none")
-    if reduction == "none":
-        return _rows(function(**local), given["student_hidden"], layout)
-    if layout.shared_rows and reduction in ("sum", "mean", "batchmean"):
+    shared = layout.shared_rows and reduction in ("sum", "mean", "batchmean")
+    if shared:
         local |= {"reduction": "sum", "row_weight": _share(local, reduction, tokens, layout)}
-    total = function(**local)
+    own_tokens = local["student_hidden"].shape[:-1]
+    has_none = 0 in own_tokens and 0 not in tokens
+    if has_none:
+        local |= _one_token_that_does_not_count(local)
+    # those that share words tell each other in the call itself
+    others = [layout.group(dim) for dim in layout.shared_rows]
+    result = _together(others, device, lambda: function(**local))
+    if reduction == "none":
+        rows = result[:0].view(own_tokens) if has_none else result
+        return _rows(rows, given["student_hidden"], layout)
     for dim in layout.shared_rows:
-        total = summed(total, layout.group(dim).group_name)
-    return DTensor.from_local(total, layout.mesh, _whole(layout), run_check=False)
+        result = summed(result, layout.group(dim).group_name)
+    return DTensor.from_local(result, layout.mesh, _whole(layout), run_check=False)
+
+
+def _together(groups: list[ProcessGroup], device: torch.device, call: Callable[[], Any]) -> Any:
+    """``call()``; what a rank of the groups refuses is raised on all of them."""
+    if torch.compiler.is_compiling():  # every rank traces the same program
+        return call()
+    return refused_by_any(groups, device, call)
+
+
+def _one_token_that_does_not_count(local: dict[str, Any]) -> dict[str, Any]:
+    """For a rank whose share has no token: it takes part in every exchange all the same."""
+    hidden = {name: F.pad(local[name].flatten(0, -2), (0, 0, 0, 1)) for name in HIDDEN}
+    changed = {**hidden, "row_mask": hidden["student_hidden"].new_zeros(1, dtype=torch.bool)}
+    if local["labels"] is not None:
+        changed["labels"] = local["labels"].new_full((1,), local.get("ignore_index", -100))
+    weight = local["row_weight"]
+    if weight is not None and weight.ndim:
+        changed["row_weight"] = F.pad(weight.flatten(), (0, 1))
+    return changed
 
 
 def _whole(layout: Layout) -> list[Replicate]:
@@ -78,11 +117,15 @@ def local_words(x: Tensor | None, layout: Layout) -> Tensor | None:
     return local
 
 
-def _local_per_token(x: Tensor | None, tokens: torch.Size, layout: Layout) -> Tensor | None:
+def _local_per_token(name: str, x: Tensor, tokens: torch.Size, layout: Layout) -> Tensor:
     """This rank's tokens of a label, mask or weight; a plain tensor is the same on every rank."""
-    if x is None:
-        return None
-    whole = x.expand(tokens) if x.ndim <= len(tokens) else x
+    sizes = zip(reversed(x.shape), reversed(tokens), strict=False)
+    if x.ndim > len(tokens) or any(have not in (1, size) for have, size in sizes):
+        raise ValueError(
+            f"{name} must broadcast to the shape of the tokens {tuple(tokens)}, got "
+            f"{tuple(x.shape)}"
+        )
+    whole = x.expand(tokens)
     if not isinstance(whole, DTensor):
         whole = DTensor.from_local(whole, layout.mesh, _whole(layout), run_check=False)
     return whole.redistribute(placements=layout.rows).to_local()

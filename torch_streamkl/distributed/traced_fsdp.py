@@ -24,7 +24,25 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-_REFUSED = ("set_requires_gradient_sync", "unshard", "set_requires_all_reduce")
+# settings that would have no effect on the traced model
+_REFUSED = (
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_gradient_divide_factor",
+    "set_reduce_scatter_divide_factor",
+    "set_all_reduce_hook",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_reshard_after_forward",
+    "unshard",
+)
+# by attribute of a group of parameters: what makes its gradients something else than means
+_SETTINGS = {
+    "reduce_grads": ("set_requires_gradient_sync", True),
+    "all_reduce_grads": ("set_requires_all_reduce", True),
+    "gradient_divide_factor": ("set_gradient_divide_factor", None),
+    "_all_reduce_hook": ("set_all_reduce_hook", None),
+}
 
 
 @dataclass(frozen=True)
@@ -61,8 +79,9 @@ def trace_fully_shard(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: no module of the model is fully sharded.
-        NotImplementedError: a parameter that is sharded in another way too (tensor parallel), or
-            parameters offloaded to the CPU.
+        NotImplementedError: a parameter that is sharded in another way too (tensor parallel),
+            parameters offloaded to the CPU, or gradients that are no means over all ranks
+            (``set_gradient_divide_factor`` and the like).
     """
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not sharded:
@@ -91,6 +110,13 @@ def _plans(root: Any, is_outermost: bool) -> Iterator[tuple[nn.Module, Unshardin
     for group in _groups(state):
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
             raise NotImplementedError("trace_fully_shard does not take CPUOffloadPolicy")
+        for attribute, (setter, default) in _SETTINGS.items():
+            value = getattr(group, attribute, default)
+            if value != default:
+                raise NotImplementedError(
+                    "trace_fully_shard makes every gradient the mean over all ranks, got "
+                    f"{setter}({value}) before it"
+                )
         # fully_shard keeps the outermost module's parameters unless it was told not to
         is_kept = is_outermost and getattr(state, "_auto_reshard_after_forward", True)
         plan = Unsharding(
@@ -155,11 +181,26 @@ def _traced_class(cls: type, names: tuple[str, ...], plan: Unsharding) -> type:
     members: dict[str, Any] = {name: property(_reader(name, plan)) for name in names}
     if issubclass(cls, FSDPModule):
         members |= {name: _refusing(name) for name in _REFUSED}
+        members |= {"__new__": _new_of_original, "_apply": _apply_as_without_hooks}
     return type(cls.__name__, (cls,), members)
+
+
+def _new_of_original(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """As FSDPModule's: a slice of a container is a container that is not sharded."""
+    original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    return original(*args, **kwargs)
+
+
+def _apply_as_without_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """FSDPModule's would look for the sharded tensor where a whole one is read."""
+    return super(FSDPModule, self)._apply(*args, **kwargs)
 
 
 def _refusing(name: str) -> Any:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [*args, *kwargs.values()]
+        if name.startswith("set_requires") and given and given[0] is True:
+            return  # as it is
         raise NotImplementedError(
             f"{name} has no effect after trace_fully_shard: the compiled step gathers parameters "
             "and reduces gradients itself"

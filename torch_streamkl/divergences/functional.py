@@ -77,6 +77,7 @@ def const(value: float) -> Expr:
     return Expr("const", (), float(value))
 
 
+SMALLEST_LIFT = 2.0**-100  # of `is_lifted`
 ZERO, ONE = const(0.0), const(1.0)
 FLOOR_OF_EXP = -1e30  # an exponent whose exponential is 0 in every dtype we compute in
 
@@ -271,6 +272,14 @@ def derivative(e: Expr, log_variable: Expr) -> Expr:
 def is_weight(e: Expr) -> bool:
     """Whether a factor is 0 exactly where its distribution gives a key no probability."""
     return e.op in ("P", "S")
+
+
+def is_lifted(e: Expr) -> bool:
+    """Whether an expression is a probability and an epsilon far above the smallest numbers."""
+    if e.op != "add":
+        return False
+    a, b = e.args
+    return is_weight(a) and b.op == "const" and SMALLEST_LIFT <= b.value < math.inf
 
 
 def _evaluate_node(op: str, args: list[Tensor]) -> Tensor:
@@ -510,6 +519,11 @@ class Functional:
         return mixture_terms(self.expr) is not None
 
     @functools.cached_property
+    def is_short(self) -> bool:
+        """Whether its value and derivatives are expressions that `is_short` names."""
+        return all(is_short(e) for e in (self.expr, self.student_grad, self.teacher_grad))
+
+    @functools.cached_property
     def plain_student_floor(self) -> float | None:
         """The floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P always.
 
@@ -582,6 +596,19 @@ def mixture_shares(e: Expr) -> tuple[float, float] | None:
             return None
         shares.append(math.exp(term.args[1].value))
     return shares[0], shares[1]
+
+
+# a GPU has an instruction for each, or two
+_SHORT = {"P", "S", "logP", "logS", "const", "add", "sub", "mul", "neg", "abs"}
+_SHORT |= {"max", "min", "ge", "gt", "where"}
+
+
+def is_short(e: Expr) -> bool:
+    """Whether kernels compute an expression of half-precision inputs without series of terms."""
+    if mixture_shares(e) is not None:
+        return True
+    is_one = e.op in _SHORT or (e.op in ("log", "div") and is_lifted(e.args[-1]))
+    return is_one and all(is_short(a) for a in e.args)
 
 
 DIVERGENCES = {

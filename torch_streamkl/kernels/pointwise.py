@@ -16,13 +16,24 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from torch_streamkl.divergences.functional import Expr, Functional, is_weight, mixture_shares
-
-# The logarithm of the smallest number is finite, and P and S below it are 0.
-_FAST_LOG2 = (
-    'tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", '
-    f"[tl.maximum({{0}}, {2.0**-126!r})], tl.float32, True, 1)"
+from torch_streamkl.divergences.functional import (
+    Expr,
+    Functional,
+    is_lifted,
+    is_weight,
+    mixture_shares,
 )
+
+_ONE_INSTRUCTION = (
+    'tl.inline_asm_elementwise("{0}.approx.ftz.f32 $0, $1;", "=f,f", [{1}], tl.float32, True, 1)'
+)
+# The logarithm of the smallest number is finite, and P and S below it are 0.
+_FAST_LOG2 = _ONE_INSTRUCTION.format("lg2", f"tl.maximum({{0}}, {2.0**-126!r})")
+# of a probability and a number that is far above the smallest (functional.is_lifted)
+_FAST_CALLS = {
+    "log": f"{_ONE_INSTRUCTION.format('lg2', '{0}')} * {math.log(2.0)!r}",
+    "div": f"{{0}} * {_ONE_INSTRUCTION.format('rcp', '{1}')}",
+}
 _CALLS = {
     "exp": "tl.exp({0})",
     "log": "tl.log({0})",
@@ -48,7 +59,8 @@ def source(functional: Functional, of_half: bool = False) -> str:
     """Source of the helper: one assignment per distinct subexpression.
 
     ``of_half``: of scores of half-precision inputs. There log(b P + c S) is one instruction, off
-    by 2^-22 of itself, where the maximum of both and log(1 + x) are off by a rounding.
+    by 2^-22 of itself, where the maximum of both and log(1 + x) are off by a rounding; and so are
+    log(P + eps) and 1 / (P + eps).
     """
     lines: list[str] = []
     names: dict[Expr, str] = {}
@@ -71,12 +83,14 @@ def source(functional: Functional, of_half: bool = False) -> str:
             args = [name_of(a) for a in e.args]
             if e.op == "mul":  # a key without probability contributes 0, whatever the other factor
                 for weight, other in ((0, 1), (1, 0)):
-                    if is_weight(e.args[weight]) and not _is_finite(e.args[other]):
+                    if is_weight(e.args[weight]) and not _is_finite(e.args[other], of_half):
                         args[other] = f"tl.where({args[weight]} == 0.0, 0.0, {args[other]})"
             if e.op == "where" and e.args[0].op not in ("ge", "gt"):
                 args[0] = f"{args[0]} != 0.0"
+            is_fast = of_half and e.op in _FAST_CALLS and is_lifted(e.args[-1])
+            call = (_FAST_CALLS if is_fast else _CALLS)[e.op]
             names[e] = f"x{len(names)}"
-            lines.append(f"{names[e]} = {_CALLS[e.op].format(*args)}")
+            lines.append(f"{names[e]} = {call.format(*args)}")
         return names[e]
 
     results = [
@@ -87,10 +101,19 @@ def source(functional: Functional, of_half: bool = False) -> str:
     return f"@triton.jit\ndef helper(P, S, logP, logS):\n    # {functional.text}\n    {body}\n"
 
 
-def _is_finite(e: Expr) -> bool:
-    """Whether an expression of probabilities cannot be infinite."""
+def _is_finite(e: Expr, of_half: bool) -> bool:
+    """Whether an expression cannot be infinite.
+
+    Where helpers are ``of_half`` logarithms of probabilities are finite: the kernels that take
+    those (attention/hopper/) have scores without infinite masks and biases, and leave absent keys
+    out themselves.
+    """
+    if of_half and (e.op in ("logP", "logS") or mixture_shares(e) is not None):
+        return True
+    if of_half and e.op in ("log", "div") and is_lifted(e.args[-1]):
+        return True
     if e.op in ("add", "sub", "mul", "neg", "abs"):
-        return all(_is_finite(a) for a in e.args)
+        return all(_is_finite(a, of_half) for a in e.args)
     return is_weight(e) or (e.op == "const" and math.isfinite(e.value))
 
 

@@ -92,22 +92,23 @@ LEAST_SHARE = 0.75  # of the multiprocessors that have a program where blocks ar
 HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernels 64
 
 
-def select_implementation(problem: AttentionProblem, impl: str) -> str:
-    """Which of "hopper", "triton" and "streaming" computes a problem.
+def select_implementation(problem: AttentionProblem, impl: str, backward: bool = False) -> str:
+    """Which of "hopper", "triton" and "streaming" computes a problem, or its gradients.
 
-    A choice that cannot run raises, a slow automatic one is logged; a GPU whose driver has no
-    compiler raises at the first call.
+    Both kinds of kernels leave the same statistics, so that the gradients may be computed by
+    others than the values. A choice that cannot run raises, a slow automatic one is logged; a GPU
+    whose driver has no compiler raises at the first call.
     """
     if impl == "streaming":
         return "streaming"
-    chosen = _select(problem, impl)
+    chosen = _select(problem, impl, backward)
     if chosen != "streaming" and problem.student.q.device.type == "cuda":
         require_driver()
     return chosen
 
 
-def _select(problem: AttentionProblem, impl: str) -> str:
-    if impl == "hopper" or (impl == "auto" and _prefers_hopper(problem)):
+def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
+    if impl == "hopper" or (impl == "auto" and _prefers_hopper(problem, backward)):
         limit = hopper_limit(problem)
         if limit is None:
             return "hopper"
@@ -261,7 +262,7 @@ def _has_gluon() -> bool:
     return True
 
 
-def _prefers_hopper(problem: AttentionProblem) -> bool:
+def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
     """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
     if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False  # without asking for sizes that only the data decides
@@ -276,9 +277,13 @@ def _prefers_hopper(problem: AttentionProblem) -> bool:
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
         and (_fills_device(problem) or _shares_keys(problem))
         and not _clamps_every_row(problem)
-        and not has_bias(problem)  # 1.2 of the forward's rate, 0.8 of the gradients'
-        and (not _is_prepared(problem) or _is_measured(problem))
+        and (not _is_rare(problem) or _is_measured(problem, backward))
     )
+
+
+def _is_rare(problem: AttentionProblem) -> bool:
+    """Whether a Hopper kernel computes more than plain scores in one pass."""
+    return has_bias(problem) or _is_prepared(problem)
 
 
 def _is_prepared(problem: AttentionProblem) -> bool:
@@ -299,10 +304,14 @@ def sums_squares(problem: AttentionProblem) -> bool:
     )
 
 
-def _is_measured(problem: AttentionProblem) -> bool:
+def _is_measured(problem: AttentionProblem, backward: bool) -> bool:
     """Whether such a problem was measured, and is faster than with the portable kernels."""
-    dims = (problem.student.head_dim, problem.teacher.head_dim)
-    return dims == (128, 128) and (problem.mask is not None or problem.functional.is_mixture)
+    if (problem.student.head_dim, problem.teacher.head_dim) != (128, 128):
+        return False
+    if has_bias(problem):  # of two biases the gradients have 0.8 of the rate
+        return has_one_bias(problem) or not backward
+    functional = problem.functional
+    return problem.mask is not None or (functional.is_short and functional.squares is None)
 
 
 def _clamps_every_row(problem: AttentionProblem) -> bool:
@@ -386,6 +395,8 @@ HOPPER_MASKED = HopperBackwardLaunch(64, 64, 2, 4, False)
 HOPPER_BIASED = HopperBackwardLaunch(64, 32, 2, 4, False)
 HOPPER_BIASED_FORWARD = HopperLaunch(64, 64, 2, 2)
 HOPPER_MASKED_FORWARD = HopperLaunch(64, 64, 2, 2)
+# of head_dim 128 with few rows: shorter blocks reach less far beyond the diagonal
+HOPPER_SHORT_FORWARD = HopperLaunch(64, 64, 2, 2)
 # Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
@@ -412,6 +423,8 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
         return HOPPER_BIASED_FORWARD
     if is_wide(problem):
         return HOPPER_WIDE
+    if takes_turns(problem) and problem.window_left is None:
+        return HOPPER_SHORT_FORWARD
     return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
 
 
@@ -422,6 +435,20 @@ def is_wide(problem: AttentionProblem) -> bool:
 
 def has_bias(problem: AttentionProblem) -> bool:
     return problem.student.bias is not None or problem.teacher.bias is not None
+
+
+def has_one_bias(problem: AttentionProblem) -> bool:
+    """Whether both sides have the same bias, as an additive mask is: it is then read once."""
+    student, teacher = problem.student.bias, problem.teacher.bias
+    if student is None or teacher is None:
+        return False
+    if student is teacher:
+        return True
+    is_alike = (student.dtype, student.shape, student.stride()) == (
+        teacher.dtype, teacher.shape, teacher.stride()
+    )  # fmt: skip
+    has_address = type(student) is type(teacher) is torch.Tensor
+    return is_alike and has_address and student.data_ptr() == teacher.data_ptr()
 
 
 def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:

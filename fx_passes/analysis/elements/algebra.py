@@ -121,12 +121,20 @@ class ElementAlgebra:
         return Placed(result, kept)
 
     def _of_all_keys(self, kind: str, x: Placed, dims: Sequence[int]) -> Placed:
-        """Chosen entries that are reduced, as elements of all keys."""
-        for d in dims:
+        """Chosen entries that are reduced, as elements of all keys.
+
+        Rows choose keys of their own: a sum over rows of the first entries is of different keys.
+        """
+        over = set(self.axes.atoms(a for d in dims for a in x.dims[d]))
+        for d in range(len(x.dims)):
             axis = self.chosen_in(x.dims[d])
             if axis is None:
                 continue
             chosen = self.chosen[axis]
+            if d not in dims:
+                if over & set(self.axes.atoms(chosen.hits.formula.axes)):
+                    raise Blocked("chosen entries are summed over their rows")
+                continue
             nothing = Formula("const", (), 0.0 if kind == "sum" else -math.inf)
             formula = self.formula("where", chosen.hits.formula, x.formula, nothing)
             places, shape = list(x.dims), list(x.shape)

@@ -47,6 +47,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_streamkl.attention.hopper.atomic import add_queries, hand_over, new_handover
 from torch_streamkl.attention.hopper.biases import bias_of_keys, bias_of_rows
+from torch_streamkl.attention.hopper.packed import packed_block
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
     NUM_WARPS,
@@ -99,6 +100,8 @@ class Task(NamedTuple):
     PINNED: bool  # NOTE [A matmul always in flight]
     OWN_BIAS: bool  # scores of the side have a bias
     OTHER_BIAS: bool
+    SAME_BIAS: bool  # one bias for both sides: read once
+    WHOLE_TILES: bool  # of a bias: no inner tile ends beyond it
     ADDS: bool  # dK, and dQ beside it: NOTE [dQ by atomics] in attention/hopper/atomic.py
 
 
@@ -283,13 +286,15 @@ def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.co
         if TASK.ROWS:
             first_key = (work.first_tile - tile) * TASK.INNER
             return bias_of_rows(
-                bias, work.b, work.first_head, first, first_key, num_rows, num_keys, like, True
-            )
+                bias, work.b, work.first_head, first, first_key, num_rows, num_keys, like,
+                not TASK.WHOLE_TILES,
+            )  # fmt: skip
         else:
             first_row = (work.first_tile + tile // TASK.GROUP_SIZE) * TASK.INNER
             head = work.first_head + tile % TASK.GROUP_SIZE
             return bias_of_keys(
-                bias, work.b, head, first_row, first, num_rows, num_keys, like
+                bias, work.b, head, first_row, first, num_rows, num_keys, like,
+                not TASK.WHOLE_TILES,
             )  # fmt: skip
     else:
         return 0.0
@@ -438,7 +443,10 @@ def accumulate(
         own = start_scores(own_outer, tiles.own_inner.index(0), zero)
         other = start_scores(other_outer, tiles.other_inner.index(0), zero)
         own_bias = bias_of_tile(work.own_bias, work, first, 0, zero, TASK.OWN_BIAS, TASK)
-        other_bias = bias_of_tile(work.other_bias, work, first, 0, zero, TASK.OTHER_BIAS, TASK)
+        if TASK.SAME_BIAS:
+            other_bias = own_bias
+        else:
+            other_bias = bias_of_tile(work.other_bias, work, first, 0, zero, TASK.OTHER_BIAS, TASK)
         own, other = warpgroup_mma_wait(0, deps=[own, other])
         x = first_half(own, kept, tiles, 0, work.own_scale, TASK, own_bias, work.bias_scale)
         for pair in range(0, work.num_loads, 2):
@@ -461,9 +469,12 @@ def accumulate(
                 own_bias = bias_of_tile(
                     work.own_bias, work, first, i + 1, zero, TASK.OWN_BIAS, TASK
                 )
-                other_bias = bias_of_tile(
-                    work.other_bias, work, first, i + 1, zero, TASK.OTHER_BIAS, TASK
-                )
+                if TASK.SAME_BIAS:
+                    other_bias = own_bias
+                else:
+                    other_bias = bias_of_tile(
+                        work.other_bias, work, first, i + 1, zero, TASK.OTHER_BIAS, TASK
+                    )
                 marks = marks_in(tiles, slot, marks_of_rows, TASK)
                 scale = work.other_scale
                 d = second_half(
@@ -519,7 +530,7 @@ def backward_kernel(
     grad_ptr, own_stats, other_stats, stats_stride,
     out_ptr, out_b, out_h, out_n, out_scale, sums,
     num_blocks, num_heads, own_group, other_group,
-    seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k, table,
     own_scale, other_scale, own_bias, other_bias, bias_scale,
     HELPER: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
@@ -529,7 +540,9 @@ def backward_kernel(
     HELPER computes the gradient of one key (pointwise.py) where TASK.FORM does not hold.
     """
     gdc_launch_dependents()  # NOTE [One gradient beside the next]
-    position, sequence = place_of(gl.program_id(0), num_blocks, TASK.HAS_RIGHT)
+    # heads may share a bias: those that run at once read the same rows of it
+    INTERLEAVED: gl.constexpr = TASK.HAS_RIGHT or TASK.OWN_BIAS or TASK.OTHER_BIAS
+    position, sequence = place_of(gl.program_id(0), num_blocks, INTERLEAVED)
     if TASK.ROWS and TASK.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     start = position * (TASK.GROUPS * TASK.BLOCK)
@@ -540,6 +553,9 @@ def backward_kernel(
         sequence = sequence // TASK.SHARES
     b = sequence // num_groups
     out_head = sequence % num_groups
+    if table is not None:
+        b, position, out_head = packed_block(gl.program_id(0), table, num_blocks)
+        start = position * (TASK.GROUPS * TASK.BLOCK)
     first_head = out_head * TASK.GROUP_SIZE
     masks = MaskArgs(
         None, 0, 0, 0, 0, key_lengths, 0, 0, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k

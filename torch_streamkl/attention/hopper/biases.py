@@ -41,8 +41,8 @@ def bias_of_rows(bias, b, h, first_row, first_key, num_rows, num_keys, like, MAS
 
 
 @gluon.jit
-def bias_of_keys(bias, b, h, first_row, first_key, num_rows, num_keys, like):
-    """The same with keys as rows, 0 for queries that there are not."""
+def bias_of_keys(bias, b, h, first_row, first_key, num_rows, num_keys, like, MASKED: gl.constexpr):
+    """The same with keys as rows; MASKED: 0 for queries that there are not."""
     layout: gl.constexpr = like.type.layout
     key = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
     key = gl.minimum(first_key + key, num_keys - 1)
@@ -50,4 +50,7 @@ def bias_of_keys(bias, b, h, first_row, first_key, num_rows, num_keys, like):
     ptr = bias.ptr + (b.to(gl.int64) * bias.stride_b + h.to(gl.int64) * bias.stride_h)
     ptr += first_row.to(gl.int64) * bias.stride_m
     ptrs = ptr + gl.expand_dims(row * bias.stride_m, 0) + gl.expand_dims(key, 1)
-    return gl.load(ptrs, mask=gl.expand_dims(first_row + row < num_rows, 0), other=0.0)
+    if MASKED:
+        return gl.load(ptrs, mask=gl.expand_dims(first_row + row < num_rows, 0), other=0.0)
+    else:
+        return gl.load(ptrs)

@@ -29,6 +29,13 @@ the one in the end: the sum of (D + delta e_s)^2 is the rest of numbers as large
 the sum of e_s^2, and loses 2^-24 of these. A row where they are more than 16 times what is left
 is computed again.
 
+NOTE [Fixed bases with a bias]
+A bias may hold a mask, and the first pairs of tiles nothing that a row sees. So running maxima go
+on until every row of the warp group has met a score of a usual size. From then on a bias is cut
+off at SMALLEST_BIAS, so that 0 times the difference of two scores is 0; that is right where both
+sides have one bias (SAME_BIAS), since what is far below on one side is so on the other. It is then
+read once for both. Two different biases keep running maxima.
+
 NOTE [Clamps]
 FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
 or two] in divergences/functional.py). So the lowest scores of a clamped side are kept, and a row
@@ -42,6 +49,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from torch_streamkl.attention.hopper.biases import bias_of_rows
+from torch_streamkl.attention.hopper.packed import packed_block
 from torch_streamkl.attention.hopper.parts import block_of, finish_rows, tiles_of_part
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
@@ -49,6 +57,7 @@ from torch_streamkl.attention.hopper.warp_groups import (
     async_load,
     before_wait,
     before_wait_pair,
+    before_wait_three,
     exp2,
     flat,
     lane_lowest,
@@ -76,6 +85,8 @@ SMALLEST_SQUARED = gl.constexpr(2.0**-20)  # sums whose terms are squared
 LARGEST_SQUARED = gl.constexpr(2.0**40)
 MOST_CANCELLED = gl.constexpr(16.0)  # beside what is left of a sum of squares
 LOADER_REGISTERS = gl.constexpr(24)
+USUAL = gl.constexpr(-512.0)  # maxima below may be those of keys that a bias masks
+SMALLEST_BIAS = gl.constexpr(-1.0e20)
 
 
 class Tiles(NamedTuple):
@@ -260,19 +271,47 @@ def update_pairs(
 
 
 @gluon.jit
+def bias_of_half(block, first_row, i, zero, HALF: gl.constexpr, BIASED: gl.constexpr):
+    """The bias of both sides for a half of pair i, whose keys there all are; past the end any."""
+    if BIASED:
+        first = (2 * (block.stop_pair - 1 - i) + HALF) * zero.shape[1]
+        return bias_of_rows(
+            block.other_bias, block.b, block.h, first_row, gl.maximum(first, 0),
+            block.seq.num_rows, block.seq.num_keys, zero, False,
+        )  # fmt: skip
+    else:
+        return 0.0
+
+
+@gluon.jit
 def step(
-    o, sums, i, more, oq, wq, tiles, block, zero, HALF: gl.constexpr,
+    o, bias, sums, i, more, oq, wq, tiles, block, first_row, zero, HALF: gl.constexpr,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SQUARES: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
+    BIASED: gl.constexpr,
 ):  # fmt: skip
-    """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
+    """The sums with a half of pair i, whose products of `other` are o, and those of the next.
+
+    Its bias is `bias`; the next one's is read under this one's arithmetic.
+    """
     w = start_scores(wq, tile_of(tiles.weight_k, i, HALF, SLOTS), zero)
-    o = o * block.other_scale - gl.expand_dims(sums.base_o, 1)
+    next_bias = bias_of_half(
+        block, first_row, i if HALF == 1 else i + 1, zero, 1 - HALF, BIASED
+    )  # fmt: skip
+    base_o = gl.expand_dims(sums.base_o, 1)
+    base_w = gl.expand_dims(sums.base_w, 1)
+    if BIASED:
+        bias = gl.maximum(bias.to(gl.float32), SMALLEST_BIAS)
+        o = o * block.other_scale + (bias * block.bias_scale - base_o)
+    else:
+        o = o * block.other_scale - base_o
     eo = exp2(o)
-    sum_o = before_wait(sums.other + lane_sum(eo))
+    sum_o = sums.other + lane_sum(eo)
     low_o = sums.low_o
     if CLAMP_OTHER:
-        low_o = before_wait(lane_lowest(low_o, o))
+        sum_o, low_o = before_wait_pair(sum_o, lane_lowest(low_o, o))
+    else:
+        sum_o = before_wait(sum_o)
     w = warpgroup_mma_wait(0, deps=[w])
     if HALF == 1:
         next_o = start_scores(oq, tile_of(tiles.other_k, i, 0, SLOTS), zero)
@@ -282,10 +321,13 @@ def step(
         # Only now: the arrive and the bar.sync before it are then off the path from a finished
         # matmul to the next.
         release(tiles, i, SLOTS)
-    w = w * block.weight_scale - gl.expand_dims(sums.base_w, 1)
+    if BIASED:
+        w = w * block.weight_scale + (bias * block.bias_scale - base_w)
+    else:
+        w = w * block.weight_scale - base_w
     low_w = sums.low_w
     if CLAMP_WEIGHT:
-        low_w = before_wait(lane_lowest(low_w, w))
+        low_w = lane_lowest(low_w, w)
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
     if SQUARES:  # the student is `weight`
@@ -296,16 +338,21 @@ def step(
         )
     else:
         mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
-    mom, sum_w = before_wait_pair(mom, sum_w)
+    if CLAMP_WEIGHT:
+        mom, sum_w, low_w = before_wait_three(mom, sum_w, low_w)
+    else:
+        mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[next_o])
-    return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w, sums.ratio)
+    sums = Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w, sums.ratio)
+    return o, next_bias, sums
 
 
 @gluon.jit
 def sum_pairs(
-    sums, oq, wq, tiles, block, start, stop, zero,
+    sums, oq, wq, tiles, block, first_row, start, stop, zero,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SQUARES: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
+    BIASED: gl.constexpr,
 ):  # fmt: skip
     """Sums over the pairs from start to stop, which need no mask.
 
@@ -313,16 +360,17 @@ def sum_pairs(
     """
     wait_for(tiles, start, True, SLOTS)
     o = start_scores(oq, tile_of(tiles.other_k, start, 1, SLOTS), zero)
+    bias = bias_of_half(block, first_row, start, zero, 1, BIASED)
     o = warpgroup_mma_wait(0, deps=[o])
     for i in range(start, stop):
         more = i + 1 < stop
-        o, sums = step(
-            o, sums, i, more, oq, wq, tiles, block, zero, 1,
-            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        o, bias, sums = step(
+            o, bias, sums, i, more, oq, wq, tiles, block, first_row, zero, 1,
+            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, BIASED,
         )  # fmt: skip
-        o, sums = step(
-            o, sums, i, more, oq, wq, tiles, block, zero, 0,
-            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+        o, bias, sums = step(
+            o, bias, sums, i, more, oq, wq, tiles, block, first_row, zero, 0,
+            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, BIASED,
         )  # fmt: skip
     return sums
 
@@ -409,9 +457,17 @@ def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def has_bases(state, rows, num_rows):
+    """Whether every row has met a score of a usual size: NOTE [Fixed bases with a bias]."""
+    lowest = gl.where(rows < num_rows, gl.minimum(state.m_t, state.m_s), 0.0)
+    return gl.min(lowest, 0) > USUAL
+
+
+@gluon.jit
 def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, PARTS: gl.constexpr, SAME_BIAS: gl.constexpr,
+    FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -438,12 +494,22 @@ def reduce_rows(
         empty(BLOCK_M, row_layout), oq, wq, tiles, block, first, rows, 0, start, zero,
         WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
     )  # fmt: skip
-    if CONFIG.S_BIAS or CONFIG.T_BIAS:  # it may hold masks, so that no base is fixed
+    if (CONFIG.S_BIAS or CONFIG.T_BIAS) and not SAME_BIAS:
         state = update_pairs(
             state, oq, wq, tiles, block, first, rows, start, stop, zero,
             WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG, False,
         )  # fmt: skip
-    elif start < stop:
+        start = stop
+    if SAME_BIAS:
+        is_ready = has_bases(state, rows, block.seq.num_rows)
+        while (start < stop) & (is_ready == 0):
+            state = update_pairs(
+                state, oq, wq, tiles, block, first, rows, start, start + 1, zero,
+                WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG, False,
+            )  # fmt: skip
+            start += 1
+            is_ready = has_bases(state, rows, block.seq.num_rows)
+    if ((not (CONFIG.S_BIAS or CONFIG.T_BIAS)) or SAME_BIAS) and start < stop:
         m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
         m_w = state.m_t if WEIGHT_IS_TEACHER else state.m_s
         base_o = gl.where(m_o == LOW, 0.0, m_o)
@@ -460,8 +526,8 @@ def reduce_rows(
             ratio = mass_ratio(state.l_t, state.l_s)
         sums = Sums(none, none, none, low_o, low_w, base_o, base_w, ratio)
         sums = sum_pairs(
-            sums, oq, wq, tiles, block, start, stop, zero,
-            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
+            sums, oq, wq, tiles, block, first, start, stop, zero,
+            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, SAME_BIAS,
         )  # fmt: skip
         state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER, SQUARES), SQUARES)
     if CONFIG.HAS_LEFT:
@@ -490,11 +556,11 @@ def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     state_ptr, field_stride, part_stride, first_row,
     num_whole, num_blocks, num_heads, other_group, weight_group,
-    seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k, table,
     other_scale, weight_scale, other_bias, weight_bias, bias_scale,
     WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
-    FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SAME_BIAS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Blocks from num_whole on are PARTS programs each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -502,11 +568,16 @@ def forward_kernel(
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM
     beyond = gl.program_id(0) - num_whole
-    position, bh = place_of(block_of(beyond, num_whole, PARTS), num_blocks, CONFIG.HAS_RIGHT)
+    # heads may share a bias: those that run at once read the same rows of it
+    INTERLEAVED: gl.constexpr = CONFIG.HAS_RIGHT or CONFIG.S_BIAS or CONFIG.T_BIAS
+    position, bh = place_of(block_of(beyond, num_whole, PARTS), num_blocks, INTERLEAVED)
     if CONFIG.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     b = bh // num_heads
     h = bh % num_heads
+    if table is not None:
+        b, position, h = packed_block(gl.program_id(0), table, num_blocks)
+        bh = b * num_heads + h
     m0 = position * (GROUPS * BLOCK_M)
     masks = MaskArgs(
         None, 0, 0, 0, 0, key_lengths, 0, 0, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
@@ -562,7 +633,7 @@ def forward_kernel(
         [
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(0),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, block,
@@ -570,15 +641,15 @@ def forward_kernel(
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(1),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(2),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(3),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],

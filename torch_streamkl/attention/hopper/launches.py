@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.few_queries import heads_as_rows
-from torch_streamkl.attention.hopper import atomic
+from torch_streamkl.attention.hopper import atomic, packed
 from torch_streamkl.attention.hopper import backward as bwd
 from torch_streamkl.attention.hopper import forward as fwd
 from torch_streamkl.attention.hopper import masks as hopper_masks
@@ -41,6 +41,7 @@ from torch_streamkl.launches.launch import (
     by_tiles,
     ceil_div,
     has_bias,
+    has_one_bias,
     hopper_backward_launch,
     hopper_launch,
     is_wide,
@@ -52,6 +53,8 @@ from torch_streamkl.launches.launch import (
 )
 
 UNITED_ROWS = 128  # of a program
+LOOKED_AT = 4  # blocks of a program of the kernel that repeats some
+LEAST_LOOKED_AT = 8  # where each multiprocessor has so many of them
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -86,15 +89,17 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     again = HOPPER_WIDE_AGAIN if is_wide(problem) else HOPPER_AGAIN
     again_config = plan.kept("again", lambda: config_of(problem, again))
     again_blocks = ceil_div(_longest(problem)[0], again.block_m)
+    works = again_blocks * problem.num_heads * plan.num_sequences
+    each = LOOKED_AT if works >= LEAST_LOOKED_AT * multiprocessors(value.device) else 1
     plan.run(
         "again",
         portable.forward_again_kernel,
-        (again_blocks * problem.num_heads * plan.num_sequences, 1, 1),
+        (ceil_div(works, each), 1, 1),
         (
             *plan.arguments(problem), *outputs,
-            again_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
+            again_blocks, problem.num_heads, works, plan.inv_temperature, plan.fill,
         ),
-        (plan.form, plan.helper, again_config),
+        (each, plan.form, plan.helper, again_config),
         again.options(),
         _mask_tensors(problem),
     )  # fmt: skip
@@ -114,6 +119,9 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
     by_teacher, other, weight = _sides(problem, plan)
     value, form = outputs[0], (plan.squares or plan.form)
     blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
+    table = None
+    if problem.is_packed:
+        table = packed.new_table(problem, plan, launch.groups * launch.block_m, True)
     state, strides = value, (0, 0)  # nobody writes it
     if blocks.parts > 1:
         state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
@@ -128,11 +136,12 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
             descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
             *outputs, state, *strides, blocks.first_row,
             blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
-            *_masks(problem), _log2_scale(problem, other), _log2_scale(problem, weight),
+            *_masks(problem), table, _log2_scale(problem, other), _log2_scale(problem, weight),
             _bias(other), _bias(weight), LOG2E / problem.temperature,
         ),
         (
-            by_teacher, launch.groups, launch.slots, blocks.parts, form, config,
+            by_teacher, launch.groups, launch.slots, blocks.parts, has_one_bias(problem),
+            form, config,
         ),
         {"num_warps": 4},
         _mask_tensors(problem),
@@ -222,15 +231,18 @@ def _helper(problem: AttentionProblem, plan: Plan) -> Any:
 
 def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Blocks:
     heads = problem.num_heads * plan.num_sequences
-    of_head = ceil_div(_longest(problem)[0], launch.groups * launch.block_m)
+    size = launch.groups * launch.block_m
+    of_head = ceil_div(_longest(problem)[0], size)
+    if problem.is_packed:  # of a head of all sequences
+        heads, of_head = problem.num_heads, packed.num_entries(problem, plan, size, True)
     num_whole, parts = of_head * heads, 1
     # blocks under a causal mask get shorter, those of a window are short: so is the last round
     whole_rows = problem.window_left is None and problem.window_right is None
-    if whole_rows and not problem.is_packed:
+    if whole_rows and not problem.is_packed and not has_bias(problem):
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
         num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
     first_row = num_whole // of_head * problem.seqlen_q
-    first_row += num_whole % of_head * launch.groups * launch.block_m
+    first_row += num_whole % of_head * size
     return Blocks(
         of_head,
         num_whole,
@@ -249,11 +261,11 @@ def backward(
     row_problem = heads_as_rows(problem)
     if row_problem is not None:
         shape = row_problem.student.q.shape[:3]
-        found = backward(row_problem, stats.viewed(shape), grad.view(shape), wanted)
+        of_rows = backward(row_problem, stats.viewed(shape), grad.view(shape), wanted)
         of_q = (problem.student.q, None, problem.teacher.q, None)
         return tuple(
             x if x is None or q is None else x.view(q.shape)
-            for x, q in zip(found, of_q, strict=True)
+            for x, q in zip(of_rows, of_q, strict=True)
         )
     gradients: dict[tuple[bool, bool], Tensor] = {}
     sums = None
@@ -263,18 +275,25 @@ def backward(
         sums = atomic.new_sums(problem.student.q, launch.block_n)
     prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan_of(problem))
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
-    for is_wanted, student, rows in (
+    order = (
         (wanted.student_k, True, False),
         (wanted.student_q and sums is None, True, True),
         (wanted.teacher_k, False, False),
         (wanted.teacher_q, False, True),
-    ):
-        if is_wanted:
-            beside = None if rows or not student else sums
-            shares = _gradient(
-                problem, stats, grad, student, rows, beside, prepared, not gradients
-            )
-            gradients[student, rows] = shares
+    )
+    found = [(student, rows) for is_wanted, student, rows in order if is_wanted]
+    tables: dict[tuple[int, bool], Tensor] = {}
+    if problem.is_packed:  # before them all: a gradient does not wait for what precedes it
+        plan = plan_of(problem)
+        for student, rows in found:
+            size = _rows_of_block(_task_of(problem, plan, student, rows, False))
+            if (size, rows) not in tables:
+                tables[size, rows] = packed.new_table(problem, plan, size, rows)
+    for student, rows in found:
+        beside = None if rows or not student else sums
+        gradients[student, rows] = _gradient(
+            problem, stats, grad, student, rows, beside, prepared, tables, not gradients
+        )
     # added up once all kernels are on their way: the next need not wait for a sum
     inputs = {
         (True, True): problem.student.q, (True, False): problem.student.k,
@@ -294,6 +313,7 @@ def _gradient(
     rows: bool,
     sums: Tensor | None,
     prepared: PreparedMask | None,
+    tables: dict[tuple[int, bool], Tensor],
     is_first: bool,
 ) -> Tensor:
     """Shares of dQ (rows) or dK of one side; beside dK, dQ is added to the sums.
@@ -309,12 +329,13 @@ def _gradient(
     outer = (own.q, other.q) if rows else (own.k, other.k)
     inner = (own.k, other.k) if rows else (own.q, other.q)
     adds = sums is not None
-    task = plan.kept(
-        ("task", student, rows, adds),
-        lambda: _task(problem, plan, own, other, student, rows, adds),
-    )
-    num_blocks = ceil_div(length, task.GROUPS * task.BLOCK)
-    works = num_blocks * x.shape[1] * task.SHARES * plan.num_sequences
+    task = _task_of(problem, plan, student, rows, adds)
+    size = _rows_of_block(task)
+    table = tables.get((size, rows))
+    num_blocks, sequences = ceil_div(length, size), plan.num_sequences
+    if table is not None:
+        num_blocks, sequences = table.shape[1], 1
+    works = num_blocks * x.shape[1] * task.SHARES * sequences
     shares = new_shares(x, task.SHARES)
     out = as_heads(shares)
     tensors = (
@@ -346,7 +367,8 @@ def _gradient(
         (works, 1, 1),
         (
             *tensors, grad if sums is None else sums,  # nobody reads it without sums
-            num_blocks, problem.num_heads, _group(own), _group(other), *_masks(problem), *scales,
+            num_blocks, problem.num_heads, _group(own), _group(other), *_masks(problem), table,
+            *scales,
             _bias(own), _bias(other), LOG2E / problem.temperature,
         ),
         (None if task.PLAIN else plan.helper, task),
@@ -354,6 +376,21 @@ def _gradient(
         (grad, *_mask_tensors(problem)),
     )  # fmt: skip
     return shares
+
+
+def _task_of(
+    problem: AttentionProblem, plan: Plan, student: bool, rows: bool, adds: bool
+) -> bwd.Task:
+    sides = (problem.student, problem.teacher)
+    own, other = sides if student else sides[::-1]
+    return plan.kept(
+        ("task", student, rows, adds),
+        lambda: _task(problem, plan, own, other, student, rows, adds),
+    )
+
+
+def _rows_of_block(task: bwd.Task) -> int:
+    return task.GROUPS * task.BLOCK
 
 
 def _gradients_by_tiles(problem: AttentionProblem) -> bool:
@@ -430,8 +467,15 @@ def _task(
         PINNED=launch.pinned,
         OWN_BIAS=own.bias is not None,
         OTHER_BIAS=other.bias is not None,
+        SAME_BIAS=has_one_bias(problem),
+        WHOLE_TILES=_ends_with_tile(problem, rows, launch.block_n),
         ADDS=adds,
     )
+
+
+def _ends_with_tile(problem: AttentionProblem, rows: bool, tile: int) -> bool:
+    """Whether the last inner tile of a gradient is a whole one."""
+    return not problem.is_packed and (problem.seqlen_k if rows else problem.seqlen_q) % tile == 0
 
 
 def padded(head_dim: int) -> int:

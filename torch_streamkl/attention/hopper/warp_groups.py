@@ -55,24 +55,41 @@ def exp2(x):
     )
 
 
+def _before_wait(n: int) -> str:
+    """A pause that no numbers ask for reads n numbers, and returns them."""
+    lines = [".reg .pred p;", f"setp.eq.f32 p, ${n}, 0fFF7FFFFF;"]
+    lines += [f"setp.eq.and.f32 p, ${n + i}, 0fFF7FFFFF, p;" for i in range(1, n)]
+    lines += ["@p nanosleep.u32 1;"]
+    lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]
+    return "{ " + " ".join(lines) + " }"
+
+
+WAIT_ONE, WAIT_TWO, WAIT_THREE = (gl.constexpr(_before_wait(2 * n)) for n in (1, 2, 3))
+
+
 @gluon.jit
 def before_wait(a):
     """a, computed by this point of the program: a pause that no number asks for reads it."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.f32 p, $2, 0fFF7FFFFF; setp.eq.and.f32 p, $3, 0fFF7FFFFF, p; "
-        "@p nanosleep.u32 1; mov.f32 $0, $2; mov.f32 $1, $3; }",
-        "=f,=f,f,f", [a], dtype=gl.float32, is_pure=False, pack=2,
-    )  # fmt: skip
+        WAIT_ONE, "=f,=f,f,f", [a], dtype=gl.float32, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
 def before_wait_pair(a, b):
     """As before_wait, for two."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.f32 p, $4, 0fFF7FFFFF; setp.eq.and.f32 p, $5, 0fFF7FFFFF, p; "
-        "setp.eq.and.f32 p, $6, 0fFF7FFFFF, p; setp.eq.and.f32 p, $7, 0fFF7FFFFF, p; "
-        "@p nanosleep.u32 1; mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7; }",
-        "=f,=f,=f,=f,f,f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
+        WAIT_TWO, "=f,=f,=f,=f,f,f,f,f", [a, b],
+        dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def before_wait_three(a, b, c):
+    """As before_wait, for three."""
+    return gl.inline_asm_elementwise(
+        WAIT_THREE, "=f,=f,=f,=f,=f,=f,f,f,f,f,f,f", [a, b, c],
+        dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=2,
     )  # fmt: skip
 
 
@@ -109,14 +126,41 @@ def bits(x):
     return x.to(gl.uint32, bitcast=True)
 
 
+def _lowest(n: int) -> str:
+    """Maxima of n unsigned integers of a thread's two rows and of those so far, in two chains.
+
+    Of a tile's registers two are of one row, two of the other. A chain of maxima takes an
+    instruction for two numbers, where a tree takes up to two.
+    """
+    lines = [f"max.u32 ${i}, ${n + i}, ${2 * n + i};" for i in (0, 2)]
+    lines += [f"max.u32 ${i & 2}, ${i & 2}, ${n + i};" for i in range(n) if i not in (0, 2)]
+    lines += [f"mov.b32 ${i}, ${i & 2};" for i in range(n) if i not in (0, 2)]
+    return "{ " + " ".join(lines) + " }"
+
+
+LOWEST = gl.constexpr(_lowest(32))
+LOWEST_OPERANDS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 64))
+
+
 @gluon.jit
 def lane_lowest(low, x):
     """As lane_sum, the lowest of `low` and a thread's columns; if none is below 0, one of them.
 
     Two maxima of unsigned integers are one instruction; two minima of floats are two.
     """
-    low = gl.maximum(bits(low), gl.max(by_lane(bits(x)), 2))
-    return low.to(gl.float32, bitcast=True)
+    before = gl.expand_dims(bits(low), 2) + gl.zeros_like(by_lane(bits(x)))
+    before = gl.permute(gl.reshape(before, [64, LANES, 8, 2]), (0, 2, 1, 3))
+    before = gl.convert_layout(gl.reshape(before, [64, 64]), x.type.layout)
+    found = gl.inline_asm_elementwise(
+        LOWEST, LOWEST_OPERANDS, [bits(x), before], gl.uint32, True, 32
+    )
+    found = by_lane(found)
+    found, _ = gl.split(gl.reshape(found, [64, LANES, 8, 2]))
+    found, _ = gl.split(gl.reshape(found, [64, LANES, 4, 2]))
+    found, _ = gl.split(gl.reshape(found, [64, LANES, 2, 2]))
+    found, _ = gl.split(found)
+    found = gl.convert_layout(found, low.type.layout)
+    return found.to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -255,23 +255,34 @@ def forward_kernel(
 @triton.jit
 def forward_again_kernel(
     student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_blocks, num_heads, inv_temperature, fill,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    num_blocks, num_heads, num_works, inv_temperature, fill,
+    EACH: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value."""
-    pid = tl.program_id(0)
-    block = pid % num_blocks
-    bh = pid // num_blocks
-    _b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
-    rows = m0 + tl.arange(0, CONFIG.BLOCK_M)
-    values = value_ptr + row_offset(bh, h, seq, masks) + rows
-    value = tl.load(values, mask=rows < seq.num_rows, other=0.0)
-    if tl.max((value != value).to(tl.int32), 0) == 0:
+    """`forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value.
+
+    A program looks at EACH blocks at once: most have none, and two programs fit a multiprocessor.
+    """
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    found = 0
+    for i in tl.static_range(EACH):
+        work = tl.program_id(0) + i * tl.num_programs(0)
+        at = tl.minimum(work, num_works - 1)
+        _b, h, m0, seq = bind_rows(masks, at % num_blocks, at // num_blocks, num_heads, 1, CONFIG)
+        rows = m0 + tl.arange(0, BLOCK_M)
+        values = value_ptr + row_offset(at // num_blocks, h, seq, masks) + rows
+        stop = tl.where(work < num_works, seq.num_rows, 0)
+        value = tl.load(values, mask=rows < stop, other=0.0)
+        found |= tl.max((value != value).to(tl.int32), 0) << i
+    if found == 0:
         return
-    forward_block(
-        block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-        num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
-    )  # fmt: skip
+    for i in range(EACH):
+        if (found >> i) & 1 != 0:
+            work = tl.program_id(0) + i * tl.num_programs(0)
+            forward_block(
+                work % num_blocks, work // num_blocks, student, teacher, masks,
+                value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+                num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+            )  # fmt: skip
 
 
 @triton.jit

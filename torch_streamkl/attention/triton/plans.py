@@ -27,6 +27,7 @@ from torch_streamkl.launches.launch import (
     HopperLaunch,
     TritonLaunch,
     dot_precision,
+    has_one_bias,
     triton_launch,
 )
 
@@ -192,7 +193,7 @@ def _key(problem: AttentionProblem) -> Any:
         s.q.device, torch.get_float32_matmul_precision(), problem.functional.text,
         s.scale, s.softcap, t.scale, t.softcap, problem.temperature, problem.mask_value,
         problem.window_left, problem.window_right, problem.head_mean,
-        problem.max_seqlen_q, problem.max_seqlen_k,
+        problem.max_seqlen_q, problem.max_seqlen_k, has_one_bias(problem),
         *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors_of(problem)],
     )  # fmt: skip
 

@@ -1,0 +1,137 @@
+"""What limits a kernel of `attention_kl`: Nsight Compute's counters, one line a launch.
+
+    python -m bench.counters --only "128 packed bf16" "64 causal bf16 16 x" --json out.json
+
+Each case of `bench.attention_matrix` runs in a process of its own under `ncu`, with the clocks as
+they are. Shares are of the peak while the launch ran: tensor cores, the unit of exponentials (XU),
+issue slots, L2, memory; then for what warps that could not issue waited, in cycles per issue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.attention_cells import call_of, matrix
+from bench.attention_matrix import title
+
+NCU = ("ncu", "/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
+SHARES = {
+    "tensor %": "sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active",
+    "tensor cycles %": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "XU %": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "issue %": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "L2 %": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "memory %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.per_cycle_active",
+}
+TIME, CYCLES = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second"
+STALLS = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+REASONS = (
+    "barrier", "long_scoreboard", "math_pipe_throttle", "short_scoreboard", "wait", "gmma",
+    "not_selected", "no_instruction", "dispatch_stall", "mio_throttle", "sleeping", "selected",
+)  # fmt: skip
+MOST_STALLS = 4  # that are shown
+OURS = "regex:forward|backward|again|table|words|lists|unite|dq|dk|lse|mean|state|merge"
+
+
+def inside(name: str) -> None:
+    """A case's forward and backward: once to compile, once for the counters."""
+    (cell,) = [cell for cell in matrix() if title(cell) == name]
+    device = torch.device("cuda")
+    inputs = cell.inputs(device)
+    call = call_of(cell, device, "auto")
+    for is_counted in (False, True):
+        torch.cuda.synchronize()
+        if is_counted:
+            torch.cuda.profiler.start()
+        value = call(*inputs)
+        torch.autograd.grad(value, inputs[:2], torch.ones_like(value))
+        torch.cuda.synchronize()
+        if is_counted:
+            torch.cuda.profiler.stop()
+
+
+def counters(name: str, ncu: str, seconds: float) -> list[dict[str, str]]:
+    """The counters of every launch of a case."""
+    metrics = [TIME, CYCLES, *SHARES.values(), *(STALLS.format(reason) for reason in REASONS)]
+    command = [
+        ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw",
+        "--print-units", "base", "--kernel-name", OURS, "--metrics", ",".join(metrics),
+        sys.executable, "-m", "bench.counters", "--inside", name,
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    lines = [line for line in run.stdout.splitlines() if line.startswith('"')]
+    if not lines:
+        raise RuntimeError((run.stdout + run.stderr)[-400:])
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
+    return [row for row in rows if row["ID"]]  # the first has units
+
+
+def described(row: dict[str, str]) -> str:
+    """One launch."""
+
+    def of(metric: str) -> float | None:
+        try:
+            return float(row[metric].replace(",", ""))
+        except (KeyError, ValueError):
+            return None  # this GPU has no such counter
+
+    time, clock = of(TIME) or 0.0, of(CYCLES) or 0.0
+    parts = [f"{row['Kernel Name'][:28]:28s} {time / 1e3:9.1f} us at {clock / 1e9:.2f} GHz"]
+    for label, metric in SHARES.items():
+        value = of(metric)
+        if value is not None:
+            parts.append(f"{label.removesuffix(' %')} {value:.0f}")
+    stalls = {reason: of(STALLS.format(reason)) for reason in REASONS}
+    known = {reason: value for reason, value in stalls.items() if value}
+    for reason, value in sorted(known.items(), key=lambda x: -x[1])[:MOST_STALLS]:
+        parts.append(f"{reason} {value:.2f}")
+    return ", ".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="parts of titles of cases")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="the most that a case may take"
+    )
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    settings = parser.parse_args()
+    if settings.inside:
+        inside(settings.inside)
+        return 0
+    ncu = next((path for path in map(shutil.which, NCU) if path), None)
+    if ncu is None:
+        print("Nsight Compute (ncu) is not installed here")
+        return 2
+    found = {}
+    for name in (title(cell) for cell in matrix()):
+        if not any(part in name for part in settings.only):
+            continue
+        try:
+            found[name] = counters(name, ncu, settings.seconds)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"{name}: {error}", flush=True)
+            continue
+        print(name, flush=True)
+        for row in found[name]:
+            print("   ", described(row), flush=True)
+    if settings.json:
+        settings.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

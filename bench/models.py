@@ -1,0 +1,304 @@
+"""Students and teachers whose training steps are measured: transformers with random weights.
+
+Losses are naive code, as people write it. No dropout is drawn, so that a step can be repeated.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.measure import usual_dtype
+
+VOCABULARY = 30522  # of BERT
+NUM_LABELS = 2
+OBJECTIVES = ("attention", "attention+logits")
+
+
+def build(
+    kind: str,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "eager",
+    **sizes: Any,
+) -> Any:
+    """A model of transformers by the name of its class."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    made_of = getattr(transformers, kind)
+    config = made_of.config_class(**sizes)
+    with torch.device(device):
+        model = made_of._from_config(config, attn_implementation=attention, dtype=dtype)
+        # Transformers installs the hooks that collect attention maps and hidden states at the
+        # first such call, and that must happen outside of a compiled graph.
+        outputs = {"output_attentions": attention == "eager", "output_hidden_states": True}
+        with torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.long), **outputs)
+    return model
+
+
+class TrainingStep:
+    """What `bench.steps` times: a student that learns from a teacher."""
+
+    is_side_by_side = True  # all providers' models fit into memory together, and float64
+
+    def names(self, batch_size: int) -> dict[str, str]:
+        """Of the pair and of the objective, for the record."""
+        raise NotImplementedError
+
+    def models(self, device: torch.device) -> tuple[Any, Any]:
+        """Student and teacher."""
+        raise NotImplementedError
+
+    def loss(self, student: Any, teacher: Any) -> Callable[..., Tensor]:
+        """The naive loss of a batch."""
+        raise NotImplementedError
+
+    def batch(self, size: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def optimizer(self, student: nn.Module) -> torch.optim.Optimizer | None:
+        return None
+
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        """Of a forward."""
+        return nullcontext()
+
+
+# ------------------------------------------------------------------------- a pair of decoders
+@dataclass(frozen=True)
+class Pair:
+    """Two Llama models that differ in depth; student layer i learns from teacher layer 2 i + 1."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocabulary: int
+    contexts: tuple[int, ...]
+    teacher_layers: int = 4
+    student_layers: int = 2
+
+    def models(self, device: torch.device) -> tuple[Any, Any]:
+        """Student and teacher."""
+
+        def model(layers: int, seed: int) -> Any:
+            return build(
+                "LlamaForCausalLM", seed, device, usual_dtype(device),
+                vocab_size=self.vocabulary, hidden_size=self.hidden_size,
+                intermediate_size=self.intermediate_size, num_hidden_layers=layers,
+                num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
+                max_position_embeddings=max(self.contexts),
+            )  # fmt: skip
+
+        student, teacher = model(self.student_layers, 1), model(self.teacher_layers, 0)
+        return student, teacher.eval().requires_grad_(False)
+
+
+PAIRS = {
+    "cuda": Pair(
+        "llama-pair", 2048, 5632, 32, 8, 32000, (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+    ),
+    "cpu": Pair("small-llama-pair", 256, 704, 8, 4, 8192, (512, 1024, 2048, 4096)),
+}
+
+
+@dataclass(frozen=True)
+class LlamaStep(TrainingStep):
+    """A step of a pair without an optimiser."""
+
+    pair: Pair
+    objective: str
+    is_side_by_side = False
+
+    def names(self, batch_size: int) -> dict[str, str]:
+        return {"pair": self.pair.name, "objective": self.objective}
+
+    def models(self, device: torch.device) -> tuple[Any, Any]:
+        return self.pair.models(device)
+
+    def loss(self, student: Any, teacher: Any) -> Callable[[Tensor], Tensor]:
+        with_logits = self.objective == "attention+logits"
+        # without logits the LM heads are left out: the bodies are called
+        teacher = teacher if with_logits else teacher.model
+        student = student if with_logits else student.model
+
+        def loss_of(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                t = teacher(input_ids=ids, output_attentions=True, use_cache=False)
+            s = student(input_ids=ids, output_attentions=True, use_cache=False)
+            if with_logits:
+                log_s = F.log_softmax(s.logits.float(), dim=-1)
+                target = F.softmax(t.logits.float(), dim=-1)
+                loss = F.kl_div(log_s, target, reduction="none").sum(-1).mean()
+            else:  # something for the rest of the network to learn
+                loss = s.last_hidden_state.float().square().mean() * 1e-3
+            return loss + kl_of_maps(t.attentions[1::2], s.attentions)
+
+        return loss_of
+
+    def batch(self, size: int, seqlen: int, device: torch.device) -> tuple[Tensor]:
+        return (random_ids(self.pair.vocabulary, size, seqlen, device),)
+
+
+def random_ids(
+    vocabulary: int, batch: int, seqlen: int, device: torch.device, seed: int | None = None
+) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seqlen if seed is None else seed)
+    return torch.randint(vocabulary, (batch, seqlen), device=device, generator=generator)
+
+
+def kl_of_maps(
+    teacher: Iterable[Tensor], student: Iterable[Tensor], mask: Tensor | None = None
+) -> Tensor:
+    """Of the maps of layers, the mean over rows that the mask has, summed."""
+    total: Any = 0.0
+    for of_teacher, of_student in zip(teacher, student, strict=True):
+        p, q = of_teacher.float(), of_student.float()
+        kl = (p * (p.clamp_min(1e-12).log() - q.clamp_min(1e-12).log())).sum(-1)
+        total = total + (kl.mean() if mask is None else mean_of_rows(kl, mask))
+    return total
+
+
+def mean_of_rows(x: Tensor, mask: Tensor) -> Tensor:
+    """Of ``[batch, heads, rows]``, rows that are padding left out."""
+    rows = mask[:, None, :].to(torch.float32)
+    return (x * rows).sum() / (rows.sum() * x.shape[1])
+
+
+# ---------------------------------------------------------------------------- pairs of encoders
+class Batch(NamedTuple):
+    """Token ids with padding on the right, and a label for each sequence."""
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor
+
+    @staticmethod
+    def of(batch: int, seqlen: int, device: torch.device, seed: int) -> Batch:
+        """Random ids; lengths are between half of seqlen and seqlen."""
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(seqlen // 2, seqlen + 1, (batch, 1), generator=generator)
+        lengths[0] = seqlen
+        ids = torch.randint(VOCABULARY, (batch, seqlen), generator=generator)
+        mask = (torch.arange(seqlen) < lengths).long()
+        labels = torch.randint(NUM_LABELS, (batch,), generator=generator)
+        return Batch(ids.to(device), mask.to(device), labels.to(device))
+
+
+@dataclass(frozen=True)
+class ShortStep(TrainingStep):
+    """A BERT student with an optimiser, its teacher and what it learns from it."""
+
+    name: str
+    source: str
+    objective: str  # "maps": attention maps of every layer; "relations": of the last one's q, k, v
+    hidden_size: int = 768
+    num_layers: int = 4
+    num_heads: int = 12
+    teacher_layers: int = 12
+    teacher_width: int = 768
+
+    def names(self, batch_size: int) -> dict[str, str]:
+        pair = f"{self.source}, batch {batch_size}"
+        return {"pair": pair, "objective": f"{self.objective} ({self.name})"}
+
+    def models(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
+        """Student and teacher, float32."""
+        attention = "eager" if self.objective == "maps" else "sdpa"
+
+        def model(width: int, layers: int, heads: int, seed: int) -> Any:
+            return build(
+                "BertForSequenceClassification", seed, device, attention=attention,
+                vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers,
+                num_attention_heads=heads, intermediate_size=4 * width, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0, num_labels=NUM_LABELS,
+            )  # fmt: skip
+
+        student = model(self.hidden_size, self.num_layers, self.num_heads, 1)
+        teacher = model(self.teacher_width, self.teacher_layers, 12, 0)
+        return student, teacher.eval().requires_grad_(False)
+
+    def optimizer(self, student: nn.Module) -> torch.optim.Optimizer:
+        on_gpu = next(student.parameters()).is_cuda
+        return torch.optim.AdamW(student.parameters(), lr=1e-5, fused=on_gpu)
+
+    def batch(self, size: int, seqlen: int, device: torch.device) -> Batch:
+        return Batch.of(size, seqlen, device, seqlen)
+
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+    def loss(self, student: nn.Module, teacher: nn.Module) -> Callable[..., Tensor]:
+        """The naive loss of a batch, that of the labels added."""
+        of_maps = self.objective == "maps"
+        divergence = maps_kl if of_maps else relations_kl
+        options = {"output_attentions" if of_maps else "output_hidden_states": True}
+
+        def loss_of(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+            with torch.no_grad():
+                t = teacher(ids, mask, **options)
+            s = student(ids, mask, **options)
+            task = F.cross_entropy(s.logits.float(), labels)
+            return task + divergence(student, s, teacher, t, mask)
+
+        return loss_of
+
+
+def maps_kl(student: Any, s: Any, teacher: Any, t: Any, mask: Tensor) -> Tensor:
+    """KL of each student layer's maps to those of the teacher's layer at the same depth."""
+    every = len(t.attentions) // len(s.attentions)
+    return kl_of_maps(t.attentions[every - 1 :: every], s.attentions, mask)
+
+
+def relations_kl(student: Any, s: Any, teacher: Any, t: Any, mask: Tensor) -> Tensor:
+    """KL of the last layer's query, key and value relations, each with as many heads."""
+    keys = mask[:, None, None, :].bool()
+    total = torch.zeros((), device=mask.device)
+    for x, y in zip(_projections(student, s), _projections(teacher, t), strict=True):
+        log_q, p = _scores(x, keys).log_softmax(-1), _scores(y, keys).softmax(-1)
+        total = total + mean_of_rows(F.kl_div(log_q, p, reduction="none").sum(-1), mask)
+    return total
+
+
+def _projections(model: Any, outputs: Any) -> list[Tensor]:
+    layer = model.bert.encoder.layer[-1].attention.self
+    hidden = outputs.hidden_states[-2]
+    shape = (*hidden.shape[:2], model.config.num_attention_heads, -1)
+    return [
+        project(hidden).view(shape).transpose(1, 2)
+        for project in (layer.query, layer.key, layer.value)
+    ]
+
+
+def _scores(x: Tensor, keys: Tensor) -> Tensor:
+    scores = (x @ x.transpose(-1, -2)).float() * x.shape[-1] ** -0.5
+    return scores.masked_fill(~keys, torch.finfo(scores.dtype).min)
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """A copy that computes exactly what the model should."""
+    return copy.deepcopy(model).double()
+
+
+def steps_on(device: str) -> dict[str, TrainingStep]:
+    """By name; a pair of decoders has the size of the device."""
+    bert, named = "google-bert/bert-base-uncased", {}
+    for step in (
+        ShortStep("bert-4-layers", f"{bert}, every third layer", "maps"),
+        ShortStep("tinybert", f"huawei-noah/TinyBERT_General_4L_312D from {bert}", "maps", 312),
+        ShortStep("minilm", f"nreimers/MiniLM-L6-H384-uncased from {bert}", "relations", 384, 6),
+    ):
+        named[step.name] = step
+    return named | {f"llama-{o}": LlamaStep(PAIRS[device], o) for o in OBJECTIVES}
