@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch._dynamo
@@ -21,6 +23,38 @@ def test_the_mean_of_no_entry_has_no_gradient(count: int) -> None:
         return (p.gather(-1, ids) - t.gather(-1, ids)).square().mean(-1)
 
     judge(step, tensors("qk"), int(count > 0))
+
+
+PAIRS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "entries and keys": lambda p, t, x, y: (x[..., None] - p[..., None, :]).abs().sum((-1, -2)),
+    "keys and entries": lambda p, t, x, y: (t[..., None] * x[..., None, :]).exp().sum(-1).sum(-1),
+    "keys of both, first": lambda p, t, x, y: (
+        (x[..., None] - t[..., None, :]).relu().sum(-1) * y
+    ).sum(-1),
+    "in a loss": lambda p, t, x, y: torch.nn.functional.l1_loss(
+        x[..., None].expand(2, 3, ROWS, 2, KEYS), t[..., None, :].expand(2, 3, ROWS, 2, KEYS)
+    ),
+    "two keys in a loss": lambda p, t, x, y: torch.nn.functional.mse_loss(
+        p[..., None].expand(2, 3, ROWS, KEYS, KEYS), t[..., None, :].expand(2, 3, ROWS, KEYS, KEYS)
+    ),
+    "two entries": lambda p, t, x, y: (x[..., None] - y[..., None, :]).abs().sum((-1, -2)),
+    "two entries in a loss": lambda p, t, x, y: torch.nn.functional.mse_loss(
+        x[..., None].expand(2, 3, ROWS, 2, 2), y[..., None, :].expand(2, 3, ROWS, 2, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_entries_and_keys(name: str) -> None:
+    """An entry is not met only by the key that it is."""
+
+    def step(q, k, r, s, w, keep):
+        scores = student(r, s)
+        ids = scores.topk(2, -1).indices
+        p, t = student(q, k).softmax(-1), scores.softmax(-1)
+        return PAIRS[name](p, t, p.gather(-1, ids), t.gather(-1, ids))
+
+    judge(step, tensors("qk"), 0)
 
 
 def of_data(q: Tensor, k: Tensor, r: Tensor, s: Tensor, data: Tensor) -> Tensor:

@@ -46,7 +46,18 @@ class ElementAlgebra:
             for other in given[1:]:
                 self.axes.unify(given[0], other)
             result.append(self.axes.atoms(given[0]) if given else ())
+        self._check_places(result)
         return tuple(result)
+
+    def _check_places(self, dims: Sequence[Dim]) -> None:
+        """Each axis is in one place; so are keys and the entries of them, which are such keys."""
+        places = [set(self.axes.atoms(dim)) for dim in dims]
+        for axis, chosen in self.chosen.items():
+            keys = self.axes.atoms(chosen.hits.dims[chosen.dim])
+            if {axis, *keys} <= set().union(*places):
+                raise Blocked("chosen entries of a row meet all its keys")
+        if sum(map(len, places)) > len(set().union(*places)):
+            raise Blocked("an axis of the scores meets itself in another place")
 
     def chosen_in(self, dim: Dim) -> int | None:
         """The axis of chosen entries that a dimension is."""
