@@ -148,7 +148,7 @@ def _set(ours: dict[str, Any] | None) -> None:
         configured = getattr(inductor, name)
         if (users := without_ours(configured)) is not configured:
             setattr(inductor, name, users)
-    for name, value in before.items():
+    for name, user_value in before.items():
         if getattr(dynamo, name) == CAPTURE[name]:
-            setattr(dynamo, name, value)
+            setattr(dynamo, name, user_value)
     _before.set(None)
