@@ -204,11 +204,19 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
         "attention_kl on Hopper: masks, head_dims and key heads, beside cuDNN",
         _forms,
     ),
+    "hopper_forms_before": ("The same machine and hour, before", _forms),
     "hopper_turns": (
         "attention_kl on Hopper: windows, a boolean mask and short rows by tiles of warp groups",
         _forms,
     ),
-    "hopper_forms_before": ("The same machine and hour, before", _forms),
+    "hopper_wide": (
+        "attention_kl on Hopper: head_dim 192 and 256, biases, few queries",
+        _forms,
+    ),
+    "hopper_biases_packed": (
+        "attention_kl on Hopper: an additive mask, packed and short rows, with tables of blocks",
+        _forms,
+    ),
     "h200-several-gpus": (
         "A training step of the Llama pair on several GPUs, DistributedDataParallel",
         _several_gpus,
