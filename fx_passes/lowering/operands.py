@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
@@ -246,8 +247,11 @@ def _dtype(x: fx.Node) -> torch.dtype:
 
 
 def _requires_grad(x: fx.Node) -> bool:
+    """Also where dropout in eval returns its input under no_grad: that one keeps its gradient."""
     value = example(x)
-    return isinstance(value, Tensor) and value.requires_grad
+    if isinstance(value, Tensor) and value.requires_grad:
+        return True
+    return x.target is F.dropout and any(_requires_grad(a) for a in x.all_input_nodes)
 
 
 def _reshaped(

@@ -223,3 +223,21 @@ def test_an_operand_that_is_an_input_by_another_name(name: str) -> None:
 
     sizes = ((6, 5), (8, 5), (6, 3), (8, 3))
     judge(step, [torch.randn(size, dtype=torch.float64).requires_grad_() for size in sizes], 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_dropout_in_eval_that_returns_its_input_under_no_grad(dynamic: bool) -> None:
+    """It keeps the gradient of its input there, which the scores do not have."""
+    q, k = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 7, 4, requires_grad=True)
+    other = torch.randn(2, 2, 1, 6), torch.randn(2, 2, 7, 6)
+
+    def program(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        with torch.no_grad():
+            student = (F.dropout(k, 0.5, training=False) @ q.mT).mT.log_softmax(-1)
+        return F.kl_div(student, (qt @ kt.mT).softmax(-1), reduction="mean")
+
+    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}
+    compiled = torch.compile(program, backend="streamkl", dynamic=dynamic, options=options)
+    got = compiled(q, k, *other)
+    assert not got.requires_grad
+    torch.testing.assert_close(got, program(q, k, *other))
