@@ -53,6 +53,7 @@ class Spec:
     mask: str | None = None  # "bool", "additive" or "filled" (a finite value where False)
     mask_shape: tuple[bool, bool, bool, bool] = (True, False, True, True)
     mask_density: float = 0.7
+    padding: str | None = None  # keys that a mask removes besides: "left", "right" or "both"
     key_lengths: bool = False
     row_mask: bool = False
     student_bias: tuple[bool, bool, bool, bool] | None = None
@@ -251,6 +252,8 @@ def _add_masks(spec: Spec, call: Call, generator: torch.Generator) -> None:
     if spec.mask is not None:
         shape = shape_of(spec.mask_shape)
         admitted = torch.rand(shape, generator=generator) < spec.mask_density
+        if spec.padding is not None and shape[-1] > 1:
+            admitted &= _not_padding(spec, (*shape[:-1], 1), generator)
         if spec.mask == "additive":
             bias = torch.randn(shape, generator=generator)
             call.options["attn_mask"] = bias.masked_fill(~admitted, -math.inf).to(spec.dtype)
@@ -270,6 +273,19 @@ def _add_masks(spec: Spec, call: Call, generator: torch.Generator) -> None:
             call.options[f"{side}_bias"] = bias.to(spec.dtype)
 
 
+def _not_padding(spec: Spec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Keys of one piece, of any length; ``shape`` is that of its ends."""
+    ends = torch.randint(0, spec.seqlen_k + 1, (2, *shape), generator=generator)
+    start, stop = ends.sort(0).values
+    keys = torch.arange(spec.seqlen_k)
+    kept = torch.ones((*shape[:-1], spec.seqlen_k), dtype=torch.bool)
+    if spec.padding != "right":
+        kept &= keys >= start
+    if spec.padding != "left":
+        kept &= keys < stop
+    return kept
+
+
 def _laid_out(x: Tensor, spec: Spec) -> Tensor:
     """[batch, heads, rows, dim] as the call takes it."""
     padded = spec.strides == "padded"
@@ -287,6 +303,7 @@ def _laid_out(x: Tensor, spec: Spec) -> Tensor:
 
 
 LONG = {"seqlen_q": 7, "seqlen_k": 130}
+OF_KEYS: dict[str, Any] = {"mask": "bool", "mask_shape": (True, False, False, True), "batch": 3}
 PACKED = ((5, 18), (17, 1), (2, 35))
 
 CASES: dict[str, Spec] = {
@@ -306,6 +323,16 @@ CASES: dict[str, Spec] = {
     "mask_bool": Spec(mask="bool", batch=2, mask_shape=(True, False, True, True)),
     "mask_bool_per_head": Spec(heads=2, mask="bool", mask_shape=(False, True, True, True)),
     "mask_padding": Spec(mask="bool", batch=2, mask_shape=(True, False, False, True)),
+    "mask_padding_right": Spec(**OF_KEYS, mask_density=1.0, padding="right", heads=2, seqlen_k=70),
+    "mask_padding_left": Spec(
+        **OF_KEYS,
+        mask_density=1.0,
+        padding="left",
+        seqlen_k=70,
+        window=(50, 2),
+        student_clamp=1e-9,
+    ),
+    "mask_padding_holes": Spec(**OF_KEYS, mask_density=0.98, padding="both", divergence="js"),
     "mask_additive": Spec(heads=2, mask="additive", mask_shape=(False, True, True, True)),
     "mask_filled": Spec(mask="filled", mask_density=0.2),
     "key_lengths": Spec(batch=2, seed=3, key_lengths=True),
@@ -374,5 +401,6 @@ CASES: dict[str, Spec] = {
     "split_keys": Spec(**LONG),
     "split_keys_two_pass": Spec(**LONG, divergence="js", window=(100, None), is_causal=True),
     "split_keys_clamp": Spec(**LONG, student_clamp=3e-3, mask="bool"),
+    "split_keys_padding": Spec(**LONG, **OF_KEYS, mask_density=1.0, padding="both"),
     "reduction": Spec(reduction="batchmean", batch=2),
 }

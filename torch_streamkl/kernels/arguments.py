@@ -85,9 +85,10 @@ class Config(NamedTuple):
     S_SINK: bool
     T_SINK: bool
     HAS_MASK: bool
+    KEY_MASK: bool  # ... that is the same for all heads and rows, as one of padding is
     HAS_LEFT: bool  # a window bound on that side
     HAS_RIGHT: bool
-    DENSE: bool  # a mask tensor, a bias, full float32: every tile is looked at element by element
+    DENSE: bool  # a mask of pairs, a bias, full float32: all tiles are masked by elements
     FILLED: bool  # keys that are not allowed have a finite score and count
     FILL_VANISHES: bool  # ... but not where they have no probability: NOTE in row_state.py
     TWO_PASS: bool  # the functional is not linear in the log-probabilities

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch_streamkl.kernels.arguments import Bound, Sequence
 from torch_streamkl.kernels.row_state import LOG2E
 
+MASK_CHUNK = tl.constexpr(512)  # keys that a program looks at together for where padding ends
+
 
 @triton.jit
 def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
@@ -216,9 +218,18 @@ def in_window(allowed, masks, seq, rows, cols, LEFT: tl.constexpr, RIGHT: tl.con
 @triton.jit
 def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
     """Which (row, key) pairs of a tile take part; rows and cols broadcast to it."""
+    allowed = allowed_pairs(masks, seq, rows, cols, inside, CONFIG)
+    if CONFIG.KEY_MASK:
+        allowed &= admitted(masks, seq, cols)
+    return allowed
+
+
+@triton.jit
+def allowed_pairs(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
+    """The same, but for a mask of keys."""
     allowed = inside & (cols < seq.num_valid)
     allowed = in_window(allowed, masks, seq, rows, cols, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT)
-    if CONFIG.HAS_MASK:
+    if CONFIG.HAS_MASK and not CONFIG.KEY_MASK:
         ptrs = (
             masks.mask
             + seq.mask_offset
@@ -230,12 +241,54 @@ def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def admitted(masks, seq, keys):
+    """Which keys a mask of keys, the same for all heads and rows, admits."""
+    ptrs = masks.mask + seq.mask_offset + keys.to(tl.int64) * masks.mask_n
+    return tl.load(ptrs, mask=keys < seq.num_keys, other=0) != 0
+
+
+@triton.jit
+def admitted_span(masks, seq):
+    """Of a mask of keys: the first that it admits, the first that it removes behind that one, and
+    where it ends.
+
+    Padding on either side leaves [first, hole) and nothing else; in other masks keys that are
+    admitted follow behind the hole.
+    """
+    first = tl.full((), seq.num_valid, tl.int32)  # of one type, also where the number is constant
+    hole = first
+    end = tl.full((), 0, tl.int32)
+    for chunk in tl.range(0, seq.num_valid, MASK_CHUNK):
+        keys = chunk + tl.arange(0, MASK_CHUNK)
+        is_admitted = admitted(masks, seq, keys) & (keys < seq.num_valid)
+        first = tl.minimum(first, tl.min(tl.where(is_admitted, keys, seq.num_valid), 0))
+        end = tl.maximum(end, tl.max(tl.where(is_admitted, keys + 1, 0), 0))
+        is_hole = (keys > first) & (is_admitted == 0)
+        hole = tl.minimum(hole, tl.min(tl.where(is_hole, keys, seq.num_valid), 0))
+    return first, hole, end
+
+
+@triton.jit
 def key_range(masks, seq, m0, CONFIG: tl.constexpr):
     """Keys [first, stop) that some row of the block at m0 may see, [left, right) all rows."""
-    return keys_of_rows(
+    first, left, right, stop = keys_of_rows(
         masks, seq, m0, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.DENSE,
     )  # fmt: skip
+    if CONFIG.KEY_MASK:
+        start, hole, end = admitted_span(masks, seq)
+        BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+        first = tl.maximum(first, start // BLOCK_N * BLOCK_N)
+        stop = tl.maximum(tl.minimum(stop, end), first)
+        if CONFIG.DENSE:
+            left = first
+            right = first
+        else:
+            left = tl.maximum(left, (start + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+            left = tl.minimum(tl.maximum(left, first), stop)
+            right = tl.minimum(right, hole // BLOCK_N * BLOCK_N)
+            right = tl.minimum(tl.maximum(right, left), stop)
+    return first, left, right, stop
 
 
 @triton.jit
@@ -260,7 +313,10 @@ def keys_of_rows(
 
 @triton.jit
 def row_range(masks, seq, n0, CONFIG: tl.constexpr):
-    """Rows [first, stop) that may see some key of the block at n0, [left, right) all keys."""
+    """Rows [first, stop) that may see some key of the block at n0, [left, right) all keys.
+
+    A mask of keys has no part in it.
+    """
     return rows_of_keys(
         masks, seq, n0, CONFIG.BLOCK_N, CONFIG.BLOCK_M,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.DENSE,

@@ -11,6 +11,8 @@ from torch_streamkl.attention.triton.forward import finite_lse, load_rows, row_o
 from torch_streamkl.kernels.arguments import Rows
 from torch_streamkl.kernels.row_state import place_of, score_gradient
 from torch_streamkl.kernels.scores import (
+    admitted,
+    allowed_pairs,
     allowed_tile,
     bind_rows,
     bind_sequence,
@@ -30,9 +32,12 @@ from torch_streamkl.kernels.scores import (
 def gradient_tile(
     rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum, student, teacher, masks, seq,
     inv_temperature, STUDENT: tl.constexpr, MASKED: tl.constexpr,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr, KEYS: tl.constexpr = True,
 ):  # fmt: skip
-    """d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale."""
+    """d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale.
+
+    Without ``KEYS`` it is anything at keys that a mask of keys removes.
+    """
     i = rows.offs[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
@@ -54,7 +59,11 @@ def gradient_tile(
         HELPER,
     )
     if MASKED:
-        d = tl.where(allowed_tile(masks, seq, i, j, inside, CONFIG), d, 0.0)
+        if KEYS:
+            allowed = allowed_tile(masks, seq, i, j, inside, CONFIG)
+        else:
+            allowed = allowed_pairs(masks, seq, i, j, inside, CONFIG)
+        d = tl.where(allowed, d, 0.0)
     if STUDENT:
         if CONFIG.S_SOFTCAP:
             d *= s_slope
@@ -129,12 +138,12 @@ def dq_kernel(
     lo = split * keys_per_split
     hi = lo + keys_per_split
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if CONFIG.HAS_LEFT:
-        acc = dq_over(
-            acc, tl.maximum(first, lo), tl.minimum(left, hi), rows, lse_t, lse_s, key_sum,
-            student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
-        )  # fmt: skip
     if not CONFIG.DENSE:
+        if CONFIG.HAS_LEFT or CONFIG.KEY_MASK:
+            acc = dq_over(
+                acc, tl.maximum(first, lo), tl.minimum(left, hi), rows, lse_t, lse_s, key_sum,
+                student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
+            )  # fmt: skip
         acc = dq_over(
             acc, tl.maximum(left, lo), tl.minimum(right, hi), rows, lse_t, lse_s, key_sum,
             student, teacher, masks, seq, inv_temperature, STUDENT, False, FORM, HELPER, CONFIG,
@@ -181,13 +190,27 @@ def dk_over(
         d = gradient_tile(
             Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans,
             lse_t, lse_s, key_sum, student, teacher, masks, seq,
-            inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+            inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG, False,
         )  # fmt: skip
         q = qs if STUDENT else qt
         acc = tl.dot(
             tl.trans((d * grad[:, None]).to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION
         )
     return acc
+
+
+@triton.jit
+def store_keys(
+    acc, dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, seq, share, b, head, n0, DIM: tl.constexpr
+):
+    """Write the gradient of the keys at n0."""
+    offs_n = n0 + tl.arange(0, acc.shape[0])
+    out = gradient_ptrs(
+        dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, share, b, head, seq.start_k + offs_n,
+        acc.shape[1],
+    )  # fmt: skip
+    inside = (offs_n[:, None] < seq.num_keys) & (tl.arange(0, acc.shape[1])[None, :] < DIM)
+    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -213,6 +236,12 @@ def dk_kernel(
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if CONFIG.KEY_MASK:
+        if tl.max(admitted(masks, sizes, offs_n).to(tl.int32), 0) == 0:
+            store_keys(
+                acc, dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM
+            )
+            return
     # without the option address arithmetic is hoisted out of this loop until registers spill
     for member in tl.range(0, heads_of_share, num_stages=1, disable_licm=True):
         h = first_head + member
@@ -228,14 +257,14 @@ def dk_kernel(
         )
         first_row = row_offset(b * num_heads + h, h, seq, masks)
         first, left, right, stop = row_range(masks, seq, n0, CONFIG)
-        if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
-            acc = dk_over(
-                acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,
-                student, teacher, masks, seq, first_row,
-                grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
-                STUDENT, True, FORM, HELPER, CONFIG,
-            )  # fmt: skip
         if not CONFIG.DENSE:
+            if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
+                acc = dk_over(
+                    acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+                    student, teacher, masks, seq, first_row,
+                    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                    STUDENT, True, FORM, HELPER, CONFIG,
+                )  # fmt: skip
             acc = dk_over(
                 acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound,
                 student, teacher, masks, seq, first_row,
@@ -249,8 +278,6 @@ def dk_kernel(
             STUDENT, True, FORM, HELPER, CONFIG,
         )  # fmt: skip
     acc *= dk_scale
-    out = gradient_ptrs(
-        dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, share, b, kv, sizes.start_k + offs_n, BLOCK_D
-    )
-    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < DIM)
-    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)
+    if CONFIG.KEY_MASK:  # a key's sums are of that key alone
+        acc = tl.where(admitted(masks, sizes, offs_n)[:, None], acc, 0.0)
+    store_keys(acc, dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM)

@@ -114,12 +114,12 @@ def state_between(
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     first, left, right, stop = key_range(masks, seq, m0, CONFIG)
     state = empty_state(BLOCK_M)
-    if CONFIG.HAS_LEFT:
-        state = state_over(
-            state, tl.maximum(first, lo), tl.minimum(left, hi), rows, student, teacher, masks, seq,
-            inv_temperature, True, FORM, CONFIG,
-        )  # fmt: skip
     if not CONFIG.DENSE:
+        if CONFIG.HAS_LEFT or CONFIG.KEY_MASK:
+            state = state_over(
+                state, tl.maximum(first, lo), tl.minimum(left, hi), rows, student, teacher, masks,
+                seq, inv_temperature, True, FORM, CONFIG,
+            )  # fmt: skip
         state = state_over(
             state, tl.maximum(left, lo), tl.minimum(right, hi), rows, student, teacher, masks, seq,
             inv_temperature, False, FORM, CONFIG,

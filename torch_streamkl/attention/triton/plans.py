@@ -296,6 +296,7 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         S_SINK=student.sink is not None,
         T_SINK=teacher.sink is not None,
         HAS_MASK=problem.mask is not None,
+        KEY_MASK=_is_of_keys(problem),
         HAS_LEFT=problem.window_left is not None,
         HAS_RIGHT=problem.window_right is not None,
         DENSE=_looks_at_every_tile(problem),
@@ -309,6 +310,12 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
     )
 
 
+def _is_of_keys(problem: AttentionProblem) -> bool:
+    """Whether a mask is the same for all heads and rows, as one of padding is."""
+    mask = problem.mask
+    return mask is not None and mask.shape[1:3] == (1, 1) and not problem.is_packed
+
+
 def _looks_at_every_tile(problem: AttentionProblem) -> bool:
     """Whether all tiles are masked element by element.
 
@@ -317,7 +324,9 @@ def _looks_at_every_tile(problem: AttentionProblem) -> bool:
     of 45 ms for dQ and dK of 8 heads of 64 at 8192 on an H200.
     """
     student, teacher, q = problem.student, problem.teacher, problem.student.q
-    if any(x is not None for x in (problem.mask, student.bias, teacher.bias)):
+    if problem.mask is not None and not _is_of_keys(problem):
+        return True
+    if student.bias is not None or teacher.bias is not None:
         return True
     # the interpreter compiles nothing, and its tests are of all loops
     is_compiled = q.device.type == "cuda"
