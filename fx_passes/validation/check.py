@@ -157,7 +157,8 @@ def _affordable_sizes(
         if needed > allowed:
             refusal = refusal or f"{_bytes(needed)}"
         elif seconds > budget.left:
-            refusal = refusal or f"about {max(seconds, 0.1):.1f} s, of {options.max_seconds:g} s"
+            took = f"about {max(seconds, 0.1):.1f} s"
+            refusal = refusal or f"{took}; streamkl.verify_max_seconds={options.max_seconds:g}"
         else:
             return sizes
     raise NotChecked(refusal)
