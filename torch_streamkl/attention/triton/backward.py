@@ -257,7 +257,9 @@ def dk_kernel(
         )
         first_row = row_offset(b * num_heads + h, h, seq, masks)
         first, left, right, stop = row_range(masks, seq, n0, CONFIG)
-        if not CONFIG.DENSE and not CONFIG.KEY_MASK:
+        if CONFIG.KEY_MASK:
+            right = first  # one loop, whose mask is where rows end: fewer registers than two
+        elif not CONFIG.DENSE:
             if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
                 acc = dk_over(
                     acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,
@@ -272,7 +274,7 @@ def dk_kernel(
                 STUDENT, False, FORM, HELPER, CONFIG,
             )  # fmt: skip
         acc = dk_over(
-            acc, first if CONFIG.KEY_MASK else right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
+            acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
             student, teacher, masks, seq, first_row,
             grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
             STUDENT, True, FORM, HELPER, CONFIG,
