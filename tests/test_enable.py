@@ -139,7 +139,7 @@ def test_what_the_user_replaces_meanwhile_stays_and_the_rest_is_put_back(
     replaced: list[str],
 ) -> None:
     inductor, dynamo = torch._inductor.config, torch._dynamo.config
-    owners = {n: dynamo if n in CAPTURE else inductor for n in (*REPLACED, *SETTINGS)}
+    owners = {n: dynamo if n in SETTINGS else inductor for n in (*REPLACED, *SETTINGS)}
     before = {n: getattr(owner, n) for n, owner in owners.items()}
     mine = {n: not CAPTURE[n] if n in CAPTURE else Users() for n in replaced}
     torch_streamkl.enable()

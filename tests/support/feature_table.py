@@ -33,7 +33,13 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "lower `clamp` before the log, exact": ("clamp_reached", "clamp_not_reached"),
     "causal, bottom-right aligned": ("causal", "causal_more_rows_than_keys"),
     "sliding window": ("window", "window_causal"),
-    "boolean mask, any broadcast": ("mask_bool", "mask_bool_per_head", "mask_padding"),
+    "boolean mask, any broadcast": ("mask_bool", "mask_bool_per_head"),
+    "mask of keys, padding": (
+        "mask_padding",
+        "mask_padding_right",
+        "mask_padding_left",
+        "mask_padding_holes",
+    ),
     "additive mask": ("mask_additive",),
     "`masked_fill` with a finite value": ("mask_filled",),
     "key lengths": ("key_lengths",),
@@ -62,7 +68,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "[B, N, H, D] layout": ("layout_bnhd",),
     "any strides, no copies": ("strides", "strides_padded"),
     "other head_dim per side": ("head_dims",),
-    "few rows, long keys": ("split_keys", "split_keys_two_pass", "split_keys_clamp"),
+    "few rows, long keys": (
+        "split_keys",
+        "split_keys_two_pass",
+        "split_keys_clamp",
+        "split_keys_padding",
+    ),
     "reductions": ("reduction",),
 }
 
