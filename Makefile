@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all test-integrations test-matrix dist bench lint clean
+.PHONY: demo test test-slow test-all test-integrations test-matrix dist bench lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
@@ -14,6 +14,11 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test $(VENV)/.libraries
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+# What `make test` leaves out: more sizes, GPUs and libraries of what it has one of.
+test-slow: $(VENV)/.test $(VENV)/.libraries
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	    $(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(PYTEST_ARGS)
 
 # Also what takes hours: tests marked slow, the whole corpus in every mode, 5,000 generated programs.
 test-all: $(VENV)/.test

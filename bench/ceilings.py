@@ -28,21 +28,12 @@ def copy_gbytes(device: torch.device) -> float:
     count = 2**30 if device.type == "cuda" else 2**26
     source = torch.randn(count, device=device)
     target = torch.empty_like(source)
-    return (
-        2
-        * source.numel()
-        * source.element_size()
-        / median_ms(lambda: target.copy_(source), device, ROUNDS)
-        * 1e-6
-    )
+    return 2e-6 * source.nbytes / median_ms(lambda: target.copy_(source), device, ROUNDS)
 
 
 def both(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """As a run holds them."""
-    return {
-        "matmul_tflops": matmul_tflops(device, dtype),
-        "copy_gbytes": copy_gbytes(device),
-    }
+    return {"matmul_tflops": matmul_tflops(device, dtype), "copy_gbytes": copy_gbytes(device)}
 
 
 def attention(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> Timed | None:

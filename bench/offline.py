@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import re
 import subprocess
 import tempfile
@@ -130,6 +131,7 @@ class Resources:
     spill_bytes: int
     shared_bytes: int
     asm: dict[str, Any]
+    said: str  # what ptxas says; empty where the binary was in Triton's cache
 
 
 @contextlib.contextmanager
@@ -215,9 +217,12 @@ def compile_launch(launch: Launch, target: str) -> Resources:
     source = source_of(
         fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
     )
-    kernel = triton.compile(source, target=TARGETS[target].gpu, options=dict(launch.options))
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = triton.compile(source, target=TARGETS[target].gpu, options=dict(launch.options))
     registers, spills = _resources(kernel.asm, target)
-    return Resources(registers, spills, kernel.metadata.shared, kernel.asm)
+    return Resources(registers, spills, kernel.metadata.shared, kernel.asm, said.getvalue())
 
 
 def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:

@@ -26,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -352,21 +353,20 @@ def _report(kind: str, name: str, runs: dict[tuple[str, str], Future[Result]]) -
     verdict = "clean" if not output else "not judged" if blind or name == CONTROL else "FAILED"
     print(f"| {kind} | {name} | {verdict} |", flush=True)
     if verdict == "FAILED":
-        print(_shortened(output), flush=True)
+        print(_places(output), flush=True)
     return verdict
 
 
-def _shortened(output: str, size: int = 2000) -> str:
-    """The first reports, which name the kernel, and the sum of them."""
-    if len(output) <= 2 * size:
-        return output
-    return f"{output[:size]}\n[...]\n{output[-size:]}"
+def _places(output: str) -> str:
+    """Which kernels, and lines of ours, the reports name, and how often each."""
+    found = Counter(a + b for a, b in re.findall(r"\bat (\S.*?)\+0x\w+( in \S+)?", output))
+    return "\n".join(f"{n} x {place}" for place, n in found.most_common(20)) or output[-4000:]
 
 
 def _run(tool: str, kind: str, name: str) -> Result:
     # the allocator would hide what is read beyond a tensor's end
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [tool, "--tool", kind, "--error-exitcode", "9", "--print-limit", "20", *NOT_OURS,
+    command = [tool, "--tool", kind, "--error-exitcode", "9", "--print-limit", "1000", *NOT_OURS,
                sys.executable, "-m", "bench.sanitize", "--inside", name]  # fmt: skip
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [x for x in run.stdout.splitlines() if x.startswith(LAUNCHED)]

@@ -149,7 +149,9 @@ def write(rows: dict[Fault, str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="", help="faults whose path, old or new text holds this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="whose path, old or new text holds one of these"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
     parser.add_argument(
         "--interpreted", choices=("yes", "no"), help="only those, or none, whose tests interpret"
@@ -158,7 +160,7 @@ def main() -> int:
     interpreted = {"yes": (True,), "no": (False,)}.get(options.interpreted, (True, False))
     chosen = [
         f for f in FAULTS
-        if options.only in f.path + f.old + f.new and f.interpreted in interpreted
+        if any(x in f.path + f.old + f.new for x in options.only) and f.interpreted in interpreted
     ]  # fmt: skip
     escaped, rows = 0, {}
     assert torch.__version__  # imported here, once, for all processes that are forked

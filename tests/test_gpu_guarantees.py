@@ -256,8 +256,6 @@ MEMORY_CASES = {
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_no_allocation_of_all_pairs(name: str, impl: str) -> None:
     skip_unless_it_runs(impl)
-    if impl == "hopper" and name == "js":
-        pytest.skip("the portable kernels compute it")
     length = 4096
     spec = MEMORY_CASES[name]
     spec = replace(

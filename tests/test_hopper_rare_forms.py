@@ -182,6 +182,15 @@ BIAS_LIMITS: list[tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = [
 ]
 
 
+def test_which_biases_are_one() -> None:
+    """Only one that lies in the same memory: it is read once for both sides."""
+    q, bias = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 8)
+    others = {bias: True, bias.view_as(bias): True, bias.clone(): False, bias[:, :1]: False}
+    for other, expected in others.items():
+        problem = problem_of(q, q, q, q, student_bias=bias, teacher_bias=other)[0]
+        assert launch.has_one_bias(problem) == expected
+
+
 @pytest.mark.parametrize(("shape", "dtype", "options", "reason"), BIAS_LIMITS)
 def test_limits_of_biases(
     shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], reason: str

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes import backend, inductor_kernels
@@ -44,17 +44,6 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, int]]] = {
     ),
 }
 QUICK = ("split", "few_queries")
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-m", "not slow")
-
-
-@outside
-@slow
-def test_the_rest_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-m", "slow")
 
 
 def results(function: Any, inputs: list[Tensor]) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """The row kernel of linear_kl without a GPU: Triton's interpreter against float64.
 
-The interpreter has to be chosen before a kernel is imported, so outside of it this file runs
-itself in a process of its own. With TRITON_INTERPRET=1 pytest shows the tests one by one.
+The interpreter has to be chosen before a kernel is imported: test_in_the_interpreter.py does.
 """
 
 from __future__ import annotations
@@ -9,17 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.interpreter import inside, quiet
 from tests.test_linear_kl import DIVERGENCES, heads, limit_workspace, outcome
 from torch_streamkl import linear_kl
 from torch_streamkl.linear import chunks as linear_chunks
 
 pytestmark = quiet
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def check(inputs, **options):

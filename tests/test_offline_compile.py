@@ -25,7 +25,7 @@ from torch_streamkl.linear import problem as linear_problem
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
 SQUARES = "(P-S)*(P-S)"
 JS = named("js").text
-# any two of the choices meet without these
+# any two of the choices meet without these, which `make test-slow` compiles
 slow = pytest.mark.slow
 
 
@@ -95,9 +95,13 @@ HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
 
 # one of each kind of matrix unit; the others are in docs/gpus.csv
 KINDS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# test_offline_matrix.py compiles the same kernels for GPUs of these kinds, and expects its record
+SAMPLED = ("sm_80", "gfx942")
 
 
-@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=slow) if t in SAMPLED else t for t in KINDS]
+)
 def test_portable(target: str) -> None:
     launches = portable_launches(target)
     assert len(launches) == 3
@@ -107,14 +111,16 @@ def test_portable(target: str) -> None:
         assert built.spill_bytes <= STACK.get((target, launch.kernel.__name__), 0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=slow)])
 def test_full_float32(head_dim: int) -> None:
     # operands of these products lie in registers: shared by two loops they took 4.7 KB of stack
     for launch in portable_launches("sm_90", head_dim, torch.float32):
         assert compile_launch(launch, "sm_90").spill_bytes <= 256, launch.kernel.__name__
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "target", [pytest.param("sm_80", marks=slow), "sm_90", pytest.param("sm_100", marks=slow)]
+)
 def test_head_mean(target: str) -> None:
     from torch_streamkl.attention.triton import head_mean_launches
 
@@ -185,7 +191,8 @@ def check_hopper(launch: Launch, stack: int) -> None:
         assert not (has_plain_loop and stack_in_main_loops(built.asm["cubin"]))
     assert "mbarrier.arrive.shared" in built.asm["ptx"]
     assert not arrivals_alone(built.asm["ptx"])
-    assert not re.search(r"C75\d\d", ptxas_messages(built.asm["ptx"])), "wgmma is serialised"
+    said = built.said or ptxas_messages(built.asm["ptx"])
+    assert not re.search(r"C75\d\d", said), "wgmma is serialised"
 
 
 # key heads of the student, then of the teacher, beside 8 of both elsewhere
@@ -206,11 +213,10 @@ def without_tables(launches: list[Launch]) -> list[Launch]:
         (128, "forward_kl", {"window_right": 0}, 1024),
         pytest.param(128, "forward_kl", {}, 1024, marks=slow),
         (64, "reverse_kl", {"has_lengths": True}, 1024),
-        (128, "forward_kl", OTHER_SIDES, 1),
-        (64, CLAMPED, {"window_right": 0, "is_packed": True}, 1024),
+        (128, CLAMPED, OTHER_SIDES | {"window_right": 0, "is_packed": True}, 1024),
         (128, CLAMPED, WINDOW | {"has_lengths": True}, 1024),
         pytest.param(64, CLAMPED, {}, 8192, marks=slow),
-        (128, "forward_kl", {}, 8192),
+        pytest.param(128, "forward_kl", {}, 8192, marks=slow),
         (128, "forward_kl", {"has_mask": True}, 1024),
         pytest.param(64, CLAMPED, {"has_mask": True, "window_right": 0}, 1024, marks=slow),
         (128, JS, {"window_right": 0}, 1024),
@@ -251,13 +257,12 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
     ("head_dim", "divergence", "options", "seqlen", "of_student"),
     [
         (128, "forward_kl", {"window_right": 0}, 1024, True),
-        (64, "forward_kl", {"has_lengths": True}, 1024, True),
-        (64, "reverse_kl", WINDOW, 1024, True),
+        (64, "reverse_kl", WINDOW | {"has_lengths": True}, 1024, True),
         (128, "forward_kl", {"window_right": 0}, 1, False),
         pytest.param(64, CLAMPED, {"window_right": 0}, 1024, True, marks=slow),
         (128, CLAMPED, OTHER_SIDES, 1024, True),
         (64, CLAMPED, {"is_packed": True}, 1024, False),
-        (128, CLAMPED, {"window_right": 0}, 1024, False),
+        pytest.param(128, CLAMPED, {"window_right": 0}, 1024, False, marks=slow),
         (128, "forward_kl", {"has_mask": True}, 1024, True),
         pytest.param(64, "reverse_kl", {"has_mask": True}, 1024, True, marks=slow),
         (128, JS, {}, 1024, True),

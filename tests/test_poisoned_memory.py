@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_interpreted
+from tests.support.interpreter import INTERPRETED, inside, outside, quiet
 from tests.support.poison import padded, poisoned_memory
 from tests.support.problems import CASES, build
 from tests.support.row_cases import CASES as CASES_OF_ROWS
@@ -31,11 +31,6 @@ pytestmark = quiet
 def poisoned() -> Iterator[None]:
     with poisoned_memory():
         yield
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def test_allocations_are_poisoned() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreter import INTERPRETED, inside, outside, quiet, run_interpreted
+from tests.support.interpreter import INTERPRETED, inside, quiet
 from tests.support.problems import CASES, Spec, build
 from torch_streamkl import checks
 from torch_streamkl.attention import ops, sites
@@ -30,11 +30,6 @@ ONE_OF_EACH = [
     "head_mean",
     "split_keys",
 ]
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def _programs() -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, compile_launch, looks_like, record_launches
-from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
 from torch_streamkl import row_program
 from torch_streamkl.rows import blocked
@@ -28,17 +28,6 @@ SMALL = Sizes(batch=1, heads=2, rows=33, keys=70, dim=7)
 
 def _unless(name: str, quick: Sequence[str]) -> list[pytest.MarkDecorator]:
     return [] if name in quick else [slow]
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-m", "not slow")
-
-
-@outside
-@slow
-def test_the_rest_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-m", "slow")
 
 
 @inside
@@ -182,7 +171,7 @@ def test_what_has_no_kernels_says_why() -> None:
 @pytest.mark.parametrize(
     ("target", "head_dim"),
     [
-        ("sm_80", 64),
+        pytest.param("sm_80", 64, marks=slow),
         pytest.param("sm_80", 128, marks=slow),
         pytest.param("sm_90", 64, marks=slow),
         ("sm_90", 128),

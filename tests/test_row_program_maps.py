@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, compile_launch, record_launches
-from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
 from torch_streamkl import row_program
 from torch_streamkl.rows import blocked
@@ -25,17 +25,6 @@ slow = pytest.mark.slow
 def _all(first: str, *others: str) -> list[Any]:
     """Names, of which all but the first are marked slow."""
     return [first, *(pytest.param(x, marks=slow) for x in others)]
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-m", "not slow")
-
-
-@outside
-@slow
-def test_the_rest_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-m", "slow")
 
 
 @pytest.fixture

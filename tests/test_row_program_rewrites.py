@@ -216,6 +216,19 @@ def test_narrow_types(form: Any, dtype: torch.dtype) -> None:
     compare(form, inputs("all", dtype)).check()
 
 
+@pytest.mark.parametrize(("dtype", "sites"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_scores_of_a_narrow_type_are_not_compared(dtype: torch.dtype, sites: int) -> None:
+    """Eager code compares what was rounded: others may be equal there, or the larger ones."""
+
+    def program(sq, sk, tq, tk, w, pad):
+        s, t = scores(sq, sk, tq, tk)
+        return (s.softmax(-1) * (s > t)).square().sum(-1).mean()
+
+    outcome = compare(program, inputs("all", dtype)).check()
+    assert outcome.num_fused == sites, str(outcome.report)
+    assert all("of a narrow type are compared" in r for r in outcome.reasons), outcome.reasons
+
+
 @pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("how", ["filled", "added"])
 def test_rows_in_which_every_key_is_masked(how: str, low: float) -> None:

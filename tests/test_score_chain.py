@@ -358,8 +358,16 @@ SLICES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("masked", ["", "causal_-3.40282e+38", "causal_-1e+09"])
+@pytest.mark.parametrize(
+    ("masked", "dynamic"),
+    # symbolic sizes count in the slice, which the mask's value does not see
+    [
+        ("", False),
+        ("causal_-3.40282e+38", False),
+        ("causal_-1e+09", False),
+        ("causal_-1e+09", True),
+    ],
+)
 @pytest.mark.parametrize("name", SLICES)
 def test_part_of_scores(name: str, masked: str, dynamic: bool) -> None:
     """Starts are counted from the end, and limited to the dimension, as torch does."""

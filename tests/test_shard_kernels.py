@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl.distributed import shard_rows
 from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import chunks as linear_chunks
@@ -23,11 +23,6 @@ from torch_streamkl.linear.problem import LinearProblem, RowValues, RowWeights, 
 pytestmark = quiet
 
 NUM_TOKENS, NUM_WORDS = 5, 150
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-k", "interpreted")
 
 
 def problem(divergence: str, dtype: torch.dtype = torch.float32, **options: Any) -> LinearProblem:

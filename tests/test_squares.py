@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.interpreter import inside, quiet
 from torch_streamkl.attention import ops
 from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.kernels.arguments import Form
@@ -44,11 +44,6 @@ def test_gradients_are_those_of_autograd(text: str) -> None:
 @pytest.mark.parametrize("text", ["P*logP", "P*P", "P*P*S", "abs(P-S)", "P*S"])
 def test_what_is_none(text: str) -> None:
     assert Functional.of(text).squares is None
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.interpreter import inside, outside, run_interpreted
+from tests.support.interpreter import inside, outside
 from torch_streamkl import attention_kl, tune
 from torch_streamkl.launches import launch, launch_table
 from torch_streamkl.launches.tiles import TritonLaunch
@@ -18,11 +18,6 @@ DEFAULT, FAST, SLOW = (TritonLaunch(n, 16, 4, 1) for n in (16, 32, 64))
 SHAPE = tune.Shape(1, 2, 1, 16, 20, 40, True, "float32", "cpu")
 TINY = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--teacher-head-dim", "20",
         "--seqlen", "40", "--causal", "--dtype", "float32", "--jobs", "0"]  # fmt: skip
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @outside

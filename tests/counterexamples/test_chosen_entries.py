@@ -75,3 +75,14 @@ def test_ids_out_of_range_raise_as_in_eager_code() -> None:
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="out of bounds"):
         torch.compile(of_data, backend="streamkl", options=OPTIONS)(*tensors("qk")[:4], data)
+
+
+def test_ids_of_the_largest_rows() -> None:
+    """In a row of them one may be there twice, and counts twice."""
+
+    def step(q, k, r, s, w, keep):
+        p, t = student(q, k).softmax(-1), student(r, s).softmax(-1)
+        ids = t.topk(ROWS, -2).indices
+        return (p.gather(-1, ids) - t.gather(-1, ids)).square().sum(-1)
+
+    judge(step, tensors("qk"), 0)

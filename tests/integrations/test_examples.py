@@ -23,7 +23,12 @@ LIBRARIES = {  # what each needs beside tqdm
 }
 
 
-SLOW = ("accelerate_loop", "peft_lora", "lightning_module")  # flows that have fast tests
+SLOW = (
+    "trl_gkd",
+    "accelerate_loop",
+    "peft_lora",
+    "lightning_module",
+)  # flows that have fast tests
 
 
 @pytest.mark.parametrize(

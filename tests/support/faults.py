@@ -42,6 +42,9 @@ TURNS = "torch_streamkl/attention/hopper/work.py"
 BODY = "torch_streamkl/attention/row_body.py"
 WORDS = "torch_streamkl/linear/word_body.py"
 SHARDS = "torch_streamkl/distributed/shard_rows.py"
+PACKED = "torch_streamkl/attention/hopper/packed.py"
+ENTRIES = "fx_passes/analysis/elements/entries.py"
+CHOSEN = "tests/counterexamples/test_chosen_entries.py"
 SEQUENCE = "torch_streamkl/distributed/sequence.py"
 
 FAULTS = (
@@ -558,5 +561,99 @@ FAULTS = (
         "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1].flip(2)], 2)",
         "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1]], 2)",
         "test_distributed_attention.py",
+    ),
+    # --------------------------------------------------------------- packed, squares, repeats
+    Fault(
+        PACKED,
+        "blocks = (stop - start + SIZE - 1) // SIZE",
+        "blocks = (stop - start) // SIZE",
+        "test_attention_triton_interpreted.py::test_table_of_packed_blocks",
+        True,
+    ),
+    Fault(
+        PACKED,
+        "(other[None, :] < entry[:, None])",
+        "(other[None, :] <= entry[:, None])",
+        "test_attention_triton_interpreted.py::test_table_of_packed_blocks",
+        True,
+    ),
+    Fault(
+        FUNCTIONAL,
+        "return factor if factor and terms == square else None",
+        "return factor if factor else None",
+        "test_squares.py",
+    ),
+    Fault(
+        ROWS,
+        "alpha_s * (alpha_t * b + delta * c),",
+        "alpha_s * alpha_t * b,",
+        "test_squares.py",
+        True,
+    ),
+    Fault(
+        ROWS,
+        "g = 2.0 * value - h",
+        "g = 2.0 * value + h",
+        "test_squares.py",
+        True,
+    ),
+    Fault(
+        FORWARD,
+        "found |= tl.max((value != value).to(tl.int32), 0) << i",
+        "found |= tl.max((value != value).to(tl.int32), 0)",
+        "test_attention_triton_interpreted.py::test_only_blocks_with_nan_are_computed_again",
+        True,
+    ),
+    Fault(
+        "torch_streamkl/launches/launch.py",
+        "return is_alike and has_address and student.data_ptr() == teacher.data_ptr()",
+        "return is_alike and has_address",
+        "test_hopper_rare_forms.py",
+    ),
+    # ------------------------------------------------------------ formulas of dot products
+    Fault(
+        ENTRIES,
+        "if is_zero(shape_of(ids)[dim]):",
+        "if False:",
+        CHOSEN,
+    ),
+    Fault(
+        ENTRIES,
+        "isinstance(whole, int) and length <= whole",
+        "isinstance(whole, int)",
+        CHOSEN,
+    ),
+    Fault(
+        ENTRIES,
+        'if given.get("dim", -1) % len(shape_of(ids)) != dim:',
+        "if False:",
+        CHOSEN,
+    ),
+    Fault(
+        "fx_passes/analysis/elements/conditions.py",
+        "if any(dtype.itemsize < 4 for dtype in dot.dtypes):",
+        "if any(dtype.itemsize < 2 for dtype in dot.dtypes):",
+        "test_row_program_rewrites.py::test_scores_of_a_narrow_type_are_not_compared",
+    ),
+    # ------------------------------------------------------------------- columns and maps
+    Fault(
+        "torch_streamkl/rows/tile.py",
+        "return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()",
+        "return torch.where(inside, ids, at[2].stop - at[2].start).long()",
+        "test_row_programs.py test_row_program_rules.py",
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/maps.py",
+        "out.scatter_add_(-1, places, values.expand(places.shape))",
+        "out.scatter_(-1, places, values.expand(places.shape))",
+        "test_row_program_maps.py",
+        True,
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/writer.py",
+        'self.line(f"written_stop = ({stop} + 15) // 16 * 16")',
+        'self.line(f"written_stop = {stop} // 16 * 16")',
+        "test_row_program_maps.py",
+        True,
     ),
 )

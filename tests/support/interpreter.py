@@ -1,12 +1,10 @@
-"""Triton's interpreter has to be chosen before a kernel is imported: tests of it run in a process
-of their own, which a test outside of it starts.
+"""Triton's interpreter has to be chosen before a kernel is imported: tests of it run in processes
+of their own, which tests/test_in_the_interpreter.py starts.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -48,18 +46,43 @@ def _set_up_once_a_launch() -> None:
     interpreter.GridExecutor.__call__ = launch_anew
 
 
+def _describe_types_once() -> None:
+    """A tile's type is made again for every operation, and its shape thrice: half of what is left.
+
+    What a type has depends on its name alone, in which the shape and the element's type are.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    numpy_type = interpreter._get_np_dtype
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    dtypes: dict[str, Any] = {}
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+
+    def dtype_once(type: Any) -> Any:
+        if type.name not in dtypes:
+            dtypes[type.name] = numpy_type(type)
+        return dtypes[type.name]
+
+    def type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def tensor_once(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            own = ("handle", "type", "dtype")
+            tensors[type.name] = {k: x for k, x in vars(self).items() if k not in own}
+        vars(self).update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    interpreter._get_np_dtype = dtype_once
+    core.block_type.__init__, core.tensor.__init__ = type_once, tensor_once
+
+
 if INTERPRETED:
     _set_up_once_a_launch()
-
-
-def run_interpreted(*arguments: str) -> None:
-    """Run pytest with the arguments in the interpreter; every test has to pass."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
-    assert "100%]" in run.stdout
+    _describe_types_once()

@@ -34,6 +34,10 @@ from torch_streamkl.distributed import collectives
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective: nobody waits longer for a lost rank
 CHECK_SECONDS = 240  # a process that is still at one check ends itself
+IMPORTED = [
+    "functorch.compile", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp", "torch_streamkl.fx_passes.backend", "tests.support.ranks",
+]  # fmt: skip
 MAX_STARTS = 5  # of new processes, after checks that did not end
 PASSED = ""
 
@@ -111,13 +115,23 @@ def _of_new_processes(
     with tempfile.TemporaryDirectory() as folder:
         # a process that ended itself says so by what is missing
         with contextlib.suppress(torch.multiprocessing.ProcessExitedException):
-            torch.multiprocessing.start_processes(
-                _process, (size, device, modules, names, folder), nprocs=size, start_method="spawn"
-            )
+            _start(_process, (size, device, modules, names, folder), size, device)
         files = [Path(folder) / f"{rank}.pt" for rank in range(size)]
         found = [torch.load(file) if file.exists() else {} for file in files]
     begun = [name for name in names if any(name in of_rank for of_rank in found)]
     return {name: [of_rank.get(name, "did not run") for of_rank in found] for name in begun}
+
+
+def _start(function: Any, arguments: tuple[Any, ...], size: int, device: str) -> None:
+    """Start processes and wait for them.
+
+    Those without a GPU are forked from one that has imported what all of them need and has done
+    nothing else: otherwise each spends five seconds on it.
+    """
+    if device == "cpu":
+        torch.multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    method = "forkserver" if device == "cpu" else "spawn"
+    torch.multiprocessing.start_processes(function, arguments, nprocs=size, start_method=method)
 
 
 def assert_passed(found: dict[str, list[str]], name: str) -> None:

@@ -354,6 +354,9 @@ class Writer:
     def elements(self, is_checked: bool) -> None:
         """Everything of one tile, which may end beyond the last key where that is checked."""
         inside = "(in_rows & in_keys)" if is_checked else "in_rows"
+        written = inside
+        if is_checked and self.leaves("map"):
+            written = self._written(inside)
         for index in self.order:
             node = self.nodes[index]
             if self.shape[index] != OF_BOTH:
@@ -364,9 +367,27 @@ class Writer:
             elif node.op == "map":
                 place = f"map{i}_p + m64 * map{i}_m + n64"
                 cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
-                self.line(f"v{index} = tl.load({place}, mask={inside}, other=0){cast}")
+                self.line(f"v{index} = tl.load({place}, mask={written}, other=0){cast}")
             else:
                 self.line(f"v{index} = {self.expressions[index]}")
+
+    def _written(self, inside: str) -> str:
+        """Where a map was written: its tiles of which no row has a key were not.
+
+        Up to a multiple of 16 keys, which no tile is narrower than: masked by single keys, a map
+        would be loaded key by key.
+        """
+        keys = self.program.keys
+        parts, stop = [inside], "valid" if keys.has_lengths else ""
+        if keys.right is not None:
+            stop = f"tl.minimum(valid, m[:, None] + offset + {keys.right + 1})"
+        if stop:
+            self.line(f"written_stop = ({stop} + 15) // 16 * 16")
+            parts.append("(n[None, :] < written_stop)")
+        if keys.left is not None:
+            self.line(f"written_start = (m[:, None] + offset - {keys.left}) // 16 * 16")
+            parts.append("(n[None, :] >= written_start)")
+        return " & ".join(parts)
 
     def keep(self) -> None:
         """Which keys of a tile take part."""

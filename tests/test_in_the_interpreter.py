@@ -1,0 +1,59 @@
+"""Starts Triton's interpreter for the tests that are marked ``inside``, in two processes.
+
+A process takes seconds to import what it tests, so files share one. With TRITON_INTERPRET=1 pytest
+runs the tests of a file one by one: ``TRITON_INTERPRET=1 pytest tests/test_squares.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreter import outside
+
+ATTENTION = ["attention_triton_interpreted", "attention_numerics"]
+OTHERS = [
+    "inductor_kernels", "linear_kl_interpreted", "poisoned_memory", "recorded_launches",
+    "row_program_kernels", "row_program_maps", "shard_kernels", "squares", "tune",
+]  # fmt: skip
+KERNELS = {  # of a file in which other tests run there as well, those of kernels
+    "attention": "not reference and not streaming",
+    "others": "not test_shard_kernels or interpreted",
+}
+
+
+def _run(files: list[str], *arguments: str) -> None:
+    """Every test has to pass."""
+    paths = [str(Path(__file__).with_name(f"test_{name}.py")) for name in files]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths, *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    assert "100%]" in run.stdout
+
+
+@outside
+@pytest.mark.parametrize(("files", "name"), [(ATTENTION, "attention"), (OTHERS, "others")])
+def test_in_the_interpreter(files: list[str], name: str) -> None:
+    _run(files, "-m", "not slow", "-k", KERNELS[name])
+
+
+@outside
+@pytest.mark.slow
+def test_the_rest_in_the_interpreter() -> None:
+    _run([*ATTENTION[:1], *OTHERS], "-m", "slow")
+
+
+@outside
+def test_every_file_with_such_tests_is_run() -> None:
+    folder = Path(__file__).parent
+    marked = {p.stem for p in folder.glob("test_*.py") if "\n@inside\n" in p.read_text()}
+    assert marked == {f"test_{name}" for name in (*ATTENTION[:1], *OTHERS)}
