@@ -31,6 +31,8 @@ DTYPES = {
 VARIANTS = ("plain", "clamped", "js", "masks")
 # of the kernels for Hopper, which are for sm_90 alone
 HOPPER_VARIANTS = (*VARIANTS, "lengths", "window", "packed", "any order")
+PADDING = "padding"  # a mask of keys, for the portable kernels of attention in two dtypes
+EVERY_VARIANT = (*HOPPER_VARIANTS, PADDING)
 # a head-averaged teacher has kernels of its own; few queries split keys over programs; LM heads,
 # whole and as shards of the vocabulary, have rows of words instead of a head_dim
 OF_WORDS = ("LM head", "row program of words")
@@ -61,9 +63,12 @@ def can_run(cell: Cell) -> bool:
     if cell.work == "hopper":
         return (
             cell.target == "sm_90"
+            and cell.variant != PADDING
             and cell.dtype in ("bf16", "fp16")
             and cell.head_dim in (64, 128)
         )
+    if cell.variant == PADDING:
+        return cell.work == "attention" and cell.head_dim > 0 and cell.dtype in ("bf16", "fp32")
     if cell.variant not in VARIANTS:
         return False
     if cell.work in OF_WORDS and (cell.dtype == "tf32" or cell.head_dim > 0):
@@ -91,6 +96,8 @@ def problem(cell: Cell) -> AttentionProblem:
     options: dict[str, Any] = {"window_right": 0}
     if cell.work == "hopper":
         options |= _hopper_options(cell, empty)
+    elif cell.variant == PADDING:
+        options = {"mask": empty(1, 1, 1, seqlen_k, dtype=torch.bool)}
     elif cell.variant == "masks":
         options["mask"] = empty(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
         options |= {"student_softcap": 30.0, "teacher_softcap": 30.0}
@@ -372,7 +379,7 @@ def twin(cell: Cell) -> Cell:
 
 def cells(
     work: Sequence[str] = WORK,
-    variants: Sequence[str] = HOPPER_VARIANTS,
+    variants: Sequence[str] = EVERY_VARIANT,
     head_dims: Sequence[int] = HEAD_DIMS,
     dtypes: Sequence[str] = tuple(DTYPES),
     targets: Sequence[str] = tuple(TARGETS),
@@ -384,7 +391,7 @@ def cells(
     every = [
         Cell(target, w, dtype, dim, variant)
         for w, variant, dim, dtype, target in itertools.product(
-            WORK, HOPPER_VARIANTS, (0, *HEAD_DIMS), DTYPES, TARGETS
+            WORK, EVERY_VARIANT, (0, *HEAD_DIMS), DTYPES, TARGETS
         )
     ]
     random.Random(0).shuffle(every)

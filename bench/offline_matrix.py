@@ -28,8 +28,8 @@ from tqdm import tqdm
 from bench.offline import TARGETS, compile_launch
 from bench.offline_cells import (
     DTYPES,
+    EVERY_VARIANT,
     HEAD_DIMS,
-    HOPPER_VARIANTS,
     WORK,
     Cell,
     cells,
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS)
-    parser.add_argument("--variants", nargs="+", choices=HOPPER_VARIANTS, default=HOPPER_VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=EVERY_VARIANT, default=EVERY_VARIANT)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell later")
     parser.add_argument("--record", type=Path, default=RECORD, help="where new rows go")

@@ -60,6 +60,17 @@ def test_a_tile_of_which_a_block_sees_one_key(options: dict[str, Any]) -> None:
 
 
 @inside
+def test_padding_that_begins_and_ends_around_a_tile() -> None:
+    """Tiles have 16 keys here; a batch element for each first and last key."""
+    ends = [(i, j) for i in (0, 1, 15, 16, 17) for j in (1, 16, 17, 32, 33, 48) if i < j]
+    call = build(Spec(batch=len(ends), seqlen_q=5, seqlen_k=48, mask="bool", score_size=3.0))
+    keys = torch.arange(48)
+    kept = torch.stack([(keys >= i) & (keys < j) for i, j in ends])
+    call.options["attn_mask"] = kept[:, None, None, :]
+    check(call.value_and_gradients("triton"), budget(call))
+
+
+@inside
 def test_terms_of_keys_that_are_masked_do_not_count() -> None:
     """Of a squared difference of logarithms they are NaN: no probability is a factor of it."""
     tensors = [x.requires_grad_() for x in torch.randn(4, 1, 1, 20, 8)]
