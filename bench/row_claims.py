@@ -413,6 +413,13 @@ CASES: dict[str, Case] = {
         (LARGE,),
         512,
     ),
+    "policy in the graph": Case(
+        _heads,
+        _naive_policy,
+        {"torch.compile": _naive_policy, "streamkl": _naive_policy},
+        (LARGE,),
+        512,
+    ),
     "compiled: key weights, renormalised": _beside_itself(_small_maps, key_weights),
     "compiled: MSE of maps": _beside_itself(_small_maps, mse_of_maps),
     "compiled: entropy and z-loss": _beside_itself(_small_head, entropy),

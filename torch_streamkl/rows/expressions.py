@@ -329,3 +329,10 @@ class Literal(Graph):
     def apply(self, op: str, *args: int) -> int:
         op = {"mul0": "mul", "div0": "div"}.get(op, op)
         return self._made(op, self._as_operands(op, args))
+
+    def power(self, x: int, exponent: float) -> int:
+        if exponent == 2:
+            return self.apply("mul", x, x)
+        operations.check_power(exponent)
+        node = self.nodes[x]
+        return self.add(Node("pow", (x,), exponent, FLOAT, node.head, node.by_key, False))
