@@ -183,8 +183,8 @@ def _rows_meet_other_rows(h, w, th, tw, labels, mask, a):
 
 
 def _rows_are_repeated(h, w, th, tw, labels, mask, a):
-    _, entropy = policy(h, w, labels)
-    return (entropy[..., None] * torch.stack([a, mask], -1)).mean()
+    chosen, entropy = policy(h, w, labels)
+    return ((chosen - entropy)[..., None] * torch.stack([a, mask], -1)).mean()
 
 
 def _rows_in_another_order(h, w, th, tw, labels, mask, a):
@@ -219,8 +219,8 @@ def _a_tensor_between_sums(h, w, th, tw, labels, mask, a):
 
 
 def _mean_of_means(h, w, th, tw, labels, mask, a):
-    _, entropy = policy(h, w, labels)
-    return ((entropy * mask).sum(-1) / mask.sum(-1)).mean()
+    chosen, entropy = policy(h, w, labels)
+    return (((chosen - entropy) * mask).sum(-1) / mask.sum(-1)).mean()
 
 
 def _condition_on_the_rows(h, w, th, tw, labels, mask, a):
@@ -266,8 +266,18 @@ def test_stays_in_the_backward(loss: Loss) -> None:
     assert not is_in_forward(compiled(loss, inputs()))
 
 
+def sizes_of_rows(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen - entropy).sum(), h.new_zeros(chosen.shape[0], entropy.shape[1])
+
+
+def test_sizes_of_the_rows_that_other_code_reads() -> None:
+    """They are the inputs'."""
+    assert is_in_forward(compiled(sizes_of_rows, inputs(), dynamic=True))
+
+
 def test_stays_in_float16() -> None:
-    assert not is_in_forward(compiled(k3, inputs(torch.float16)))
+    assert not is_in_forward(compiled(z_loss, inputs(torch.float16)))
 
 
 @pytest.mark.parametrize("is_empty", [False, True])

@@ -120,6 +120,7 @@ class _Reader:
         self.call, self.graph = call, Literal()
         self.terms: dict[fx.Node, Term] = {}
         self.known: list[Known] = []
+        self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
         self.behind = descendants([call])
         program: Any = call.args[1]
         tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
@@ -136,6 +137,7 @@ class _Reader:
             head = self.problem.program.reductions[number].head
             if _value(part).requires_grad:
                 self.terms[part] = Term(self.graph.reduction(number, head), False)
+                self.followed.append(part)
         following = self.call.next
         while following.op != "root":
             node, following = following, following.next
@@ -144,9 +146,12 @@ class _Reader:
             term = self._term(node)
             if term is not None:
                 self.terms[node] = term
+            is_size = name_of(node) == "size" and isinstance(example(node), (int, torch.SymInt))
+            if term is not None or is_size:
+                self.followed.append(node)
         for node, term in self.terms.items():
             later = descendants([node])
-            before = tuple(n for n in self.terms if n not in later)
+            before = tuple(n for n in self.followed if n not in later)
             if term.is_sum and self._is_all(node, before):
                 loss = RowLoss.of_nodes(self.graph.nodes, term.index, is_literal=True)
                 return Chain(before, node, loss, tuple(self.known))
@@ -178,7 +183,7 @@ class _Reader:
         if name in BINARY and len(args) == 2:
             return self._apply(node, BINARY[name], args)
         if name in ("pow", "square") and x is not None and not x.is_sum:
-            exponent = args[1] if name == "pow" else 2
+            exponent: Any = args[1] if name == "pow" else 2
             is_number = isinstance(exponent, (int, float)) and 0 < abs(exponent) <= MAX_POWER
             if not is_number or not _as_many(node, args[0]):
                 return None

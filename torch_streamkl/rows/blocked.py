@@ -367,10 +367,9 @@ def loss_and_gradients(
 
     The logits of a chunk are made once. Their gradient takes their place.
     """
-    program, dtype = problem.program, problem.compute_dtype
+    program = problem.program
     plan = derive.forward_plan(program, True)
     result, sums = allocate(problem, True), _Gradients(problem, wanted)
-    values = problem.operands[0][0].new_empty(problem.row_shape(0), dtype=dtype)
     batch, keys = slice(0, 1), problem.num_keys
     for chunk in ranges(problem.num_rows, _tokens_of_chunk(problem)):
         whole = (batch, chunk, slice(0, keys))
@@ -385,7 +384,6 @@ def loss_and_gradients(
             _forward_of(problem, plan, result, batch, rows, dot)
             block = (batch, rows, slice(0, keys))
             own = {c: x[batch, :, rows] for c, x in enumerate(result.reductions)}
-            values[batch, :, rows] = losses.values(problem, loss, own, tensors, block)
             grads = losses.gradients(problem, loss, own, tensors, block)
             part_problem, part_result = problem.of_block(*block), result.of_rows(batch, rows)
             seed = row_gradients(
@@ -401,7 +399,8 @@ def loss_and_gradients(
             _add_operand_gradients(
                 problem, i, whole, logits[i], sums.out[2 * i], sums.out[2 * i + 1]
             )
-    return values, sums.finished
+    reductions = dict(enumerate(result.reductions))
+    return losses.values(problem, loss, reductions, tensors, tile.whole(problem)), sums.finished
 
 
 def _tokens_of_chunk(problem: RowProblem) -> int:

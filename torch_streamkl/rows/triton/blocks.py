@@ -204,12 +204,12 @@ def loss_and_gradients(
     sizes = _chunks(problem, out)
     if sizes is None:  # NOTE [Sums over chunks] in linear/problem.py
         return _in_two_passes(problem, loss, tensors, wanted)
-    values = problem.operands[0][0].new_empty(problem.row_shape(0), dtype=torch.float32)
     batch, keys = slice(0, 1), slice(0, problem.num_keys)
     chunks = list(even_ranges(problem.num_rows, sizes.tokens, 128))
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
     buffers = {i: maps.new_map(longest, problem.operands[i][0].dtype) for i in out.dots}
-    side = SideStream(values.device, not isinstance(values, FakeTensor))
+    q = problem.operands[0][0]
+    side = SideStream(q.device, not isinstance(q, FakeTensor))
     for chunk in chunks:
         side.join()  # the last chunk's gradients of weights read the logits' place
         rows_of = problem.of_block(batch, chunk, keys)
@@ -220,7 +220,7 @@ def loss_and_gradients(
         for own in ranges(rows_of.num_rows, sizes.teacher_tokens):
             at = (batch, slice(chunk.start + own.start, chunk.start + own.stop), keys)
             given = {i: part(x, batch, own) for i, x in logits.items()}
-            values[batch, :, at[1]] = _loss_of_rows(problem, result, loss, tensors, out, at, given)
+            _add_rows(problem, result, loss, tensors, out, at, given)
         side.fork()
         for i, d in logits.items():
             out.add_to_rows(i, d, (batch, chunk, keys))
@@ -228,10 +228,13 @@ def loss_and_gradients(
             for i, d in logits.items():
                 out.add_to_columns(i, d, (batch, chunk, keys))
     side.join()
-    return values, out.finished(None)
+    reductions = dict(enumerate(result.reductions))
+    return losses.values(problem, loss, reductions, tensors, tile.whole(problem)), out.finished(
+        None
+    )
 
 
-def _loss_of_rows(
+def _add_rows(
     problem: RowProblem,
     result: Result,
     loss: RowLoss,
@@ -239,8 +242,8 @@ def _loss_of_rows(
     out: _Gradients,
     at: Slices,
     logits: dict[int, Tensor],
-) -> Tensor:
-    """What some rows add to a loss; gradients take the place of the logits, by dot."""
+) -> None:
+    """The values of some rows, and their gradients in the place of the logits, by dot."""
     program = problem.program
     given = {
         i: logits[int(n.value)]
@@ -252,8 +255,7 @@ def _loss_of_rows(
     for slots, axis in _passes(program, derive.forward_plan(program, True)):
         first.sums(slots, axis, {})
     of_rows = result.of_rows(at[0], at[1])
-    reductions = dict(enumerate(of_rows.reductions))
-    grads = losses.gradients(problem, loss, reductions, tensors, at)
+    grads = losses.gradients(problem, loss, dict(enumerate(of_rows.reductions)), tensors, at)
     ordered = [grads.get(c) for c in program.outputs]
     seeds = row_kernels.seeds_of(problem.of_block(*at), of_rows, ordered)
     last = maps.Block(problem, BACKWARD, result, {}, at, {})
@@ -262,7 +264,6 @@ def _loss_of_rows(
         out.add_capture(last, i, node)
     if out.dots:
         last.element_gradients(out.dots)
-    return losses.values(problem, loss, reductions, tensors, at)
 
 
 def _in_two_passes(
