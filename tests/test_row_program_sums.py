@@ -61,7 +61,9 @@ def _step(loss: Callable[..., Tensor], case: Case) -> list[Tensor]:
     return [total.detach(), *torch.autograd.grad(total * FACTOR, leaves(case.tensors))]
 
 
-def _errors_are_naive_codes(name: str, reduction: str, impl: str, dtype: torch.dtype) -> None:
+def _errors_are_naive_codes(
+    name: str, reduction: str, impl: str, dtype: torch.dtype, device: str = "cpu"
+) -> None:
     """At most twice what naive code in the same dtype errs by, and a few roundings."""
     torch.manual_seed(1)
     case = cast(CASES[name](Sizes(rows=13, keys=71, dim=9)), dtype)
@@ -72,14 +74,14 @@ def _errors_are_naive_codes(name: str, reduction: str, impl: str, dtype: torch.d
 
     truth = _step(naive, cast(case, torch.float64))
     same = _step(naive, cast(case, dtype))
-    got = _step(_with(name, reduction=reduction, impl=impl), cast(case, dtype))
+    got = _step(_with(name, reduction=reduction, impl=impl), cast(case, dtype, device))
     for i, (a, b, exact) in enumerate(zip(got, same, truth, strict=True)):
         size = float(exact.abs().max())
         rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * 16 * size
         if i:  # as often as what is multiplied is rounded, to the inputs' dtype
             assert a.dtype == dtype
             rounding += 2 * torch.finfo(dtype).eps * size
-        error = float((a.double() - exact).abs().max())
+        error = float((a.cpu().double() - exact).abs().max())
         assert error <= 2 * float((b.double() - exact).abs().max()) + rounding, (name, i)
 
 
@@ -95,6 +97,14 @@ def test_by_blocks(name: str, reduction: str, small_chunks: None) -> None:
 @pytest.mark.parametrize("name", WORDS)
 def test_by_kernels(name: str, small_workspace: None) -> None:
     _errors_are_naive_codes(name, "mean", "triton", torch.float32)
+
+
+@outside
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", WORDS)
+def test_on_a_gpu(name: str, small_workspace: None) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        _errors_are_naive_codes(name, "mean", "triton", dtype, "cuda")
 
 
 @inside
