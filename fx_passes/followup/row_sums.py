@@ -315,7 +315,7 @@ def _tensor_of_rows(known: Known, call: fx.Node, build: Builder) -> fx.Node:
         value, rows = _value(operands[0]), _value(operands[0]).shape[2]
         one = build.call(torch.ones, (1, 1, 1), dtype=torch.float64, device=value.device)
         return build.call(torch.mul, one, build.size(rows, operands))
-    x = build.method("detach", known.node)
+    x = known.node
     if _value(x).dim() == 0:
         return build.method("reshape", x, (1, 1, 1))
     shape = _value(x).shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,8 +34,10 @@ SUMS = (
     "{x}.reshape(-1).sum(0)", "{x}.mean(-1).sum()", "{x}.flatten().mean()", "{x}.sum(1)[0]",
     "{x}[mask > 0].sum()", "{x}.float().mean()", "{x}.sum(dtype=torch.float64).float()",
 )  # fmt: skip
-TOTALS = ("{s}", "{s} + {r}", "{s} - 0.1 * {r}", "{s} * {r}", "({s} + {r}) / 3", "-{s} + 2.0",
-          "{s} + one * {r}", "{s} / {r}", "{s}.neg() * 2", "{s} + {s}")  # fmt: skip
+TOTALS = (
+    "{s}", "{s} * 2", "{s} + {r}", "{s} - 0.1 * {r}", "{s} * {r}", "({s} + {r}) / 3",
+    "-{s} + 2.0", "{s} + one * {r}", "{s} / {r}", "{s}.neg() * 2", "{s} + {s}",
+)  # fmt: skip
 RESULTS = ("{t}", "{t}", "{t}", "{t}, {x}", "{t}, {s}.detach()", "({t}).sigmoid()", "{t}, {t} * 2")
 
 
@@ -50,20 +51,21 @@ VALUES = {
 def program(seed: int) -> str:
     """The text of a loss."""
     draw = random.Random(seed)
-    values = ["chosen", "entropy", "total"]
+    values = draw.choice((["entropy"], ["chosen", "entropy"], ["entropy", "total"]))
     lines = []
 
     def filled(step: str, **more: str) -> str:
-        x, y = draw.choice(values[-3:]), draw.choice(values)
+        x, y = values[-1], draw.choice(values)
         k, b = draw.choice(KNOWN), draw.choice(("mask > 0", "labels == 3", "~(mask > 0)"))
         return step.format(**({"x": x, "y": y, "k": k, "b": b, "n": draw.choice(NUMBERS)} | more))
 
     for i in range(draw.randint(1, 4)):
-        lines.append(f"x{i} = {filled(draw.choice(STEPS))}")
+        lines.append(f"x{i} = {filled(draw.choice(STEPS[:30] * 3 + STEPS))}")
         values.append(f"x{i}")
-    s, r = (filled(draw.choice(SUMS[:6] * 2 + SUMS)) for _ in range(2))
-    lines += [f"s = {filled(s, x=values[-1])}", f"r = {r}"]
-    lines.append(f"t = {draw.choice(TOTALS[:3] * 3 + TOTALS).format(s='s', r='r')}")
+    s, r = (draw.choice(SUMS[:6] * 3 + SUMS) for _ in range(2))
+    total = draw.choice(TOTALS[:4] * 4 + TOTALS)
+    lines += [f"s = {filled(s, x=values[-1])}", *[f"r = {filled(r)}"] * ("{r}" in total)]
+    lines.append(f"t = {total.format(s='s', r='r')}")
     lines.append(f"return {filled(draw.choice(RESULTS), t='t', s='s')}")
     text = "\n    ".join(lines)
     used = [f"{name} = {code}" for name, code in VALUES.items() if name in text]
@@ -88,11 +90,10 @@ def outcome_of(seed: int) -> Outcome:
     return compare(scope["loss"], inputs(), options=options, dynamic=dynamic)
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
-def test_random_row_losses(first: int) -> None:
+def test_random_row_losses() -> None:
     moved = 0
-    for seed in range(first, first + 10):
+    for seed in range(30):
         outcome = outcome_of(seed)
         assert not outcome.mismatch(), f"seed {seed}\n{program(seed)}\n{outcome.mismatch()}"
         moved += any(IN_FORWARD in site.runs for site in outcome.report.sites)
-    assert 0 < moved < 10  # both happen
+    assert 5 <= moved < 30  # both happen
