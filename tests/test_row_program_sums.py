@@ -42,6 +42,7 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.rows.triton import blocks as row_blocks
 
     monkeypatch.setattr(row_blocks, "PARTS", (8, 4))
+    monkeypatch.setattr(row_blocks, "MOST_OF_PARTS", 99)  # all in chunks
     monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 30 * problem.num_keys * 8)
 
 
@@ -115,6 +116,28 @@ def test_kernels_where_a_weight_would_be_rounded_too_often(
 
     monkeypatch.setattr(row_blocks, "_chunks", lambda problem, out: None)
     _errors_are_naive_codes("top_k_with_ghost", "mean", "triton", torch.float32)
+
+
+@outside
+def test_many_maps_beside_few_logits() -> None:
+    """Ids and values at them, 5 bytes beside 2, are not worth the short parts that they leave."""
+    from torch_streamkl.rows.triton import blocks as row_blocks
+
+    found = []
+    for name in ("cached_top_k", "top_k_with_ghost"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(op, "_kernels", lambda problem, differentiated: (row_blocks, ""))
+            patch.setattr(
+                row_blocks,
+                "loss_and_gradients",
+                lambda p, *a: (
+                    found.append(row_blocks._chunks(p, row_blocks._Gradients(p, a[2])))
+                    or blocked.loss_and_gradients(p, *a)
+                ),
+            )
+            case = cast(CASES[name](Sizes(rows=13, keys=71, dim=9)), torch.bfloat16)
+            _with(name, reduction="mean", impl="triton")(**case.tensors)
+    assert [x is None for x in found] == [True, False]
 
 
 def _head(rows: int = 9, words: int = 21) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,9 @@ BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 PARTS = (512, 256, 128, 64, 32, 16)  # tokens of a part of a chunk
+# Bytes of a part's maps beside those of the chunk's logits. A teacher's cached words have 2.5, and
+# parts so short that the product that is saved is lost in them (bench/notes/row_programs.md)
+MOST_OF_PARTS = 2
 PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
@@ -202,7 +205,7 @@ def loss_and_gradients(
     """
     result, out = allocate(problem, True), _Gradients(problem, wanted)
     sizes = _chunks(problem, out)
-    if sizes is None:  # NOTE [Sums over chunks] in linear/problem.py
+    if sizes is None:
         return _in_two_passes(problem, loss, tensors, wanted)
     batch, keys = slice(0, 1), slice(0, problem.num_keys)
     chunks = list(even_ranges(problem.num_rows, sizes.tokens, 128))
@@ -269,7 +272,10 @@ def _add_rows(
 def _in_two_passes(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The same where it takes more chunks than a sum in 16 bits may have."""
+    """The same where chunks are too short: a sum in 16 bits is rounded with each of them.
+
+    NOTE [Sums over chunks] in linear/problem.py.
+    """
     result, at = forward(problem, True), tile.whole(problem)
     reductions = dict(enumerate(result.reductions))
     values = losses.values(problem, loss, reductions, tensors, at)
@@ -293,6 +299,8 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
     found = _maps_of(problem, DIFFERENTIATED, tuple(sums)) | _maps_of(problem, BACKWARD, each)
     of_chunk = element * len(out.dots)
     of_part = max(0, sum(found.values()) - of_chunk) + 4 * len(out.captures)
+    if of_part > MOST_OF_PARTS * of_chunk:
+        return None
     words = padded(problem.num_keys)
     room = _workspace(problem, False) // words
     weights = [k.numel() * k.element_size() for _, k in problem.operands]
