@@ -236,13 +236,13 @@ def _chunked_cached(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
     return torch.cat(parts).mean()
 
 
-def _cached_program(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+def _cached_program(h: Tensor, w: Tensor, *rest: Tensor, reduction: str = "none") -> Tensor:
     def kl(e: Any) -> Any:
         s = e.s.log_softmax("key")
         return torch.where(e.top, e.log_p.exp() * (e.log_p - s), 0.0).sum("key")
 
     columns = {"top": rest[2], "log_p": (rest[2], rest[3])}
-    rows: Tensor = row_program(kl, dots={"s": (h, w)}, columns=columns)
+    rows: Tensor = row_program(kl, dots={"s": (h, w)}, columns=columns, reduction=reduction)
     return rows.mean()
 
 
@@ -254,7 +254,13 @@ def _naive_ghost(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, ids: Tensor, *_: 
 
 
 def _ghost_program(
-    h: Tensor, w: Tensor, th: Tensor, tw: Tensor, ids: Tensor, *_: Tensor
+    h: Tensor,
+    w: Tensor,
+    th: Tensor,
+    tw: Tensor,
+    ids: Tensor,
+    *_: Tensor,
+    reduction: str = "none",
 ) -> Tensor:
     def divergence(e: Any) -> Any:
         p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
@@ -264,7 +270,8 @@ def _ghost_program(
         return kl + rest_p * (rest_p.log() - rest_s.log())
 
     dots = {"t": (th, tw), "s": (h, w)}
-    rows: Tensor = row_program(divergence, dots=dots, columns={"top": ids})
+    columns = {"top": ids}
+    rows: Tensor = row_program(divergence, dots=dots, columns=columns, reduction=reduction)
     return rows.mean()
 
 
@@ -274,16 +281,15 @@ def _naive_policy(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
     return (-chosen + 0.1 * (logs.exp() * logs).sum(-1)).mean()
 
 
-def _policy_program(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
-    def sums(e: Any) -> Any:
+def _policy_program(h: Tensor, w: Tensor, *rest: Tensor, reduction: str = "none") -> Tensor:
+    def loss(e: Any) -> Any:
         s = e.s.log_softmax("key")
-        return {
-            "log_p": torch.where(e.key_index == e.label, s, 0.0).sum("key"),
-            "entropy": -(s.exp() * s).sum("key"),
-        }
+        log_p = torch.where(e.key_index == e.label, s, 0.0).sum("key")
+        return -log_p + 0.1 * (s.exp() * s).sum("key")
 
-    rows = row_program(sums, dots={"s": (h, w)}, rows={"label": rest[4]})
-    return (-rows["log_p"] - 0.1 * rows["entropy"]).mean()
+    labels = {"label": rest[4]}
+    rows: Tensor = row_program(loss, dots={"s": (h, w)}, rows=labels, reduction=reduction)
+    return rows.mean()
 
 
 def _naive_linear(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
@@ -379,6 +385,7 @@ CASES: dict[str, Case] = {
             "torch.compile": _naive_cached,
             "chunks of tokens": _chunked_cached,
             "program": _cached_program,
+            "program, mean": partial(_cached_program, reduction="mean"),
         },
         (LARGE,),
         512,
@@ -391,6 +398,8 @@ CASES: dict[str, Case] = {
             "KL": _naive_linear,
             "top 64 and ghost": _naive_ghost,
             "log-probabilities and entropy": _naive_policy,
+            "top 64 and ghost, mean": _naive_ghost,
+            "log-probabilities and entropy, mean": _naive_policy,
         },
         {
             "linear_kl, rows": _linear_rows,
@@ -398,7 +407,16 @@ CASES: dict[str, Case] = {
             "KL": _linear_program,
             "top 64 and ghost": _ghost_program,
             "log-probabilities and entropy": _policy_program,
+            "top 64 and ghost, mean": partial(_ghost_program, reduction="mean"),
+            "log-probabilities and entropy, mean": partial(_policy_program, reduction="mean"),
         },
+        (LARGE,),
+        512,
+    ),
+    "policy in the graph": Case(
+        _heads,
+        _naive_policy,
+        {"torch.compile": _naive_policy, "streamkl": _naive_policy},
         (LARGE,),
         512,
     ),

@@ -26,6 +26,7 @@ from torch_streamkl.fx_passes.followup.hard_labels import share_labels
 from torch_streamkl.fx_passes.followup.late_writes import read_after_writes
 from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
 from torch_streamkl.fx_passes.followup.row_counts import reread_counts, symbols_of_counts
+from torch_streamkl.fx_passes.followup.row_sums import sum_rows_in_forward
 from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
 from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked, Fatal
@@ -255,6 +256,7 @@ def _rewrite_graph(
         kept = replace_attention(graph, trace, values, aliases, builder, refused, min_mib)
         report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
+        sum_rows_in_forward(graph, builder)
         removed += remove_dead(graph, region.nodes, unused, views)
     read_again = read_after_writes(graph, late)
     if read_again:

@@ -5,6 +5,7 @@ A form is a function that makes tensors, and a step on them: values and gradient
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def of_heads(n: int) -> tuple[list[Tensor], Step]:
     )
 
 
-def of_words(n: int) -> tuple[list[Tensor], Step]:
+def of_words(n: int, reduction: str = "none") -> tuple[list[Tensor], Step]:
     """The log-probability of a label, the entropy, and a KL over given words."""
     leaves = [leaf(n, 64), leaf(4 * n, 64), leaf(n, 48), leaf(4 * n, 48)]
     label = torch.randint(4 * n, (n,), device="cuda")
@@ -88,6 +89,7 @@ def of_words(n: int) -> tuple[list[Tensor], Step]:
 
     dots = {"s": (leaves[0], leaves[1]), "t": (leaves[2], leaves[3])}
     given: dict[str, Any] = {"rows": {"label": label}, "columns": {"top": top}}
+    given["reduction"] = reduction
     return leaves, lambda: stepped(row_program(sums, dots=dots, impl="triton", **given), leaves)
 
 
@@ -153,6 +155,7 @@ FORMS: dict[str, Form] = {
     "row program": in_tiles,
     "row program of heads": of_heads,
     "row program of words": of_words,
+    "sum of a row program of words": functools.partial(of_words, reduction="mean"),
     "LM head, two passes": head,
     "shards of words": shards,
     "hopper, lengths": hopper(key_lengths=lengths),
@@ -168,6 +171,7 @@ WORKSPACE_MIB = {
     "row program of heads": 64,
     "LM head, two passes": 256,
     "row program of words": 256,
+    "sum of a row program of words": 512,
 }
 SUMS_IN_ANY_ORDER = ("hopper, any order",)
 

@@ -26,7 +26,8 @@ from torch_streamkl.divergences.functional import DIVERGENCES, named
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.rows import op as rows_op
-from torch_streamkl.rows.expressions import FLOAT
+from torch_streamkl.rows.expressions import FLOAT, Node
+from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import KEY, Capture, Keys, Program
 from torch_streamkl.rows.trace import Tracer, trace
@@ -129,6 +130,19 @@ def example_backward(args: Arguments) -> Arguments:
     return (grads, grad_of, saved, wanted, tensors, text, "blocked")
 
 
+def example_sum(args: Arguments, wanted: bool = True) -> Arguments:
+    """The sum of a program's outputs times a tensor of rows."""
+    tensors, text, *_ = args
+    nodes: list[Node] = []
+    for c in Program.of(text).outputs:
+        count = len(nodes)
+        more = Node("reduction", value=c), Node("capture"), Node("mul", (count, count + 1))
+        nodes += [*more, Node("add", (count - 1, count + 2))] if count else more
+    flags = [wanted and x.is_floating_point() for x in tensors]
+    weights = [torch.rand(1, 1, tensors[0].shape[2])]
+    return tensors, weights, text, RowLoss(tuple(nodes), True).text, flags, "blocked"
+
+
 LINEAR = linear_arguments()
 # sums over heads, columns of ids, their values, labels
 VARIANTS_OF_ROWS = ("indexer", "top_k_with_ghost", "cached_top_k", "dkd")
@@ -185,6 +199,12 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
             rows_op.row_program_backward, example_backward(example_arguments(name)), {},
         )
         for name in VARIANTS_OF_ROWS
+    },
+    **{
+        f"row_program_sum {name}": (
+            rows_op.row_program_sum, example_sum(example_arguments(name)), {},
+        )
+        for name in VARIANTS_OF_ROWS if name != "indexer"
     },
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
     "linear_kl_sum weighted": (
@@ -290,5 +310,9 @@ def test_fakes_of_row_programs() -> None:
         args = example_arguments(name, sizes)
         check_fake(rows_op.row_program, ([x.detach() for x in args[0]], *args[1:]))
         check_fake(rows_op.row_program_backward, example_backward(args))
+        if not any(Program.of(args[1]).dot_heads):
+            detached = ([x.detach() for x in args[0]], *args[1:])
+            check_fake(rows_op.row_program_sum, example_sum(detached))
+            check_fake(rows_op.row_program_sum, example_sum(detached, wanted=False))
 
     any_call()

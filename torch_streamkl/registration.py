@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.library import Library
 from torch.utils.flop_counter import register_flop_formula
 
@@ -63,3 +64,24 @@ def register_no_double_backward(lib: Library, name: str) -> None:
         )
 
     torch.library.register_autograd(f"{NAMESPACE}::{name}_backward", refuse, lib=lib)
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that has no derivative of its own, whatever it was computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a sum whose gradients are computed in the forward can be differentiated once; use "
+            "impl='reference' for higher derivatives"
+        )
+
+
+def once_differentiable(gradient: Tensor) -> Tensor:
+    """The gradient, with an error as its derivative."""
+    result: Tensor = _Once.apply(gradient, torch.ones((), requires_grad=True))
+    return result

@@ -39,6 +39,8 @@ from torch_streamkl.fx_passes.domain.values import (
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product
 
+OF_BLOCKS = "sums over blocks of them are values of rows and blocks, which no operator computes"
+
 
 def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
     """Probabilities (or their logarithms) along a dimension of the scores."""
@@ -321,6 +323,11 @@ def _on_keys(a: Elements, masks: Sequence[Mask]) -> bool:
     return any(d.axis in axes_in(condition) for d, mask in pairs for condition in mask)
 
 
+def _num_dims(layout: Layout, axis: int) -> int:
+    """In how many dimensions an axis is."""
+    return sum(any(piece.axis == axis for piece in dim) for dim in layout)
+
+
 def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) -> Elements:
     """A view operation applied to every layout; the keys stay one dimension."""
     if any(t.factors for t in a.terms):
@@ -333,6 +340,9 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
         layouts.append(changed)
     key_dims = {axis_dim(x, d.axis) for x, d in zip(layouts, a.parts, strict=True)}
     if len(key_dims) != 1 or None in key_dims:
+        pairs = zip(layouts, a.parts, strict=True)
+        if any(_num_dims(x, d.axis) > 1 for x, d in pairs):
+            raise Blocked(f"{what} that splits the keys: {OF_BLOCKS}")
         raise Blocked(f"{what} that touches the keys")
     (key_dim,) = key_dims
     assert key_dim is not None

@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes.capture.aliases import LateWrite
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.rows import op as row_op
 
 
 def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:
@@ -31,7 +32,7 @@ def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) 
 
 def _reads_again(node: fx.Node) -> bool:
     """Whether an operator has a backward that reads its inputs."""
-    if node.target is linear_ops.linear_kl_sum:
+    if node.target in (linear_ops.linear_kl_sum, row_op.row_program_sum):
         return False
     values = (example(a) for a in node.all_input_nodes)
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)

@@ -82,6 +82,8 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
     args, kwargs = given
     if call.target == row_op.row_program:
         return PROGRAMS[row_op.chosen(*args)]
+    if call.target == row_op.row_program_sum:
+        return f"{PROGRAMS[row_op.chosen_of_sum(*args)]}, {IN_FORWARD}"
     if call.target == ops.attention_kl:
         problem, impl = ops.problem_of(*args, **kwargs)
         implementation = select_implementation(problem, impl)

@@ -16,7 +16,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
 from torch_streamkl.fx_passes.validation.options import NotChecked
-from torch_streamkl.rows.op import row_program
+from torch_streamkl.rows.op import row_program, row_program_sum
 from torch_streamkl.rows.program import Program
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,6 +24,7 @@ _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloa
 LOGARITHMS = {"log_softmax", "logsumexp", "cross_entropy", "logaddexp"}  # of exponentials
 EXPONENTIALS = {"exp", "softmax"} | LOGARITHMS
 LOWEST = -3e4  # exponentials of it are 0 in every dtype, and half has it
+PROGRAM_TEXTS = {row_program: 1, row_program_sum: 2}  # where an operator's program stands
 _FILL = 1e4  # beyond it lie the values of masks
 
 
@@ -185,8 +186,10 @@ def _run_node(
     given: Any = fx.map_arg((node.args, node.kwargs), look_up)
     args, kwargs = tree_map(_limited, given) if finite else given
     target: Any = node.target
-    if finite and target is row_program:  # it has the user's numbers in its text
-        args = (args[0], Program.of(args[1]).with_lowest(LOWEST).text, *args[2:])
+    if finite and target in PROGRAM_TEXTS:  # it has the user's numbers in its text
+        place = PROGRAM_TEXTS[target]
+        text = Program.of(args[place]).with_lowest(LOWEST).text
+        args = (*args[:place], text, *args[place + 1 :])
     if wide and name_of(node) in ("_enter_autocast", "_exit_autocast"):
         return None
     with default_dtype(torch.float64) if dependent else contextlib.nullcontext():

@@ -37,6 +37,9 @@ BACKWARD = "torch_streamkl/attention/triton/backward.py"
 REWRITE = "test_rewrite_forms.py::"
 DERIVE = "torch_streamkl/rows/derive.py"
 PROGRAMS = "torch_streamkl/rows/blocked.py"
+LOSSES = "torch_streamkl/rows/losses.py"
+MAP_BLOCKS = "torch_streamkl/rows/triton/blocks.py"
+ROW_SUMS = "fx_passes/followup/row_sums.py"
 GENERATED = "torch_streamkl/rows/triton/source.py"
 TURNS = "torch_streamkl/attention/hopper/work.py"
 BODY = "torch_streamkl/attention/row_body.py"
@@ -491,6 +494,56 @@ FAULTS = (
         "pass",
         "test_row_program_kernels.py",
         True,
+    ),
+    Fault(
+        LOSSES,
+        'adjoints[a] = graph.apply("add", adjoints[a], each) if a in adjoints else each',
+        "adjoints[a] = each",
+        "test_row_program_sums.py::test_by_blocks",
+    ),
+    Fault(
+        PROGRAMS,
+        "rows = slice(at[1].start - chunk.start, at[1].stop - chunk.start)",
+        "rows = slice(at[1].start - at[1].start, at[1].stop - at[1].start)",
+        "test_row_program_sums.py",
+    ),
+    Fault(
+        MAP_BLOCKS,
+        "given = {i: part(x, batch, own) for i, x in logits.items()}",
+        "given = {i: part(x, batch, slice(0, own.stop - own.start)) for i, x in logits.items()}",
+        "test_row_program_sums.py::test_by_kernels",
+        True,
+    ),
+    Fault(
+        MAP_BLOCKS,
+        "_matmul_into(into, each.t(), tokens, rows.start == 0)",
+        "_matmul_into(into, each.t(), tokens, True)",
+        "test_row_program_sums.py::test_by_kernels",
+        True,
+    ),
+    Fault(
+        ROW_SUMS,
+        "if x in self.terms:  # of one shape: else rows meet other rows",
+        "if x in self.terms and is_condition:",
+        "test_row_sums_in_graphs.py",
+    ),
+    Fault(
+        ROW_SUMS,
+        "if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:",
+        "if not isinstance(value, Tensor):",
+        "test_row_sums_in_graphs.py",
+    ),
+    Fault(
+        ROW_SUMS,
+        "return all(u in allowed for n in (self.call, *before) for u in n.users)",
+        "return True",
+        "test_row_sums_in_graphs.py",
+    ),
+    Fault(
+        ROW_SUMS,
+        'return Term(self.graph.apply("div", x.index, self._number_of_rows()), True)',
+        "return Term(x.index, True)",
+        "test_row_sums_in_graphs.py",
     ),
     # ---------------------------------------------------------------------------------- Hopper
     Fault(

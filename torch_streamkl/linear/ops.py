@@ -28,7 +28,12 @@ from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import panels as linear_panels
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.registration import (
+    NAMESPACE,
+    once_differentiable,
+    register,
+    register_no_double_backward,
+)
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
@@ -418,10 +423,10 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None,) * ctx.num_inputs
     value, hard, *stored = ctx.saved_tensors
     grads: list[Tensor | None] = [None] * ctx.num_inputs
-    in_place = _may_overwrite(stored)
+    in_place = may_overwrite(stored)
     for index, gradient in zip(positions, stored, strict=False):
         if needs[index]:
-            grads[index] = _scaled(gradient, grad, in_place)
+            grads[index] = scaled(gradient, grad, in_place)
     for index, rows, dtype in zip(
         (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
@@ -430,9 +435,13 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return tuple(grads)
 
 
-def _scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    """A stored gradient times the gradient of the sum that it is of."""
     if not in_place:
-        return (stored * factor).to(stored.dtype)
+        found = (stored * factor).to(stored.dtype)
+        # it depends on what the sum is of, which nothing recorded; a compiler has its own refusal
+        is_recorded = torch.is_grad_enabled() and type(stored) is Tensor
+        return once_differentiable(found) if is_recorded else found
     if not stored.is_cuda or stored.dtype == torch.float64:
         return stored.mul_(factor)
     from torch_streamkl.linear.triton import launches as kernels
@@ -441,7 +450,7 @@ def _scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
     return stored
 
 
-def _may_overwrite(stored: list[Tensor]) -> bool:
+def may_overwrite(stored: list[Tensor]) -> bool:
     """NOTE [Multiplying stored gradients]."""
     if torch.is_grad_enabled() or any(
         type(x) is not Tensor for x in stored

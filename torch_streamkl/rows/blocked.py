@@ -9,12 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows import derive, operations, tile
+from torch_streamkl.linear.problem import (
+    CPU_SHARE_OF_WEIGHTS,
+    DEFAULT_WORKSPACE_MIB,
+    MIB,
+    even_step,
+    ranges,
+)
+from torch_streamkl.rows import derive, losses, operations, tile
 from torch_streamkl.rows.expressions import Node
+from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import KEY, PAIR, ROW, SUM, VALUES, Program
 from torch_streamkl.rows.tile import RowValues, Values
 
+DotProducts = Callable[[RowProblem, int, Slices], Tensor]
 BLOCK_ELEMENTS = 1 << 18  # of a tile, all heads counted: what a core's cache holds a few of
 MAX_KEYS = 1024  # of a tile
 # a GPU waits for the launches of small blocks: 32 MiB for each value of a tile
@@ -57,6 +66,14 @@ class Result:
             return None
         return self.parts[program.logsumexps.index(c)]
 
+    def of_rows(self, batch: slice, rows: slice) -> Result:
+        """Views of some rows, without maps."""
+        return Result(
+            [part(x, batch, ALL, rows) for x in self.reductions],
+            [(part(a, batch, ALL, rows), part(b, batch, ALL, rows)) for a, b in self.parts],
+            [part(x, batch, ALL, rows) for x in self.jacobians],
+        )
+
     def usable(self, program: Program, batch: slice, rows: slice) -> RowValues:
         """All reductions as elements of some rows use them."""
         found: RowValues = {}
@@ -94,9 +111,10 @@ def _evaluate(
     at: Slices,
     reductions: RowValues,
     seeds: Values,
+    dot: DotProducts = tile.dots,
 ) -> list[Tensor]:
     run = None if _is_on_gpu(problem) else ON_CPU
-    return tile.evaluate(problem, nodes, wanted, at, reductions, seeds, run=run)
+    return tile.evaluate(problem, nodes, wanted, at, reductions, seeds, dot, run=run)
 
 
 def _is_on_gpu(problem: RowProblem) -> bool:
@@ -139,24 +157,36 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     plan = derive.forward_plan(problem.program, is_differentiated)
     result = allocate(problem, is_differentiated)
     for batch, rows in row_blocks(problem):
-        known: RowValues = {}
-        for level in range(1, plan.num_passes + 1):
-            gathered, parts = _pass(problem, plan, level, batch, rows, known)
-            for slot, value in gathered.items():
-                if slot < len(result.reductions):
-                    is_sum = problem.program.reductions[slot].kind == SUM
-                    known[slot] = tile.usable(value, parts.get(slot), is_sum)
-                    result.reductions[slot][batch, :, rows] = value
-                    for x, target in zip(
-                        parts.get(slot, ()),
-                        result.parts_of(problem.program, slot) or (),
-                        strict=True,
-                    ):
-                        target[batch, :, rows] = x
-                else:
-                    target = result.jacobians[slot - len(result.reductions)]
-                    target[batch, :, rows] = value
+        _forward_of(problem, plan, result, batch, rows)
     return result
+
+
+def _forward_of(
+    problem: RowProblem,
+    plan: derive.ForwardPlan,
+    result: Result,
+    batch: slice,
+    rows: slice,
+    dot: DotProducts = tile.dots,
+) -> None:
+    """All passes of a block of rows."""
+    known: RowValues = {}
+    for level in range(1, plan.num_passes + 1):
+        gathered, parts = _pass(problem, plan, level, batch, rows, known, dot)
+        for slot, value in gathered.items():
+            if slot < len(result.reductions):
+                is_sum = problem.program.reductions[slot].kind == SUM
+                known[slot] = tile.usable(value, parts.get(slot), is_sum)
+                result.reductions[slot][batch, :, rows] = value
+                for x, target in zip(
+                    parts.get(slot, ()),
+                    result.parts_of(problem.program, slot) or (),
+                    strict=True,
+                ):
+                    target[batch, :, rows] = x
+            else:
+                target = result.jacobians[slot - len(result.reductions)]
+                target[batch, :, rows] = value
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
@@ -185,6 +215,7 @@ def _pass(
     batch: slice,
     rows: slice,
     known: RowValues,
+    dot: DotProducts,
 ) -> tuple[Values, dict[int, tuple[Tensor, Tensor]]]:
     """What one pass gathers, by number: reductions, then Jacobians; parts of log-sum-exps."""
     program = problem.program
@@ -216,7 +247,7 @@ def _pass(
     }
     for at in key_blocks(problem, batch, rows):
         keep = tile.allowed(problem, at)
-        elements = _evaluate(problem, plan.nodes, wanted, at, known, {})
+        elements = _evaluate(problem, plan.nodes, wanted, at, known, {}, dot)
         num_keys = at[2].stop - at[2].start
         for slot, x in zip((*sums, *maxima), elements, strict=True):
             if slot in totals:
@@ -269,45 +300,118 @@ def backward(
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients to operands, two for each dot, and captured tensors: one pass over the keys."""
-    program = problem.program
-    plan = derive.backward_plan(program)
     seeds = row_gradients(problem, result, grads)
-    dtype = problem.compute_dtype
-    for c, reduction in enumerate(program.reductions):
+    for c, reduction in enumerate(problem.program.reductions):
         if c not in seeds:
             seeds[c] = result.reductions[c].new_zeros(problem.row_shape(reduction.head))
-    operands = [x for pair in problem.operands for x in pair]
-    tensors = [*operands, *problem.captures]
-    out: list[Tensor | None] = [
-        x.new_zeros(x.shape, dtype=dtype) if need else None
-        for x, need in zip(tensors, wanted, strict=False)
-    ]
-    dots = [
-        (i, node)
-        for i, node in enumerate(plan.dots)
-        if node is not None and (out[2 * i] is not None or out[2 * i + 1] is not None)
-    ]
-    captures = [
-        (i, node)
-        for i, node in enumerate(plan.captures)
-        if node is not None and out[len(operands) + i] is not None
-    ]
-    nodes = [node for _, node in (*dots, *captures)]
-    for batch, rows in row_blocks(problem) if nodes else ():
-        known = result.usable(program, batch, rows)
+    sums = _Gradients(problem, wanted)
+    for batch, rows in row_blocks(problem) if sums.nodes else ():
+        known = result.usable(problem.program, batch, rows)
         seed = {c: x[batch, :, rows] for c, x in seeds.items()}
         for at in key_blocks(problem, batch, rows):
-            keep = tile.allowed(problem, at)
-            elements = _evaluate(problem, plan.nodes, nodes, at, known, seed)
-            if keep is not None:
-                elements = [torch.where(keep, x, 0.0) for x in elements]
-            for (i, _), x in zip(dots, elements, strict=False):
-                _add_operand_gradients(problem, i, at, x, out[2 * i], out[2 * i + 1])
-            for (i, _), x in zip(captures, elements[len(dots) :], strict=True):
-                target = out[len(operands) + i]
-                assert target is not None
-                _add_capture_gradient(problem, i, at, x, target)
-    return [g if g is None else g.to(x.dtype) for g, x in zip(out, tensors, strict=True)]
+            for i, d in sums.add(at, known, seed).items():
+                _add_operand_gradients(problem, i, at, d, sums.out[2 * i], sums.out[2 * i + 1])
+    return sums.finished
+
+
+class _Gradients:
+    """Sums of gradients to operands, two for each dot, and captured tensors."""
+
+    def __init__(self, problem: RowProblem, wanted: Sequence[bool]) -> None:
+        self.problem, self.plan = problem, derive.backward_plan(problem.program)
+        operands = [x for pair in problem.operands for x in pair]
+        self.count, self.tensors = len(operands), [*operands, *problem.captures]
+        self.out: list[Tensor | None] = [
+            x.new_zeros(x.shape, dtype=problem.compute_dtype) if need else None
+            for x, need in zip(self.tensors, wanted, strict=False)
+        ]
+        self.dots = {
+            i: node
+            for i, node in enumerate(self.plan.dots)
+            if node is not None
+            and (self.out[2 * i] is not None or self.out[2 * i + 1] is not None)
+        }
+        self.captures = {
+            i: node
+            for i, node in enumerate(self.plan.captures)
+            if node is not None and self.out[self.count + i] is not None
+        }
+        self.nodes = [*self.dots.values(), *self.captures.values()]
+
+    def add(
+        self, at: Slices, known: RowValues, seed: Values, dot: DotProducts = tile.dots
+    ) -> dict[int, Tensor]:
+        """Add a tile's gradients to captured tensors; those to dot products, by number."""
+        keep = tile.allowed(self.problem, at)
+        elements = _evaluate(self.problem, self.plan.nodes, self.nodes, at, known, seed, dot)
+        if keep is not None:
+            elements = [torch.where(keep, x, 0.0) for x in elements]
+        for i, x in zip(self.captures, elements[len(self.dots) :], strict=True):
+            target = self.out[self.count + i]
+            assert target is not None
+            _add_capture_gradient(self.problem, i, at, x, target)
+        return dict(zip(self.dots, elements, strict=False))
+
+    @property
+    def finished(self) -> list[Tensor | None]:
+        """In the dtypes of what they are gradients to."""
+        return [
+            g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
+        ]
+
+
+def loss_and_gradients(
+    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """What each row adds to a loss, and the loss's gradients: LM heads by chunks of tokens.
+
+    The logits of a chunk are made once. Their gradient takes their place.
+    """
+    program = problem.program
+    plan = derive.forward_plan(program, True)
+    result, sums = allocate(problem, True), _Gradients(problem, wanted)
+    batch, keys = slice(0, 1), problem.num_keys
+    for chunk in ranges(problem.num_rows, _tokens_of_chunk(problem)):
+        whole = (batch, chunk, slice(0, keys))
+        logits = [tile.dots(problem, i, whole) for i in range(len(problem.operands))]
+
+        def dot(_: RowProblem, i: int, at: Slices) -> Tensor:
+            rows = slice(at[1].start - chunk.start, at[1].stop - chunk.start)  # noqa: B023
+            return logits[i][:, :, rows, at[2]]  # noqa: B023
+
+        for _, part_of in row_blocks(problem.of_block(*whole)):
+            rows = slice(chunk.start + part_of.start, chunk.start + part_of.stop)
+            _forward_of(problem, plan, result, batch, rows, dot)
+            block = (batch, rows, slice(0, keys))
+            own = {c: x[batch, :, rows] for c, x in enumerate(result.reductions)}
+            grads = losses.gradients(problem, loss, own, tensors, block)
+            part_problem, part_result = problem.of_block(*block), result.of_rows(batch, rows)
+            seed = row_gradients(
+                part_problem, part_result, [grads.get(c) for c in program.outputs]
+            )
+            for c, x in own.items():
+                seed.setdefault(c, torch.zeros_like(x))
+            known = result.usable(program, batch, rows)
+            for at in key_blocks(problem, batch, rows) if sums.nodes else ():
+                for i, d in sums.add(at, known, seed, dot).items():
+                    dot(problem, i, at).copy_(d)
+        for i in sums.dots:
+            _add_operand_gradients(
+                problem, i, whole, logits[i], sums.out[2 * i], sums.out[2 * i + 1]
+            )
+    reductions = dict(enumerate(result.reductions))
+    return losses.values(problem, loss, reductions, tensors, tile.whole(problem)), sums.finished
+
+
+def _tokens_of_chunk(problem: RowProblem) -> int:
+    """As many as `linear_kl` takes: those whose logits are as large as a share of the weights."""
+    q = problem.operands[0][0]
+    room = DEFAULT_WORKSPACE_MIB.get(q.device.type, DEFAULT_WORKSPACE_MIB["cuda"]) * MIB
+    if q.device.type == "cpu":
+        weights = sum(k.numel() * k.element_size() for _, k in problem.operands)
+        room = max(room, weights // CPU_SHARE_OF_WEIGHTS)
+    row = problem.num_keys * problem.compute_dtype.itemsize * len(problem.operands)
+    return even_step(problem.num_rows, max(1, room // row), 16)
 
 
 def _add_operand_gradients(

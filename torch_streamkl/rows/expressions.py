@@ -122,6 +122,11 @@ class Graph:
                 return self.apply("mul0", *args)
         if op == "div0" and self._is_factor(args[0]):
             return self.apply("div", *args)
+        return self._made(op, args)
+
+    def _made(self, op: str, args: tuple[int, ...]) -> int:
+        """The node of an operation as it is given."""
+        nodes = [self.nodes[a] for a in args]
         operation = OPERATIONS[op]
         dtypes = [n.dtype for n in nodes[op == "where" :]]
         widest = max(dtypes, key=_ORDER.index)
@@ -315,3 +320,19 @@ class Graph:
                     needed.add(a)
                     stack.append(a)
         return sorted(needed)
+
+
+class Literal(Graph):
+    """A graph whose operations are those that it is given: no identity is applied, and products
+    and quotients are torch's, with NaN where torch has it."""
+
+    def apply(self, op: str, *args: int) -> int:
+        op = {"mul0": "mul", "div0": "div"}.get(op, op)
+        return self._made(op, self._as_operands(op, args))
+
+    def power(self, x: int, exponent: float) -> int:
+        if exponent == 2:
+            return self.apply("mul", x, x)
+        operations.check_power(exponent)
+        node = self.nodes[x]
+        return self.add(Node("pow", (x,), exponent, FLOAT, node.head, node.by_key, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.rows import derive, op, reference, tensors
+from torch_streamkl.rows.expressions import Graph
+from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.tensors import Columns, Inputs
-from torch_streamkl.rows.trace import Tracer, trace
+from torch_streamkl.rows.trace import Traced, Tracer, trace
+
+REDUCTIONS = ("none", "sum", "mean")
 
 
 # a graph break: Dynamo would trace the elements' recording instead of the tensors' code
@@ -29,6 +34,7 @@ def row_program(
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | None = None,
     mask: Tensor | None = None,
+    reduction: str = "none",
     impl: str = "auto",
 ) -> Any:
     r"""Any sums over keys, or words, of a pointwise function of dot products, without the maps.
@@ -79,13 +85,20 @@ def row_program(
         key_lengths: ``[batch]``, the number of valid keys.
         mask: boolean, broadcastable to ``[batch, 1, seqlen_q, seqlen_k]``; True takes part. A
             mask for each head goes into ``pairs`` and ``torch.where``.
+        reduction: ``"none"``; ``"sum"`` or ``"mean"`` over all rows of the one value that
+            ``function`` returns. Of LM heads the gradients are then computed in the forward, from
+            logits that are made once, and multiplied in the backward, where what ``function``
+            computes from values of rows and needs a gradient are those values alone (and operands
+            are not float16). Rows that do not count: multiply by a mask of ``rows``, and divide
+            the sum by their number.
         impl: ``"auto"`` and ``"blocked"`` (plain torch, bounded memory), ``"triton"`` (a GPU's
             kernels, written for the program) or ``"reference"`` (naive). A choice that cannot run
             raises.
 
     Returns:
         float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, heads 1 after a sum
-        over heads, or of the shape of an LM head's rows; a dict where ``function`` returns one.
+        over heads, or of the shape of an LM head's rows; a dict where ``function`` returns one. A
+        number with a reduction.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything runs: an operation that cannot
@@ -98,6 +111,7 @@ def row_program(
     and to every captured tensor of numbers that requires one.
     """
     checks.one_of("impl", impl, op.IMPLEMENTATIONS)
+    checks.one_of("reduction", reduction, REDUCTIONS)
     inputs = tensors.normalised(
         Inputs(
             dict(dots),
@@ -118,8 +132,20 @@ def row_program(
     is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
     constants = _constants(inputs) if is_differentiated else ()
     traced = trace(function, inputs.dot_names, inputs.capture_names, tracer, constants)
+    if reduction != "none" and traced.names is not None:
+        raise ValueError(
+            f"reduction={reduction!r} takes a function that returns one value of rows, got a dict "
+            f"of {', '.join(traced.names)}; add them up in the function"
+        )
     program = traced.program
     problem = RowProblem.of(program.text, inputs.tensors)
+    if reduction != "none" and impl != "reference" and is_differentiated:
+        loss = _loss(traced, problem, reduction)
+        if loss is not None:
+            checks.refuse_transforms("row_program")
+            wanted = [x.requires_grad for x in inputs.tensors]
+            arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
+            return op.row_program_sum(*arguments)[0]
     if impl == "reference":
         results = reference.forward(problem)
     else:
@@ -133,7 +159,27 @@ def row_program(
     if inputs.row_shape is not None:
         finished = [x.reshape(inputs.row_shape) for x in finished]
     names = traced.names
+    if reduction != "none":
+        return finished[0].sum() if reduction == "sum" else finished[0].mean()
     return finished[0] if names is None else dict(zip(names, finished, strict=True))
+
+
+def _loss(traced: Traced, problem: RowProblem, reduction: str) -> RowLoss | None:
+    """What each row adds, where gradients to the program's values are all that it needs."""
+    graph = Graph(list(traced.nodes))
+    (root,) = traced.wanted
+    if not op.has_sum(problem):
+        return None
+    if reduction == "mean":
+        root = graph.apply("mul", root, graph.const(1.0 / problem.num_rows))
+    numbers = dict(zip(traced.reductions, problem.program.outputs, strict=True))
+    for i in graph.used_by([root]):
+        node = graph[i]
+        if node.op == "capture" and problem.captures[int(node.value)].requires_grad:
+            return None
+        if node.op == "reduction":
+            graph.nodes[i] = replace(node, value=numbers[int(node.value)])
+    return RowLoss.of_nodes(graph.nodes, root, is_literal=False)
 
 
 def _constants(inputs: tensors.Normalised) -> set[str]:

@@ -14,8 +14,12 @@ from torch import Tensor
 
 from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.rows import losses, tile
 from torch_streamkl.rows.closed import ClosedForm, form_of
+from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
+
+OPERANDS_OF_WORDS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
 
 
 @dataclass
@@ -44,9 +48,8 @@ def _arguments(problem: RowProblem, form: ClosedForm) -> dict[str, Any]:
         "teacher_scale": form.teacher.scale,
     }
     if _is_of_words(problem):
-        names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
         operands = (x.select(0, 0).select(0, 0) for x in (*student, *teacher))
-        return common | dict(zip(names, operands, strict=True))
+        return common | dict(zip(OPERANDS_OF_WORDS, operands, strict=True))
     names = ("student_q", "student_k", "teacher_q", "teacher_k")
     keys = problem.program.keys
     masks = {
@@ -111,6 +114,37 @@ def backward(
                 assert gradient is not None
                 out[2 * s.dot + i] = gradient.view(problem.operands[s.dot][i].shape)
     return out
+
+
+def loss_and_gradients(
+    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """What each row adds to a loss that is linear in the divergence of LM heads, and gradients."""
+    form, at = _form(problem), tile.whole(problem)
+    (output,) = problem.program.outputs
+    nothing = {output: problem.operands[0][0].new_empty(0)}
+    weight = losses.gradients(problem, loss, nothing, tensors, at)[output].reshape(-1)
+    places = [(s, i) for s in (form.student, form.teacher) for i in (0, 1)]
+    flags = [wanted[2 * s.dot + i] and not s.is_detached for s, i in places]
+    arguments = _arguments(problem, form)
+    tensors_of = [arguments.pop(name) for name in OPERANDS_OF_WORDS] + [None] * 3
+    every = linear_ops.run_sum(
+        *tensors_of, row_weight=weight, wanted=[*flags, False, False], **arguments
+    )
+    out: list[Tensor | None] = [
+        x.new_zeros(x.shape) if need else None
+        for x, need in zip(
+            [*(x for pair in problem.operands for x in pair), *problem.captures],
+            wanted,
+            strict=False,
+        )
+    ]
+    for (s, i), flag, gradient in zip(places, flags, every[3:], strict=False):
+        if flag:
+            n = 2 * s.dot + i
+            out[n] = gradient.view(problem.operands[s.dot][i].shape)
+    value = {output: every[1].view(1, 1, -1)}
+    return losses.values(problem, loss, value, tensors, at), out
 
 
 def _gradients(

@@ -1,4 +1,9 @@
-"""The torch.library operators of row programs: schemas, fakes, autograd, FLOP formulas."""
+"""The torch.library operators of row programs: schemas, fakes, autograd, FLOP formulas.
+
+- ``row_program``: reductions; the backward computes the dot products again.
+- ``row_program_sum``: of LM heads, the sum of a loss of the reductions over all rows, and its
+  gradients computed in the forward; the backward multiplies them by the gradient of the sum.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,10 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.launches.devices import require_driver
+from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.rows import blocked, closed, named
+from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 
 _lib = Library(NAMESPACE, "FRAGMENT")
@@ -28,8 +35,16 @@ _lib.define(
     "Tensor[] tensors, str program, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
+# ``loss`` is a `RowLoss`, ``row_tensors`` what it reads, [1, 1, rows or 1] each. The sum, then its
+# gradients to operands and captured tensors.
+_lib.define(
+    "row_program_sum(Tensor[] tensors, Tensor[] row_tensors, str program, str loss, "
+    "bool[] wanted, str impl) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
 row_program = torch.ops.torch_streamkl.row_program.default
 row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
+row_program_sum = torch.ops.torch_streamkl.row_program_sum.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
 CLOSED = "closed"
 
@@ -89,6 +104,34 @@ def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, imp
     return _automatic(RowProblem.of(program, tensors), is_differentiated)
 
 
+def chosen_of_sum(
+    tensors: Sequence[Tensor],
+    row_tensors: Sequence[Tensor],
+    program: str,
+    loss: str,
+    wanted: Sequence[bool],
+    impl: str,
+) -> str:
+    """The same for a sum: the divergence is left where what the values weigh depends on them."""
+    how = chosen(tensors, program, True, impl)
+    if how != CLOSED or RowLoss.of(loss).is_linear:
+        return how
+    problem = RowProblem.of(program, tensors)
+    if problem.operands[0][0].device.type != "cuda" or _kernels(problem, True)[1]:
+        return "blocked"
+    return "triton"
+
+
+def has_sum(problem: RowProblem) -> bool:
+    """Whether a program's rows may be summed with gradients in the forward.
+
+    It is of LM heads: for attention maps the products that this saves are not what takes the time.
+    In float16 gradients might overflow before they are scaled.
+    """
+    is_of_words = not any(problem.program.dot_heads) and problem.batch == 1
+    return is_of_words and problem.operands[0][0].dtype != torch.float16
+
+
 def _forward(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
@@ -141,6 +184,42 @@ def _backward_fake(
     ]
 
 
+def _sum(
+    tensors: Sequence[Tensor],
+    row_tensors: Sequence[Tensor],
+    program: str,
+    loss: str,
+    wanted: Sequence[bool],
+    impl: str,
+) -> list[Tensor]:
+    problem, of_rows = RowProblem.of(program, tensors), RowLoss.of(loss)
+    how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
+    if how == CLOSED:
+        run = named.loss_and_gradients
+    elif _ready(problem, how, True) is blocked:
+        run = blocked.loss_and_gradients
+    else:  # of LM heads, only maps have kernels
+        from torch_streamkl.rows.triton import blocks as row_blocks
+
+        run = row_blocks.loss_and_gradients
+    values, grads = run(problem, of_rows, row_tensors, wanted)
+    nothing = tensors[0].new_empty
+    return [values.sum(), *(nothing(0) if g is None else g for g in grads)]
+
+
+def _sum_fake(
+    tensors: Sequence[Tensor],
+    row_tensors: Sequence[Tensor],
+    program: str,
+    loss: str,
+    wanted: Sequence[bool],
+    impl: str,
+) -> list[Tensor]:
+    problem = RowProblem.of(program, tensors)
+    total = tensors[0].new_empty((), dtype=problem.compute_dtype)
+    return [total, *_backward_fake((), (), (), wanted, tensors, program, impl)]
+
+
 def _matmul_flops(shapes: Sequence[Any], dot: int) -> int:
     batch, heads, rows, dim = shapes[2 * dot]
     return int(2 * batch * heads * rows * shapes[2 * dot + 1][2] * dim)
@@ -161,8 +240,14 @@ def _backward_flops(
     return sum(_matmul_flops(shapes, i) * (1 + wanted[2 * i] + wanted[2 * i + 1]) for i in dots)
 
 
+def _sum_flops(shapes: Any, _: Any, program: str, _loss: str, wanted: Any, *__: Any) -> int:
+    """The dots and one matmul for each gradient."""
+    return _backward_flops((), (), (), wanted, shapes, program)
+
+
 register(_lib, "row_program", _forward, _forward_fake, _forward_flops)
 register(_lib, "row_program_backward", _backward, _backward_fake, _backward_flops)
+register(_lib, "row_program_sum", _sum, _sum_fake, _sum_flops)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -199,3 +284,35 @@ torch.library.register_autograd(
     f"{NAMESPACE}::row_program", _autograd, setup_context=_setup_context, lib=_lib
 )
 register_no_double_backward(_lib, "row_program")
+
+
+def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.num_inputs = len(inputs[0]), len(inputs[1])
+    ctx.wanted = list(inputs[4])
+    ctx.is_needed = [x.requires_grad for x in inputs[0]]
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _sum_autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    if any(need and not had for need, had in zip(ctx.is_needed, ctx.wanted, strict=False)):
+        raise RuntimeError(
+            f"row_program_sum was called with wanted={ctx.wanted}, but its inputs need gradients: "
+            f"{ctx.is_needed}"
+        )
+    num_tensors, num_row_tensors = ctx.num_inputs
+    found: list[Tensor | None] = [None] * num_tensors
+    grad = grads[0]
+    if grad is not None:
+        stored = list(ctx.saved_tensors)
+        in_place = linear_ops.may_overwrite(stored)  # NOTE [Multiplying stored gradients]
+        for i, (x, need) in enumerate(zip(stored, ctx.is_needed, strict=False)):
+            if need:
+                found[i] = linear_ops.scaled(x, grad, in_place)
+    return found, [None] * num_row_tensors, None, None, None, None
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::row_program_sum", _sum_autograd, setup_context=_setup_sum, lib=_lib
+)

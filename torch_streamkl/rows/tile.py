@@ -161,7 +161,8 @@ def evaluate(
         number = int(node.value) if node.op not in ("const", "pow") else 0
         match node.op:
             case "const":
-                x = torch.tensor(node.value, dtype=dtype, device=device)
+                # a tensor that is made of a number is copied to a GPU, which the host waits for
+                x = torch.full((), node.value, dtype=dtype, device=device)
             case "dot":
                 x = dot(problem, number, at)
             case "capture":

@@ -8,23 +8,29 @@ sums over heads is kept for the backward where that is small.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from torch_streamkl.linear.chunks import SideStream
 from torch_streamkl.linear.problem import (
     DEFAULT_WORKSPACE_MIB,
     MAX_LOW_PRECISION_SUMS,
     MIB,
+    Chunks,
     even_ranges,
     even_step,
     padded,
+    ranges,
 )
-from torch_streamkl.rows import blocked, derive, tile
+from torch_streamkl.rows import blocked, derive, losses, tile
 from torch_streamkl.rows.blocked import Result
-from torch_streamkl.rows.problem import ALL, RowProblem, part
-from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, SUM, VALUES
+from torch_streamkl.rows.losses import RowLoss
+from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, SUM, VALUES, Program
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import maps
 from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
@@ -34,6 +40,11 @@ ATTENTION_WORKSPACE_MIB = 64
 BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
+PARTS = (512, 256, 128, 64, 32, 16)  # tokens of a part of a chunk
+# Bytes of a part's maps beside those of the chunk's logits. A teacher's cached words have 2.5, and
+# parts so short that the product that is saved is lost in them (bench/notes/row_programs.md)
+MOST_OF_PARTS = 2
+PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
@@ -55,6 +66,27 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
     return next((x for x in of_axes or [row_kernels.gpu_obstacle(problem, ())] if x), "")
 
 
+def _maps_of(
+    problem: RowProblem,
+    which: str,
+    wanted: tuple[tuple[int, int], ...],
+    kept: Container[int] = (),
+) -> dict[int, int]:
+    """Bytes of each map, for one row and key, without the gradients that take a dot's place."""
+    nodes, found = maps.nodes_of(problem.program, which), {}
+    for i in maps.every_map(problem.program, which, wanted):
+        node = nodes[i]
+        if i in kept:
+            continue
+        if node.op == "dot":
+            found[i] = problem.operands[int(node.value)][0].element_size()
+        elif node.op == "capture" and problem.program.captures[int(node.value)].kind == COLUMNS:
+            found[i] = 1
+        else:
+            found[i] = 4
+    return found
+
+
 def _bytes_of(
     problem: RowProblem,
     which: str,
@@ -62,18 +94,7 @@ def _bytes_of(
     kept: Container[int],
 ) -> int:
     """Of all maps, for one row and key, with the gradients that take no dot product's place."""
-    nodes, found = maps.nodes_of(problem.program, which), 0
-    for i in maps.every_map(problem.program, which, wanted):
-        node = nodes[i]
-        if i in kept:
-            continue
-        if node.op == "dot":
-            found += problem.operands[int(node.value)][0].element_size()
-        elif node.op == "capture" and problem.program.captures[int(node.value)].kind == COLUMNS:
-            found += 1
-        else:
-            found += 4
-    return max(found, 2)
+    return max(sum(_maps_of(problem, which, wanted, kept).values()), 2)
 
 
 def kept_maps(problem: RowProblem) -> tuple[int, ...]:
@@ -132,18 +153,25 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     program, which = problem.program, DIFFERENTIATED if is_differentiated else FORWARD
     result = allocate(problem, is_differentiated)
     kept = dict(zip(kept_maps(problem), result.maps, strict=False))
-    plan = derive.forward_plan(program, is_differentiated)
-    passes: list[tuple[dict[int, tuple[int, str]], int]] = []
-    for level in range(1, plan.num_passes + 1):
-        slots = slots_of(program, plan, level)
-        for axis in sorted({axis for _, _, axis in slots.values()}, reverse=True):
-            passes.append(({s: x[:2] for s, x in slots.items() if x[2] == axis}, axis))
+    passes = _passes(program, derive.forward_plan(program, is_differentiated))
     wanted = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
     for at in _row_blocks(problem, _bytes_of(problem, which, wanted, kept), bool(kept)):
         block = maps.Block(problem, which, result, {}, at, kept, is_first=True)
         for slots, axis in passes:
             block.sums(slots, axis, {})
     return result
+
+
+def _passes(
+    program: Program, plan: derive.ForwardPlan
+) -> list[tuple[dict[int, tuple[int, str]], int]]:
+    """What each pass over the keys gathers, of the heads of an axis."""
+    passes: list[tuple[dict[int, tuple[int, str]], int]] = []
+    for level in range(1, plan.num_passes + 1):
+        slots = slots_of(program, plan, level)
+        for axis in sorted({axis for _, _, axis in slots.values()}, reverse=True):
+            passes.append(({s: x[:2] for s, x in slots.items() if x[2] == axis}, axis))
+    return passes
 
 
 def backward(
@@ -165,6 +193,133 @@ def backward(
             out.add(maps.Block(problem, BACKWARD, result, seeds, at, kept))
     rest = blocked.backward(problem, result, grads, out.rest) if any(out.rest) else None
     return out.finished(rest)
+
+
+def loss_and_gradients(
+    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """What each row adds to a loss, and the loss's gradients, from logits that are made once.
+
+    Logits that get a gradient are of a chunk of tokens. Their gradient takes their place, and a
+    matmul adds it to the weight's. Other maps, such as ids, are of a part of the chunk.
+    """
+    result, out = allocate(problem, True), _Gradients(problem, wanted)
+    sizes = _chunks(problem, out)
+    if sizes is None:
+        return _in_two_passes(problem, loss, tensors, wanted)
+    batch, keys = slice(0, 1), slice(0, problem.num_keys)
+    chunks = list(even_ranges(problem.num_rows, sizes.tokens, 128))
+    longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
+    buffers = {i: maps.new_map(longest, problem.operands[i][0].dtype) for i in out.dots}
+    q = problem.operands[0][0]
+    side = SideStream(q.device, not isinstance(q, FakeTensor))
+    for chunk in chunks:
+        side.join()  # the last chunk's gradients of weights read the logits' place
+        rows_of = problem.of_block(batch, chunk, keys)
+        logits = {
+            i: maps.multiplied(rows_of, i, part(x, batch, slice(0, rows_of.num_rows)))
+            for i, x in buffers.items()
+        }
+        for own in ranges(rows_of.num_rows, sizes.teacher_tokens):
+            at = (batch, slice(chunk.start + own.start, chunk.start + own.stop), keys)
+            given = {i: part(x, batch, own) for i, x in logits.items()}
+            _add_rows(problem, result, loss, tensors, out, at, given)
+        side.fork()
+        for i, d in logits.items():
+            out.add_to_rows(i, d, (batch, chunk, keys))
+        with side:
+            for i, d in logits.items():
+                out.add_to_columns(i, d, (batch, chunk, keys))
+    side.join()
+    reductions = dict(enumerate(result.reductions))
+    return losses.values(problem, loss, reductions, tensors, tile.whole(problem)), out.finished(
+        None
+    )
+
+
+def _add_rows(
+    problem: RowProblem,
+    result: Result,
+    loss: RowLoss,
+    tensors: Sequence[Tensor],
+    out: _Gradients,
+    at: Slices,
+    logits: dict[int, Tensor],
+) -> None:
+    """The values of some rows, and their gradients in the place of the logits, by dot."""
+    program = problem.program
+    given = {
+        i: logits[int(n.value)]
+        for i, n in enumerate(program.nodes)
+        if n.op == "dot" and int(n.value) in logits
+    }
+    first = maps.Block(problem, DIFFERENTIATED, result, {}, at, {})
+    first.share(given, {})
+    for slots, axis in _passes(program, derive.forward_plan(program, True)):
+        first.sums(slots, axis, {})
+    of_rows = result.of_rows(at[0], at[1])
+    grads = losses.gradients(problem, loss, dict(enumerate(of_rows.reductions)), tensors, at)
+    ordered = [grads.get(c) for c in program.outputs]
+    seeds = row_kernels.seeds_of(problem.of_block(*at), of_rows, ordered)
+    last = maps.Block(problem, BACKWARD, result, {}, at, {})
+    last.share(first.own_maps, seeds)
+    for i, node in out.captures.items():
+        out.add_capture(last, i, node)
+    if out.dots:
+        last.element_gradients(out.dots)
+
+
+def _in_two_passes(
+    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The same where chunks are too short: a sum in 16 bits is rounded with each of them.
+
+    NOTE [Sums over chunks] in linear/problem.py.
+    """
+    result, at = forward(problem, True), tile.whole(problem)
+    reductions = dict(enumerate(result.reductions))
+    values = losses.values(problem, loss, reductions, tensors, at)
+    grads = losses.gradients(problem, loss, reductions, tensors, at)
+    outputs = problem.program.outputs
+    return values, backward(problem, result, [grads.get(c) for c in outputs], wanted)
+
+
+def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
+    """Tokens of a chunk and of its parts: those that move the fewest bytes.
+
+    A chunk reads the weights twice and reads and writes their gradients, which no other work
+    hides: counted twice. A part reads the weights of the other dots, and has its launches.
+    """
+    program, element = problem.program, problem.operands[0][0].element_size()
+    nodes = maps.nodes_of(program, BACKWARD)
+    each = tuple((n, nodes[n].head) for n in (*out.dots.values(), *out.captures.values()))
+    plan = derive.forward_plan(program, True)
+    sums = [(r.node, r.head) for r in program.reductions]
+    sums += [(j.node, j.head) for j in plan.jacobians]
+    found = _maps_of(problem, DIFFERENTIATED, tuple(sums)) | _maps_of(problem, BACKWARD, each)
+    of_chunk = element * len(out.dots)
+    of_part = max(0, sum(found.values()) - of_chunk) + 4 * len(out.captures)
+    if of_part > MOST_OF_PARTS * of_chunk:
+        return None
+    words = padded(problem.num_keys)
+    room = _workspace(problem, False) // words
+    weights = [k.numel() * k.element_size() for _, k in problem.operands]
+    mine = sum(weights[i] for i in out.dots)
+    best: tuple[float, Chunks | None] = (math.inf, None)
+    for share in PARTS if of_part else (0,):
+        tokens = min((room - share * of_part) // max(of_chunk, 1), problem.num_rows)
+        if tokens < max(min(share, problem.num_rows), 1):
+            continue
+        tokens = even_step(problem.num_rows, tokens, 128)
+        share = min(share, tokens) or tokens
+        cost = -(-problem.num_rows // tokens) * 6 * mine
+        cost += -(-problem.num_rows // share) * (sum(weights) - mine + PART_BYTES)
+        if cost < best[0]:
+            best = cost, Chunks(tokens, share)
+    chunks = best[1]
+    most = MAX_LOW_PRECISION_SUMS if element == 2 else problem.num_rows
+    is_possible = chunks is not None and -(-problem.num_rows // chunks.tokens) <= most
+    return chunks if is_possible else None
 
 
 def _word_blocks(
@@ -250,26 +405,37 @@ class _Gradients:
                 joined.update(self._add_headed(block, i, node))
         for i, node in self.captures.items():
             if i not in joined:
-                self._add_capture(block, i, node)
+                self.add_capture(block, i, node)
         alone = {i: node for i, node in self.dots.items() if not self.program.dot_heads[i]}
         if alone:
             for i, d in block.element_gradients(alone).items():
-                self._add_matmuls(block, i, d)
+                self.add_to_rows(i, d, block.at)
+                self.add_to_columns(i, d, block.at)
 
-    def _add_matmuls(self, block: maps.Block, i: int, d: Tensor) -> None:
-        """Operands of a dot without heads, of which blocks of words and tokens ascend."""
-        q, k = block.problem.operands[i]
-        batch, rows, keys = block.at
-        dq, dk = self.out[2 * i], self.out[2 * i + 1]
-        for b in range(d.shape[0]):
-            at, each = batch.start + b, d.select(0, b)
-            a, words = (x.select(0, b).select(0, 0) for x in (q, k))
-            if dq is not None:
-                into = part(dq.select(0, at).select(0, 0), rows)
-                _matmul_into(into, each, words, keys.start == 0)
-            if dk is not None:
-                into = part(dk.select(0, at).select(0, 0), keys)
-                _matmul_into(into, each.t(), a, rows.start == 0)
+    def add_to_rows(self, i: int, d: Tensor, at: Slices) -> None:
+        """The row operand of a dot without heads, of which blocks of words ascend."""
+        dq, (batch, rows, keys) = self.out[2 * i], at
+        if dq is None:
+            return
+        for b, each in enumerate(d, batch.start):
+            words = part(self._matrix(2 * i + 1, b), keys)
+            into = part(dq.select(0, b).select(0, 0), rows)
+            _matmul_into(into, each, words, keys.start == 0)
+
+    def add_to_columns(self, i: int, d: Tensor, at: Slices) -> None:
+        """The column operand, of which blocks of tokens ascend."""
+        dk, (batch, rows, keys) = self.out[2 * i + 1], at
+        if dk is None:
+            return
+        for b, each in enumerate(d, batch.start):
+            tokens = part(self._matrix(2 * i, b), rows)
+            into = part(dk.select(0, b).select(0, 0), keys)
+            _matmul_into(into, each.t(), tokens, rows.start == 0)
+
+    def _matrix(self, n: int, batch: int) -> Tensor:
+        """An operand without heads."""
+        x = self.tensors[n]
+        return x.select(0, batch if x.shape[0] > 1 else 0).select(0, 0)
 
     def _sums_beside(self, block: maps.Block, i: int) -> dict[int, Tensor]:
         """Gradients to tensors of rows whose elements have the dot's heads: by node, a place."""
@@ -327,7 +493,7 @@ class _Gradients:
         into = part(target, block.at[0], ALL, block.at[1])
         into += d.sum_to_size(into.shape)
 
-    def _add_capture(self, block: maps.Block, i: int, node: int) -> None:
+    def add_capture(self, block: maps.Block, i: int, node: int) -> None:
         """The sum of a node's elements over what a captured tensor does not have."""
         batch, rows, keys = block.at
         kind = self.program.captures[i].kind

@@ -146,6 +146,17 @@ def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
     return x.narrow(-1, 0, problem.num_keys)
 
 
+def multiplied(problem: RowProblem, dot: int, out: Tensor | None = None) -> Tensor:
+    """The map of a dot without heads: a matmul of torch."""
+    q, k = problem.operands[dot]
+    if out is None:
+        out = new_map(problem, q.dtype)
+    for b in range(out.shape[0]):
+        rows, words = (x.select(0, b).select(0, 0) for x in (q, k))
+        torch.mm(rows, words.t(), out=out.select(0, b))
+    return out
+
+
 # ------------------------------------------------------------------------ sources
 
 
@@ -230,11 +241,7 @@ class Block:
         self.program = problem.program
         self.problem = problem.of_block(*at)
         self.nodes = nodes_of(problem.program, which)
-        own = Result(
-            [part(x, batch, ALL, rows) for x in result.reductions],
-            [(part(a, batch, ALL, rows), part(b, batch, ALL, rows)) for a, b in result.parts],
-            [part(x, batch, ALL, rows) for x in result.jacobians],
-        )
+        own = result.of_rows(batch, rows)
         self.arguments = {
             **row_kernels.arguments_of(
                 self.problem, own, {c: part(x, batch, ALL, rows) for c, x in seeds.items()}
@@ -248,6 +255,17 @@ class Block:
         self.maps: dict[int, Tensor] = {} if is_first else kept
         self.places = kept if is_first else {}
 
+    def share(self, maps: dict[int, Tensor], seeds: dict[int, Tensor]) -> None:
+        """Use maps of the program's own nodes, and gradients to reductions, of these rows."""
+        self.maps.update(maps)
+        for c, x in seeds.items():
+            self.arguments.update(row_kernels.row_argument(f"g{c}", x))
+
+    @property
+    def own_maps(self) -> dict[int, Tensor]:
+        """Those of the program's own nodes, with which those of every plan begin."""
+        return {i: x for i, x in self.maps.items() if i < len(self.program.nodes)}
+
     def map(self, i: int) -> Tensor:
         """A map, computed when it is first needed."""
         if i not in self.maps:
@@ -258,12 +276,7 @@ class Block:
         node = self.nodes[i]
         match node.op:
             case "dot":
-                q, k = self.problem.operands[int(node.value)]
-                out = new_map(self.problem, q.dtype)
-                for b in range(out.shape[0]):
-                    rows, words = (x.select(0, b).select(0, 0) for x in (q, k))
-                    torch.mm(rows, words.t(), out=out.select(0, b))
-                return out
+                return multiplied(self.problem, int(node.value))
             case "capture":
                 return self._of_columns(int(node.value))
             case "sum_heads":

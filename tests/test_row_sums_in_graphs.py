@@ -1,0 +1,323 @@
+"""In graphs, sums of an LM head's row programs have their gradients in the forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import Outcome, compare
+
+BATCH, ROWS, WORDS, DIM = 2, 7, 61, 12
+IN_FORWARD = "gradients in the forward"
+Loss = Callable[..., Any]
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The student's hidden states and head, the teacher's, labels, a mask, numbers of rows."""
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=make, dtype=torch.float64) * shape[-1] ** -0.5
+        return x.to(dtype)
+
+    student = [normal(BATCH, ROWS, DIM).requires_grad_(), normal(WORDS, DIM).requires_grad_()]
+    teacher = [3 * normal(BATCH, ROWS, DIM + 3), normal(WORDS, DIM + 3)]
+    labels = torch.randint(WORDS, (BATCH, ROWS), generator=make)
+    mask = (torch.rand(BATCH, ROWS, generator=make) > 0.3).to(dtype)
+    return [*student, *teacher, labels, mask, torch.rand(BATCH, ROWS, generator=make).to(dtype)]
+
+
+def policy(h: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probability of each label, and the entropy."""
+    logs = F.linear(h, w).log_softmax(-1)
+    chosen = logs.gather(-1, labels[..., None]).squeeze(-1)
+    return chosen, -(logs.exp() * logs).sum(-1)
+
+
+def top_k(h, w, th, tw, labels, mask, a):
+    s, t = F.linear(h, w), F.linear(th, tw)
+    values, ids = t.detach().topk(8, -1)
+    student = s.gather(-1, ids).float().log_softmax(-1)
+    return F.kl_div(student, values.float().softmax(-1), reduction="none").sum(-1).mean()
+
+
+def top_k_batchmean(h, w, th, tw, labels, mask, a):
+    s, t = F.linear(h, w), F.linear(th, tw)
+    values, ids = t.detach().topk(8, -1)
+    student = s.gather(-1, ids).log_softmax(-1)
+    return F.kl_div(student, values.softmax(-1), reduction="batchmean") * 2.0
+
+
+def ghost(h, w, th, tw, labels, mask, a):
+    s, t = F.linear(h, w).log_softmax(-1), F.linear(th, tw).log_softmax(-1)
+    p, ids = t.detach().topk(8, -1)
+    q = s.gather(-1, ids)
+    rest_p, rest_q = 1 - p.exp().sum(-1), 1 - q.exp().sum(-1)
+    kl = (p.exp() * (p - q)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
+    return (kl * mask).sum() / mask.sum()
+
+
+def k3(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    distance = a - chosen
+    each = -a * chosen + 0.1 * (distance.exp() - distance - 1) - 0.01 * entropy
+    return each.masked_fill(mask == 0, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def two_means(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return -chosen.mean() + 0.01 * -entropy.mean() * 2 / 3
+
+
+def where_it_counts(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h.flatten(0, 1), w, labels.flatten())
+    each = torch.where(mask.flatten() > 0, a.flatten() * chosen - entropy**2, 0.0)
+    return each.view(BATCH, ROWS).sum() * 0.5
+
+
+def z_loss(h, w, th, tw, labels, mask, a):
+    s = F.linear(h, w)
+    logs = s.log_softmax(-1)
+    entropy = (logs.exp() * logs).sum(-1).mean()
+    return entropy + 1e-4 * s.float().logsumexp(-1).square().mean()
+
+
+LOSSES = (top_k, top_k_batchmean, ghost, k3, two_means, where_it_counts, z_loss)
+
+
+def compiled(loss: Loss, given: list[Tensor], **options: Any) -> Outcome:
+    return compare(loss, given, options={"streamkl.min_mib": 0.0}, **options).check()
+
+
+def is_in_forward(outcome: Outcome) -> bool:
+    assert any(site.fused for site in outcome.report.sites), outcome.report
+    return any(IN_FORWARD in site.runs for site in outcome.report.sites)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_losses(loss: Loss) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        outcome = compiled(loss, inputs(dtype))
+        assert is_in_forward(outcome), outcome.report
+
+
+@pytest.mark.parametrize("loss", [ghost, two_means, z_loss], ids=lambda f: f.__name__)
+def test_sizes_that_vary(loss: Loss) -> None:
+    assert is_in_forward(compiled(loss, inputs(), dynamic=True))
+
+
+def test_by_inductor() -> None:
+    for loss in (ghost, two_means):
+        assert is_in_forward(compiled(loss, inputs(), inner="inductor"))
+
+
+def test_without_gradients_there_is_nothing_to_move() -> None:
+    assert not is_in_forward(compiled(k3, [x.detach() for x in inputs()]))
+    assert not is_in_forward(compiled(k3, inputs(), training=False))
+
+
+def test_of_one_operand() -> None:
+    given = inputs()
+    given[1] = given[1].detach()
+    assert is_in_forward(compiled(k3, given))
+
+
+def test_backward_twice() -> None:
+    given = inputs()
+    options = {"streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
+    loss = torch.compile(two_means, backend="streamkl", options=options)(*given)
+    first = torch.autograd.grad(loss, given[:2], retain_graph=True)
+    kept = [x.clone() for x in first]
+    second = torch.autograd.grad(loss * 3, given[:2])
+    torch.testing.assert_close(second, tuple(3 * x for x in kept))
+    torch.testing.assert_close(first, tuple(kept))
+
+
+def test_behind_a_module_and_another_loss() -> None:
+    """The sum's gradient is scaled by code that is behind it."""
+
+    def loss(h, w, th, tw, labels, mask, a):
+        kl = ghost(h, w, th, tw, labels, mask, a)
+        return (kl * 3.0).sigmoid() + (h * a[..., None]).square().mean(), kl
+
+    assert is_in_forward(compiled(loss, inputs()))
+
+
+# ------------------------------------------------------------------ what stays in the backward
+
+
+def _rows_are_returned(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen * mask).sum(), entropy
+
+
+def _rows_are_logged(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen - entropy).mean(), entropy.detach().mean()
+
+
+def _weight_needs_a_gradient(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen * h.mean(-1) - entropy).sum()
+
+
+def _weight_is_computed_from_the_rows(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen * (a - entropy.detach())).sum()
+
+
+def _standardised(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (entropy / chosen.detach().abs().max()).sum()
+
+
+def _rows_meet_other_rows(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen[:, :, None] * entropy[:, None, :]).mean()
+
+
+def _rows_are_repeated(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return ((chosen - entropy)[..., None] * torch.stack([a, mask], -1)).mean()
+
+
+def _rows_in_another_order(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return ((chosen - entropy).t() * a.t()).mean()
+
+
+def _two_numbers(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return chosen.mean(), entropy.sum()
+
+
+def _product_of_sums(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return chosen.mean() * entropy.mean()
+
+
+def _ratio_of_sums(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return chosen.sum() / entropy.sum()
+
+
+def _a_number_between_sums(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen.mean() + 1.0) + entropy.mean()
+
+
+def _a_tensor_between_sums(h, w, th, tw, labels, mask, a):
+    """Were the mask empty, 0 times infinity would be NaN in each row."""
+    chosen, entropy = policy(h, w, labels)
+    return chosen.sum() / mask.sum() + entropy.mean()
+
+
+def _mean_of_means(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (((chosen - entropy) * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def _condition_on_the_rows(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return torch.where(chosen > -4.0, entropy, 0.0).sum()
+
+
+def _weight_is_written(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    each = (chosen - entropy) * a.clone().mul_(2.0)
+    mask.mul_(2.0)
+    return (each + mask).sum()
+
+
+def _rows_are_written(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    each = chosen - entropy
+    each *= mask
+    return each.sum()
+
+
+def _in_double(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen.double() * 3 - entropy.double()).sum()
+
+
+def _in_half(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen.half() * 3 - entropy.half()).float().sum()
+
+
+def _one_head_twice(h, w, th, tw, labels, mask, a):
+    (first, entropy), (second, other) = policy(h, w, labels), policy(h * 0.5, w, labels)
+    return (first - entropy).mean(), (second - other).sum()
+
+
+STAYS = [f for name, f in list(globals().items()) if name.startswith("_") and callable(f)]
+STAYS = [f for f in STAYS if getattr(f, "__module__", "") == __name__]
+
+
+@pytest.mark.parametrize("loss", STAYS, ids=lambda f: f.__name__)
+def test_stays_in_the_backward(loss: Loss) -> None:
+    assert not is_in_forward(compiled(loss, inputs()))
+
+
+def sizes_of_rows(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen - entropy).sum(), h.new_zeros(chosen.shape[0], entropy.shape[1])
+
+
+def test_sizes_of_the_rows_that_other_code_reads() -> None:
+    """They are the inputs'."""
+    assert is_in_forward(compiled(sizes_of_rows, inputs(), dynamic=True))
+
+
+def test_stays_in_float16() -> None:
+    assert not is_in_forward(compiled(z_loss, inputs(torch.float16)))
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_mask_of_no_row(is_empty: bool) -> None:
+    """0 / 0 is NaN, the sum and its gradients, as in eager."""
+    given = inputs()
+    given[5] = given[5] * 0 if is_empty else given[5]
+    for loss in (ghost, _a_tensor_between_sums):
+        outcome = compiled(loss, given)
+        assert outcome.compiled.tensors()[0].isnan().item() is (is_empty and loss is ghost)
+
+
+def test_infinite_rows() -> None:
+    """A logarithm of 0 times a mask's 0 is NaN: nothing is hidden that eager shows."""
+
+    def loss(h, w, th, tw, labels, mask, a):
+        _, entropy = policy(h, w, labels)
+        return ((entropy * mask).log() * mask).sum()
+
+    given = inputs()
+    options: Any = {"streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
+    got = torch.compile(loss, backend="streamkl", options=options)(*given)
+    assert loss(*given).isnan() and got.isnan()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_not_finite(value: float) -> None:
+    """Where eager's gradients are not finite, these are not."""
+    given = inputs()
+    given[6][0, 2] = value
+    options: Any = {"streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
+
+    def loss(h, w, th, tw, labels, mask, a):
+        chosen, entropy = policy(h, w, labels)
+        return (chosen * a - entropy).mean()
+
+    fast = functools.partial(torch.compile(loss, backend="streamkl", options=options))
+    for run in (loss, fast):
+        x = [y.detach().requires_grad_(y.requires_grad) for y in given]
+        total = run(*x)
+        gradients = torch.autograd.grad(total, x[:2])
+        assert not total.isfinite() and not gradients[0][0, 2].isfinite().any()
+        assert gradients[0][1].isfinite().all()

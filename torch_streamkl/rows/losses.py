@@ -1,0 +1,131 @@
+"""What each row adds to a loss, as data: a function of a program's values of rows.
+
+An operator that is told what becomes of its values knows the gradient to each of them in the
+forward, row by row, and needs no second look at the logits. The function is what stands between
+the values and their sum: pointwise in rows, with tensors that are known before.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from torch_streamkl.rows import tile
+from torch_streamkl.rows.expressions import FLOAT, Graph, Literal, Node
+from torch_streamkl.rows.operations import OPERATIONS
+from torch_streamkl.rows.problem import RowProblem, Slices, part
+from torch_streamkl.rows.tile import RowValue
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """Nodes of which the last is the value that each row adds.
+
+    "reduction" is a value of the program, by its number; "capture" a tensor of rows, by its place
+    among those that come with the loss. A literal one computes what torch does of the same
+    operations; one of a row program's function has that one's rules for 0 and infinity.
+    """
+
+    nodes: tuple[Node, ...]
+    is_literal: bool
+
+    @staticmethod
+    def of_nodes(nodes: Sequence[Node], root: int, is_literal: bool) -> RowLoss:
+        """What one node needs, and nothing else."""
+        moved: dict[int, int] = {}
+        found: list[Node] = []
+        for i in Graph(list(nodes)).used_by([root]):
+            moved[i] = len(found)
+            found.append(replace(nodes[i], args=tuple(moved[a] for a in nodes[i].args)))
+        return RowLoss(tuple(found), is_literal)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The loss as an argument of an operator."""
+        nodes = [
+            [n.op, list(n.args), n.value, n.dtype, n.head, n.by_key, n.is_finite]
+            for n in self.nodes
+        ]
+        return json.dumps([nodes, self.is_literal], separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(text: str) -> RowLoss:
+        """The loss of a text."""
+        nodes, is_literal = json.loads(text)
+        return RowLoss(tuple(Node(n[0], tuple(n[1]), *n[2:]) for n in nodes), is_literal)
+
+    @functools.cached_property
+    def slopes(self) -> tuple[tuple[Node, ...], dict[int, int]]:
+        """The derivative by each reduction, as nodes behind those of the loss."""
+        graph = (Literal if self.is_literal else Graph).of(self.nodes)
+        root = len(self.nodes) - 1
+        adjoints = {root: graph.const(1.0)}
+        found: dict[int, int] = {}
+        for i in range(root, -1, -1):
+            t, node = adjoints.get(i), self.nodes[i]
+            if t is None or node.op == "capture":
+                continue
+            if node.op == "reduction":
+                found[int(node.value)] = t
+                continue
+            rule = OPERATIONS[node.op].rule if node.op in OPERATIONS else None
+            for position, a in enumerate(node.args):
+                if rule is None or graph[a].dtype != FLOAT or graph[a].op == "const":
+                    continue
+                each = rule(graph, i, position, t)
+                adjoints[a] = graph.apply("add", adjoints[a], each) if a in adjoints else each
+        return tuple(graph.nodes), found
+
+    @functools.cached_property
+    def is_linear(self) -> bool:
+        """Whether the derivatives are known before the values."""
+        nodes, found = self.slopes
+        used = Graph(list(nodes)).used_by(list(found.values()))
+        return not any(nodes[i].op == "reduction" for i in used)
+
+
+def values(
+    problem: RowProblem,
+    loss: RowLoss,
+    reductions: dict[int, Tensor],
+    tensors: Sequence[Tensor],
+    at: Slices,
+) -> Tensor:
+    """What each row of a block adds, [batch, 1, rows]; ``reductions`` are of the block."""
+    return _evaluated(problem, loss.nodes, [len(loss.nodes) - 1], reductions, tensors, at)[0]
+
+
+def gradients(
+    problem: RowProblem,
+    loss: RowLoss,
+    reductions: dict[int, Tensor],
+    tensors: Sequence[Tensor],
+    at: Slices,
+) -> dict[int, Tensor]:
+    """The derivative of that by each reduction that it depends on."""
+    nodes, found = loss.slopes
+    computed = _evaluated(problem, nodes, list(found.values()), reductions, tensors, at)
+    return dict(zip(found, computed, strict=True))
+
+
+def _evaluated(
+    problem: RowProblem,
+    nodes: Sequence[Node],
+    wanted: Sequence[int],
+    reductions: dict[int, Tensor],
+    tensors: Sequence[Tensor],
+    at: Slices,
+) -> list[Tensor]:
+    def captured(_: RowProblem, number: int, at: Slices) -> Tensor:
+        x = part(tensors[number], at[0], slice(None), at[1])[..., None]
+        return x.to(problem.compute_dtype) if x.is_floating_point() else x
+
+    rows = {c: RowValue(x) for c, x in reductions.items()}
+    size = (at[0].stop - at[0].start, 1, at[1].stop - at[1].start)
+    found = tile.evaluate(problem, nodes, wanted, at, rows, {}, captured=captured)
+    return [x.expand(*size, 1)[..., 0] for x in found]
