@@ -187,7 +187,7 @@ def _rows_of_members(w: Writer, dot: int, node: int) -> None:
     # without the option address arithmetic is hoisted out of this loop until registers spill
     w.line("for member in tl.range(0, members, num_stages=1, disable_licm=True):")
     w.depth = 2
-    w.line(f"h = head * group{dot} + share * members + member")
+    _member(w, dot)
     w.bind("batch", "h")
     w.load_columns(is_checked=True)
     for is_masked in _tiles_of_rows(w):
@@ -211,12 +211,16 @@ def _members_of_rows(w: Writer, dot: int, node: int) -> None:
         w.load_maps(is_masked)
         w.line("for member in tl.range(0, members):")
         w.depth += 1
-        w.line(f"h = head * group{dot} + share * members + member")
+        _member(w, dot)
         w.bind_rows("batch", "h")
         w.load_rows(is_masked)
         w.elements(is_masked, has_maps=True)
         _add_to_columns(w, dot, node, is_masked)
         w.depth -= 1
+
+
+def _member(w: Writer, dot: int) -> None:
+    w.line(f"h = head * group{dot} + share * members + member")
 
 
 def _tiles_of_rows(w: Writer) -> Iterator[bool]:
