@@ -528,6 +528,7 @@ def adds_queries(problem: AttentionProblem) -> bool:
     """Whether dQ may be summed in any order, and is faster so."""
     return (
         not problem.deterministic
+        and not problem.head_mean
         and problem.mask is None
         and problem.window_left is None  # gradients by tiles are as fast there
         and not torch.are_deterministic_algorithms_enabled()
