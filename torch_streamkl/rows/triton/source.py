@@ -172,7 +172,8 @@ def columns_kernel(
     w.line("head = head // num_shares")
     w.line(f"members = group{dot} // num_shares")
     w.line(f"db{dot} = tl.zeros([BLOCK_N, DIM{dot}], tl.float32)")
-    if w.leaves("map") and all(program.captures[i].kind == ROW for i in w.leaves("capture")):
+    of_rows = all(program.captures[i].kind == ROW for i in w.leaves("capture"))
+    if w.leaves("map") and of_rows and not is_exact:  # float32 operands would spill 6 KB
         _members_of_rows(w, dot, node)
     else:
         _rows_of_members(w, dot, node)
@@ -212,7 +213,7 @@ def _members_of_rows(w: Writer, dot: int, node: int) -> None:
         w.line("for member in tl.range(0, members):")
         w.depth += 1
         _member(w, dot)
-        w.bind_rows("batch", "h")
+        w.bind("batch", "h", has_keys=True)
         w.load_rows(is_masked)
         w.elements(is_masked, has_maps=True)
         _add_to_columns(w, dot, node, is_masked)

@@ -243,32 +243,29 @@ class Writer:
 
     # ------------------------------------------------------------------ loads
 
-    def bind(self, batch: str, head: str) -> None:
-        """Where the tensors of a head begin."""
+    def bind(self, batch: str, head: str, has_keys: bool = False) -> None:
+        """Where the tensors of a head begin; without what is there already of its keys."""
+        sides = "a" if has_keys else "ab"
         for i in self.leaves("dot"):
-            self.take(*(f"b{i}{s}" for s in ("", "_b", "_h", "_m", "_d")), f"group{i}")
-            self.line(f"b{i}_p = b{i} + {batch} * b{i}_b + ({head} // group{i}) * b{i}_h")
-        for i in self.leaves("map"):
-            self.take(f"map{i}", f"map{i}_b", f"map{i}_m")
-            self.line(f"map{i}_p = map{i} + {batch} * map{i}_b")
-        if self.program.keys.has_mask:
-            self.take("mask", *(f"mask_{s}" for s in "bmn"))
-            self.line(f"mask_p = mask + {batch} * mask_b")
-        self.bind_rows(batch, head)
-
-    def bind_rows(self, batch: str, head: str) -> None:
-        """Where tensors of a head begin that are no column operands, maps or masks."""
-        for i in self.leaves("dot"):
-            self.take(*(f"a{i}{s}" for s in ("", "_b", "_h", "_m", "_d")))
-            self.line(f"a{i}_p = a{i} + {batch} * a{i}_b + {head} * a{i}_h")
+            self.take(*(f"{x}{i}{s}" for x in sides for s in ("", "_b", "_h", "_m", "_d")))
+            self.take(f"group{i}")
+            for x in sides:
+                of = head if x == "a" else f"({head} // group{i})"
+                self.line(f"{x}{i}_p = {x}{i} + {batch} * {x}{i}_b + {of} * {x}{i}_h")
         for i in self.leaves("capture"):
             self.take(f"c{i}", *(f"c{i}_{s}" for s in "bhmn"))
             self.line(f"c{i}_p = c{i} + {batch} * c{i}_b + {head} * c{i}_h")
+        for i in () if has_keys else self.leaves("map"):
+            self.take(f"map{i}", f"map{i}_b", f"map{i}_m")
+            self.line(f"map{i}_p = map{i} + {batch} * map{i}_b")
         for kind, prefix in (("reduction", "r"), ("seed", "g")):
             for i in self.leaves(kind):
                 self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
                 self.line(f"{prefix}{i}_at = {batch} * {prefix}{i}_b + {head} * {prefix}{i}_h")
                 self.line(f"{prefix}{i}_p = {prefix}{i} + {prefix}{i}_at")
+        if self.program.keys.has_mask and not has_keys:
+            self.take("mask", *(f"mask_{s}" for s in "bmn"))
+            self.line(f"mask_p = mask + {batch} * mask_b")
 
     def bind_sequence(self, batch: str) -> None:
         """Sizes, and which keys there are; first_row and first_key are those of a block."""
@@ -358,29 +355,30 @@ class Writer:
 
     def load_maps(self, is_checked: bool) -> None:
         """The maps of one tile."""
-        inside = "(in_rows & in_keys)" if is_checked else "in_rows"
         for index in self.order:
-            node = self.nodes[index]
-            if node.op == "map":
-                i = int(node.value)
-                place = f"map{i}_p + m64 * map{i}_m + n64"
-                cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
-                self.line(f"v{index} = tl.load({place}, mask={inside}, other=0){cast}")
+            if self.nodes[index].op == "map":
+                self._load_map(index, is_checked)
+
+    def _load_map(self, index: int, is_checked: bool) -> None:
+        node = self.nodes[index]
+        i = int(node.value)
+        place, inside = f"map{i}_p + m64 * map{i}_m + n64", _inside(is_checked)
+        cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
+        self.line(f"v{index} = tl.load({place}, mask={inside}, other=0){cast}")
 
     def elements(self, is_checked: bool, has_maps: bool = False) -> None:
         """Everything of one tile, which may end beyond the last key where that is checked."""
-        inside = "(in_rows & in_keys)" if is_checked else "in_rows"
-        if not has_maps:
-            self.load_maps(is_checked)
         for index in self.order:
             node = self.nodes[index]
-            if self.shape[index] != OF_BOTH or node.op == "map":
+            if self.shape[index] != OF_BOTH:
                 continue
             i = int(node.value) if self._is_loaded(node.op) else 0
             if node.op == "capture":
-                self._load(index, f"c{i}_p + m64 * c{i}_m + n64 * c{i}_n", inside)
-            else:
+                self._load(index, f"c{i}_p + m64 * c{i}_m + n64 * c{i}_n", _inside(is_checked))
+            elif node.op != "map":
                 self.line(f"v{index} = {self.expressions[index]}")
+            elif not has_maps:
+                self._load_map(index, is_checked)
 
     def keep(self) -> None:
         """Which keys of a tile take part."""
@@ -454,6 +452,10 @@ def used_by(nodes: Sequence[Node], wanted: Sequence[int]) -> list[int]:
                 needed.add(a)
                 stack.append(a)
     return sorted(needed)
+
+
+def _inside(is_checked: bool) -> str:
+    return "(in_rows & in_keys)" if is_checked else "in_rows"
 
 
 def _power(x: str, exponent: float) -> str:
