@@ -64,7 +64,7 @@ def test_forms(options: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("score_size", [12.0, 40.0])
+@pytest.mark.parametrize("score_size", [12.0, 20.0])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_small_means(divergence: str, score_size: float) -> None:
     # sums of probabilities that are 0 in float32, whose logarithms a reverse KL needs

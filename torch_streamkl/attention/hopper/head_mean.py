@@ -212,17 +212,37 @@ def lse_kernel(
         mbarrier.init(tiles.empty.index(slot), count=GROUPS)
     lse_ptr = stats_ptr + bh.to(gl.int64) * seqlen_q
     REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
-    gl.static_assert(GROUPS == 3)
-    gl.warp_specialize(
-        [
-            (log_sum_exps, (tiles, block, lse_ptr, scale, gl.constexpr(0), CHUNKS, SLOTS, CONFIG)),
-            (load_keys, (q, k, tiles, block, GROUPS, CHUNKS, SLOTS, CONFIG)),
-            (log_sum_exps, (tiles, block, lse_ptr, scale, gl.constexpr(1), CHUNKS, SLOTS, CONFIG)),
-            (log_sum_exps, (tiles, block, lse_ptr, scale, gl.constexpr(2), CHUNKS, SLOTS, CONFIG)),
-        ],
-        [1, NUM_WARPS, NUM_WARPS],
-        [LOADER_REGISTERS, REGISTERS, REGISTERS],
-    )
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (log_sum_exps, (
+                    tiles, block, lse_ptr, scale, gl.constexpr(0), CHUNKS, SLOTS, CONFIG,
+                )),
+                (load_keys, (q, k, tiles, block, GROUPS, CHUNKS, SLOTS, CONFIG)),
+                (log_sum_exps, (
+                    tiles, block, lse_ptr, scale, gl.constexpr(1), CHUNKS, SLOTS, CONFIG,
+                )),
+                (log_sum_exps, (
+                    tiles, block, lse_ptr, scale, gl.constexpr(2), CHUNKS, SLOTS, CONFIG,
+                )),
+            ],
+            [1, NUM_WARPS, NUM_WARPS],
+            [LOADER_REGISTERS, REGISTERS, REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (log_sum_exps, (
+                    tiles, block, lse_ptr, scale, gl.constexpr(0), CHUNKS, SLOTS, CONFIG,
+                )),
+                (load_keys, (q, k, tiles, block, GROUPS, CHUNKS, SLOTS, CONFIG)),
+                (log_sum_exps, (
+                    tiles, block, lse_ptr, scale, gl.constexpr(1), CHUNKS, SLOTS, CONFIG,
+                )),
+            ],
+            [1, NUM_WARPS],
+            [LOADER_REGISTERS, REGISTERS],
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- the mean
@@ -334,21 +354,43 @@ def mean_kernel(
     mean_ptr = mean.ptr + (kept * ROWS).to(gl.int64) * mean.stride
     small_ptr += tile * num_rows_kept + kept * ROWS
     REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
-    gl.static_assert(GROUPS == 2)
-    gl.warp_specialize(
-        [
-            (add_heads, (
-                tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio, scale,
-                gl.constexpr(0), GROUPS, CHUNKS, SLOTS, CONFIG,
-            )),
-            (load_heads, (
-                q, k, tiles, b, head, m0, n0, ratio, group, GROUPS, CHUNKS, SLOTS, CONFIG,
-            )),
-            (add_heads, (
-                tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio, scale,
-                gl.constexpr(1), GROUPS, CHUNKS, SLOTS, CONFIG,
-            )),
-        ],
-        [1, NUM_WARPS],
-        [LOADER_REGISTERS, REGISTERS],
-    )  # fmt: skip
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (add_heads, (
+                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
+                    scale, gl.constexpr(0), GROUPS, CHUNKS, SLOTS, CONFIG,
+                )),
+                (load_heads, (
+                    q, k, tiles, b, head, m0, n0, ratio, group, GROUPS, CHUNKS, SLOTS, CONFIG,
+                )),
+                (add_heads, (
+                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
+                    scale, gl.constexpr(1), GROUPS, CHUNKS, SLOTS, CONFIG,
+                )),
+                (add_heads, (
+                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
+                    scale, gl.constexpr(2), GROUPS, CHUNKS, SLOTS, CONFIG,
+                )),
+            ],
+            [1, NUM_WARPS, NUM_WARPS],
+            [LOADER_REGISTERS, REGISTERS, REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (add_heads, (
+                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
+                    scale, gl.constexpr(0), GROUPS, CHUNKS, SLOTS, CONFIG,
+                )),
+                (load_heads, (
+                    q, k, tiles, b, head, m0, n0, ratio, group, GROUPS, CHUNKS, SLOTS, CONFIG,
+                )),
+                (add_heads, (
+                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
+                    scale, gl.constexpr(1), GROUPS, CHUNKS, SLOTS, CONFIG,
+                )),
+            ],
+            [1, NUM_WARPS],
+            [LOADER_REGISTERS, REGISTERS],
+        )  # fmt: skip

@@ -64,7 +64,9 @@ class Launcher(portable.Launcher):
         launch, stage = HOPPER_HEAD_MEAN, self.mean_stage
         teacher = self.problem.teacher
         rows = (stop - first) * stage.launch.block_m
-        small = self.stats.teacher.new_empty((stage.num_key_blocks, rows))
+        # written by a kernel of torch's: descriptors need a context, which a thread of autograd's
+        # has from its first launch on
+        small = self.stats.teacher.new_zeros((stage.num_key_blocks, rows))
         self.plan.run(
             "hopper mean",
             head_mean.mean_kernel,

@@ -7,11 +7,11 @@ computed in a tile is writer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_streamkl.rows.derive import HEAD_OPERATIONS, BackwardPlan
 from torch_streamkl.rows.expressions import Node
-from torch_streamkl.rows.program import COLUMNS, LOGSUMEXP, MAX, ROW, SUM, VALUES, Program
+from torch_streamkl.rows.program import COLUMNS, LOGSUMEXP, MAX, SUM, VALUES, Program
 from torch_streamkl.rows.triton.writer import LOG2E, Source, Writer, used_by
 
 LOW = "float('-inf')"
@@ -172,73 +172,29 @@ def columns_kernel(
     w.line("head = head // num_shares")
     w.line(f"members = group{dot} // num_shares")
     w.line(f"db{dot} = tl.zeros([BLOCK_N, DIM{dot}], tl.float32)")
-    of_rows = all(program.captures[i].kind == ROW for i in w.leaves("capture"))
-    if w.leaves("map") and of_rows and not is_exact:  # float32 operands would spill 6 KB
-        _members_of_rows(w, dot, node)
-    else:
-        _rows_of_members(w, dot, node)
-    w.depth = 1
-    w.take(f"db{dot}_share")
-    _store(w, f"db{dot}", dot, "n", "num_keys", f" + share * db{dot}_share", "ADD")
-    return w.source("row_program_columns", "ADD")
-
-
-def _rows_of_members(w: Writer, dot: int, node: int) -> None:
-    """Rows within heads: what a head has of the keys is loaded once."""
     # without the option address arithmetic is hoisted out of this loop until registers spill
     w.line("for member in tl.range(0, members, num_stages=1, disable_licm=True):")
     w.depth = 2
-    _member(w, dot)
+    w.line(f"h = head * group{dot} + share * members + member")
     w.bind("batch", "h")
     w.load_columns(is_checked=True)
-    for is_masked in _tiles_of_rows(w):
+    w.bounds("rows_of_keys", "start")
+    keys = program.keys
+    for low, high, is_masked in w.loops(keys.left is not None or keys.right is not None):
+        w.line(f"for i in tl.range({low}, {high}, BLOCK_M):")
+        w.depth = 3
+        w.line("m = i + tl.arange(0, BLOCK_M)")
         w.load_rows(is_masked)
         if is_masked:
             w.keep()
         w.elements(is_masked)
-        _add_to_columns(w, dot, node, is_masked)
-
-
-def _members_of_rows(w: Writer, dot: int, node: int) -> None:
-    """Heads within rows: they share maps, each as many bytes as a head's rows, and the keys."""
-    w.line(f"h = head * group{dot} + share * members")
-    w.bind("batch", "h")
-    w.load_columns(is_checked=True)
-    for is_masked in _tiles_of_rows(w):
-        w.line("m64 = m.to(tl.int64)[:, None]")
-        w.line("in_rows = m[:, None] < num_rows")
-        if is_masked:
-            w.keep()
-        w.load_maps(is_masked)
-        w.line("for member in tl.range(0, members):")
-        w.depth += 1
-        _member(w, dot)
-        w.bind("batch", "h", has_keys=True)
-        w.load_rows(is_masked)
-        w.elements(is_masked, has_maps=True)
-        _add_to_columns(w, dot, node, is_masked)
-        w.depth -= 1
-
-
-def _member(w: Writer, dot: int) -> None:
-    w.line(f"h = head * group{dot} + share * members + member")
-
-
-def _tiles_of_rows(w: Writer) -> Iterator[bool]:
-    """Inside of each loop over the rows of a block of keys; whether it looks at masks."""
-    w.bounds("rows_of_keys", "start")
-    keys = w.program.keys
-    for low, high, is_masked in w.loops(keys.left is not None or keys.right is not None):
-        w.line(f"for i in tl.range({low}, {high}, BLOCK_M):")
-        w.depth += 1
-        w.line("m = i + tl.arange(0, BLOCK_M)")
-        yield is_masked
-        w.depth -= 1
-
-
-def _add_to_columns(w: Writer, dot: int, node: int, is_masked: bool) -> None:
-    w.line(f"x = {w.kept(node, '0.0', is_masked)}.to(a{dot}_x.dtype)")
-    w.line(f"db{dot} = tl.dot(tl.trans(x), a{dot}_x, db{dot}, input_precision=PRECISION)")
+        w.line(f"x = {w.kept(node, '0.0', is_masked)}.to(a{dot}_x.dtype)")
+        w.line(f"db{dot} = tl.dot(tl.trans(x), a{dot}_x, db{dot}, input_precision=PRECISION)")
+        w.depth = 2
+    w.depth = 1
+    w.take(f"db{dot}_share")
+    _store(w, f"db{dot}", dot, "n", "num_keys", f" + share * db{dot}_share", "ADD")
+    return w.source("row_program_columns", "ADD")
 
 
 def maps_kernel(

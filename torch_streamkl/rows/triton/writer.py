@@ -243,19 +243,17 @@ class Writer:
 
     # ------------------------------------------------------------------ loads
 
-    def bind(self, batch: str, head: str, has_keys: bool = False) -> None:
-        """Where the tensors of a head begin; without what is there already of its keys."""
-        sides = "a" if has_keys else "ab"
+    def bind(self, batch: str, head: str) -> None:
+        """Where the tensors of a head begin."""
         for i in self.leaves("dot"):
-            self.take(*(f"{x}{i}{s}" for x in sides for s in ("", "_b", "_h", "_m", "_d")))
+            self.take(*(f"{x}{i}{s}" for x in "ab" for s in ("", "_b", "_h", "_m", "_d")))
             self.take(f"group{i}")
-            for x in sides:
-                of = head if x == "a" else f"({head} // group{i})"
+            for x, of in (("a", head), ("b", f"({head} // group{i})")):
                 self.line(f"{x}{i}_p = {x}{i} + {batch} * {x}{i}_b + {of} * {x}{i}_h")
         for i in self.leaves("capture"):
             self.take(f"c{i}", *(f"c{i}_{s}" for s in "bhmn"))
             self.line(f"c{i}_p = c{i} + {batch} * c{i}_b + {head} * c{i}_h")
-        for i in () if has_keys else self.leaves("map"):
+        for i in self.leaves("map"):
             self.take(f"map{i}", f"map{i}_b", f"map{i}_m")
             self.line(f"map{i}_p = map{i} + {batch} * map{i}_b")
         for kind, prefix in (("reduction", "r"), ("seed", "g")):
@@ -263,7 +261,7 @@ class Writer:
                 self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
                 self.line(f"{prefix}{i}_at = {batch} * {prefix}{i}_b + {head} * {prefix}{i}_h")
                 self.line(f"{prefix}{i}_p = {prefix}{i} + {prefix}{i}_at")
-        if self.program.keys.has_mask and not has_keys:
+        if self.program.keys.has_mask:
             self.take("mask", *(f"mask_{s}" for s in "bmn"))
             self.line(f"mask_p = mask + {batch} * mask_b")
 
@@ -353,32 +351,22 @@ class Writer:
         for name, value in self.of_keys.items():
             self.line(f"{name} = {value}")
 
-    def load_maps(self, is_checked: bool) -> None:
-        """The maps of one tile."""
-        for index in self.order:
-            if self.nodes[index].op == "map":
-                self._load_map(index, is_checked)
-
-    def _load_map(self, index: int, is_checked: bool) -> None:
-        node = self.nodes[index]
-        i = int(node.value)
-        place, inside = f"map{i}_p + m64 * map{i}_m + n64", _inside(is_checked)
-        cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
-        self.line(f"v{index} = tl.load({place}, mask={inside}, other=0){cast}")
-
-    def elements(self, is_checked: bool, has_maps: bool = False) -> None:
+    def elements(self, is_checked: bool) -> None:
         """Everything of one tile, which may end beyond the last key where that is checked."""
+        inside = "(in_rows & in_keys)" if is_checked else "in_rows"
         for index in self.order:
             node = self.nodes[index]
             if self.shape[index] != OF_BOTH:
                 continue
             i = int(node.value) if self._is_loaded(node.op) else 0
             if node.op == "capture":
-                self._load(index, f"c{i}_p + m64 * c{i}_m + n64 * c{i}_n", _inside(is_checked))
-            elif node.op != "map":
+                self._load(index, f"c{i}_p + m64 * c{i}_m + n64 * c{i}_n", inside)
+            elif node.op == "map":
+                place = f"map{i}_p + m64 * map{i}_m + n64"
+                cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
+                self.line(f"v{index} = tl.load({place}, mask={inside}, other=0){cast}")
+            else:
                 self.line(f"v{index} = {self.expressions[index]}")
-            elif not has_maps:
-                self._load_map(index, is_checked)
 
     def keep(self) -> None:
         """Which keys of a tile take part."""
@@ -452,10 +440,6 @@ def used_by(nodes: Sequence[Node], wanted: Sequence[int]) -> list[int]:
                 needed.add(a)
                 stack.append(a)
     return sorted(needed)
-
-
-def _inside(is_checked: bool) -> str:
-    return "(in_rows & in_keys)" if is_checked else "in_rows"
 
 
 def _power(x: str, exponent: float) -> str:
