@@ -172,7 +172,7 @@ def log_sum_exps(
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
 @gluon.jit(do_not_specialize=["num_blocks", "seqlen_q", "seqlen_k", "window_left", "window_right"])
-def lse_kernel(
+def heads_lse_kernel(
     q, k, stats_ptr, num_blocks, num_heads, group,
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
@@ -308,7 +308,7 @@ def add_heads(
         "seqlen_q", "seqlen_k", "window_left", "window_right",
     ]
 )  # fmt: skip
-def mean_kernel(
+def heads_mean_kernel(
     q, k, mean, small_ptr, first_block, stats_ptr, num_blocks, num_key_blocks, num_rows_kept,
     num_heads, ratio, group, seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,

@@ -49,7 +49,7 @@ class Launcher(portable.Launcher):
         blocks = ceil_div(self.problem.seqlen_q, launch.groups * launch.block_m)
         self.plan.run(
             "hopper lse",
-            head_mean.lse_kernel,
+            head_mean.heads_lse_kernel,
             (blocks * teacher.num_heads * self.plan.num_sequences, 1, 1),
             (
                 *self.operands(launch), self.stats.teacher, blocks, teacher.num_heads,
@@ -69,7 +69,7 @@ class Launcher(portable.Launcher):
         small = self.stats.teacher.new_zeros((stage.num_key_blocks, rows))
         self.plan.run(
             "hopper mean",
-            head_mean.mean_kernel,
+            head_mean.heads_mean_kernel,
             ((stop - first) * stage.num_key_blocks, 1, 1),
             (
                 *self.operands(launch), mean, small, first, self.stats.teacher, stage.num_blocks,
