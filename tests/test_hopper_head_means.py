@@ -81,6 +81,15 @@ def test_same_bits_on_every_run() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.gpu
+@on_hopper
+def test_beside_the_portable_kernels() -> None:
+    # problems of one metadata share a plan, whatever computes them
+    call = build(replace(MEANS, seqlen_q=300, seqlen_k=517)).to(device="cuda")
+    for impl in ("hopper", "triton", "hopper", "triton"):
+        check(call.value_and_gradients(impl), budget(build(call.spec)))
+
+
 def of_indexer(teacher_dim: int, seqlen: int = 4096, **options: Any) -> AttentionProblem:
     shapes = ((1, 128), (1, 128), (128, teacher_dim), (128, teacher_dim))
     tensors = [
