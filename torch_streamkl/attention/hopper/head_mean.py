@@ -1,10 +1,10 @@
 """A head-averaged teacher on Hopper: log-sum-exps of its heads, and the mean in memory.
 
-What triton/head_mean.py computes, for all that reads it. One warp loads by TMA, two or three warp
-groups of 64 rows multiply: chunks of 64 columns, so that a head_dim of 192 is three of them and
-not 256 columns. A program of the mean loads the queries and keys of every head for one tile, more
-than the L2 cache delivers to small tiles: here a tile is 128 x 128, and loads go on under its
-arithmetic.
+What triton/head_mean.py computes, for all that reads it. One warp loads by TMA, three warp groups
+of 64 rows (of the mean two) multiply: chunks of 64 columns, so that a head_dim of 192 is three of
+them and not 256 columns. A program of the mean loads the queries and keys of every head for one
+tile, more than the L2 cache delivers to small tiles: here a tile is 128 x 128, and loads go on
+under its arithmetic.
 
 NOTE [Small means]
 The portable kernel keeps a sum of probabilities relative to the largest of them: two exponentials
@@ -212,37 +212,23 @@ def heads_lse_kernel(
         mbarrier.init(tiles.empty.index(slot), count=GROUPS)
     lse_ptr = stats_ptr + bh.to(gl.int64) * seqlen_q
     REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
-    if GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (log_sum_exps, (
-                    tiles, block, lse_ptr, scale, gl.constexpr(0), CHUNKS, SLOTS, CONFIG,
-                )),
-                (load_keys, (q, k, tiles, block, GROUPS, CHUNKS, SLOTS, CONFIG)),
-                (log_sum_exps, (
-                    tiles, block, lse_ptr, scale, gl.constexpr(1), CHUNKS, SLOTS, CONFIG,
-                )),
-                (log_sum_exps, (
-                    tiles, block, lse_ptr, scale, gl.constexpr(2), CHUNKS, SLOTS, CONFIG,
-                )),
-            ],
-            [1, NUM_WARPS, NUM_WARPS],
-            [LOADER_REGISTERS, REGISTERS, REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (log_sum_exps, (
-                    tiles, block, lse_ptr, scale, gl.constexpr(0), CHUNKS, SLOTS, CONFIG,
-                )),
-                (load_keys, (q, k, tiles, block, GROUPS, CHUNKS, SLOTS, CONFIG)),
-                (log_sum_exps, (
-                    tiles, block, lse_ptr, scale, gl.constexpr(1), CHUNKS, SLOTS, CONFIG,
-                )),
-            ],
-            [1, NUM_WARPS],
-            [LOADER_REGISTERS, REGISTERS],
-        )  # fmt: skip
+    gl.static_assert(GROUPS == 3)
+    gl.warp_specialize(
+        [
+            (log_sum_exps, (
+                tiles, block, lse_ptr, scale, gl.constexpr(0), CHUNKS, SLOTS, CONFIG,
+            )),
+            (load_keys, (q, k, tiles, block, GROUPS, CHUNKS, SLOTS, CONFIG)),
+            (log_sum_exps, (
+                tiles, block, lse_ptr, scale, gl.constexpr(1), CHUNKS, SLOTS, CONFIG,
+            )),
+            (log_sum_exps, (
+                tiles, block, lse_ptr, scale, gl.constexpr(2), CHUNKS, SLOTS, CONFIG,
+            )),
+        ],
+        [1, NUM_WARPS, NUM_WARPS],
+        [LOADER_REGISTERS, REGISTERS, REGISTERS],
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- the mean
@@ -354,43 +340,21 @@ def heads_mean_kernel(
     mean_ptr = mean.ptr + (kept * ROWS).to(gl.int64) * mean.stride
     small_ptr += tile * num_rows_kept + kept * ROWS
     REGISTERS: gl.constexpr = GROUP_REGISTERS // GROUPS
-    if GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (add_heads, (
-                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
-                    scale, gl.constexpr(0), GROUPS, CHUNKS, SLOTS, CONFIG,
-                )),
-                (load_heads, (
-                    q, k, tiles, b, head, m0, n0, ratio, group, GROUPS, CHUNKS, SLOTS, CONFIG,
-                )),
-                (add_heads, (
-                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
-                    scale, gl.constexpr(1), GROUPS, CHUNKS, SLOTS, CONFIG,
-                )),
-                (add_heads, (
-                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
-                    scale, gl.constexpr(2), GROUPS, CHUNKS, SLOTS, CONFIG,
-                )),
-            ],
-            [1, NUM_WARPS, NUM_WARPS],
-            [LOADER_REGISTERS, REGISTERS, REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (add_heads, (
-                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
-                    scale, gl.constexpr(0), GROUPS, CHUNKS, SLOTS, CONFIG,
-                )),
-                (load_heads, (
-                    q, k, tiles, b, head, m0, n0, ratio, group, GROUPS, CHUNKS, SLOTS, CONFIG,
-                )),
-                (add_heads, (
-                    tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
-                    scale, gl.constexpr(1), GROUPS, CHUNKS, SLOTS, CONFIG,
-                )),
-            ],
-            [1, NUM_WARPS],
-            [LOADER_REGISTERS, REGISTERS],
-        )  # fmt: skip
+    gl.static_assert(GROUPS == 2)
+    gl.warp_specialize(
+        [
+            (add_heads, (
+                tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
+                scale, gl.constexpr(0), GROUPS, CHUNKS, SLOTS, CONFIG,
+            )),
+            (load_heads, (
+                q, k, tiles, b, head, m0, n0, ratio, group, GROUPS, CHUNKS, SLOTS, CONFIG,
+            )),
+            (add_heads, (
+                tiles, mean_ptr, mean.stride, small_ptr, lse_ptr, m0, n0, seqlen_q, ratio,
+                scale, gl.constexpr(1), GROUPS, CHUNKS, SLOTS, CONFIG,
+            )),
+        ],
+        [1, NUM_WARPS],
+        [LOADER_REGISTERS, REGISTERS],
+    )  # fmt: skip
