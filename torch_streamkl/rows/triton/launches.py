@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import Parameter
 
 from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
@@ -394,40 +393,5 @@ def start(
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
     }
-    values = [every[name] for name in source.arguments]
-    kernel, options = compiled(source), {**launch.options(), "enable_fp_fusion": True}
-    key = _specialisation(source, launch, values)
-    found = _COMPILED.get(key)
-    if found is not None:
-        found[(programs, 1, 1)](*values)
-        return
-    given = dict(zip(source.arguments, values, strict=True))
-    found = kernel[(programs,)](**given, **options)  # None from the interpreter
-    if key is not None and found is not None:
-        if len(_COMPILED) >= MOST_COMPILED:
-            _COMPILED.clear()
-        _COMPILED[key] = found
-
-
-# Triton's look-up of a compiled kernel takes longer than its launch, and a step has dozens.
-_COMPILED: dict[Any, Any] = {}
-MOST_COMPILED = 4096
-
-
-def _specialisation(source: Source, launch: TritonLaunch, values: Sequence[Any]) -> Any:
-    """What of a launch decides which kernel Triton compiles; None where a tensor is no real one.
-
-    That of an integer is whether it is 1, whether it is a multiple of 16 and how many bits it
-    takes, that of a tensor its dtype and whether its address is a multiple of 16.
-    """
-    found: list[Any] = [source, launch]
-    for x in values:
-        if isinstance(x, Tensor):
-            if x.device.type != "cuda" or (type(x) is not Tensor and type(x) is not Parameter):
-                return None
-            found.append((x.dtype, x.data_ptr() % 16 == 0))
-        elif type(x) is int:
-            found.append((x == 1, x % 16 == 0, -(2**31) <= x < 2**31))
-        else:
-            found.append(x)
-    return (torch.cuda.current_device(), *found)  # Triton launches on it
+    given = {name: every[name] for name in source.arguments}
+    compiled(source)[(programs,)](**given, **launch.options(), enable_fp_fusion=True)
