@@ -160,7 +160,7 @@ def looks_like(target: str) -> Iterator[None]:
 @contextlib.contextmanager
 def record_launches(target: str) -> Iterator[list[Launch]]:
     """Inside, launches are recorded and tensors fake, on a device that looks like the target."""
-    from torch_streamkl.attention.hopper import launches as hopper
+    from torch_streamkl.attention.hopper import descriptors
 
     launches: list[Launch] = []
 
@@ -173,7 +173,7 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
 
     with (
         looks_like(target),
-        mock.patch.object(hopper, "TensorDescriptor", Descriptor),
+        mock.patch.object(descriptors, "TensorDescriptor", Descriptor),
         mock.patch.object(JITFunction, "run", run),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):

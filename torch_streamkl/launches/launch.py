@@ -166,6 +166,8 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         return "needs Triton with Gluon for Hopper"
     if str(q.dtype) not in ("torch.float16", "torch.bfloat16"):
         return f"takes float16 and bfloat16, got {q.dtype}"
+    if problem.head_mean:
+        return _head_mean_limit(problem)
     dims = (student.head_dim, teacher.head_dim)
     if not set(dims) <= set(HOPPER_HEAD_DIMS):
         return f"takes a head_dim of {HOPPER_HEAD_DIMS} on each side, got {dims}"
@@ -199,21 +201,43 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
         student.alibi_slopes, teacher.alibi_slopes,
         student.sink, teacher.sink,
     )  # fmt: skip
-    if (
-        any(x is not None for x in other)
-        or student.softcap
-        or teacher.softcap
-        or problem.head_mean
-    ):
+    if any(x is not None for x in other) or student.softcap or teacher.softcap:
         return "takes no alibi, sink, softcap, known lse"
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return "takes at least one query and one key"
-    for x in (student.q, student.k, teacher.q, teacher.k):
+    return _layout_limit(student.q, student.k, teacher.q, teacher.k)
+
+
+def _layout_limit(*tensors: torch.Tensor) -> str | None:
+    """Why TMA cannot load one of the tensors, or None."""
+    for x in tensors:
         *outer, (_, last) = zip(x.shape, x.stride(), strict=True)
         is_odd = any(size > 1 and (n <= 0 or n % 8) for size, n in outer)
         if last != 1 or is_odd or not _aligned_to_16(x):
             return f"takes tensors aligned to 16 bytes in every row, got strides {x.stride()}"
     return None
+
+
+def _head_mean_limit(problem: AttentionProblem) -> str | None:
+    """Why a head-averaged teacher's own kernels (attention/hopper/head_mean.py) do not run.
+
+    The student is the portable kernels', which read the mean.
+    """
+    teacher = problem.teacher
+    if teacher.head_dim not in HOPPER_HEAD_DIMS or problem.student.head_dim > MAX_TRITON_HEAD_DIM:
+        dims = (problem.student.head_dim, teacher.head_dim)
+        return f"takes a head-averaged teacher of head_dim {HOPPER_HEAD_DIMS}, got {dims}"
+    others = (teacher.bias, teacher.alibi_slopes, teacher.sink, problem.mask)
+    if any(x is not None for x in others) or teacher.softcap or problem.is_packed:
+        return (
+            "takes a head-averaged teacher without bias, alibi, sink, softcap, "
+            "mask tensor, packed sequences"
+        )
+    if problem.has_masked_keys and problem.mask_value != -math.inf:
+        return f"takes masks that remove keys, got mask_value {problem.mask_value}"
+    if problem.seqlen_q == 0 or problem.seqlen_k == 0:
+        return "takes at least one query and one key"
+    return _layout_limit(teacher.q, teacher.k)
 
 
 def _mask_limit(problem: AttentionProblem) -> str | None:
@@ -266,6 +290,9 @@ def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
     """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
     if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False  # without asking for sizes that only the data decides
+    if problem.head_mean:
+        ratio = problem.teacher.num_heads // max(1, problem.num_heads)
+        return ratio * _flop(problem) >= HOPPER_LEAST_FLOP
     problem = heads_as_rows(problem) or problem
     measured = measured_launch(problem, "forward")
     if measured is None:
@@ -404,6 +431,9 @@ HOPPER_LAUNCHES = {
 }
 # of a head_dim above 128: shared memory has room for three tiles of one side beside the queries
 HOPPER_WIDE = HopperLaunch(64, 64, 2, 3)
+# of a head-averaged teacher: its log-sum-exps, and tiles of the mean (whose loads are chunks)
+HOPPER_HEAD_LSE = HopperLaunch(64, 128, 3, 3)
+HOPPER_HEAD_MEAN = HopperLaunch(64, 128, 2, 6)
 # Rows of so many keys are short blocks (bench/notes/hopper_kernels.md).
 TURNS_MOST_KEYS = 512
 # Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
@@ -498,6 +528,7 @@ def adds_queries(problem: AttentionProblem) -> bool:
     """Whether dQ may be summed in any order, and is faster so."""
     return (
         not problem.deterministic
+        and not problem.head_mean
         and problem.mask is None
         and problem.window_left is None  # gradients by tiles are as fast there
         and not torch.are_deterministic_algorithms_enabled()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.few_queries import heads_as_rows
-from torch_streamkl.attention.hopper import atomic, packed
+from torch_streamkl.attention.hopper import atomic, head_mean_launches, packed
 from torch_streamkl.attention.hopper import backward as bwd
 from torch_streamkl.attention.hopper import forward as fwd
 from torch_streamkl.attention.hopper import masks as hopper_masks
@@ -21,6 +18,7 @@ from torch_streamkl.attention.hopper import turns_backward as turns_bwd
 from torch_streamkl.attention.hopper import turns_forward as turns_fwd
 from torch_streamkl.attention.hopper import wide_forward as wide_fwd
 from torch_streamkl.attention.hopper.biases import Bias
+from torch_streamkl.attention.hopper.descriptors import descriptor, padded
 from torch_streamkl.attention.hopper.masks import PreparedMask
 from torch_streamkl.attention.hopper.parts import unite_rows_kernel
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
@@ -55,7 +53,6 @@ from torch_streamkl.launches.launch import (
 UNITED_ROWS = 128  # of a program
 LOOKED_AT = 4  # blocks of a program of the kernel that repeats some
 LEAST_LOOKED_AT = 8  # where each multiprocessor has so many of them
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,8 @@ class Blocks:
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
+    if problem.head_mean:
+        return head_mean_launches.forward(problem)
     rows = heads_as_rows(problem)
     if rows is not None:
         value, stats = forward(rows)
@@ -257,6 +256,8 @@ def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients, each summed in a fixed order unless the problem allows another."""
+    if problem.head_mean:
+        return head_mean_launches.backward(problem, stats, grad, wanted)
     grad = grad.to(torch.float32).contiguous()
     row_problem = heads_as_rows(problem)
     if row_problem is not None:
@@ -476,44 +477,6 @@ def _task(
 def _ends_with_tile(problem: AttentionProblem, rows: bool, tile: int) -> bool:
     """Whether the last inner tile of a gradient is a whole one."""
     return not problem.is_packed and (problem.seqlen_k if rows else problem.seqlen_q) % tile == 0
-
-
-def padded(head_dim: int) -> int:
-    """Columns of a tile: a power of two."""
-    return 1 << (head_dim - 1).bit_length()
-
-
-def descriptor(plan: Plan, x: Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
-    """Tiles [1, 1, rows, columns] of [batch, heads, seqlen, head_dim]; 0 past its end.
-
-    Without a number, columns are those of the head_dim, padded.
-
-    Making one checks all of it, which takes longer than a small kernel: a plan keeps one for each
-    shape and strides, without a tensor, and copies it.
-    """
-    columns = columns or padded(x.shape[3])
-    key = ("descriptor", x.shape, x.stride(), rows, columns)
-    kept = plan.kept(key, lambda: _without_base(_new_descriptor(x, rows, columns)))
-    found: TensorDescriptor = object.__new__(type(kept))
-    vars(found).update(vars(kept), base=x)  # copy.copy takes three times as long
-    return found
-
-
-def _new_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), _strides(x.shape, x.stride()), block, layout)
-
-
-def _without_base(descriptor: TensorDescriptor) -> TensorDescriptor:
-    object.__setattr__(descriptor, "base", None)  # so that the plan keeps no tensor alive
-    return descriptor
-
-
-def _strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    # the stride of a dimension of size 1 means nothing, but must be a multiple of 16 bytes
-    outer = zip(shape[:3], strides[:3], strict=True)
-    return [*(shape[3] if size == 1 else stride for size, stride in outer), 1]
 
 
 def _bias(side: Side) -> Bias:

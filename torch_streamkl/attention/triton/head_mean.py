@@ -27,6 +27,8 @@ from torch_streamkl.kernels.scores import (
     teacher_tile,
 )
 
+SMALLEST_MEAN = tl.constexpr(2.0**-90)  # of a sum of probabilities: NOTE [Small means]
+
 
 @triton.jit
 def bind(side, masks, seq, b, head, inv_temperature, STUDENT: tl.constexpr, CONFIG: tl.constexpr):
@@ -155,15 +157,23 @@ def log_of_mean(top, mass, ratio):
     return tl.where(none, -float("inf"), top + tl.math.log2(tl.where(none, 1.0, mass) / ratio))
 
 
-@triton.jit(do_not_specialize=["first_block"])
+@triton.jit(do_not_specialize=["first_block", "rows_in_memory"])
 def mean_kernel(
     teacher, masks, mean, first_block, t_stats_ptr, num_blocks, num_key_blocks, num_heads, ratio,
-    inv_temperature,
+    inv_temperature, small_ptr, rows_in_memory,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the mean over the teachers of a student head, one tile; -inf where not allowed."""
+    """log2 of the mean over the teachers of a student head, one tile; -inf where not allowed.
+
+    With small_ptr of tiles with a small sum only: NOTE [Small means] in hopper/head_mean.py.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    if small_ptr is not None:
+        row = (tl.program_id(0) // num_key_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+        small = tl.load(small_ptr + (tl.program_id(0) % num_key_blocks) * rows_in_memory + row)
+        if tl.sum((small < SMALLEST_MEAN).to(tl.int32), 0) == 0:
+            return
     block = first_block + tl.program_id(0) // num_key_blocks
     n0 = (tl.program_id(0) % num_key_blocks) * BLOCK_N
     bh = block // num_blocks

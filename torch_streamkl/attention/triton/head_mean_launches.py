@@ -42,7 +42,7 @@ class Launcher:
         self.student, self.teacher, self.masks = self.plan.arguments(problem)
         self.tensors = (*tensors_of(problem), stats.student, stats.teacher)
         self.stage: Stage = self.plan.stage(problem, "forward")  # of what reads the mean
-        self.mean_stage: Stage = self.plan.stage(problem, "mean")
+        self.mean_stage: Stage = self.stage_of_mean()
         mean = self.mean_stage.launch
         # blocks of what reads the mean to one of the mean's, and in a sequence (some without rows)
         self.finer = mean.block_m // self.stage.launch.block_m
@@ -58,9 +58,15 @@ class Launcher:
         problem, stats = self.problem, self.stats
         self._log_sum_exps(self.student, stats.student, 1, student=True)
         if problem.teacher_lse is None:
-            self._log_sum_exps(self.teacher, stats.teacher, self.ratio, student=False)
+            self.teacher_log_sum_exps()
         else:
             torch.mul(problem.teacher_lse, LOG2E, out=stats.teacher_lse)
+
+    def teacher_log_sum_exps(self) -> None:
+        self._log_sum_exps(self.teacher, self.stats.teacher, self.ratio, student=False)
+
+    def stage_of_mean(self) -> Stage:
+        return self.plan.stage(self.problem, "mean")
 
     def _log_sum_exps(self, side: Any, out: Tensor, ratio: int, student: bool) -> None:
         stage = self.plan.stage(self.problem, "lse")
@@ -84,20 +90,31 @@ class Launcher:
         mean = Mean(self.stats.student.new_empty((rows, self.keys)), self.keys)
         for first in range(0, total, self.mean_blocks):
             stop = min(first + self.mean_blocks, total)
-            self.plan.run(
-                "mean",
-                head_mean.mean_kernel,
-                ((stop - first) * stage.num_key_blocks, 1, 1),
-                (
-                    self.teacher, self.masks, mean, first, self.stats.teacher, stage.num_blocks,
-                    stage.num_key_blocks, self.problem.num_heads, self.ratio,
-                    self.plan.inv_temperature,
-                ),
-                (stage.config,),
-                stage.options,
-                self.tensors,
-            )  # fmt: skip
+            self.write_mean(mean, first, stop)
             yield Chunk(mean, first * self.finer, stop * self.finer)
+
+    def write_mean(self, mean: Mean, first: int, stop: int) -> None:
+        """Of the blocks of the mean from first to stop."""
+        self.run_mean(mean, first, stop - first, self.mean_stage.num_blocks)
+
+    def run_mean(
+        self, mean: Mean, first: int, blocks: int, num_blocks: int, small: Tensor | None = None
+    ) -> None:
+        """Of blocks of the portable kernel, num_blocks in a sequence; all, or those of `small`."""
+        stage = self.plan.stage(self.problem, "mean")
+        self.plan.run(
+            "mean" if small is None else "some means",  # compiled apart
+            head_mean.mean_kernel,
+            (blocks * stage.num_key_blocks, 1, 1),
+            (
+                self.teacher, self.masks, mean, first, self.stats.teacher, num_blocks,
+                stage.num_key_blocks, self.problem.num_heads, self.ratio,
+                self.plan.inv_temperature, small, 0 if small is None else small.shape[1],
+            ),
+            (stage.config,),
+            stage.options,
+            self.tensors,
+        )  # fmt: skip
 
     def sums(self, chunk: Chunk, value: Tensor, student_sum: Tensor, splits: int) -> None:
         """Write values and H of a chunk, those of each share of the keys after the others."""
@@ -194,10 +211,12 @@ class Launcher:
         return ceil_div(self.stage.num_key_blocks, splits) * self.stage.launch.block_n
 
 
-def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+def forward(
+    problem: AttentionProblem, kernels: type[Launcher] = Launcher
+) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
     value, stats = RowStatistics.allocate(problem)
-    launcher = Launcher(problem, stats)
+    launcher = kernels(problem, stats)
     launcher.log_sum_exps()
     splits = head_mean_splits(problem, launcher.blocks, launcher.stage.num_key_blocks)
     sums = (value, stats.student_sum)
@@ -219,11 +238,15 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 
 
 def backward(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+    problem: AttentionProblem,
+    stats: RowStatistics,
+    grad: Tensor,
+    wanted: Wanted,
+    kernels: type[Launcher] = Launcher,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients, each summed in a fixed order."""
     grad = grad.to(torch.float32).contiguous()
-    launcher = Launcher(problem, stats)
+    launcher = kernels(problem, stats)
     group = stats.teacher_sum
     makes_group_sums = wanted.teacher and problem.teacher.sink is None
     if makes_group_sums:

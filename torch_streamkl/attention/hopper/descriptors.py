@@ -1,0 +1,52 @@
+"""Tensors as the Hopper kernels load them: tiles by TMA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from torch_streamkl.attention.triton.plans import Plan
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: a power of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def descriptor(plan: Plan, x: Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
+    """Tiles [1, 1, rows, columns] of [batch, heads, seqlen, head_dim]; 0 past its end.
+
+    Without a number, columns are those of the head_dim, padded.
+
+    Making one checks all of it, which takes longer than a small kernel: a plan keeps one for each
+    shape and strides, without a tensor, and copies it.
+    """
+    columns = columns or padded(x.shape[3])
+    key = ("descriptor", x.shape, x.stride(), rows, columns)
+    kept = plan.kept(key, lambda: _without_base(_new_descriptor(x, rows, columns)))
+    found: TensorDescriptor = object.__new__(type(kept))
+    vars(found).update(vars(kept), base=x)  # copy.copy takes three times as long
+    return found
+
+
+def _new_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    block = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), _strides(x.shape, x.stride()), block, layout)
+
+
+def _without_base(descriptor: TensorDescriptor) -> TensorDescriptor:
+    object.__setattr__(descriptor, "base", None)  # so that the plan keeps no tensor alive
+    return descriptor
+
+
+def _strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    # the stride of a dimension of size 1 means nothing, but must be a multiple of 16 bytes
+    outer = zip(shape[:3], strides[:3], strict=True)
+    return [*(shape[3] if size == 1 else stride for size, stride in outer), 1]
