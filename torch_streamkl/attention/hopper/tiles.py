@@ -36,13 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from torch_streamkl.attention.hopper.masks import load_words, where_admitted
 from torch_streamkl.attention.hopper.warp_groups import (
+    LANES,
     before_wait,
     before_wait_pair,
+    by_lane,
     exp2,
     lane_lowest,
     lane_sum,
     phase_of,
     slot_of,
+    start_pair,
     start_scores,
 )
 from torch_streamkl.attention.hopper.work import sees_keys
@@ -52,6 +55,7 @@ from torch_streamkl.kernels.scores import in_window
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
+PAIR = gl.constexpr(128)  # keys of a pair of tiles
 FAR = gl.constexpr(-1.0e30)  # what a key that a row does not see has for a score
 
 
@@ -201,9 +205,7 @@ def step(
         low_w = before_wait(lane_lowest(low_w, w))
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
-    mom = sums.moment
-    if C_WEIGHT != 0.0 or C_OTHER != 0.0:
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
     mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[following])
     return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
@@ -261,9 +263,7 @@ def masked_step(
         low_w = before_wait(lane_lowest(low_w, gl.where(w == FAR, 0.0, w)))
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
-    mom = sums.moment
-    if C_WEIGHT != 0.0 or C_OTHER != 0.0:
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
     mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[following])
     return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
@@ -357,6 +357,147 @@ def reduce_tiles(
         release(tiles, place.used + end // 2, SLOTS)
     state = with_sums(sums, place.rows, WEIGHT_IS_TEACHER)
     return without_doubtful(state, sees_keys(block, place.rows, CONFIG))
+
+
+@gluon.jit
+def keys_of_pair(block, t, zero):
+    """The keys of pair t, along the columns of an accumulator."""
+    column = gl.arange(0, PAIR, layout=gl.SliceLayout(0, zero.type.layout))
+    return gl.expand_dims((block.stop_pair - 1 - t) * PAIR + column, 0)
+
+
+@gluon.jit
+def seen_columns(t, place, none, CONFIG: gl.constexpr):
+    """First and last of the columns of pair t that a row sees, less those of a thread's lane.
+
+    They are compared with constants: keys of columns would take a register each.
+    """
+    layout: gl.constexpr = none.type.layout
+    block = place.block
+    rows = gl.expand_dims(gl.convert_layout(place.rows, gl.SliceLayout(1, layout)), 1)
+    lanes = gl.expand_dims(gl.arange(0, LANES, layout=gl.SliceLayout(0, layout)), 0)
+    before = (block.stop_pair - 1 - t) * PAIR + 2 * lanes
+    first = rows * 0
+    last = rows * 0 + block.seq.num_valid - 1
+    if CONFIG.HAS_LEFT:
+        first = rows - block.window.window_left
+    if CONFIG.HAS_RIGHT:
+        last = gl.minimum(last, rows + block.window.window_right)
+    return first - before, last - before
+
+
+@gluon.jit
+def where_seen(columns, x, other, CONFIG: gl.constexpr):
+    """Products x of a pair where rows see keys, elsewhere a number."""
+    first, last = columns
+    y = by_lane(x)
+    COUNT: gl.constexpr = y.shape[2]
+    number = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(1, y.type.layout)))
+    column = number // 2 * 8 + number % 2
+    column = gl.expand_dims(gl.expand_dims(column, 0), 1)
+    slice_layout: gl.constexpr = gl.SliceLayout(2, y.type.layout)
+    seen = column <= gl.expand_dims(gl.convert_layout(last, slice_layout), 2)
+    if CONFIG.HAS_LEFT:
+        seen &= column >= gl.expand_dims(gl.convert_layout(first, slice_layout), 2)
+    y = gl.where(seen, y, other)
+    y = gl.permute(gl.reshape(y, [64, LANES, COUNT // 2, 2]), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(y, [64, LANES * COUNT]), x.type.layout)
+
+
+@gluon.jit
+def products_of(i, tiles, place, zero, SLOTS: gl.constexpr):
+    """The products of pair i of both sides."""
+    wait_for(tiles, i, True, SLOTS)
+    o = start_pair(place.oq, tiles.other_k, i, zero, SLOTS)
+    w = start_pair(place.wq, tiles.weight_k, i, zero, SLOTS)
+    return warpgroup_mma_wait(0, deps=[o, w])
+
+
+@gluon.jit
+def with_masses(sums, other, weight):
+    """The sums with others of 2^x."""
+    return Sums(
+        other, weight, sums.moment, sums.low_o, sums.low_w, sums.base_o, sums.base_w
+    )  # fmt: skip
+
+
+@gluon.jit
+def masked_mass(
+    mass, q, keys, scale, base, t, place, zero, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """The sum of 2^x of one side with pair t of the block."""
+    x = start_pair(q, keys, place.used + t, zero, SLOTS)
+    x = warpgroup_mma_wait(0, deps=[x])
+    columns = seen_columns(t, place, mass, CONFIG)
+    x = where_seen(columns, x * scale - gl.expand_dims(base, 1), FAR, CONFIG)
+    return before_wait(mass + lane_sum(exp2(x)))
+
+
+@gluon.jit
+def masked_masses(sums, t, tiles, place, zero, SLOTS: gl.constexpr, CONFIG: gl.constexpr):
+    """The sums of 2^x with pair t of the block, one side after the other: masks take registers."""
+    wait_for(tiles, place.used + t, True, SLOTS)
+    other = masked_mass(
+        sums.other, place.oq, tiles.other_k, place.other_scale, sums.base_o, t, place, zero,
+        SLOTS, CONFIG,
+    )  # fmt: skip
+    weight = masked_mass(
+        sums.weight, place.wq, tiles.weight_k, place.weight_scale, sums.base_w, t, place, zero,
+        SLOTS, CONFIG,
+    )  # fmt: skip
+    release(tiles, place.used + t, SLOTS)
+    return with_masses(sums, other, weight)
+
+
+@gluon.jit
+def masses_step(o, sums, i, more, tiles, place, zero, SLOTS: gl.constexpr):
+    """The sums of 2^x with pair i, whose products of `other` are o, and those of the next."""
+    w = start_pair(place.wq, tiles.weight_k, i, zero, SLOTS)
+    o = o * place.other_scale - gl.expand_dims(sums.base_o, 1)
+    sum_o = before_wait(sums.other + lane_sum(exp2(o)))
+    w = warpgroup_mma_wait(0, deps=[w])
+    wait_for(tiles, i + 1, more, SLOTS)
+    following = start_pair(place.oq, tiles.other_k, i + 1, zero, SLOTS)
+    # Only now: the arrive and the bar.sync before it are then off the path from a finished
+    # matmul to the next.
+    release(tiles, i, SLOTS)
+    w = w * place.weight_scale - gl.expand_dims(sums.base_w, 1)
+    sum_w = before_wait(sums.weight + lane_sum(exp2(w)))
+    o = warpgroup_mma_wait(0, deps=[following])
+    return o, with_masses(sums, sum_o, sum_w)
+
+
+@gluon.jit
+def sum_masses(sums, tiles, place, start, stop, zero, SLOTS: gl.constexpr):
+    """Sums of 2^x alone over the pairs from start to stop, which need no mask."""
+    if start < stop:
+        wait_for(tiles, start, True, SLOTS)
+        o = start_pair(place.oq, tiles.other_k, start, zero, SLOTS)
+        o = warpgroup_mma_wait(0, deps=[o])
+        for i in range(start, stop):
+            o, sums = masses_step(o, sums, i, i + 1 < stop, tiles, place, zero, SLOTS)
+    return sums
+
+
+@gluon.jit
+def reduce_masses(
+    tiles, place, begin, whole, edge, zero,
+    WEIGHT_IS_TEACHER: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """As reduce_tiles, of the masses alone, by pairs: NOTE [Pairs at once] in warp_groups.py."""
+    used = place.used
+    o, w = products_of(used + begin, tiles, place, zero, SLOTS)
+    keys = keys_of_pair(place.block, begin, zero) < place.block.seq.num_valid
+    sums = start_sums(o, w, keys, place.other_scale, place.weight_scale, zero)
+    start, stop = begin, whole
+    for _ in range(2):  # NOTE [Code]
+        for t in range(start, stop):
+            sums = masked_masses(sums, t, tiles, place, zero, SLOTS, CONFIG)
+        end = gl.where(stop == whole, edge, stop)
+        sums = sum_masses(sums, tiles, place, used + stop, used + end, zero, SLOTS)
+        start, stop = edge, place.end
+    state = with_sums(sums, place.rows, WEIGHT_IS_TEACHER)
+    return without_doubtful(state, sees_keys(place.block, place.rows, CONFIG))
 
 
 @gluon.jit

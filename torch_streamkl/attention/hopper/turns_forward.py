@@ -14,15 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_streamkl.attention.hopper.masks import MaskBlocks
 from torch_streamkl.attention.hopper.parts import finish_rows
-from torch_streamkl.attention.hopper.second_pass import sum_keys
+from torch_streamkl.attention.hopper.second_pass import of_rows, sum_keys
 from torch_streamkl.attention.hopper.tiles import (
     Place,
     Tiles,
     empty,
     pass_by,
     reduce_listed,
+    reduce_masses,
     reduce_tiles,
-    tile_of,
 )
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
@@ -31,6 +31,7 @@ from torch_streamkl.attention.hopper.warp_groups import (
     flat,
     phase_of,
     slot_of,
+    slots_of_pairs,
 )
 from torch_streamkl.attention.hopper.work import (
     Work,
@@ -115,13 +116,14 @@ def load_pair(
     full = tiles.full.index(slot_of(used + i, SLOTS))
     pair = pair_at(block, i, CONFIG)
     mbarrier.wait(tiles.empty.index(slot_of(used + i, SLOTS)), phase_of(used + i, SLOTS) ^ 1)
-    mbarrier.expect(full, 2 * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
-    for half in gl.static_range(2):
-        row = block.seq.start_k + (2 * pair + half) * CONFIG.BLOCK_N
-        other = tile_of(tiles.other_k, used + i, half, SLOTS)
-        weight = tile_of(tiles.weight_k, used + i, half, SLOTS)
-        async_load(other_k, [block.b, other_h, row, 0], full, other)
-        async_load(weight_k, [block.b, weight_h, row, 0], full, weight)
+    ROWS: gl.constexpr = other_k.block_type.shape[2]
+    TILES: gl.constexpr = 2 * CONFIG.BLOCK_N // ROWS
+    mbarrier.expect(full, TILES * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
+    for tile in gl.static_range(TILES):
+        row = block.seq.start_k + 2 * pair * CONFIG.BLOCK_N + tile * ROWS
+        place = slot_of(used + i, SLOTS) * TILES + tile
+        async_load(other_k, [block.b, other_h, row, 0], full, tiles.other_k.index(place))
+        async_load(weight_k, [block.b, weight_h, row, 0], full, tiles.weight_k.index(place))
 
 
 @gluon.jit
@@ -129,17 +131,17 @@ def reduce_rows(
     tiles, work, masks, blocks, outputs, other_scale, weight_scale,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, FORM: gl.constexpr, HELPER: gl.constexpr,
-    CONFIG: gl.constexpr,
+    KNOWN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows of every block."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     SECOND: gl.constexpr = CONFIG.TWO_PASS and not CONFIG.GUARDED
+    COLUMNS: gl.constexpr = 2 * CONFIG.BLOCK_N if SECOND else CONFIG.BLOCK_N
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, COLUMNS, 16]
     )
     row_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=mma)
+    zero = gl.full([BLOCK_M, COLUMNS], 0.0, gl.float32, layout=mma)
     oq = flat(tiles.other_q.index(GROUP))
     wq = flat(tiles.weight_q.index(GROUP))
     used = 0
@@ -155,11 +157,14 @@ def reduce_rows(
                     begin, whole, edge, end = 0, 0, 0, 2 * block.num_pairs
                 else:
                     begin, whole, edge, end = tiles_seen(block, first, CONFIG)
+                before, behind = begin // 2, (end + 1) // 2
+                if SECOND:
+                    begin, whole, edge, end = before, (whole + 1) // 2, (edge + 1) // 2, behind
                 place = Place(oq, wq, block, rows, used, end, other_scale, weight_scale)
                 inside = rows < block.seq.num_rows
                 state = empty(BLOCK_M, row_layout)
                 mbarrier.wait(tiles.q_full.index(GROUP), done & 1)
-                pass_by(tiles, used, used + begin // 2, SLOTS)
+                pass_by(tiles, used, used + before, SLOTS)
                 if CONFIG.HAS_MASK:
                     if end > 0:
                         state = reduce_listed(
@@ -167,29 +172,34 @@ def reduce_rows(
                             WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
                         )  # fmt: skip
                 elif begin < end:
-                    state = reduce_tiles(
-                        tiles, place, begin, whole, edge, zero,
-                        WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
-                    )  # fmt: skip
-                pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
+                    if SECOND:
+                        state = reduce_masses(
+                            tiles, place, begin, whole, edge, zero,
+                            WEIGHT_IS_TEACHER, SLOTS, CONFIG,
+                        )  # fmt: skip
+                    else:
+                        state = reduce_tiles(
+                            tiles, place, begin, whole, edge, zero,
+                            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+                        )  # fmt: skip
+                pass_by(tiles, used + behind, used + block.num_pairs, SLOTS)
                 used += block.num_pairs
                 if SECOND:
                     lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
                     again = state.l_t != state.l_t
                     if begin < end:
                         place = Place(oq, wq, block, rows, used, end, other_scale, weight_scale)
-                        pass_by(tiles, used, used + begin // 2, SLOTS)
+                        pass_by(tiles, used, used + before, SLOTS)
                         lse_o = finite_lse(lse_s if WEIGHT_IS_TEACHER else lse_t)
                         lse_w = finite_lse(lse_t if WEIGHT_IS_TEACHER else lse_s)
                         sums = sum_keys(
                             lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-                            WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
+                            WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
                         )  # fmt: skip
-                        value = gl.convert_layout(gl.sum(sums.value, 1), row_layout)
-                        h_sum = gl.convert_layout(gl.sum(sums.h, 1), row_layout)
-                        g_sum = gl.convert_layout(gl.sum(sums.g, 1), row_layout)
+                        mass = gl.where(lse_t == -float("inf"), 0.0, 1.0)
+                        value, h_sum, g_sum = of_rows(sums, mass, KNOWN)
                     mbarrier.arrive(tiles.q_empty.index(GROUP), count=1)
-                    pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
+                    pass_by(tiles, used + behind, used + block.num_pairs, SLOTS)
                     used += block.num_pairs
                     row = row_offset(block.bh, block.h, block.seq, masks) + rows
                     store_rows(
@@ -223,11 +233,10 @@ def turns_forward_kernel(
     other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr, HELPER: gl.constexpr, CONFIG: gl.constexpr,
+    FORM: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Values and statistics of blocks of rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM
     work = Work(
@@ -246,12 +255,8 @@ def turns_forward_kernel(
         gl.allocate_shared_memory(
             weight_q.dtype, [GROUPS, 1, 1, BLOCK_M, WEIGHT_DIM], weight_q.layout
         ),
-        gl.allocate_shared_memory(
-            other_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, OTHER_DIM], other_k.layout
-        ),
-        gl.allocate_shared_memory(
-            weight_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, WEIGHT_DIM], weight_k.layout
-        ),
+        slots_of_pairs(other_k, OTHER_DIM, SLOTS),
+        slots_of_pairs(weight_k, WEIGHT_DIM, SLOTS),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
@@ -271,7 +276,7 @@ def turns_forward_kernel(
         [
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(0),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks,
@@ -279,15 +284,15 @@ def turns_forward_kernel(
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(1),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(2),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(3),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],
