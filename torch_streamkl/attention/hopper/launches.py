@@ -48,6 +48,7 @@ from torch_streamkl.launches.launch import (
     hopper_launch,
     is_wide,
     key_shares,
+    multiplies_pairs,
     parts_of_last_round,
     plain_clamp,
     row_shares,
@@ -129,12 +130,13 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
         state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
         strides = (state.stride(1), state.stride(0))
     config = plan.kept("config", lambda: config_of(problem, launch))
+    pairs = multiplies_pairs(problem)
     plan.run(
         "hopper",
         fwd.forward_kernel,
         (blocks.num_programs, 1, 1),
         (
-            *_descriptors(plan, launch, other), *_descriptors(plan, launch, weight),
+            *_descriptors(plan, launch, other, pairs), *_descriptors(plan, launch, weight, pairs),
             *outputs, state, *strides, blocks.first_row,
             blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
             *_masks(problem), table, _log2_scale(problem, other), _log2_scale(problem, weight),
@@ -231,9 +233,7 @@ def _helper(problem: AttentionProblem, plan: Plan) -> Any:
     return plan.kept("helper", lambda: helper(problem.functional.text, of_half=True))
 
 
-def _descriptors(
-    plan: Plan, launch: HopperLaunch, side: Side, pairs: bool = False
-) -> tuple[Any, Any]:
+def _descriptors(plan: Plan, launch: HopperLaunch, side: Side, pairs: bool) -> tuple[Any, Any]:
     """Of a warp group's queries, and of a tile of keys or (``pairs``) of two as one."""
     rows = 2 * launch.block_n if pairs else launch.block_n
     return descriptor(plan, side.q, launch.block_m), descriptor(plan, side.k, rows)

@@ -8,10 +8,12 @@ edge: loops are unrolled by two, each half with its own registers. And compilers
 that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
 NOTE [Pairs at once]
-Where a forward has two passes, a pair of tiles that needs no mask is multiplied as one tile of 128
-keys: half the instructions that issue matmuls, half the barriers. The first pass has one matmul in
-flight, as others have. In the second, two times 64 products leave a thread of three warp groups no
-registers for it: while one warp group waits for its products, the others reduce theirs.
+Where a forward has two passes a pair of tiles is multiplied as one tile of 128 keys: half the
+instructions that issue matmuls, half the barriers. The first pass has one matmul in flight, as
+others have. In the second, two times 64 products leave a thread of three warp groups no registers
+for it: while one warp group waits for its products, the others reduce theirs. So it is in causal
+forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait at the
+same time (launch.multiplies_pairs); elsewhere one pass is faster with halves of pairs.
 
 NOTE [Slots]
 Tile i (in the forward: pair of tiles i) is in slot i % SLOTS of shared memory and
@@ -28,6 +30,9 @@ from torch_streamkl.kernels.arguments import Sequence
 
 # Triton 3.6 has it under the second name
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+# before Triton 3.9 it has a line before its name
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 NUM_WARPS = gl.constexpr(4)  # of a warp group
 LANES = gl.constexpr(4)  # that share a row of a wgmma accumulator
@@ -140,6 +145,27 @@ def by_lane(x):
 def lane_sum(x):
     """[M, N] accumulator -> [M, LANES]: each thread sums its columns, no shuffles."""
     return gl.sum(by_lane(x), 2)
+
+
+@gluon.jit
+def add(x, y):
+    """x + y in the layout of x: threads have the same columns of a tile and of a pair."""
+    return x + gl.convert_layout(y, x.type.layout)
+
+
+@gluon.jit
+def column_of(x, products):
+    """[rows] -> a column beside products of a tile or pair."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, products.type.layout)), 1)
+
+
+@gluon.jit
+def zero_of_pair(zero):
+    """From a tile's products of zeros those of a pair."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 2 * zero.shape[1], 16]
+    )
+    return gl.full([zero.shape[0], 2 * zero.shape[1]], 0.0, gl.float32, layout=layout)
 
 
 @gluon.jit
@@ -273,6 +299,43 @@ def flat(tile):
 def start_scores(a, tile, zero):
     """Issue a @ tile^T; `zero` gives the shape."""
     return warpgroup_mma(a, flat(tile).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
+    """Issue q @ the first keys of pair i (half 0), or the last (1).
+
+    Where a slot holds both as one tile, by 64 columns of the queries.
+    """
+    if keys.shape[3] == 64:
+        return start_scores(q, keys.index(2 * slot_of(i, SLOTS) + half), zero)
+    else:
+        CHUNKS: gl.constexpr = keys.shape[4] // 64
+        SHAPE: gl.constexpr = [keys.shape[0] * CHUNKS * 2, 1, 1, 64, 64]
+        if REINTERPRETS:
+            parts = keys.reinterpret(keys.dtype, SHAPE, keys.layout)
+        else:
+            parts = keys._reinterpret(keys.dtype, SHAPE, keys.layout)
+        first = slot_of(i, SLOTS) * (2 * CHUNKS) + half
+        x = start_scores(q.slice(0, 64, 1), parts.index(first), zero)
+        if CHUNKS == 2:
+            x = warpgroup_mma(
+                q.slice(64, 64, 1), flat(parts.index(first + 2)).permute((1, 0)), x,
+                use_acc=True, is_async=True,
+            )  # fmt: skip
+        return x
+
+
+@gluon.jit
+def load_pair(x, at, keys, i, full, SLOTS: gl.constexpr):
+    """Load pair i of tiles of keys, whose first key is `at`: [batch, heads, seqlen]."""
+    b, h, row = at
+    if keys.shape[3] == 64:
+        first = 2 * slot_of(i, SLOTS)
+        async_load(x, [b, h, row, 0], full, keys.index(first))
+        async_load(x, [b, h, row + 64, 0], full, keys.index(first + 1))
+    else:
+        async_load(x, [b, h, row, 0], full, keys.index(slot_of(i, SLOTS)))
 
 
 @gluon.jit
