@@ -18,6 +18,7 @@ from torch_streamkl.attention.hopper import (
     second_pass,
     tiles,
     turns_backward,
+    warp_groups,
 )
 from torch_streamkl.attention.hopper import (
     work as hopper_work,
@@ -257,3 +258,43 @@ def test_every_block_once(programs: int, interleaved: bool) -> None:
                     found.append(place_among(number, num_blocks, num_heads, at_once, interleaved))
         expected = [(block, head) for block in range(num_blocks) for head in range(num_heads)]
         assert sorted(found) == expected
+
+
+def test_what_a_masked_pair_keeps() -> None:
+    """Columns of a pair by lane, compared with bounds, against the window itself."""
+    typed = SimpleNamespace(layout=None)
+    numbers = SimpleNamespace(
+        constexpr=Any, expand_dims=np.expand_dims, permute=np.transpose, reshape=np.reshape,
+        minimum=np.minimum, maximum=np.maximum, where=np.where, SliceLayout=lambda *_: None,
+        arange=lambda start, stop, layout: np.arange(start, stop),
+        convert_layout=lambda x, _layout: x,
+    )  # fmt: skip
+
+    class Array(np.ndarray):
+        type = typed
+
+    by_lane = on_numbers(warp_groups.by_lane, gl=numbers, LANES=4)
+    lanes = {"gl": numbers, "LANES": 4, "PAIR": 128}
+    seen_columns = on_numbers(tiles.seen_columns, **lanes)
+    where_seen = on_numbers(tiles.where_seen, by_lane=by_lane, **lanes)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        left, right = (None if rng.random() < 0.3 else int(rng.integers(0, 200)) for _ in range(2))
+        first_row, stop_pair = int(rng.integers(0, 500)), int(rng.integers(1, 6))
+        t, num_valid = int(rng.integers(0, stop_pair)), int(rng.integers(1, 128 * stop_pair + 1))
+        config = SimpleNamespace(HAS_LEFT=left is not None, HAS_RIGHT=right is not None)
+        window = SimpleNamespace(window_left=left, window_right=right)
+        block = SimpleNamespace(
+            window=window, seq=SimpleNamespace(num_valid=num_valid), stop_pair=stop_pair
+        )
+        place = SimpleNamespace(block=block, rows=first_row + np.arange(64))
+        columns = seen_columns(t, place, np.zeros((64, 4)).view(Array), config)
+        found = where_seen(columns, np.ones((64, 128)).view(Array), 0.0, config)
+        keys = (stop_pair - 1 - t) * 128 + np.arange(128)[None]
+        rows = place.rows[:, None]
+        expected = keys < num_valid
+        if left is not None:
+            expected = expected & (keys >= rows - left)
+        if right is not None:
+            expected = expected & (keys <= rows + right)
+        assert (found == expected).all()
