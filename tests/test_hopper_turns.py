@@ -18,7 +18,6 @@ from torch_streamkl.attention.hopper import (
     second_pass,
     tiles,
     turns_backward,
-    warp_groups,
 )
 from torch_streamkl.attention.hopper import (
     work as hopper_work,
@@ -43,12 +42,11 @@ def waited_for(_outstanding: int, deps: list[Any]) -> Any:
 
 # on numbers: what tensors have in them does not matter here
 ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "warpgroup_mma_wait": waited_for, "keys_of_tile": lambda *_: 0, "keys_of_pair": lambda *_: 0,
-    "seen_columns": lambda *_: None, "where_seen": lambda _, x, *_other: x,
+    "warpgroup_mma_wait": waited_for, "add": lambda x, y: x + y, "column_of": lambda x, _: x,
+    "zero_of_pair": lambda _: 0.0, "keys_of_tile": lambda *_: 0,
     "with_masses": lambda sums, *_: sums,
-    "start_scores": lambda *_: None, "tile_at": lambda *_: None, "tile_of": lambda *_: None,
     "start_sums": lambda *_: tiles.Sums(*[0.0] * 7), "with_terms": lambda sums, *_: sums,
-    **{name: lambda x, *_: x for name in ("exp2", "lane_sum", "before_wait")},
+    **{name: lambda x, *_: x for name in ("exp2", "lane_sum", "before_wait", "masked")},
     **{name: lambda *_: None for name in ("with_sums", "without_doubtful", "sees_keys")},
 }  # fmt: skip
 
@@ -62,26 +60,26 @@ class WarpGroup:
         self.tiles: list[tuple[int, bool]] = []  # and whether they are masked
         self._used = 0
         known: dict[str, Callable[..., Any]] = {
-            "wait_for": self.wait_for, "release": self.release, "start_pair": self.start_pair,
-            "step": self.step, "masked_step": self.masked_step,
+            "wait_for": self.wait_for, "release": self.release, "start_at": lambda *_: 0.0,
+            "start_pair": self.start_pair, "step": self.step, "masked_step": self.masked_step,
             **ARITHMETIC,
         }  # fmt: skip
-        read = {**known, "start_pair": lambda _q, _keys, pair, *_: self.has(pair)}
-        known["products_of"] = on_numbers(tiles.products_of, **read)
-        read["masked_mass"] = on_numbers(tiles.masked_mass, gl=LANGUAGE, **read)
-        self._masked_masses = on_numbers(tiles.masked_masses, **read)
         for module, name in (
             (tiles, "start_following"),
             (tiles, "sum_pairs"),
             (tiles, "masses_step"),
             (tiles, "sum_masses"),
+            (tiles, "products_of"),
+            (tiles, "release_after"),
             (second_pass, "pair_of_keys"),
+            (second_pass, "masked_keys"),
         ):
             known[name] = on_numbers(getattr(module, name), gl=LANGUAGE, **known)
         self._start_following = known["start_following"]
-        self._pair_of_keys = known["pair_of_keys"]
-        known["pair_of_keys"] = self.pair_of_keys
-        known["masked_masses"] = self.masked_masses
+        products_of, masked_keys = known["products_of"], known["masked_keys"]
+        known["products_of"] = lambda t, *args: self.masked(t, products_of(t, *args))
+        known["masked_masses"] = lambda sums, *_: sums
+        known["masked_keys"] = lambda *args: self.masked(args[3], masked_keys(*args))
         self._reduce_tiles = on_numbers(tiles.reduce_tiles, gl=LANGUAGE, **known)
         self._reduce_masses = on_numbers(tiles.reduce_masses, gl=LANGUAGE, **known)
         self._sum_keys = on_numbers(second_pass.sum_keys, gl=LANGUAGE, **known)
@@ -96,23 +94,17 @@ class WarpGroup:
         assert pair in self.waited
         self.released.append(pair)
 
-    def has(self, pair: int) -> float:
-        assert pair in self.waited
-        assert pair not in self.released
-        return 0.0
-
     def visit(self, t: int, masked: bool) -> None:
-        self.has(self._used + t // 2)
+        assert self._used + t // 2 in self.waited
+        assert self._used + t // 2 not in self.released
         self.tiles.append((t, masked))
 
-    def masked_masses(self, sums: Any, t: int, *args: Any) -> Any:
-        self.tiles += [(2 * t, True), (2 * t + 1, True)]
-        return self._masked_masses(sums, t, *args)
-
-    def pair_of_keys(self, sums: Any, *args: Any) -> Any:
-        t, masked = args[2], args[6]
-        self.tiles += [(2 * t, masked), (2 * t + 1, masked)]
-        return self._pair_of_keys(sums, *args)
+    def masked(self, t: int, found: Any) -> Any:
+        """A masked tile that is done; the first of a pass may have been read before."""
+        assert self._used + t // 2 in self.waited
+        if (t, True) not in self.tiles:
+            self.tiles.append((t, True))
+        return found
 
     def masked_step(
         self, o: Any, sums: Any, t: int, _tiles: Any, place: Any, *_: Any
@@ -139,14 +131,19 @@ class WarpGroup:
         return 0.0
 
     def reduce(self, form: str, place: Any, bounds: tuple[int, int, int], config: Any) -> None:
+        begin, whole, edge = bounds
         self._used = place.used
         if form == "one pass":
-            self._reduce_tiles(TILES, place, *bounds, 0.0, True, 2, FORM, config)
+            self._reduce_tiles(TILES, place, begin, whole, edge, 0, True, 2, FORM, config)
         elif form == "masses":
-            self._reduce_masses(TILES, place, *bounds, 0.0, True, 2, config)
+            self._reduce_masses(TILES, place, begin, whole, edge, 0, True, 2, config)
+            if begin == whole:  # read for the bases alone
+                self.tiles.remove((begin, True))
         else:
             known = second_pass.Known(0.5, 0.5, 0.0, 0.0, 0.0, False)
-            self._sum_keys(0.0, 0.0, TILES, place, *bounds, 0.0, True, None, known, 2, config)
+            self._sum_keys(
+                0.0, 0.0, TILES, place, begin, whole, edge, 0.0, True, None, known, 2, config
+            )
 
 
 FORM = SimpleNamespace(TT=1.0, TS=-1.0, ST=0.0, SS=0.0)
@@ -173,18 +170,15 @@ def test_forward(form: str, groups: int) -> None:
                 begin, whole, edge, end = tiles_of_rows(block, first_row, config)
                 assert 0 <= begin <= whole <= edge <= end <= 2 * num_pairs
                 assert whole % 2 == edge % 2 == 0 or whole == edge == end
-                before, behind = begin // 2, (end + 1) // 2
-                if form != "one pass":  # as in turns_forward.reduce_rows
-                    begin, whole, edge, end = before, (whole + 1) // 2, (edge + 1) // 2, behind
                 place = SimpleNamespace(
                     used=used, end=end, oq=None, wq=None, rows=None, block=block,
                     other_scale=1.0, weight_scale=1.0,
                 )  # fmt: skip
                 group = WarpGroup()
-                group.pass_by(TILES, used, used + before, 2)
+                group.pass_by(TILES, used, used + begin // 2, 2)
                 if begin < end:
                     group.reduce(form, place, (begin, whole, edge), config)
-                group.pass_by(TILES, used + behind, used + num_pairs, 2)
+                group.pass_by(TILES, used + (end + 1) // 2, used + num_pairs, 2)
                 # every pair once, in order
                 assert group.waited == group.released == list(range(used, used + num_pairs))
                 for t, is_masked in group.tiles:
@@ -195,9 +189,9 @@ def test_forward(form: str, groups: int) -> None:
                                 assert is_masked or key < seq.num_valid
                                 count(found, i, key)
                 if config.HAS_LEFT and config.HAS_RIGHT:
-                    # no more than the tiles, or pairs, that the band of the rows touches
+                    # no more than the tiles that the band of the rows touches
                     width = (case[3] or 0) + (case[4] or 0) + 4 + 2
-                    assert 2 * len(group.tiles) <= width + (2 if form == "one pass" else 4), case
+                    assert 2 * len(group.tiles) <= width + 2, case
         assert (found == expected).all(), case
 
 
@@ -258,43 +252,3 @@ def test_every_block_once(programs: int, interleaved: bool) -> None:
                     found.append(place_among(number, num_blocks, num_heads, at_once, interleaved))
         expected = [(block, head) for block in range(num_blocks) for head in range(num_heads)]
         assert sorted(found) == expected
-
-
-def test_what_a_masked_pair_keeps() -> None:
-    """Columns of a pair by lane, compared with bounds, against the window itself."""
-    typed = SimpleNamespace(layout=None)
-    numbers = SimpleNamespace(
-        constexpr=Any, expand_dims=np.expand_dims, permute=np.transpose, reshape=np.reshape,
-        minimum=np.minimum, maximum=np.maximum, where=np.where, SliceLayout=lambda *_: None,
-        arange=lambda start, stop, layout: np.arange(start, stop),
-        convert_layout=lambda x, _layout: x,
-    )  # fmt: skip
-
-    class Array(np.ndarray):
-        type = typed
-
-    by_lane = on_numbers(warp_groups.by_lane, gl=numbers, LANES=4)
-    lanes = {"gl": numbers, "LANES": 4, "PAIR": 128}
-    seen_columns = on_numbers(tiles.seen_columns, **lanes)
-    where_seen = on_numbers(tiles.where_seen, by_lane=by_lane, **lanes)
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        left, right = (None if rng.random() < 0.3 else int(rng.integers(0, 200)) for _ in range(2))
-        first_row, stop_pair = int(rng.integers(0, 500)), int(rng.integers(1, 6))
-        t, num_valid = int(rng.integers(0, stop_pair)), int(rng.integers(1, 128 * stop_pair + 1))
-        config = SimpleNamespace(HAS_LEFT=left is not None, HAS_RIGHT=right is not None)
-        window = SimpleNamespace(window_left=left, window_right=right)
-        block = SimpleNamespace(
-            window=window, seq=SimpleNamespace(num_valid=num_valid), stop_pair=stop_pair
-        )
-        place = SimpleNamespace(block=block, rows=first_row + np.arange(64))
-        columns = seen_columns(t, place, np.zeros((64, 4)).view(Array), config)
-        found = where_seen(columns, np.ones((64, 128)).view(Array), 0.0, config)
-        keys = (stop_pair - 1 - t) * 128 + np.arange(128)[None]
-        rows = place.rows[:, None]
-        expected = keys < num_valid
-        if left is not None:
-            expected = expected & (keys >= rows - left)
-        if right is not None:
-            expected = expected & (keys <= rows + right)
-        assert (found == expected).all()

@@ -86,7 +86,7 @@ WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
 HOPPER_FORWARD_STACK = 72
 # of those that go by tiles, whose programs keep what they need for the next block or pass
-HOPPER_TURNS_STACK = {"forward": 288, "two passes": 336, "backward": 128}
+HOPPER_TURNS_STACK = {"forward": 288, "two passes": 376, "backward": 128}
 # of the kernel that repeats blocks, where a program looks at several: it keeps what is the same
 # for all of them, and no program reads it that has nothing to repeat
 AGAIN_STACK = 128

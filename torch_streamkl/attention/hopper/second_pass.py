@@ -22,20 +22,26 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from torch_streamkl.attention.hopper.tiles import (
-    FAR,
+    masked,
     products_of,
     release,
-    seen_columns,
-    where_seen,
+    release_after,
+    seen,
+    wait_for,
 )
 from torch_streamkl.attention.hopper.warp_groups import (
+    add,
+    column_of,
     exp2,
     lane_signed_sum,
     lane_sum,
     log2,
     reciprocal,
+    start_pair,
+    zero_of_pair,
 )
 from torch_streamkl.kernels.row_state import LN2
 
@@ -75,11 +81,11 @@ def with_terms(
     value, h, g = sums.value, sums.h, sums.g
     if KNOWN.B != 0.0:
         log_m = log2(KNOWN.B * p + (KNOWN.C * s + SMALLEST))
-        h = h + lane_sum(s * (log_s - log_m))
-        g = g + lane_sum(p * (log_t - log_m))
+        h = add(h, lane_sum(s * (log_s - log_m)))
+        g = add(g, lane_sum(p * (log_t - log_m)))
     elif KNOWN.VARIATION != 0.0:
         d = p - s
-        value = value + lane_sum(gl.abs(d))
+        value = add(value, lane_sum(gl.abs(d)))
         h = lane_signed_sum(h, d, s)
     elif KNOWN.OWN_EPS != 0.0:
         own = p if KNOWN.BY_TEACHER else s
@@ -88,40 +94,60 @@ def with_terms(
         b = other + KNOWN.OTHER_EPS
         inverse = reciprocal(a * b)
         of_b = inverse * a
-        value = value + lane_sum(own * log2(a * of_b))
-        h = h + lane_sum(own * of_b)
-        g = g + lane_sum(own * (inverse * b))
+        value = add(value, lane_sum(own * log2(a * of_b)))
+        h = add(h, lane_sum(own * of_b))
+        g = add(g, lane_sum(own * (inverse * b)))
     else:
         f, dh, dg = HELPER(p, s, log_t * LN2, log_s * LN2)
         if MASKED:
-            columns = seen_columns(t, place, value, CONFIG)
-            f = where_seen(columns, f, 0.0, CONFIG)
-            dh = where_seen(columns, dh, 0.0, CONFIG)
-            dg = where_seen(columns, dg, 0.0, CONFIG)
-        value = value + lane_sum(f)
-        h = h + lane_sum(dh)
-        g = g + lane_sum(dg)
+            allowed = seen(place, t, eo, CONFIG)
+            f = gl.where(allowed, f, 0.0)
+            dh = gl.where(allowed, dh, 0.0)
+            dg = gl.where(allowed, dg, 0.0)
+        value = add(value, lane_sum(f))
+        h = add(h, lane_sum(dh))
+        g = add(g, lane_sum(dg))
     return KeySums(value, h, g)
 
 
 @gluon.jit
 def pair_of_keys(
-    sums, lse_o, lse_w, t, tiles, place, zero, MASKED: gl.constexpr,
+    sums, lse_o, lse_w, i, tiles, place, zeros,
     WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The sums with pair t of the block."""
+    """The sums with pair i."""
+    wait_for(tiles, i, True, SLOTS)
+    o = start_pair(place.oq, tiles.other_k, i, zeros, SLOTS)
+    w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
+    o = warpgroup_mma_wait(1, deps=[o])
+    log_o = o * place.other_scale - column_of(lse_o, zeros)
+    w = warpgroup_mma_wait(0, deps=[w])
+    release(tiles, i, SLOTS)
+    log_w = w * place.weight_scale - column_of(lse_w, zeros)
+    return with_terms(
+        sums, log_o, log_w, exp2(log_o), exp2(log_w), 0, place, False,
+        WEIGHT_IS_TEACHER, HELPER, KNOWN, CONFIG,
+    )  # fmt: skip
+
+
+@gluon.jit
+def masked_keys(
+    sums, lse_o, lse_w, t, tiles, place, zero,
+    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """The sums with tile t, masked."""
     IS_KNOWN: gl.constexpr = KNOWN.B + KNOWN.VARIATION + KNOWN.OWN_EPS != 0.0
-    o, w = products_of(place.used + t, tiles, place, zero, SLOTS)
-    release(tiles, place.used + t, SLOTS)
+    o, w = products_of(t, tiles, place, zero, SLOTS)
+    release_after(t, tiles, place, SLOTS)
     log_o = o * place.other_scale - gl.expand_dims(lse_o, 1)
     log_w = w * place.weight_scale - gl.expand_dims(lse_w, 1)
-    if IS_KNOWN and MASKED:
-        columns = seen_columns(t, place, sums.value, CONFIG)
-        log_o = where_seen(columns, log_o, FAR, CONFIG)
-        log_w = where_seen(columns, log_w, FAR, CONFIG)
+    if IS_KNOWN:
+        log_o = masked(log_o, t, place, 0, True, CONFIG)
+        log_w = masked(log_w, t, place, 0, True, CONFIG)
     return with_terms(
-        sums, log_o, log_w, exp2(log_o), exp2(log_w), t, place, MASKED,
+        sums, log_o, log_w, exp2(log_o), exp2(log_w), t, place, True,
         WEIGHT_IS_TEACHER, HELPER, KNOWN, CONFIG,
     )  # fmt: skip
 
@@ -156,20 +182,26 @@ def sum_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The second pass over every pair of which some row of the warp group sees a key."""
+    """The second pass over every tile that some row of the warp group sees."""
+    end = place.end
     none = lane_sum(zero)
+    zeros = zero_of_pair(zero)
     sums = KeySums(none, none, none)
     start, stop = begin, whole
     for _ in range(2):  # NOTE [Code] in tiles.py
         for t in range(start, stop):
-            sums = pair_of_keys(
-                sums, lse_o, lse_w, t, tiles, place, zero, True,
+            sums = masked_keys(
+                sums, lse_o, lse_w, t, tiles, place, zero,
                 WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
             )  # fmt: skip
-        for t in range(stop, gl.where(stop == whole, edge, stop)):
+        first = place.used + stop // 2
+        last = place.used + gl.where(stop == whole, edge, stop) // 2
+        for i in range(first, last):
             sums = pair_of_keys(
-                sums, lse_o, lse_w, t, tiles, place, zero, False,
+                sums, lse_o, lse_w, i, tiles, place, zeros,
                 WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
             )  # fmt: skip
-        start, stop = edge, place.end
+        start, stop = edge, end
+    if end % 2 == 1:
+        release(tiles, place.used + end // 2, SLOTS)
     return sums

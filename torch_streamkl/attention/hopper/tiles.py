@@ -36,17 +36,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from torch_streamkl.attention.hopper.masks import load_words, where_admitted
 from torch_streamkl.attention.hopper.warp_groups import (
-    LANES,
+    add,
     before_wait,
     before_wait_pair,
-    by_lane,
+    column_of,
     exp2,
     lane_lowest,
     lane_sum,
     phase_of,
     slot_of,
+    start_half,
     start_pair,
-    start_scores,
+    zero_of_pair,
 )
 from torch_streamkl.attention.hopper.work import sees_keys
 from torch_streamkl.kernels.arguments import State
@@ -55,7 +56,6 @@ from torch_streamkl.kernels.scores import in_window
 
 SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
-PAIR = gl.constexpr(128)  # keys of a pair of tiles
 FAR = gl.constexpr(-1.0e30)  # what a key that a row does not see has for a score
 
 
@@ -98,15 +98,9 @@ class Place(NamedTuple):
 
 
 @gluon.jit
-def tile_of(keys, i, half, SLOTS: gl.constexpr):
-    """The tile with the first keys of pair i (half 0), or the last (1)."""
-    return keys.index(2 * slot_of(i, SLOTS) + half)
-
-
-@gluon.jit
-def tile_at(keys, place, t, SLOTS: gl.constexpr):
-    """Tile t of a block, counted from its last."""
-    return tile_of(keys, place.used + t // 2, 1 - (t & 1), SLOTS)
+def start_at(q, keys, place, t, zero, SLOTS: gl.constexpr):
+    """Issue q @ tile t of a block, counted from its last."""
+    return start_half(q, keys, place.used + t // 2, 1 - (t & 1), zero, SLOTS)
 
 
 @gluon.jit
@@ -138,7 +132,7 @@ def start_following(tiles, place, t, zero, SLOTS: gl.constexpr):
     is_last = (t & 1) == 1
     pair = place.used + t // 2
     wait_for(tiles, pair + 1, is_last & (t + 1 < place.end), SLOTS)
-    following = start_scores(place.oq, tile_at(tiles.other_k, place, t + 1, SLOTS), zero)
+    following = start_at(place.oq, tiles.other_k, place, t + 1, zero, SLOTS)
     # Only now: the arrive and the bar.sync before it are then off the path from a finished
     # matmul to the next.
     if is_last & (t < place.end):
@@ -184,7 +178,7 @@ def step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
-    w = start_scores(place.wq, tile_of(tiles.weight_k, i, HALF, SLOTS), zero)
+    w = start_half(place.wq, tiles.weight_k, i, HALF, zero, SLOTS)
     o = o * place.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
     low_o = sums.low_o
@@ -192,10 +186,10 @@ def step(
         low_o = before_wait(lane_lowest(low_o, o))
     w = warpgroup_mma_wait(0, deps=[w])
     if HALF == 1:
-        following = start_scores(place.oq, tile_of(tiles.other_k, i, 0, SLOTS), zero)
+        following = start_half(place.oq, tiles.other_k, i, 0, zero, SLOTS)
     else:
         wait_for(tiles, i + 1, more, SLOTS)
-        following = start_scores(place.oq, tile_of(tiles.other_k, i + 1, 1, SLOTS), zero)
+        following = start_half(place.oq, tiles.other_k, i + 1, 1, zero, SLOTS)
         # Only now: the arrive and the bar.sync before it are then off the path from a finished
         # matmul to the next.
         release(tiles, i, SLOTS)
@@ -245,7 +239,7 @@ def masked_step(
 
     With a mask tensor, `words` are its bits of the tile, and nothing else masks it.
     """
-    w = start_scores(place.wq, tile_at(tiles.weight_k, place, t, SLOTS), zero)
+    w = start_at(place.wq, tiles.weight_k, place, t, zero, SLOTS)
     o = masked(
         o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, words, is_full, CONFIG
     )
@@ -336,8 +330,8 @@ def reduce_tiles(
     CLAMP_OTHER: gl.constexpr = CLAMP_S if WEIGHT_IS_TEACHER else CLAMP_T
     block, end = place.block, place.end
     wait_for(tiles, place.used + begin // 2, True, SLOTS)
-    o = start_scores(place.oq, tile_at(tiles.other_k, place, begin, SLOTS), zero)
-    w = start_scores(place.wq, tile_at(tiles.weight_k, place, begin, SLOTS), zero)
+    o = start_at(place.oq, tiles.other_k, place, begin, zero, SLOTS)
+    w = start_at(place.wq, tiles.weight_k, place, begin, zero, SLOTS)
     o, w = warpgroup_mma_wait(0, deps=[o, w])
     keys = keys_of_tile(block, begin, zero) < block.seq.num_valid
     sums = start_sums(o, w, keys, place.other_scale, place.weight_scale, zero)
@@ -360,57 +354,27 @@ def reduce_tiles(
 
 
 @gluon.jit
-def keys_of_pair(block, t, zero):
-    """The keys of pair t, along the columns of an accumulator."""
-    column = gl.arange(0, PAIR, layout=gl.SliceLayout(0, zero.type.layout))
-    return gl.expand_dims((block.stop_pair - 1 - t) * PAIR + column, 0)
-
-
-@gluon.jit
-def seen_columns(t, place, none, CONFIG: gl.constexpr):
-    """First and last of the columns of pair t that a row sees, less those of a thread's lane.
-
-    They are compared with constants: keys of columns would take a register each.
-    """
-    layout: gl.constexpr = none.type.layout
-    block = place.block
-    rows = gl.expand_dims(gl.convert_layout(place.rows, gl.SliceLayout(1, layout)), 1)
-    lanes = gl.expand_dims(gl.arange(0, LANES, layout=gl.SliceLayout(0, layout)), 0)
-    before = (block.stop_pair - 1 - t) * PAIR + 2 * lanes
-    first = rows * 0
-    last = rows * 0 + block.seq.num_valid - 1
-    if CONFIG.HAS_LEFT:
-        first = rows - block.window.window_left
-    if CONFIG.HAS_RIGHT:
-        last = gl.minimum(last, rows + block.window.window_right)
-    return first - before, last - before
-
-
-@gluon.jit
-def where_seen(columns, x, other, CONFIG: gl.constexpr):
-    """Products x of a pair where rows see keys, elsewhere a number."""
-    first, last = columns
-    y = by_lane(x)
-    COUNT: gl.constexpr = y.shape[2]
-    number = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(1, y.type.layout)))
-    column = number // 2 * 8 + number % 2
-    column = gl.expand_dims(gl.expand_dims(column, 0), 1)
-    slice_layout: gl.constexpr = gl.SliceLayout(2, y.type.layout)
-    seen = column <= gl.expand_dims(gl.convert_layout(last, slice_layout), 2)
-    if CONFIG.HAS_LEFT:
-        seen &= column >= gl.expand_dims(gl.convert_layout(first, slice_layout), 2)
-    y = gl.where(seen, y, other)
-    y = gl.permute(gl.reshape(y, [64, LANES, COUNT // 2, 2]), (0, 2, 1, 3))
-    return gl.convert_layout(gl.reshape(y, [64, LANES * COUNT]), x.type.layout)
-
-
-@gluon.jit
-def products_of(i, tiles, place, zero, SLOTS: gl.constexpr):
-    """The products of pair i of both sides."""
-    wait_for(tiles, i, True, SLOTS)
-    o = start_pair(place.oq, tiles.other_k, i, zero, SLOTS)
-    w = start_pair(place.wq, tiles.weight_k, i, zero, SLOTS)
+def products_of(t, tiles, place, zero, SLOTS: gl.constexpr):
+    """The products of tile t of both sides."""
+    wait_for(tiles, place.used + t // 2, True, SLOTS)
+    o = start_at(place.oq, tiles.other_k, place, t, zero, SLOTS)
+    w = start_at(place.wq, tiles.weight_k, place, t, zero, SLOTS)
     return warpgroup_mma_wait(0, deps=[o, w])
+
+
+@gluon.jit
+def release_after(t, tiles, place, SLOTS: gl.constexpr):
+    """Release the pair whose last tile t is."""
+    if (t & 1) == 1:
+        release(tiles, place.used + t // 2, SLOTS)
+
+
+@gluon.jit
+def masked_masses(sums, o, w, t, place, CONFIG: gl.constexpr):
+    """The sums of 2^x with tile t, whose products are o and w."""
+    o = masked(o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, 0, True, CONFIG)
+    w = masked(w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, 0, True, CONFIG)
+    return with_masses(sums, sums.other + lane_sum(exp2(o)), sums.weight + lane_sum(exp2(w)))
 
 
 @gluon.jit
@@ -422,60 +386,32 @@ def with_masses(sums, other, weight):
 
 
 @gluon.jit
-def masked_mass(
-    mass, q, keys, scale, base, t, place, zero, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """The sum of 2^x of one side with pair t of the block."""
-    x = start_pair(q, keys, place.used + t, zero, SLOTS)
-    x = warpgroup_mma_wait(0, deps=[x])
-    columns = seen_columns(t, place, mass, CONFIG)
-    x = where_seen(columns, x * scale - gl.expand_dims(base, 1), FAR, CONFIG)
-    return before_wait(mass + lane_sum(exp2(x)))
-
-
-@gluon.jit
-def masked_masses(sums, t, tiles, place, zero, SLOTS: gl.constexpr, CONFIG: gl.constexpr):
-    """The sums of 2^x with pair t of the block, one side after the other: masks take registers."""
-    wait_for(tiles, place.used + t, True, SLOTS)
-    other = masked_mass(
-        sums.other, place.oq, tiles.other_k, place.other_scale, sums.base_o, t, place, zero,
-        SLOTS, CONFIG,
-    )  # fmt: skip
-    weight = masked_mass(
-        sums.weight, place.wq, tiles.weight_k, place.weight_scale, sums.base_w, t, place, zero,
-        SLOTS, CONFIG,
-    )  # fmt: skip
-    release(tiles, place.used + t, SLOTS)
-    return with_masses(sums, other, weight)
-
-
-@gluon.jit
-def masses_step(o, sums, i, more, tiles, place, zero, SLOTS: gl.constexpr):
+def masses_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
     """The sums of 2^x with pair i, whose products of `other` are o, and those of the next."""
-    w = start_pair(place.wq, tiles.weight_k, i, zero, SLOTS)
-    o = o * place.other_scale - gl.expand_dims(sums.base_o, 1)
-    sum_o = before_wait(sums.other + lane_sum(exp2(o)))
+    w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
+    o = o * place.other_scale - column_of(sums.base_o, zeros)
+    sum_o = before_wait(add(sums.other, lane_sum(exp2(o))))
     w = warpgroup_mma_wait(0, deps=[w])
     wait_for(tiles, i + 1, more, SLOTS)
-    following = start_pair(place.oq, tiles.other_k, i + 1, zero, SLOTS)
+    following = start_pair(place.oq, tiles.other_k, i + 1, zeros, SLOTS)
     # Only now: the arrive and the bar.sync before it are then off the path from a finished
     # matmul to the next.
     release(tiles, i, SLOTS)
-    w = w * place.weight_scale - gl.expand_dims(sums.base_w, 1)
-    sum_w = before_wait(sums.weight + lane_sum(exp2(w)))
+    w = w * place.weight_scale - column_of(sums.base_w, zeros)
+    sum_w = before_wait(add(sums.weight, lane_sum(exp2(w))))
     o = warpgroup_mma_wait(0, deps=[following])
     return o, with_masses(sums, sum_o, sum_w)
 
 
 @gluon.jit
-def sum_masses(sums, tiles, place, start, stop, zero, SLOTS: gl.constexpr):
+def sum_masses(sums, tiles, place, start, stop, zeros, SLOTS: gl.constexpr):
     """Sums of 2^x alone over the pairs from start to stop, which need no mask."""
     if start < stop:
         wait_for(tiles, start, True, SLOTS)
-        o = start_pair(place.oq, tiles.other_k, start, zero, SLOTS)
+        o = start_pair(place.oq, tiles.other_k, start, zeros, SLOTS)
         o = warpgroup_mma_wait(0, deps=[o])
         for i in range(start, stop):
-            o, sums = masses_step(o, sums, i, i + 1 < stop, tiles, place, zero, SLOTS)
+            o, sums = masses_step(o, sums, i, i + 1 < stop, tiles, place, zeros, SLOTS)
     return sums
 
 
@@ -484,20 +420,30 @@ def reduce_masses(
     tiles, place, begin, whole, edge, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """As reduce_tiles, of the masses alone, by pairs: NOTE [Pairs at once] in warp_groups.py."""
-    used = place.used
-    o, w = products_of(used + begin, tiles, place, zero, SLOTS)
-    keys = keys_of_pair(place.block, begin, zero) < place.block.seq.num_valid
+    """As reduce_tiles, of the masses alone: NOTE [Pairs at once] in warp_groups.py."""
+    block, end = place.block, place.end
+    zeros = zero_of_pair(zero)
+    o, w = products_of(begin, tiles, place, zero, SLOTS)
+    keys = keys_of_tile(block, begin, zero) < block.seq.num_valid
     sums = start_sums(o, w, keys, place.other_scale, place.weight_scale, zero)
     start, stop = begin, whole
+    if begin < whole:
+        sums = masked_masses(sums, o, w, begin, place, CONFIG)
+        release_after(begin, tiles, place, SLOTS)
+        start = begin + 1
     for _ in range(2):  # NOTE [Code]
         for t in range(start, stop):
-            sums = masked_masses(sums, t, tiles, place, zero, SLOTS, CONFIG)
-        end = gl.where(stop == whole, edge, stop)
-        sums = sum_masses(sums, tiles, place, used + stop, used + end, zero, SLOTS)
-        start, stop = edge, place.end
+            o, w = products_of(t, tiles, place, zero, SLOTS)
+            release_after(t, tiles, place, SLOTS)
+            sums = masked_masses(sums, o, w, t, place, CONFIG)
+        first = place.used + stop // 2
+        last = place.used + gl.where(stop == whole, edge, stop) // 2
+        sums = sum_masses(sums, tiles, place, first, last, zeros, SLOTS)
+        start, stop = edge, end
+    if end % 2 == 1:  # of the last pair the second tile is seen by other warp groups only
+        release(tiles, place.used + end // 2, SLOTS)
     state = with_sums(sums, place.rows, WEIGHT_IS_TEACHER)
-    return without_doubtful(state, sees_keys(place.block, place.rows, CONFIG))
+    return without_doubtful(state, sees_keys(block, place.rows, CONFIG))
 
 
 @gluon.jit
@@ -519,8 +465,8 @@ def reduce_listed(
     last = block.num_pairs - 1
     none = lane_sum(zero)
     wait_for(tiles, place.used, True, SLOTS)
-    o = start_scores(place.oq, tile_at(tiles.other_k, place, 0, SLOTS), zero)
-    w = start_scores(place.wq, tile_at(tiles.weight_k, place, 0, SLOTS), zero)
+    o = start_at(place.oq, tiles.other_k, place, 0, zero, SLOTS)
+    w = start_at(place.wq, tiles.weight_k, place, 0, zero, SLOTS)
     entry = gl.load(block.list + 1)
     following = gl.load(block.list + 1 + gl.minimum(1, last))
     words_1 = load_words(blocks, entity, row_tile, entry // 2 * 2 + 1, none)

@@ -135,13 +135,13 @@ def reduce_rows(
 ):  # fmt: skip
     """One warp group: values and statistics of its rows of every block."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     SECOND: gl.constexpr = CONFIG.TWO_PASS and not CONFIG.GUARDED
-    COLUMNS: gl.constexpr = 2 * CONFIG.BLOCK_N if SECOND else CONFIG.BLOCK_N
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, COLUMNS, 16]
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
     row_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    zero = gl.full([BLOCK_M, COLUMNS], 0.0, gl.float32, layout=mma)
+    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=mma)
     oq = flat(tiles.other_q.index(GROUP))
     wq = flat(tiles.weight_q.index(GROUP))
     used = 0
@@ -157,14 +157,11 @@ def reduce_rows(
                     begin, whole, edge, end = 0, 0, 0, 2 * block.num_pairs
                 else:
                     begin, whole, edge, end = tiles_seen(block, first, CONFIG)
-                before, behind = begin // 2, (end + 1) // 2
-                if SECOND:
-                    begin, whole, edge, end = before, (whole + 1) // 2, (edge + 1) // 2, behind
                 place = Place(oq, wq, block, rows, used, end, other_scale, weight_scale)
                 inside = rows < block.seq.num_rows
                 state = empty(BLOCK_M, row_layout)
                 mbarrier.wait(tiles.q_full.index(GROUP), done & 1)
-                pass_by(tiles, used, used + before, SLOTS)
+                pass_by(tiles, used, used + begin // 2, SLOTS)
                 if CONFIG.HAS_MASK:
                     if end > 0:
                         state = reduce_listed(
@@ -182,14 +179,14 @@ def reduce_rows(
                             tiles, place, begin, whole, edge, zero,
                             WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
                         )  # fmt: skip
-                pass_by(tiles, used + behind, used + block.num_pairs, SLOTS)
+                pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
                 used += block.num_pairs
                 if SECOND:
                     lse_t, lse_s, value, h_sum, g_sum = finish(state, 0.0, 0.0, FORM, CONFIG)
                     again = state.l_t != state.l_t
                     if begin < end:
                         place = Place(oq, wq, block, rows, used, end, other_scale, weight_scale)
-                        pass_by(tiles, used, used + before, SLOTS)
+                        pass_by(tiles, used, used + begin // 2, SLOTS)
                         lse_o = finite_lse(lse_s if WEIGHT_IS_TEACHER else lse_t)
                         lse_w = finite_lse(lse_t if WEIGHT_IS_TEACHER else lse_s)
                         sums = sum_keys(
@@ -199,7 +196,7 @@ def reduce_rows(
                         mass = gl.where(lse_t == -float("inf"), 0.0, 1.0)
                         value, h_sum, g_sum = of_rows(sums, mass, KNOWN)
                     mbarrier.arrive(tiles.q_empty.index(GROUP), count=1)
-                    pass_by(tiles, used + behind, used + block.num_pairs, SLOTS)
+                    pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
                     used += block.num_pairs
                     row = row_offset(block.bh, block.h, block.seq, masks) + rows
                     store_rows(

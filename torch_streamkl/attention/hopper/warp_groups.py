@@ -8,7 +8,7 @@ edge: loops are unrolled by two, each half with its own registers. And compilers
 that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
 NOTE [Pairs at once]
-Where a forward has two passes a pair of tiles is multiplied as one tile of 128 keys: half the
+Where a forward has two passes a pair that needs no mask is multiplied as one of 128 keys: half the
 instructions that issue matmuls, half the barriers. The first pass has one matmul in flight, as
 others have. In the second, two times 64 products leave a thread of three warp groups no registers
 for it: while one warp group waits for its products, the others reduce theirs. So it is in causal
