@@ -18,7 +18,8 @@ from tests.support.interpreter import outside
 ATTENTION = ["attention_triton_interpreted", "attention_numerics"]
 OTHERS = [
     "inductor_kernels", "linear_kl_interpreted", "poisoned_memory", "recorded_launches",
-    "row_program_kernels", "row_program_maps", "shard_kernels", "squares", "tune",
+    "row_program_kernels", "row_program_maps", "row_program_sums", "shard_kernels", "squares",
+    "tune",
 ]  # fmt: skip
 KERNELS = {  # of a file in which other tests run there as well, those of kernels
     "attention": "not reference and not streaming",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torch_streamkl
-from tests.support.interpreter import inside, outside, quiet, run_interpreted
+from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Case, Sizes, cast, leaves
 from torch_streamkl import row_program
 from torch_streamkl.rows import blocked, closed, op
@@ -22,11 +22,6 @@ pytestmark = quiet
 WORDS = ("top_k_with_ghost", "cached_top_k", "z_loss", "dkd")
 FACTOR = 1.7  # of the sum, which the backward multiplies by
 SUM = op.row_program_sum._schema.name.split("::")[1]
-
-
-@outside
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.fixture

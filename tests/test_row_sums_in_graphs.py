@@ -60,14 +60,14 @@ def ghost(h, w, th, tw, labels, mask, a):
     q = s.gather(-1, ids)
     rest_p, rest_q = 1 - p.exp().sum(-1), 1 - q.exp().sum(-1)
     kl = (p.exp() * (p - q)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
-    return (kl * mask).sum() / mask.sum()
+    return (kl * mask).sum() / (mask > 0).sum().clamp(min=1)
 
 
 def k3(h, w, th, tw, labels, mask, a):
     chosen, entropy = policy(h, w, labels)
     distance = a - chosen
     each = -a * chosen + 0.1 * (distance.exp() - distance - 1) - 0.01 * entropy
-    return each.masked_fill(mask == 0, 0.0).sum() / mask.sum().clamp(min=1)
+    return each.masked_fill(mask == 0, 0.0).sum() / (mask > 0).sum().clamp(min=1)
 
 
 def two_means(h, w, th, tw, labels, mask, a):
@@ -144,7 +144,7 @@ def test_behind_a_module_and_another_loss() -> None:
 
     def loss(h, w, th, tw, labels, mask, a):
         kl = ghost(h, w, th, tw, labels, mask, a)
-        return (kl * 3.0).sigmoid() + (h * a[..., None]).square().mean(), kl
+        return kl * 3.0 + (h * a[..., None]).square().mean(), kl
 
     assert is_in_forward(compiled(loss, inputs()))
 
@@ -218,6 +218,28 @@ def _a_tensor_between_sums(h, w, th, tw, labels, mask, a):
     return chosen.sum() / mask.sum() + entropy.mean()
 
 
+def _divided_by_a_mask(h, w, th, tw, labels, mask, a):
+    """Of no row: the loss is NaN, and eager's gradients are 0."""
+    chosen, entropy = policy(h, w, labels)
+    return (chosen * a - entropy).masked_fill(mask == 0, 0.0).sum() / mask.sum()
+
+
+def _replaced_where_it_is_not_finite(h, w, th, tw, labels, mask, a):
+    loss = _divided_by_a_mask(h, w, th, tw, labels, mask, a)
+    return torch.where(loss.isfinite(), loss, 0.0)
+
+
+def _squared(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    total = (chosen - entropy).mean()
+    return total * total
+
+
+def _behind_a_function(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen - entropy).mean().sigmoid()
+
+
 def _mean_of_means(h, w, th, tw, labels, mask, a):
     chosen, entropy = policy(h, w, labels)
     return (((chosen - entropy) * mask).sum(-1) / mask.sum(-1)).mean()
@@ -280,14 +302,57 @@ def test_stays_in_float16() -> None:
     assert not is_in_forward(compiled(z_loss, inputs(torch.float16)))
 
 
+def gradients(loss: Loss, given: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in given]
+    return list(torch.autograd.grad(loss(*leaves), [x for x in leaves if x.requires_grad]))
+
+
 @pytest.mark.parametrize("is_empty", [False, True])
-def test_a_mask_of_no_row(is_empty: bool) -> None:
-    """0 / 0 is NaN, the sum and its gradients, as in eager."""
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ghost,
+        k3,
+        _a_tensor_between_sums,
+        _divided_by_a_mask,
+        _replaced_where_it_is_not_finite,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_mask_of_no_row(loss: Loss, is_empty: bool) -> None:
+    """0 / 0 is NaN; gradients are 0 or NaN where they are in eager."""
     given = inputs()
     given[5] = given[5] * 0 if is_empty else given[5]
-    for loss in (ghost, _a_tensor_between_sums):
-        outcome = compiled(loss, given)
-        assert outcome.compiled.tensors()[0].isnan().item() is (is_empty and loss is ghost)
+    options = {"streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
+    ours = gradients(torch.compile(loss, backend="streamkl", options=options), given)
+    for x, y in zip(ours, gradients(loss, given), strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+        assert torch.equal(x == 0, y == 0)
+
+
+def _zero_in_a_denominator(h, w, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return torch.where(mask > 0, chosen / (mask * entropy), 0.0).sum()
+
+
+def _root_of_zero(h, w, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return torch.where(mask > 0, (chosen - chosen).sqrt(), entropy).sum()
+
+
+@pytest.mark.parametrize("loss", [_zero_in_a_denominator, _root_of_zero])
+def test_gradients_that_are_nan_in_eager(loss: Callable[..., Tensor]) -> None:
+    """A where does not keep what it leaves out from the gradient: nothing is hidden."""
+
+    def of_all(h, w, th, tw, labels, mask, a):
+        return loss(h, w, labels, mask, a)
+
+    given = inputs()
+    options = {"streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
+    ours = gradients(torch.compile(of_all, backend="streamkl", options=options), given)
+    for x, y in zip(ours[:2], gradients(of_all, given)[:2], strict=True):
+        assert y.isnan().any()
+        assert torch.equal(x.isnan(), y.isnan())
 
 
 def test_infinite_rows() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -70,7 +70,7 @@ class _Once(torch.autograd.Function):
     """A gradient that has no derivative of its own, whatever it was computed from."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *_: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -81,7 +81,24 @@ class _Once(torch.autograd.Function):
         )
 
 
-def once_differentiable(gradient: Tensor) -> Tensor:
-    """The gradient, with an error as its derivative."""
-    result: Tensor = _Once.apply(gradient, torch.ones((), requires_grad=True))
+def remember_inputs(total: Tensor, inputs: Iterable[Tensor | None]) -> None:
+    """Tell the backward of a sum what the sum is of: `once_differentiable` needs it.
+
+    Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
+    the way to each of them. Empty tensors behind them keep none of their memory.
+    """
+    if total.grad_fn is None or type(total) is not Tensor:
+        return
+    with torch.enable_grad():
+        total.grad_fn.sum_is_of = [  # type: ignore[attr-defined]
+            (x if x.dim() else x[None])[:0].clone()
+            for x in inputs
+            if x is not None and x.requires_grad
+        ]
+
+
+def once_differentiable(gradient: Tensor, ctx: Any) -> Tensor:
+    """A gradient that ``ctx`` holds from the forward, with an error as its derivative."""
+    inputs = getattr(ctx, "sum_is_of", None) or [torch.ones((), requires_grad=True)]
+    result: Tensor = _Once.apply(gradient, *inputs)
     return result

@@ -152,7 +152,7 @@ class _Reader:
         for node, term in self.terms.items():
             later = descendants([node])
             before = tuple(n for n in self.followed if n not in later)
-            if term.is_sum and self._is_all(node, before):
+            if term.is_sum and self._is_all(node, before) and _has_finite_gradient(node):
                 loss = RowLoss.of_nodes(self.graph.nodes, term.index, is_literal=True)
                 return Chain(before, node, loss, tuple(self.known))
         return None
@@ -270,6 +270,52 @@ class _Reader:
             self.known.append(known)
         place = self.known.index(known)
         return self.graph.add(Node("capture", value=place, dtype=dtype))
+
+
+def _has_finite_gradient(total: fx.Node) -> bool:
+    """Whether what follows multiplies the gradient of a sum by numbers alone.
+
+    A row that does not count has the gradient 0 in the forward. Times what is infinite or NaN that
+    is NaN, where eager code masks such a gradient behind the product: `sum() / mask.sum()` of an
+    empty mask, or a value that a later `where` replaces because it is not finite.
+    """
+    todo, seen = [total], {total}
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.op == "output" or user in seen or name_of(user) == "detach":
+                continue
+            value = example(user)
+            if isinstance(value, (int, torch.SymInt)) or not isinstance(value, Tensor):
+                return False
+            name = name_of(user)
+            given: list[Any] = [*user.args, *user.kwargs.values()]
+            others = [a for a in given if a is not node]
+            is_read_once = len(others) == len(given) - 1
+            if name in ("add", "sub", "subtract"):
+                passes = not user.kwargs
+            elif name in ("mul", "multiply"):
+                passes = is_read_once and all(map(_is_factor, others))
+            elif name in ("div", "divide", "truediv", "true_divide"):
+                by = (_is_factor(a) or _is_a_count(a) for a in others)
+                passes = is_read_once and user.args[0] is node and all(by)
+            else:
+                is_view = name in ("neg", "negative") or name in VIEWS
+                passes = is_view and not any(isinstance(a, fx.Node) for a in others)
+            if not passes or has_effect(user):
+                return False
+            seen.add(user)
+            todo.append(user)
+    return True
+
+
+def _is_a_count(x: Any) -> bool:
+    """A count that is one at least: `clamp(min=1)` of integers."""
+    if not isinstance(x, fx.Node) or name_of(x) not in ("clamp", "clip", "clamp_min"):
+        return False
+    given: list[Any] = [*x.args[1:], *x.kwargs.values()]
+    is_count = len(given) == 1 and "max" not in x.kwargs and isinstance(given[0], int)
+    return is_count and given[0] >= 1 and not _value(x).is_floating_point()
 
 
 def _is_factor(x: Any) -> bool:

@@ -14,6 +14,7 @@ from torch_streamkl import checks
 from torch_streamkl.divergences.names import divergence_text
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import reference as linear_reference
+from torch_streamkl.registration import remember_inputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -318,6 +319,8 @@ def _sum_in_forward(
         total = linear.total(arguments, options, places)
     else:
         total = linear_ops.linear_kl_sum(*arguments, **options)[0]
+        if not torch.compiler.is_compiling():
+            remember_inputs(total, (x for x in arguments if isinstance(x, Tensor)))
     return total
 
 

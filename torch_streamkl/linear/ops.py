@@ -426,7 +426,7 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     in_place = may_overwrite(stored)
     for index, gradient in zip(positions, stored, strict=False):
         if needs[index]:
-            grads[index] = scaled(gradient, grad, in_place)
+            grads[index] = scaled(gradient, grad, in_place, ctx)
     for index, rows, dtype in zip(
         (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
@@ -435,13 +435,15 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return tuple(grads)
 
 
-def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """A stored gradient times the gradient of the sum that it is of."""
+def scaled(stored: Tensor, factor: Tensor, in_place: bool, ctx: Any) -> Tensor:
+    """A stored gradient times the gradient of the sum that it is of.
+
+    Its derivative by the factor is known, that by what the sum is of is not: nothing recorded it.
+    """
     if not in_place:
-        found = (stored * factor).to(stored.dtype)
-        # it depends on what the sum is of, which nothing recorded; a compiler has its own refusal
-        is_recorded = torch.is_grad_enabled() and type(stored) is Tensor
-        return once_differentiable(found) if is_recorded else found
+        if torch.is_grad_enabled() and type(stored) is Tensor:  # compilers have their own refusal
+            stored = once_differentiable(stored, ctx)
+        return (stored * factor).to(stored.dtype)
     if not stored.is_cuda or stored.dtype == torch.float64:
         return stored.mul_(factor)
     from torch_streamkl.linear.triton import launches as kernels

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Self
 
 from torch_streamkl.rows import operations
 from torch_streamkl.rows.operations import OPERATIONS
@@ -55,10 +56,10 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     _known: dict[Node, int] = field(default_factory=dict)
 
-    @staticmethod
-    def of(nodes: tuple[Node, ...]) -> Graph:
-        """A graph that grows from these."""
-        return Graph(list(nodes), {node: i for i, node in enumerate(nodes)})
+    @classmethod
+    def of(cls, nodes: tuple[Node, ...]) -> Self:
+        """A graph that grows from these, by the rules of its class."""
+        return cls(list(nodes), {node: i for i, node in enumerate(nodes)})
 
     def __getitem__(self, index: int) -> Node:
         return self.nodes[index]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
+from torch_streamkl.registration import remember_inputs
 from torch_streamkl.rows import derive, op, reference, tensors
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
@@ -145,7 +146,10 @@ def row_program(
             checks.refuse_transforms("row_program")
             wanted = [x.requires_grad for x in inputs.tensors]
             arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
-            return op.row_program_sum(*arguments)[0]
+            total: Tensor = op.row_program_sum(*arguments)[0]
+            if not torch.compiler.is_compiling():
+                remember_inputs(total, inputs.tensors)
+            return total
     if impl == "reference":
         results = reference.forward(problem)
     else:
