@@ -104,10 +104,10 @@ def _is_eligible(call: fx.Node) -> bool:
     tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
     program: Any = call.args[1]
     problem = RowProblem.of(program, tensors)
-    rows = problem.num_rows
+    rows, words = problem.num_rows, problem.num_keys
     if any(problem.program.dot_heads) or not same(problem.batch, 1):
         return False
-    if is_unknown(rows) or is_zero(rows):
+    if any(is_unknown(n) or is_zero(n) for n in (rows, words)):
         return False  # the mean of no row is NaN, and what it is divided by is 0
     is_half = any(x.dtype == torch.float16 for x in tensors)
     return not is_half and call.args[2] is True and any(x.requires_grad for x in tensors)

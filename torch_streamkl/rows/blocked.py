@@ -410,7 +410,7 @@ def _tokens_of_chunk(problem: RowProblem) -> int:
     if q.device.type == "cpu":
         weights = sum(k.numel() * k.element_size() for _, k in problem.operands)
         room = max(room, weights // CPU_SHARE_OF_WEIGHTS)
-    row = problem.num_keys * problem.compute_dtype.itemsize * len(problem.operands)
+    row = max(1, problem.num_keys) * problem.compute_dtype.itemsize * len(problem.operands)
     return even_step(problem.num_rows, max(1, room // row), 16)
 
 
