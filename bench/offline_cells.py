@@ -60,15 +60,14 @@ def can_run(cell: Cell) -> bool:
     no_units = cell.dtype == "tf32" or (cell.dtype == "bf16" and cell.work not in OF_WORDS)
     if cell.target == "sm_75" and (no_units or (cell.dtype == "fp16" and cell.head_dim > 128)):
         return False  # the blocked implementation runs it
+    if cell.variant == PADDING:
+        return cell.work == "attention" and cell.head_dim > 0 and cell.dtype in ("bf16", "fp32")
     if cell.work == "hopper":
         return (
             cell.target == "sm_90"
-            and cell.variant != PADDING
             and cell.dtype in ("bf16", "fp16")
             and cell.head_dim in (64, 128)
         )
-    if cell.variant == PADDING:
-        return cell.work == "attention" and cell.head_dim > 0 and cell.dtype in ("bf16", "fp32")
     if cell.variant not in VARIANTS:
         return False
     if cell.work in OF_WORDS and (cell.dtype == "tf32" or cell.head_dim > 0):
