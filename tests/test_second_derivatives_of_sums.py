@@ -86,6 +86,17 @@ def test_a_second_derivative_is_refused(name: str, how: str) -> None:
         SECOND[how](SUMS[name]()[0], _given()[0])
 
 
+def test_a_mixed_derivative_by_weights_of_rows_is_refused() -> None:
+    """Of the gradient to either, by the other one."""
+    for first in (0, 1):
+        h, w, th, tw = _given()
+        given = [h.requires_grad_(), torch.ones(len(h), dtype=h.dtype, requires_grad=True)]
+        total = linear_kl(h, w, th, tw, row_weight=given[1], reduction="sum")
+        (g,) = torch.autograd.grad(total, given[first], create_graph=True)
+        with pytest.raises(NotImplementedError, match=REFUSED):
+            torch.autograd.grad(g.square().sum(), given[1 - first])
+
+
 def _jvp(total: Sum, h: Tensor) -> Tensor:
     value: Tensor = functional.jvp(total, h, torch.ones_like(h))[1]
     return value

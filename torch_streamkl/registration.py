@@ -81,19 +81,19 @@ class _Once(torch.autograd.Function):
         )
 
 
-def remember_inputs(total: Tensor, inputs: Iterable[Tensor | None]) -> None:
+def remember_inputs(total: Tensor, inputs: Iterable[Any]) -> None:
     """Tell the backward of a sum what the sum is of: `once_differentiable` needs it.
 
     Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
     the way to each of them. Empty tensors behind them keep none of their memory.
     """
-    if total.grad_fn is None or type(total) is not Tensor:
+    if torch.compiler.is_compiling() or total.grad_fn is None or type(total) is not Tensor:
         return
     with torch.enable_grad():
         total.grad_fn.sum_is_of = [  # type: ignore[attr-defined]
             (x if x.dim() else x[None])[:0].clone()
             for x in inputs
-            if x is not None and x.requires_grad
+            if isinstance(x, Tensor) and x.requires_grad
         ]
 
 

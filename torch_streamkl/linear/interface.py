@@ -319,8 +319,7 @@ def _sum_in_forward(
         total = linear.total(arguments, options, places)
     else:
         total = linear_ops.linear_kl_sum(*arguments, **options)[0]
-        if not torch.compiler.is_compiling():
-            remember_inputs(total, (x for x in arguments if isinstance(x, Tensor)))
+        remember_inputs(total, (*arguments, *options.values()))
     return total
 
 

@@ -431,7 +431,7 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
         if needs[index]:
-            grads[index] = (rows * grad).to(dtype)
+            grads[index] = scaled(rows, grad, False, ctx).to(dtype)
     return tuple(grads)
 
 

@@ -147,8 +147,7 @@ def row_program(
             wanted = [x.requires_grad for x in inputs.tensors]
             arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
             total: Tensor = op.row_program_sum(*arguments)[0]
-            if not torch.compiler.is_compiling():
-                remember_inputs(total, inputs.tensors)
+            remember_inputs(total, inputs.tensors)
             return total
     if impl == "reference":
         results = reference.forward(problem)
