@@ -161,7 +161,7 @@ def _divergence(log_t: Tensor, log_s: Tensor, options: dict[str, Any]) -> Tensor
             if beta in (0.0, 1.0):
                 side = "forward_kl" if beta == 0.0 else "reverse_kl"
                 return _divergence(log_t, log_s, {**options, "divergence": side})
-            log_m = _log(beta * log_p.exp() + (1 - beta) * log_q.exp())
+            log_m = _log_mixture(log_p + math.log(beta), log_q + math.log(1 - beta))
             terms = beta * _weighted(p, log_p - log_m) + (1 - beta) * _weighted(s, log_q - log_m)
     return terms.sum(-1)
 
@@ -176,6 +176,13 @@ def _guarded(p: Tensor, log_p: Tensor, eps: float, clamp: float) -> Tensor:
 def _weighted(weight: Tensor, x: Tensor) -> Tensor:
     """weight * x, with 0 * anything = 0 in value and gradient."""
     return weight * x.masked_fill(weight == 0, 0.0)
+
+
+def _log_mixture(a: Tensor, b: Tensor) -> Tensor:
+    """log(e^a + e^b), which the sum of two probabilities that underflow has no logarithm for."""
+    absent = (a == -math.inf) & (b == -math.inf)
+    both = torch.stack([a, b]).masked_fill(absent, 0.0)
+    return both.logsumexp(0).masked_fill(absent, -math.inf)
 
 
 def _log(p: Tensor) -> Tensor:
