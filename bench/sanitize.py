@@ -169,6 +169,12 @@ def _portable_forms() -> None:
     )  # fmt: skip
 
 
+def _padding() -> None:
+    """A mask of keys: a sequence that ends in a tile, and one of padding alone."""
+    mask = torch.arange(200, device="cuda") < torch.tensor([[70], [0]], device="cuda")
+    _attention("triton", batch=2, attn_mask=mask[:, None, None])
+
+
 def _hopper_mask(head_dim: int) -> None:
     """A mask for each batch element, with rows that have no key."""
     mask = torch.rand(2, 1, 150, 200, device="cuda") > 0.3
@@ -238,6 +244,7 @@ CASES: dict[str, Callable[[], None]] = {
     "head mean": lambda: _attention("triton", **HEAD_MEAN, is_causal=True),
     "head mean, two passes": lambda: _attention("triton", **HEAD_MEAN, divergence="js"),
     "masks, biases, softcaps, sinks": _portable_forms,
+    "padding": _padding,
     "packed": lambda: _packed("triton"),
     "rows of logits": lambda: _linear("forward_kl", "recompute"),
     "rows of logits, two passes": lambda: _linear("js", "forward"),
@@ -263,6 +270,7 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper, biases": _hopper_biases,
     "hopper, squares": _hopper_squares,
     "hopper, shares of dQ": _hopper_shares,
+    "hopper, head mean": lambda: _attention("hopper", 128, **HEAD_MEAN, is_causal=True),
 }
 LAUNCHED = "launched: "  # what a case says last
 
