@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_roots_of_probabilities_have_gradients_at_a_masked_key(text: str) -> Non
 def test_derivatives_of_js(beta: float) -> None:
     """Its own terms: what the mixture's logarithm adds to both derivatives cancels."""
     js = named("js", beta)
-    assert js.is_mixture
+    assert js.mixture is not None
     logs = (torch.rand(2, 300, dtype=torch.float64) * -30).unbind()
     for variable, given in ((LOG_S, js.student_grad), (LOG_P, js.teacher_grad)):
         assert "exp" not in render(given).replace("logaddexp", "")
@@ -135,5 +136,52 @@ def test_derivatives_of_js(beta: float) -> None:
 )
 def test_what_is_no_mixture(text: str) -> None:
     functional = Functional.of(text)
-    assert not functional.is_mixture
+    assert functional.mixture is None
     assert functional.student_grad == derivative(functional.expr, LOG_S)
+
+
+@pytest.mark.parametrize(
+    ("text", "factor"),
+    [
+        (named("tv").text, 0.5),
+        ("abs(S-P)", 1.0),
+        ("abs(P-S)+P", None),
+        ("abs(P-0.5*S)", None),
+        ("0*abs(P-S)", None),
+    ],
+)
+def test_what_is_a_variation(text: str, factor: float | None) -> None:
+    functional = Functional.of(text)
+    assert functional.variation == factor
+    if factor is not None:
+        logs = (torch.rand(2, 300, dtype=torch.float64) * -30).unbind()
+        value, h, g = functional.sums(variables(*logs))
+        torch.testing.assert_close(h + g, value)  # the third of the sums is not kept
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (named("forward_kl", student_eps=1e-8, teacher_eps=1e-6).text, (1e-6, 1e-8, True)),
+        (named("reverse_kl", student_eps=1e-8, teacher_eps=1e-6).text, (1e-8, 1e-6, False)),
+        (named("forward_kl", student_eps=1e-8).text, None),
+        ("P*(log(S+0.1)-log(P+0.1))", None),
+        ("P*(log(P+0.1)-log(P+0.2))", None),
+        ("P*(log(P+1e-20)-log(S+1e-20))", None),  # their product is too small
+    ],
+)
+def test_what_is_a_quotient_of_lifted_probabilities(
+    text: str, found: tuple[float, float, bool] | None
+) -> None:
+    functional = Functional.of(text)
+    quotient = functional.quotient
+    assert (quotient and astuple(quotient)) == found
+    if quotient is not None:
+        logs = (torch.rand(2, 300, dtype=torch.float64) * -30).unbind()
+        value, h, g = functional.sums(variables(*logs))
+        own, other = (x.exp() for x in (logs if quotient.by_teacher else logs[::-1]))
+        of_own, of_other = (g, h) if quotient.by_teacher else (h, g)
+        # NOTE [Sums of known functionals] in attention/hopper/second_pass.py
+        e, f = quotient.own_eps, quotient.other_eps
+        torch.testing.assert_close(value + own - own * e / (own + e), of_own)
+        torch.testing.assert_close(own * f / (other + f) - own, of_other)

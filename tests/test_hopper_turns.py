@@ -15,6 +15,7 @@ from tests.test_hopper_ranges import RANGES, arguments, count, on_numbers, sees,
 from torch_streamkl.attention.hopper import (
     backward,
     forward,
+    second_pass,
     tiles,
     turns_backward,
 )
@@ -23,12 +24,31 @@ from torch_streamkl.attention.hopper import (
 )
 
 LANGUAGE = SimpleNamespace(
-    minimum=min, maximum=max, constexpr=Any, where=lambda chosen, a, b: a if chosen else b
+    minimum=min,
+    maximum=max,
+    constexpr=Any,
+    where=lambda chosen, a, b: a if chosen else b,
+    expand_dims=lambda x, _: x,
 )
 pairs_met = on_numbers(forward.pairs_met, **RANGES)
 tiles_of_rows = on_numbers(hopper_work.tiles_seen, **RANGES, gl=LANGUAGE)
 tiles_met = on_numbers(backward.tiles_met, **RANGES)
 tiles_seen = on_numbers(turns_backward.tiles_seen, **RANGES, gl=LANGUAGE)
+
+
+def waited_for(_outstanding: int, deps: list[Any]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+# on numbers: what tensors have in them does not matter here
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "warpgroup_mma_wait": waited_for, "add": lambda x, y: x + y, "column_of": lambda x, _: x,
+    "zero_of_pair": lambda _: 0.0, "keys_of_tile": lambda *_: 0,
+    "with_masses": lambda sums, *_: sums,
+    "start_sums": lambda *_: tiles.Sums(*[0.0] * 7), "with_terms": lambda sums, *_: sums,
+    **{name: lambda x, *_: x for name in ("exp2", "lane_sum", "before_wait", "masked")},
+    **{name: lambda *_: None for name in ("with_sums", "without_doubtful", "sees_keys")},
+}  # fmt: skip
 
 
 class WarpGroup:
@@ -38,39 +58,58 @@ class WarpGroup:
         self.waited: list[int] = []
         self.released: list[int] = []
         self.tiles: list[tuple[int, bool]] = []  # and whether they are masked
-        nothing: dict[str, Callable[..., Any]] = {
-            name: lambda *_, **__: None
-            for name in ("start_scores", "tile_at", "tile_of", "start_sums", "with_sums",
-                         "without_doubtful", "sees_keys")
+        self._used = 0
+        known: dict[str, Callable[..., Any]] = {
+            "wait_for": self.wait_for, "release": self.release, "start_at": lambda *_: 0.0,
+            "start_pair": self.start_pair, "step": self.step, "masked_step": self.masked_step,
+            **ARITHMETIC,
         }  # fmt: skip
-        waits: dict[str, Callable[..., Any]] = {"wait_for": self.wait_for, "release": self.release}
-        self._start_following = on_numbers(tiles.start_following, gl=LANGUAGE, **waits, **nothing)
-        self._sum_pairs = on_numbers(tiles.sum_pairs, gl=LANGUAGE, step=self.step, **nothing)
-        self.reduce_tiles = on_numbers(
-            tiles.reduce_tiles, gl=LANGUAGE,
-            masked_step=self.masked_step, sum_pairs=self._sum_pairs,
-            keys_of_tile=lambda *_: 0, warpgroup_mma_wait=lambda *_, **__: (None, None),
-            **waits, **nothing,
-        )  # fmt: skip
-        self.pass_by = on_numbers(tiles.pass_by, **waits)
+        for module, name in (
+            (tiles, "start_following"),
+            (tiles, "sum_pairs"),
+            (tiles, "masses_step"),
+            (tiles, "sum_masses"),
+            (tiles, "products_of"),
+            (tiles, "release_after"),
+            (second_pass, "pair_of_keys"),
+            (second_pass, "masked_keys"),
+        ):
+            known[name] = on_numbers(getattr(module, name), gl=LANGUAGE, **known)
+        self._start_following = known["start_following"]
+        products_of, masked_keys = known["products_of"], known["masked_keys"]
+        known["products_of"] = lambda t, *args: self.masked(t, products_of(t, *args))
+        known["masked_masses"] = lambda sums, *_: sums
+        known["masked_keys"] = lambda *args: self.masked(args[3], masked_keys(*args))
+        self._reduce_tiles = on_numbers(tiles.reduce_tiles, gl=LANGUAGE, **known)
+        self._reduce_masses = on_numbers(tiles.reduce_masses, gl=LANGUAGE, **known)
+        self._sum_keys = on_numbers(second_pass.sum_keys, gl=LANGUAGE, **known)
+        self.pass_by = on_numbers(tiles.pass_by, **known)
 
     def wait_for(self, _tiles: Any, pair: int, more: bool, _slots: int) -> None:
-        if more:
+        if more and pair not in self.waited:
+            assert not self.waited or pair == self.waited[-1] + 1
             self.waited.append(pair)
 
     def release(self, _tiles: Any, pair: int, _slots: int) -> None:
         assert pair in self.waited
         self.released.append(pair)
 
-    def visit(self, t: int, used: int, masked: bool) -> None:
-        assert used + t // 2 in self.waited
-        assert used + t // 2 not in self.released
+    def visit(self, t: int, masked: bool) -> None:
+        assert self._used + t // 2 in self.waited
+        assert self._used + t // 2 not in self.released
         self.tiles.append((t, masked))
+
+    def masked(self, t: int, found: Any) -> Any:
+        """A masked tile that is done; the first of a pass may have been read before."""
+        assert self._used + t // 2 in self.waited
+        if (t, True) not in self.tiles:
+            self.tiles.append((t, True))
+        return found
 
     def masked_step(
         self, o: Any, sums: Any, t: int, _tiles: Any, place: Any, *_: Any
     ) -> tuple[Any, Any]:
-        self.visit(t, place.used, True)
+        self.visit(t, True)
         self._start_following(TILES, place, t, None, 2)
         return o, sums
 
@@ -79,19 +118,41 @@ class WarpGroup:
         half: int, *_: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """As tiles.step: the pair is waited for before, the next one under its end."""
-        self.visit(2 * (i - place.used) + 1 - half, place.used, False)
+        self.visit(2 * (i - place.used) + 1 - half, False)
         if half == 0:
             self.wait_for(None, i + 1, more, 2)
             self.release(None, i, 2)
         return o, sums
 
+    def start_pair(self, _q: Any, keys: str, pair: int, *_: Any) -> float:
+        if keys == "weight":  # `other`'s may be those past the end, which nobody reads
+            for half in range(2):
+                self.visit(2 * (pair - self._used) + half, False)
+        return 0.0
+
+    def reduce(self, form: str, place: Any, bounds: tuple[int, int, int], config: Any) -> None:
+        begin, whole, edge = bounds
+        self._used = place.used
+        if form == "one pass":
+            self._reduce_tiles(TILES, place, begin, whole, edge, 0, True, 2, FORM, config)
+        elif form == "masses":
+            self._reduce_masses(TILES, place, begin, whole, edge, 0, True, 2, config)
+            if begin == whole:  # read for the bases alone
+                self.tiles.remove((begin, True))
+        else:
+            known = second_pass.Known(0.5, 0.5, 0.0, 0.0, 0.0, False)
+            self._sum_keys(
+                0.0, 0.0, TILES, place, begin, whole, edge, 0.0, True, None, known, 2, config
+            )
+
 
 FORM = SimpleNamespace(TT=1.0, TS=-1.0, ST=0.0, SS=0.0)
-TILES = SimpleNamespace(other_k=None, weight_k=None)
+TILES = SimpleNamespace(other_k="other", weight_k="weight")
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_forward(groups: int) -> None:
+@pytest.mark.parametrize("form", ["one pass", "masses", "second pass"])
+def test_forward(form: str, groups: int) -> None:
     for case in sequences():
         window, seq, expected = arguments(*case)
         config = SimpleNamespace(
@@ -116,7 +177,7 @@ def test_forward(groups: int) -> None:
                 group = WarpGroup()
                 group.pass_by(TILES, used, used + begin // 2, 2)
                 if begin < end:
-                    group.reduce_tiles(TILES, place, begin, whole, edge, 0, True, 2, FORM, config)
+                    group.reduce(form, place, (begin, whole, edge), config)
                 group.pass_by(TILES, used + (end + 1) // 2, used + num_pairs, 2)
                 # every pair once, in order
                 assert group.waited == group.released == list(range(used, used + num_pairs))

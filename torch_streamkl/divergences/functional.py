@@ -439,6 +439,15 @@ class GuardedBilinear:
     student_floor: float
 
 
+@dataclass(frozen=True)
+class LiftedQuotient:
+    """W (log(W + own_eps) - log(V + other_eps)): W is P, V is S (``by_teacher``), or S and P."""
+
+    own_eps: float
+    other_eps: float
+    by_teacher: bool
+
+
 def _without_clamps(e: Expr, floors: dict[Expr, float]) -> Expr:
     if e.op == "max" and e.args[1].op == "const" and e.args[0] in (P, S, LOG_P, LOG_S):
         variable, c = e.args[0], e.args[1].value
@@ -514,9 +523,39 @@ class Functional:
         return self.guarded.form if self.guarded else self.bilinear
 
     @functools.cached_property
-    def is_mixture(self) -> bool:
-        """Whether this is JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
-        return mixture_terms(self.expr) is not None
+    def mixture(self) -> tuple[float, float] | None:
+        """b and c of JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
+        if mixture_terms(self.expr) is None:
+            return None
+        _, of_p = self.expr.args[0].args  # P (logP - logM)
+        return mixture_shares(of_p.args[1].args[1])
+
+    @functools.cached_property
+    def variation(self) -> float | None:
+        """The number c of an expression c |P - S|."""
+        e = self.expr
+        c = 1.0
+        if e.op == "mul" and e.args[0].op == "const":
+            c, e = e.args[0].value, e.args[1]
+        return c if c and e in (apply("abs", P - S), apply("abs", S - P)) else None
+
+    @functools.cached_property
+    def quotient(self) -> LiftedQuotient | None:
+        """What an expression P (log(P + e) - log(S + f)), or S (log(S + f) - log(P + e)), has."""
+        if self.expr.op != "mul" or self.expr.args[1].op != "sub":
+            return None
+        own, (log_own, log_other) = self.expr.args[0], self.expr.args[1].args
+        if not (log_own.op == log_other.op == "log" and is_weight(own)):
+            return None
+        (lifted_own,), (lifted_other,) = log_own.args, log_other.args
+        if not (is_lifted(lifted_own) and is_lifted(lifted_other)):
+            return None
+        (own_too, own_eps), (other, other_eps) = lifted_own.args, lifted_other.args
+        if own_too != own or other == own:
+            return None
+        if own_eps.value * other_eps.value < SMALLEST_LIFT:
+            return None
+        return LiftedQuotient(own_eps.value, other_eps.value, own == P)
 
     @functools.cached_property
     def is_short(self) -> bool:

@@ -490,6 +490,20 @@ def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
     return _is_prepared(problem) or takes_turns(problem, backward)
 
 
+def multiplies_pairs(problem: AttentionProblem) -> bool:
+    """Whether the Hopper forward by blocks multiplies pairs of tiles as one.
+
+    It is faster here alone: NOTE [Pairs at once] in attention/hopper/warp_groups.py.
+    """
+    return (
+        problem.window_right is not None
+        and problem.functional.bilinear is not None
+        and not problem.is_packed
+        and not has_bias(problem)
+        and problem.student.head_dim == problem.teacher.head_dim == 128
+    )
+
+
 def takes_turns(problem: AttentionProblem, backward: bool = False) -> bool:
     """Whether a program of a Hopper kernel computes several blocks (NOTE [Turns], work.py).
 

@@ -54,18 +54,24 @@ from torch_streamkl.attention.hopper.parts import block_of, finish_rows, tiles_o
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
     NUM_WARPS,
+    add,
     async_load,
     before_wait,
     before_wait_pair,
     before_wait_three,
+    column_of,
     exp2,
     flat,
     lane_lowest,
     lane_sum,
+    load_pair,
     phase_of,
     slot_of,
-    start_scores,
+    slots_of_pairs,
+    start_half,
+    start_pair,
     without_offset,
+    zero_of_pair,
 )
 from torch_streamkl.attention.triton.forward import row_offset, store_state
 from torch_streamkl.kernels.arguments import MaskArgs, State
@@ -161,20 +167,11 @@ def load_all(
         slot = slot_of(i, SLOTS)
         full = tiles.full.index(slot)
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, SLOTS) ^ 1)
-        mbarrier.expect(full, 2 * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
-        for half in gl.static_range(2):
-            first = (2 * (block.stop_pair - 1 - i) + half) * CONFIG.BLOCK_N
-            row = block.seq.start_k + first
-            other = tile_of(tiles.other_k, i, half, SLOTS)
-            weight = tile_of(tiles.weight_k, i, half, SLOTS)
-            async_load(other_k, [block.b, other_h, row, 0], full, other)
-            async_load(weight_k, [block.b, weight_h, row, 0], full, weight)
-
-
-@gluon.jit
-def tile_of(keys, i, half, SLOTS: gl.constexpr):
-    """The tile with the first keys of pair i (half 0), or the last (1)."""
-    return keys.index(2 * slot_of(i, SLOTS) + half)
+        TILES: gl.constexpr = 2 * CONFIG.BLOCK_N // other_k.block_type.shape[2]
+        mbarrier.expect(full, TILES * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
+        row = block.seq.start_k + 2 * (block.stop_pair - 1 - i) * CONFIG.BLOCK_N
+        load_pair(other_k, (block.b, other_h, row), tiles.other_k, i, full, SLOTS)
+        load_pair(weight_k, (block.b, weight_h, row), tiles.weight_k, i, full, SLOTS)
 
 
 @gluon.jit
@@ -234,8 +231,8 @@ def update_pairs(
             half = 1 - second
             first = (2 * (block.stop_pair - 1 - i) + half) * BLOCK_N
             if (first < stop_key) & (first + BLOCK_N > first_key):
-                o = start_scores(oq, tile_of(tiles.other_k, i, half, SLOTS), zero)
-                w = start_scores(wq, tile_of(tiles.weight_k, i, half, SLOTS), zero)
+                o = start_half(oq, tiles.other_k, i, half, zero, SLOTS)
+                w = start_half(wq, tiles.weight_k, i, half, zero, SLOTS)
                 if OTHER_BIAS:
                     other_bias = bias_of_rows(
                         block.other_bias, block.b, block.h, first_row, first,
@@ -271,6 +268,41 @@ def update_pairs(
 
 
 @gluon.jit
+def pair_step(
+    sums, i, oq, wq, tiles, block, zeros,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The sums with pair i."""
+    wait_for(tiles, i, True, SLOTS)
+    o = start_pair(oq, tiles.other_k, i, zeros, SLOTS)
+    w = start_pair(wq, tiles.weight_k, i, zeros, SLOTS)
+    o = warpgroup_mma_wait(1, deps=[o])
+    o = o * block.other_scale - column_of(sums.base_o, zeros)
+    sum_o = before_wait(add(sums.other, lane_sum(exp2(o))))
+    w = warpgroup_mma_wait(0, deps=[w])
+    release(tiles, i, SLOTS)
+    w = w * block.weight_scale - column_of(sums.base_w, zeros)
+    ew = exp2(w)
+    sum_w = add(sums.weight, lane_sum(ew))
+    mom = add(sums.moment, lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER)))
+    return Sums(
+        sum_o, sum_w, mom, sums.low_o, sums.low_w, sums.base_o, sums.base_w, sums.ratio
+    )  # fmt: skip
+
+
+@gluon.jit
+def sum_pairs(
+    sums, oq, wq, tiles, block, start, stop, zero,
+    C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Sums over the pairs from start to stop, which need no mask: NOTE [Pairs at once]."""
+    zeros = zero_of_pair(zero)
+    for i in range(start, stop):
+        sums = pair_step(sums, i, oq, wq, tiles, block, zeros, C_WEIGHT, C_OTHER, SLOTS)
+    return sums
+
+
+@gluon.jit
 def bias_of_half(block, first_row, i, zero, HALF: gl.constexpr, BIASED: gl.constexpr):
     """The bias of both sides for a half of pair i, whose keys there all are; past the end any."""
     if BIASED:
@@ -294,7 +326,7 @@ def step(
 
     Its bias is `bias`; the next one's is read under this one's arithmetic.
     """
-    w = start_scores(wq, tile_of(tiles.weight_k, i, HALF, SLOTS), zero)
+    w = start_half(wq, tiles.weight_k, i, HALF, zero, SLOTS)
     next_bias = bias_of_half(
         block, first_row, i if HALF == 1 else i + 1, zero, 1 - HALF, BIASED
     )  # fmt: skip
@@ -314,10 +346,10 @@ def step(
         sum_o = before_wait(sum_o)
     w = warpgroup_mma_wait(0, deps=[w])
     if HALF == 1:
-        next_o = start_scores(oq, tile_of(tiles.other_k, i, 0, SLOTS), zero)
+        next_o = start_half(oq, tiles.other_k, i, 0, zero, SLOTS)
     else:
         wait_for(tiles, i + 1, more, SLOTS)
-        next_o = start_scores(oq, tile_of(tiles.other_k, i + 1, 1, SLOTS), zero)
+        next_o = start_half(oq, tiles.other_k, i + 1, 1, zero, SLOTS)
         # Only now: the arrive and the bar.sync before it are then off the path from a finished
         # matmul to the next.
         release(tiles, i, SLOTS)
@@ -348,18 +380,18 @@ def step(
 
 
 @gluon.jit
-def sum_pairs(
+def sum_halves(
     sums, oq, wq, tiles, block, first_row, start, stop, zero,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SQUARES: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     BIASED: gl.constexpr,
 ):  # fmt: skip
-    """Sums over the pairs from start to stop, which need no mask.
+    """Sums over the pairs from start to stop, which need no mask, a half at a time.
 
     One matmul is in flight at a time, so that the registers are enough for three warp groups.
     """
     wait_for(tiles, start, True, SLOTS)
-    o = start_scores(oq, tile_of(tiles.other_k, start, 1, SLOTS), zero)
+    o = start_half(oq, tiles.other_k, start, 1, zero, SLOTS)
     bias = bias_of_half(block, first_row, start, zero, 1, BIASED)
     o = warpgroup_mma_wait(0, deps=[o])
     for i in range(start, stop):
@@ -525,10 +557,15 @@ def reduce_rows(
             low_w = none
             ratio = mass_ratio(state.l_t, state.l_s)
         sums = Sums(none, none, none, low_o, low_w, base_o, base_w, ratio)
-        sums = sum_pairs(
-            sums, oq, wq, tiles, block, first, start, stop, zero,
-            C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, SAME_BIAS,
-        )  # fmt: skip
+        if tiles.other_k.shape[3] == 2 * BLOCK_N:  # of divergences without clamps
+            sums = sum_pairs(
+                sums, oq, wq, tiles, block, start, stop, zero, C_WEIGHT, C_OTHER, SLOTS
+            )
+        else:
+            sums = sum_halves(
+                sums, oq, wq, tiles, block, first, start, stop, zero,
+                C_WEIGHT, C_OTHER, SQUARES, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, SAME_BIAS,
+            )  # fmt: skip
         state = without_doubtful(with_sums(state, sums, WEIGHT_IS_TEACHER, SQUARES), SQUARES)
     if CONFIG.HAS_LEFT:
         state = update_pairs(
@@ -564,7 +601,6 @@ def forward_kernel(
 ):  # fmt: skip
     """Blocks from num_whole on are PARTS programs each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM
     beyond = gl.program_id(0) - num_whole
@@ -608,12 +644,8 @@ def forward_kernel(
         gl.allocate_shared_memory(
             weight_q.dtype, [GROUPS, 1, 1, BLOCK_M, WEIGHT_DIM], weight_q.layout
         ),
-        gl.allocate_shared_memory(
-            other_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, OTHER_DIM], other_k.layout
-        ),
-        gl.allocate_shared_memory(
-            weight_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, WEIGHT_DIM], weight_k.layout
-        ),
+        slots_of_pairs(other_k, OTHER_DIM, SLOTS),
+        slots_of_pairs(weight_k, WEIGHT_DIM, SLOTS),
         gl.allocate_shared_memory(gl.int64, [1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch_streamkl.attention.hopper.biases import Bias
 from torch_streamkl.attention.hopper.descriptors import descriptor, padded
 from torch_streamkl.attention.hopper.masks import PreparedMask
 from torch_streamkl.attention.hopper.parts import unite_rows_kernel
+from torch_streamkl.attention.hopper.second_pass import Known
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.attention.triton import forward as portable
 from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
@@ -44,6 +46,7 @@ from torch_streamkl.launches.launch import (
     hopper_launch,
     is_wide,
     key_shares,
+    multiplies_pairs,
     parts_of_last_round,
     plain_clamp,
     row_shares,
@@ -126,13 +129,13 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
         state = value.new_empty((blocks.parts, NUM_STATE_FIELDS, blocks.num_rows))
         strides = (state.stride(1), state.stride(0))
     config = plan.kept("config", lambda: config_of(problem, launch))
+    pairs = multiplies_pairs(problem)
     plan.run(
         "hopper",
         fwd.forward_kernel,
         (blocks.num_programs, 1, 1),
         (
-            descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
-            descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
+            *_descriptors(plan, launch, other, pairs), *_descriptors(plan, launch, weight, pairs),
             *outputs, state, *strides, blocks.first_row,
             blocks.num_whole, blocks.of_head, problem.num_heads, _group(other), _group(weight),
             *_masks(problem), table, _log2_scale(problem, other), _log2_scale(problem, weight),
@@ -171,15 +174,16 @@ def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any,
         turns_fwd.turns_forward_kernel,
         (_num_programs(problem, works, takes_turns(problem)), 1, 1),
         (
-            descriptor(plan, other.q, launch.block_m), descriptor(plan, other.k, launch.block_n),
-            descriptor(plan, weight.q, launch.block_m), descriptor(plan, weight.k, launch.block_n),
+            *_descriptors(plan, launch, other, second),
+            *_descriptors(plan, launch, weight, second),
             *outputs, works, num_blocks, problem.num_heads, problem.batch,
             _group(other), _group(weight), *_masks(problem)[:5], *_mask_blocks(prepared, True),
             _log2_scale(problem, other), _log2_scale(problem, weight),
         ),
         (
             by_teacher, launch.groups, launch.slots, plan.form,
-            _helper(problem, plan) if second else None, config,
+            _helper(problem, plan) if second else None,
+            plan.kept("known", lambda: _known(problem)), config,
         ),
         {"num_warps": 4},
         _mask_tensors(problem),
@@ -226,6 +230,22 @@ def _num_programs(problem: AttentionProblem, works: int, in_turns: bool) -> int:
 
 def _helper(problem: AttentionProblem, plan: Plan) -> Any:
     return plan.kept("helper", lambda: helper(problem.functional.text, of_half=True))
+
+
+def _descriptors(plan: Plan, launch: HopperLaunch, side: Side, pairs: bool) -> tuple[Any, Any]:
+    """Of a warp group's queries, and of a tile of keys or (``pairs``) of two as one."""
+    rows = 2 * launch.block_n if pairs else launch.block_n
+    return descriptor(plan, side.q, launch.block_m), descriptor(plan, side.k, rows)
+
+
+def _known(problem: AttentionProblem) -> Known:
+    functional = problem.functional
+    quotient = functional.quotient
+    return Known(
+        *(functional.mixture or (0.0, 0.0)),
+        functional.variation or 0.0,
+        *((0.0, 0.0, False) if quotient is None else dataclasses.astuple(quotient)),
+    )
 
 
 def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Blocks:

@@ -4,6 +4,18 @@ A divergence that is no sum of products of a probability and a logarithm (JS, TV
 the log-sum-exps of its row first. The program that found them reads the same tiles once more,
 while the queries are still in shared memory, and gives every key to the functional's helper
 (pointwise.py).
+
+NOTE [Sums of known functionals]
+Some are known by their form, and have fewer sums, of fewer instructions; logarithms are in base 2
+until a row is done. With p and s the probabilities of a key:
+
+- JS with M = b P + c S: the sums of p (log p - log M) and s (log s - log M) are its derivatives,
+  but for their factors, whose sum is the value.
+- c |P - S|: the sums of |d| and of sign(d) s with d = p - s. Its derivatives are c sign(d) p and
+  -c sign(d) s, whose sum is the value again.
+- P (log(P + e) - log(S + f)), or with both sides exchanged: one logarithm of the quotient, off by
+  2^-22, and one reciprocal, of the product (P + e) (S + f). The derivatives are the value's term
+  and P - P e / (P + e), and -P + P f / (S + f). The sum of P is 1.
 """
 
 from typing import Any, NamedTuple
@@ -13,24 +25,42 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from torch_streamkl.attention.hopper.tiles import (
+    masked,
+    products_of,
     release,
+    release_after,
     seen,
-    start_following,
-    tile_at,
     wait_for,
 )
 from torch_streamkl.attention.hopper.warp_groups import (
-    before_wait,
-    before_wait_pair,
+    add,
+    column_of,
     exp2,
+    lane_signed_sum,
     lane_sum,
-    start_scores,
+    log2,
+    reciprocal,
+    start_pair,
+    zero_of_pair,
 )
 from torch_streamkl.kernels.row_state import LN2
 
+SMALLEST = gl.constexpr(2.0**-126)
+
+
+class Known(NamedTuple):
+    """NOTE [Sums of known functionals]; numbers are 0 where a functional is not of a form."""
+
+    B: float  # of JS
+    C: float
+    VARIATION: float  # c of c |P - S|
+    OWN_EPS: float  # beside the probability in front
+    OTHER_EPS: float
+    BY_TEACHER: bool  # which is the teacher's
+
 
 class KeySums(NamedTuple):
-    """Per thread: f, h and g of a pointwise functional, summed over the keys."""
+    """Per thread, summed over the keys: f, h and g of a functional, or the sums of a known one."""
 
     value: Any
     h: Any
@@ -38,57 +68,139 @@ class KeySums(NamedTuple):
 
 
 @gluon.jit
-def key_step(
-    o, sums, lse_o, lse_w, t, tiles, place, zero, MASKED: gl.constexpr,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, SLOTS: gl.constexpr,
+def with_terms(
+    sums, log_o, log_w, eo, ew, t, place, MASKED: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The sums with tile t, whose products of `other` are o, and those of the next."""
-    w = start_scores(place.wq, tile_at(tiles.weight_k, place, t, SLOTS), zero)
-    log_o = o * place.other_scale - gl.expand_dims(lse_o, 1)
-    w = warpgroup_mma_wait(0, deps=[w])
-    following = start_following(tiles, place, t, zero, SLOTS)
-    log_w = w * place.weight_scale - gl.expand_dims(lse_w, 1)
+    """The sums with the terms of a tile or pair: log-probabilities and probabilities."""
     log_t = log_w if WEIGHT_IS_TEACHER else log_o
     log_s = log_o if WEIGHT_IS_TEACHER else log_w
-    f, h, g = HELPER(exp2(log_t), exp2(log_s), log_t * LN2, log_s * LN2)
-    if MASKED:
-        allowed = seen(place, t, zero, CONFIG)
-        f = gl.where(allowed, f, 0.0)
-        h = gl.where(allowed, h, 0.0)
-        g = gl.where(allowed, g, 0.0)
-    value, h = before_wait_pair(sums.value + lane_sum(f), sums.h + lane_sum(h))
-    g = before_wait(sums.g + lane_sum(g))
-    o = warpgroup_mma_wait(0, deps=[following])
-    return o, KeySums(value, h, g)
+    p = ew if WEIGHT_IS_TEACHER else eo
+    s = eo if WEIGHT_IS_TEACHER else ew
+    value, h, g = sums.value, sums.h, sums.g
+    if KNOWN.B != 0.0:
+        log_m = log2(KNOWN.B * p + (KNOWN.C * s + SMALLEST))
+        h = add(h, lane_sum(s * (log_s - log_m)))
+        g = add(g, lane_sum(p * (log_t - log_m)))
+    elif KNOWN.VARIATION != 0.0:
+        d = p - s
+        value = add(value, lane_sum(gl.abs(d)))
+        h = lane_signed_sum(h, d, s)
+    elif KNOWN.OWN_EPS != 0.0:
+        own = p if KNOWN.BY_TEACHER else s
+        other = s if KNOWN.BY_TEACHER else p
+        a = own + KNOWN.OWN_EPS
+        b = other + KNOWN.OTHER_EPS
+        inverse = reciprocal(a * b)
+        of_b = inverse * a
+        value = add(value, lane_sum(own * log2(a * of_b)))
+        h = add(h, lane_sum(own * of_b))
+        g = add(g, lane_sum(own * (inverse * b)))
+    else:
+        f, dh, dg = HELPER(p, s, log_t * LN2, log_s * LN2)
+        if MASKED:
+            allowed = seen(place, t, eo, CONFIG)
+            f = gl.where(allowed, f, 0.0)
+            dh = gl.where(allowed, dh, 0.0)
+            dg = gl.where(allowed, dg, 0.0)
+        value = add(value, lane_sum(f))
+        h = add(h, lane_sum(dh))
+        g = add(g, lane_sum(dg))
+    return KeySums(value, h, g)
+
+
+@gluon.jit
+def pair_of_keys(
+    sums, lse_o, lse_w, i, tiles, place, zeros,
+    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """The sums with pair i."""
+    wait_for(tiles, i, True, SLOTS)
+    o = start_pair(place.oq, tiles.other_k, i, zeros, SLOTS)
+    w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
+    o = warpgroup_mma_wait(1, deps=[o])
+    log_o = o * place.other_scale - column_of(lse_o, zeros)
+    w = warpgroup_mma_wait(0, deps=[w])
+    release(tiles, i, SLOTS)
+    log_w = w * place.weight_scale - column_of(lse_w, zeros)
+    return with_terms(
+        sums, log_o, log_w, exp2(log_o), exp2(log_w), 0, place, False,
+        WEIGHT_IS_TEACHER, HELPER, KNOWN, CONFIG,
+    )  # fmt: skip
+
+
+@gluon.jit
+def masked_keys(
+    sums, lse_o, lse_w, t, tiles, place, zero,
+    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """The sums with tile t, masked."""
+    IS_KNOWN: gl.constexpr = KNOWN.B + KNOWN.VARIATION + KNOWN.OWN_EPS != 0.0
+    o, w = products_of(t, tiles, place, zero, SLOTS)
+    release_after(t, tiles, place, SLOTS)
+    log_o = o * place.other_scale - gl.expand_dims(lse_o, 1)
+    log_w = w * place.weight_scale - gl.expand_dims(lse_w, 1)
+    if IS_KNOWN:
+        log_o = masked(log_o, t, place, 0, True, CONFIG)
+        log_w = masked(log_w, t, place, 0, True, CONFIG)
+    return with_terms(
+        sums, log_o, log_w, exp2(log_o), exp2(log_w), t, place, True,
+        WEIGHT_IS_TEACHER, HELPER, KNOWN, CONFIG,
+    )  # fmt: skip
+
+
+@gluon.jit
+def of_rows(sums, mass, KNOWN: gl.constexpr):
+    """f, h and g of rows from their threads' sums, in nats; `mass` is 1, or 0 without keys."""
+    layout: gl.constexpr = mass.type.layout
+    value = gl.convert_layout(gl.sum(sums.value, 1), layout)
+    h = gl.convert_layout(gl.sum(sums.h, 1), layout)
+    g = gl.convert_layout(gl.sum(sums.g, 1), layout)
+    if KNOWN.B != 0.0:
+        h = h * (KNOWN.C * LN2)
+        g = g * (KNOWN.B * LN2)
+        value = h + g
+    elif KNOWN.VARIATION != 0.0:
+        value = value * KNOWN.VARIATION
+        h = h * -KNOWN.VARIATION
+        g = value - h
+    elif KNOWN.OWN_EPS != 0.0:
+        value = value * LN2
+        of_other = h * KNOWN.OTHER_EPS - mass
+        of_own = value + (mass - g * KNOWN.OWN_EPS)
+        h = of_other if KNOWN.BY_TEACHER else of_own
+        g = of_own if KNOWN.BY_TEACHER else of_other
+    return value, h, g
 
 
 @gluon.jit
 def sum_keys(
     lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, SLOTS: gl.constexpr,
-    CONFIG: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The second pass over every tile that some row of the warp group sees."""
     end = place.end
     none = lane_sum(zero)
+    zeros = zero_of_pair(zero)
     sums = KeySums(none, none, none)
-    wait_for(tiles, place.used + begin // 2, True, SLOTS)
-    o = start_scores(place.oq, tile_at(tiles.other_k, place, begin, SLOTS), zero)
-    o = warpgroup_mma_wait(0, deps=[o])
     start, stop = begin, whole
     for _ in range(2):  # NOTE [Code] in tiles.py
         for t in range(start, stop):
-            o, sums = key_step(
-                o, sums, lse_o, lse_w, t, tiles, place, zero, True,
-                WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
+            sums = masked_keys(
+                sums, lse_o, lse_w, t, tiles, place, zero,
+                WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
             )  # fmt: skip
-        for t in range(stop, gl.where(stop == whole, edge, stop), 2):
-            for half in gl.static_range(2):
-                o, sums = key_step(
-                    o, sums, lse_o, lse_w, t // 2 * 2 + half, tiles, place, zero, False,
-                    WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
-                )  # fmt: skip
+        first = place.used + stop // 2
+        last = place.used + gl.where(stop == whole, edge, stop) // 2
+        for i in range(first, last):
+            sums = pair_of_keys(
+                sums, lse_o, lse_w, i, tiles, place, zeros,
+                WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
+            )  # fmt: skip
         start, stop = edge, end
     if end % 2 == 1:
         release(tiles, place.used + end // 2, SLOTS)

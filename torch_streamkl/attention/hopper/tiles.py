@@ -36,14 +36,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from torch_streamkl.attention.hopper.masks import load_words, where_admitted
 from torch_streamkl.attention.hopper.warp_groups import (
+    add,
     before_wait,
     before_wait_pair,
+    column_of,
     exp2,
     lane_lowest,
     lane_sum,
     phase_of,
     slot_of,
-    start_scores,
+    start_half,
+    start_pair,
+    zero_of_pair,
 )
 from torch_streamkl.attention.hopper.work import sees_keys
 from torch_streamkl.kernels.arguments import State
@@ -94,15 +98,9 @@ class Place(NamedTuple):
 
 
 @gluon.jit
-def tile_of(keys, i, half, SLOTS: gl.constexpr):
-    """The tile with the first keys of pair i (half 0), or the last (1)."""
-    return keys.index(2 * slot_of(i, SLOTS) + half)
-
-
-@gluon.jit
-def tile_at(keys, place, t, SLOTS: gl.constexpr):
-    """Tile t of a block, counted from its last."""
-    return tile_of(keys, place.used + t // 2, 1 - (t & 1), SLOTS)
+def start_at(q, keys, place, t, zero, SLOTS: gl.constexpr):
+    """Issue q @ tile t of a block, counted from its last."""
+    return start_half(q, keys, place.used + t // 2, 1 - (t & 1), zero, SLOTS)
 
 
 @gluon.jit
@@ -134,7 +132,7 @@ def start_following(tiles, place, t, zero, SLOTS: gl.constexpr):
     is_last = (t & 1) == 1
     pair = place.used + t // 2
     wait_for(tiles, pair + 1, is_last & (t + 1 < place.end), SLOTS)
-    following = start_scores(place.oq, tile_at(tiles.other_k, place, t + 1, SLOTS), zero)
+    following = start_at(place.oq, tiles.other_k, place, t + 1, zero, SLOTS)
     # Only now: the arrive and the bar.sync before it are then off the path from a finished
     # matmul to the next.
     if is_last & (t < place.end):
@@ -180,7 +178,7 @@ def step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
-    w = start_scores(place.wq, tile_of(tiles.weight_k, i, HALF, SLOTS), zero)
+    w = start_half(place.wq, tiles.weight_k, i, HALF, zero, SLOTS)
     o = o * place.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
     low_o = sums.low_o
@@ -188,10 +186,10 @@ def step(
         low_o = before_wait(lane_lowest(low_o, o))
     w = warpgroup_mma_wait(0, deps=[w])
     if HALF == 1:
-        following = start_scores(place.oq, tile_of(tiles.other_k, i, 0, SLOTS), zero)
+        following = start_half(place.oq, tiles.other_k, i, 0, zero, SLOTS)
     else:
         wait_for(tiles, i + 1, more, SLOTS)
-        following = start_scores(place.oq, tile_of(tiles.other_k, i + 1, 1, SLOTS), zero)
+        following = start_half(place.oq, tiles.other_k, i + 1, 1, zero, SLOTS)
         # Only now: the arrive and the bar.sync before it are then off the path from a finished
         # matmul to the next.
         release(tiles, i, SLOTS)
@@ -201,9 +199,7 @@ def step(
         low_w = before_wait(lane_lowest(low_w, w))
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
-    mom = sums.moment
-    if C_WEIGHT != 0.0 or C_OTHER != 0.0:
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
     mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[following])
     return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
@@ -243,7 +239,7 @@ def masked_step(
 
     With a mask tensor, `words` are its bits of the tile, and nothing else masks it.
     """
-    w = start_scores(place.wq, tile_at(tiles.weight_k, place, t, SLOTS), zero)
+    w = start_at(place.wq, tiles.weight_k, place, t, zero, SLOTS)
     o = masked(
         o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, words, is_full, CONFIG
     )
@@ -261,9 +257,7 @@ def masked_step(
         low_w = before_wait(lane_lowest(low_w, gl.where(w == FAR, 0.0, w)))
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
-    mom = sums.moment
-    if C_WEIGHT != 0.0 or C_OTHER != 0.0:
-        mom += lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
+    mom = sums.moment + lane_sum(ew * moment(w, o, C_WEIGHT, C_OTHER))
     mom, sum_w = before_wait_pair(mom, sum_w)
     o = warpgroup_mma_wait(0, deps=[following])
     return o, Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w)
@@ -336,8 +330,8 @@ def reduce_tiles(
     CLAMP_OTHER: gl.constexpr = CLAMP_S if WEIGHT_IS_TEACHER else CLAMP_T
     block, end = place.block, place.end
     wait_for(tiles, place.used + begin // 2, True, SLOTS)
-    o = start_scores(place.oq, tile_at(tiles.other_k, place, begin, SLOTS), zero)
-    w = start_scores(place.wq, tile_at(tiles.weight_k, place, begin, SLOTS), zero)
+    o = start_at(place.oq, tiles.other_k, place, begin, zero, SLOTS)
+    w = start_at(place.wq, tiles.weight_k, place, begin, zero, SLOTS)
     o, w = warpgroup_mma_wait(0, deps=[o, w])
     keys = keys_of_tile(block, begin, zero) < block.seq.num_valid
     sums = start_sums(o, w, keys, place.other_scale, place.weight_scale, zero)
@@ -352,6 +346,99 @@ def reduce_tiles(
             o, sums, tiles, place, stop // 2, gl.where(stop == whole, edge, stop) // 2, zero,
             C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS,
         )  # fmt: skip
+        start, stop = edge, end
+    if end % 2 == 1:  # of the last pair the second tile is seen by other warp groups only
+        release(tiles, place.used + end // 2, SLOTS)
+    state = with_sums(sums, place.rows, WEIGHT_IS_TEACHER)
+    return without_doubtful(state, sees_keys(block, place.rows, CONFIG))
+
+
+@gluon.jit
+def products_of(t, tiles, place, zero, SLOTS: gl.constexpr):
+    """The products of tile t of both sides."""
+    wait_for(tiles, place.used + t // 2, True, SLOTS)
+    o = start_at(place.oq, tiles.other_k, place, t, zero, SLOTS)
+    w = start_at(place.wq, tiles.weight_k, place, t, zero, SLOTS)
+    return warpgroup_mma_wait(0, deps=[o, w])
+
+
+@gluon.jit
+def release_after(t, tiles, place, SLOTS: gl.constexpr):
+    """Release the pair whose last tile t is."""
+    if (t & 1) == 1:
+        release(tiles, place.used + t // 2, SLOTS)
+
+
+@gluon.jit
+def masked_masses(sums, o, w, t, place, CONFIG: gl.constexpr):
+    """The sums of 2^x with tile t, whose products are o and w."""
+    o = masked(o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, 0, True, CONFIG)
+    w = masked(w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, 0, True, CONFIG)
+    return with_masses(sums, sums.other + lane_sum(exp2(o)), sums.weight + lane_sum(exp2(w)))
+
+
+@gluon.jit
+def with_masses(sums, other, weight):
+    """The sums with others of 2^x."""
+    return Sums(
+        other, weight, sums.moment, sums.low_o, sums.low_w, sums.base_o, sums.base_w
+    )  # fmt: skip
+
+
+@gluon.jit
+def masses_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
+    """The sums of 2^x with pair i, whose products of `other` are o, and those of the next."""
+    w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
+    o = o * place.other_scale - column_of(sums.base_o, zeros)
+    sum_o = before_wait(add(sums.other, lane_sum(exp2(o))))
+    w = warpgroup_mma_wait(0, deps=[w])
+    wait_for(tiles, i + 1, more, SLOTS)
+    following = start_pair(place.oq, tiles.other_k, i + 1, zeros, SLOTS)
+    # Only now: the arrive and the bar.sync before it are then off the path from a finished
+    # matmul to the next.
+    release(tiles, i, SLOTS)
+    w = w * place.weight_scale - column_of(sums.base_w, zeros)
+    sum_w = before_wait(add(sums.weight, lane_sum(exp2(w))))
+    o = warpgroup_mma_wait(0, deps=[following])
+    return o, with_masses(sums, sum_o, sum_w)
+
+
+@gluon.jit
+def sum_masses(sums, tiles, place, start, stop, zeros, SLOTS: gl.constexpr):
+    """Sums of 2^x alone over the pairs from start to stop, which need no mask."""
+    if start < stop:
+        wait_for(tiles, start, True, SLOTS)
+        o = start_pair(place.oq, tiles.other_k, start, zeros, SLOTS)
+        o = warpgroup_mma_wait(0, deps=[o])
+        for i in range(start, stop):
+            o, sums = masses_step(o, sums, i, i + 1 < stop, tiles, place, zeros, SLOTS)
+    return sums
+
+
+@gluon.jit
+def reduce_masses(
+    tiles, place, begin, whole, edge, zero,
+    WEIGHT_IS_TEACHER: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """As reduce_tiles, of the masses alone: NOTE [Pairs at once] in warp_groups.py."""
+    block, end = place.block, place.end
+    zeros = zero_of_pair(zero)
+    o, w = products_of(begin, tiles, place, zero, SLOTS)
+    keys = keys_of_tile(block, begin, zero) < block.seq.num_valid
+    sums = start_sums(o, w, keys, place.other_scale, place.weight_scale, zero)
+    start, stop = begin, whole
+    if begin < whole:
+        sums = masked_masses(sums, o, w, begin, place, CONFIG)
+        release_after(begin, tiles, place, SLOTS)
+        start = begin + 1
+    for _ in range(2):  # NOTE [Code]
+        for t in range(start, stop):
+            o, w = products_of(t, tiles, place, zero, SLOTS)
+            release_after(t, tiles, place, SLOTS)
+            sums = masked_masses(sums, o, w, t, place, CONFIG)
+        first = place.used + stop // 2
+        last = place.used + gl.where(stop == whole, edge, stop) // 2
+        sums = sum_masses(sums, tiles, place, first, last, zeros, SLOTS)
         start, stop = edge, end
     if end % 2 == 1:  # of the last pair the second tile is seen by other warp groups only
         release(tiles, place.used + end // 2, SLOTS)
@@ -378,8 +465,8 @@ def reduce_listed(
     last = block.num_pairs - 1
     none = lane_sum(zero)
     wait_for(tiles, place.used, True, SLOTS)
-    o = start_scores(place.oq, tile_at(tiles.other_k, place, 0, SLOTS), zero)
-    w = start_scores(place.wq, tile_at(tiles.weight_k, place, 0, SLOTS), zero)
+    o = start_at(place.oq, tiles.other_k, place, 0, zero, SLOTS)
+    w = start_at(place.wq, tiles.weight_k, place, 0, zero, SLOTS)
     entry = gl.load(block.list + 1)
     following = gl.load(block.list + 1 + gl.minimum(1, last))
     words_1 = load_words(blocks, entity, row_tile, entry // 2 * 2 + 1, none)

@@ -14,15 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_streamkl.attention.hopper.masks import MaskBlocks
 from torch_streamkl.attention.hopper.parts import finish_rows
-from torch_streamkl.attention.hopper.second_pass import sum_keys
+from torch_streamkl.attention.hopper.second_pass import of_rows, sum_keys
 from torch_streamkl.attention.hopper.tiles import (
     Place,
     Tiles,
     empty,
     pass_by,
     reduce_listed,
+    reduce_masses,
     reduce_tiles,
-    tile_of,
 )
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
@@ -31,6 +31,7 @@ from torch_streamkl.attention.hopper.warp_groups import (
     flat,
     phase_of,
     slot_of,
+    slots_of_pairs,
 )
 from torch_streamkl.attention.hopper.work import (
     Work,
@@ -115,13 +116,14 @@ def load_pair(
     full = tiles.full.index(slot_of(used + i, SLOTS))
     pair = pair_at(block, i, CONFIG)
     mbarrier.wait(tiles.empty.index(slot_of(used + i, SLOTS)), phase_of(used + i, SLOTS) ^ 1)
-    mbarrier.expect(full, 2 * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
-    for half in gl.static_range(2):
-        row = block.seq.start_k + (2 * pair + half) * CONFIG.BLOCK_N
-        other = tile_of(tiles.other_k, used + i, half, SLOTS)
-        weight = tile_of(tiles.weight_k, used + i, half, SLOTS)
-        async_load(other_k, [block.b, other_h, row, 0], full, other)
-        async_load(weight_k, [block.b, weight_h, row, 0], full, weight)
+    ROWS: gl.constexpr = other_k.block_type.shape[2]
+    TILES: gl.constexpr = 2 * CONFIG.BLOCK_N // ROWS
+    mbarrier.expect(full, TILES * (other_k.block_type.nbytes + weight_k.block_type.nbytes))
+    for tile in gl.static_range(TILES):
+        row = block.seq.start_k + 2 * pair * CONFIG.BLOCK_N + tile * ROWS
+        place = slot_of(used + i, SLOTS) * TILES + tile
+        async_load(other_k, [block.b, other_h, row, 0], full, tiles.other_k.index(place))
+        async_load(weight_k, [block.b, weight_h, row, 0], full, tiles.weight_k.index(place))
 
 
 @gluon.jit
@@ -129,7 +131,7 @@ def reduce_rows(
     tiles, work, masks, blocks, outputs, other_scale, weight_scale,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, FORM: gl.constexpr, HELPER: gl.constexpr,
-    CONFIG: gl.constexpr,
+    KNOWN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows of every block."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -167,10 +169,16 @@ def reduce_rows(
                             WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
                         )  # fmt: skip
                 elif begin < end:
-                    state = reduce_tiles(
-                        tiles, place, begin, whole, edge, zero,
-                        WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
-                    )  # fmt: skip
+                    if SECOND:
+                        state = reduce_masses(
+                            tiles, place, begin, whole, edge, zero,
+                            WEIGHT_IS_TEACHER, SLOTS, CONFIG,
+                        )  # fmt: skip
+                    else:
+                        state = reduce_tiles(
+                            tiles, place, begin, whole, edge, zero,
+                            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+                        )  # fmt: skip
                 pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
                 used += block.num_pairs
                 if SECOND:
@@ -183,11 +191,10 @@ def reduce_rows(
                         lse_w = finite_lse(lse_t if WEIGHT_IS_TEACHER else lse_s)
                         sums = sum_keys(
                             lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-                            WEIGHT_IS_TEACHER, HELPER, SLOTS, CONFIG,
+                            WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
                         )  # fmt: skip
-                        value = gl.convert_layout(gl.sum(sums.value, 1), row_layout)
-                        h_sum = gl.convert_layout(gl.sum(sums.h, 1), row_layout)
-                        g_sum = gl.convert_layout(gl.sum(sums.g, 1), row_layout)
+                        mass = gl.where(lse_t == -float("inf"), 0.0, 1.0)
+                        value, h_sum, g_sum = of_rows(sums, mass, KNOWN)
                     mbarrier.arrive(tiles.q_empty.index(GROUP), count=1)
                     pass_by(tiles, used + (end + 1) // 2, used + block.num_pairs, SLOTS)
                     used += block.num_pairs
@@ -223,11 +230,10 @@ def turns_forward_kernel(
     other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr, HELPER: gl.constexpr, CONFIG: gl.constexpr,
+    FORM: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Values and statistics of blocks of rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM
     work = Work(
@@ -246,12 +252,8 @@ def turns_forward_kernel(
         gl.allocate_shared_memory(
             weight_q.dtype, [GROUPS, 1, 1, BLOCK_M, WEIGHT_DIM], weight_q.layout
         ),
-        gl.allocate_shared_memory(
-            other_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, OTHER_DIM], other_k.layout
-        ),
-        gl.allocate_shared_memory(
-            weight_k.dtype, [2 * SLOTS, 1, 1, BLOCK_N, WEIGHT_DIM], weight_k.layout
-        ),
+        slots_of_pairs(other_k, OTHER_DIM, SLOTS),
+        slots_of_pairs(weight_k, WEIGHT_DIM, SLOTS),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars),
@@ -271,7 +273,7 @@ def turns_forward_kernel(
         [
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(0),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks,
@@ -279,15 +281,15 @@ def turns_forward_kernel(
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(1),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(2),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
             (reduce_rows, (
                 tiles, work, masks, blocks, outputs, other_scale, weight_scale, gl.constexpr(3),
-                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, CONFIG,
+                GROUPS, WEIGHT_IS_TEACHER, SLOTS, FORM, HELPER, KNOWN, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],

@@ -7,6 +7,14 @@ ptxas serialises every wgmma (message C7514) when an accumulator is in flight ac
 edge: loops are unrolled by two, each half with its own registers. And compilers move arithmetic
 that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
+NOTE [Pairs at once]
+Where a forward has two passes a pair that needs no mask is multiplied as one of 128 keys: half the
+instructions that issue matmuls, half the barriers. The first pass has one matmul in flight, as
+others have. In the second, two times 64 products leave a thread of three warp groups no registers
+for it: while one warp group waits for its products, the others reduce theirs. So it is in causal
+forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait at the
+same time (launch.multiplies_pairs); elsewhere one pass is faster with halves of pairs.
+
 NOTE [Slots]
 Tile i (in the forward: pair of tiles i) is in slot i % SLOTS of shared memory and
 is the (i // SLOTS)-th user of its slot, whose barriers complete one phase a user. A slot is loaded
@@ -22,6 +30,9 @@ from torch_streamkl.kernels.arguments import Sequence
 
 # Triton 3.6 has it under the second name
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+# before Triton 3.9 it has a line before its name
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 NUM_WARPS = gl.constexpr(4)  # of a warp group
 LANES = gl.constexpr(4)  # that share a row of a wgmma accumulator
@@ -65,6 +76,22 @@ def _before_wait(n: int) -> str:
 
 
 WAIT_ONE, WAIT_TWO, WAIT_THREE = (gl.constexpr(_before_wait(2 * n)) for n in (1, 2, 3))
+
+
+@gluon.jit
+def log2(x):
+    """log2 of a positive number in one instruction, off by 2^-22 of itself."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x of a number that is neither tiny nor huge, in one instruction."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -121,6 +148,37 @@ def lane_sum(x):
 
 
 @gluon.jit
+def add(x, y):
+    """x + y in the layout of x: threads have the same columns of a tile and of a pair."""
+    return x + gl.convert_layout(y, x.type.layout)
+
+
+@gluon.jit
+def column_of(x, products):
+    """[rows] -> a column beside products of a tile or pair."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, products.type.layout)), 1)
+
+
+@gluon.jit
+def zero_of_pair(zero):
+    """From a tile's products of zeros those of a pair."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 2 * zero.shape[1], 16]
+    )
+    return gl.full([zero.shape[0], 2 * zero.shape[1]], 0.0, gl.float32, layout=layout)
+
+
+@gluon.jit
+def halves(x):
+    """Products [64, 128] of a pair -> of its two tiles."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 64, 16]
+    )
+    x, x_1 = gl.split(gl.permute(gl.reshape(x, [64, 2, 64]), (0, 2, 1)))
+    return gl.convert_layout(x, layout), gl.convert_layout(x_1, layout)
+
+
+@gluon.jit
 def bits(x):
     """float32 as unsigned integers: of negative numbers the lowest has the largest."""
     return x.to(gl.uint32, bitcast=True)
@@ -143,24 +201,69 @@ LOWEST_OPERANDS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 64))
 
 
 @gluon.jit
+def per_column(x, like):
+    """[64, LANES] -> an accumulator whose columns have their thread's number."""
+    zeros = gl.zeros_like(by_lane(like))
+    x = gl.convert_layout(x, gl.SliceLayout(2, zeros.type.layout))
+    x = gl.expand_dims(x, 2) + zeros
+    x = gl.permute(gl.reshape(x, [64, LANES, 8, 2]), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(x, [64, 64]), like.type.layout)
+
+
+@gluon.jit
+def of_first_column(x, like):
+    """An accumulator -> [64, LANES], in the layout of `like`: each thread's first columns."""
+    x = by_lane(x)
+    x, _ = gl.split(gl.reshape(x, [64, LANES, 8, 2]))
+    x, _ = gl.split(gl.reshape(x, [64, LANES, 4, 2]))
+    x, _ = gl.split(gl.reshape(x, [64, LANES, 2, 2]))
+    x, _ = gl.split(x)
+    return gl.convert_layout(x, like.type.layout)
+
+
+@gluon.jit
 def lane_lowest(low, x):
     """As lane_sum, the lowest of `low` and a thread's columns; if none is below 0, one of them.
 
     Two maxima of unsigned integers are one instruction; two minima of floats are two.
     """
-    before = gl.expand_dims(bits(low), 2) + gl.zeros_like(by_lane(bits(x)))
-    before = gl.permute(gl.reshape(before, [64, LANES, 8, 2]), (0, 2, 1, 3))
-    before = gl.convert_layout(gl.reshape(before, [64, 64]), x.type.layout)
+    before = per_column(bits(low), bits(x))
     found = gl.inline_asm_elementwise(
         LOWEST, LOWEST_OPERANDS, [bits(x), before], gl.uint32, True, 32
     )
-    found = by_lane(found)
-    found, _ = gl.split(gl.reshape(found, [64, LANES, 8, 2]))
-    found, _ = gl.split(gl.reshape(found, [64, LANES, 4, 2]))
-    found, _ = gl.split(gl.reshape(found, [64, LANES, 2, 2]))
-    found, _ = gl.split(found)
-    found = gl.convert_layout(found, low.type.layout)
+    found = of_first_column(found, low)
     return found.to(gl.float32, bitcast=True)
+
+
+def _signed_sum(n: int) -> str:
+    """Sums of a thread's two rows: those so far, and sign(d) x of n numbers d and n numbers x."""
+    lines = [".reg .pred p; .reg .b32 t;"]
+    lines += [f"mov.f32 ${i}, ${3 * n + i};" for i in (0, 2)]
+    lines += [
+        f"setp.neu.f32 p, ${n + i}, 0f00000000; "
+        f"lop3.b32 t, ${n + i}, 0x80000000, ${2 * n + i}, 0x6a; "  # (d & sign) ^ x
+        f"@p add.f32 ${i & 2}, ${i & 2}, t;"
+        for i in range(n)
+    ]
+    lines += [f"mov.b32 ${i}, ${i & 2};" for i in range(n) if i not in (0, 2)]
+    return "{ " + " ".join(lines) + " }"
+
+
+SIGNED = gl.constexpr(_signed_sum(32))
+SIGNED_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 96))
+
+
+@gluon.jit
+def lane_signed_sum(before, d, x):
+    """`before` and, of a thread's columns, the sum of sign(d) x: as lane_sum, sign(0) is 0."""
+    if x.shape[1] == 128:
+        d, d_1 = halves(d)
+        x, x_1 = halves(x)
+        before = lane_signed_sum(before, d_1, x_1)
+    found = gl.inline_asm_elementwise(
+        SIGNED, SIGNED_OPERANDS, [d, x, per_column(before, x)], gl.float32, True, 32
+    )
+    return of_first_column(found, before)
 
 
 @gluon.jit
@@ -196,3 +299,55 @@ def flat(tile):
 def start_scores(a, tile, zero):
     """Issue a @ tile^T; `zero` gives the shape."""
     return warpgroup_mma(a, flat(tile).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
+    """Issue q @ the first keys of pair i (half 0), or the last (1).
+
+    Where a slot holds both as one tile, by 64 columns of the queries.
+    """
+    if keys.shape[3] == 64:
+        return start_scores(q, keys.index(2 * slot_of(i, SLOTS) + half), zero)
+    else:
+        CHUNKS: gl.constexpr = keys.shape[4] // 64
+        SHAPE: gl.constexpr = [keys.shape[0] * CHUNKS * 2, 1, 1, 64, 64]
+        if REINTERPRETS:
+            parts = keys.reinterpret(keys.dtype, SHAPE, keys.layout)
+        else:
+            parts = keys._reinterpret(keys.dtype, SHAPE, keys.layout)
+        first = slot_of(i, SLOTS) * (2 * CHUNKS) + half
+        x = start_scores(q.slice(0, 64, 1), parts.index(first), zero)
+        if CHUNKS == 2:
+            x = warpgroup_mma(
+                q.slice(64, 64, 1), flat(parts.index(first + 2)).permute((1, 0)), x,
+                use_acc=True, is_async=True,
+            )  # fmt: skip
+        return x
+
+
+@gluon.jit
+def load_pair(x, at, keys, i, full, SLOTS: gl.constexpr):
+    """Load pair i of tiles of keys, whose first key is `at`: [batch, heads, seqlen]."""
+    b, h, row = at
+    if keys.shape[3] == 64:
+        first = 2 * slot_of(i, SLOTS)
+        async_load(x, [b, h, row, 0], full, keys.index(first))
+        async_load(x, [b, h, row + 64, 0], full, keys.index(first + 1))
+    else:
+        async_load(x, [b, h, row, 0], full, keys.index(slot_of(i, SLOTS)))
+
+
+@gluon.jit
+def start_pair(q, keys, i, zero, SLOTS: gl.constexpr):
+    """Issue q @ the keys of pair i."""
+    return start_scores(q, keys.index(slot_of(i, SLOTS)), zero)
+
+
+@gluon.jit
+def slots_of_pairs(x, D: gl.constexpr, SLOTS: gl.constexpr):
+    """Shared memory for SLOTS pairs of tiles of a descriptor's rows: one tile each, or two."""
+    ROWS: gl.constexpr = x.block_type.shape[2]
+    return gl.allocate_shared_memory(
+        x.dtype, [SLOTS * 128 // ROWS, 1, 1, ROWS, D], x.layout
+    )  # fmt: skip
