@@ -232,6 +232,7 @@ class Matrix:
     rows: list[Row]
     is_complete: bool = False
     note: str = ""  # by hand: what a reader of the record has to know
+    title: str = ""  # by hand, of one that has a section of its own in RESULTS.md
 
     def save(self, path: Path | None) -> None:
         """After every row."""

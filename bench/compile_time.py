@@ -35,6 +35,11 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "bert": ("BertModel", SIZES),
     "llama": ("LlamaModel", SIZES | {"num_key_value_heads": 2}),
 }
+COLUMNS = {
+    "pair": "{family}", "shapes": "{shapes}", "sites": "{streamkl[fused]}",
+    "rewrite s": "{streamkl[rewrite]:.2f}", "plain Inductor s": "{inductor[backend]:.1f}",
+    "share": "{share_of_inductor:.1%}", "checks alone": "{share_of_checks:.1%}",
+}  # fmt: skip
 
 
 def make_step(family: str) -> Callable[[Tensor], Tensor]:
@@ -106,21 +111,15 @@ def main(argv: list[str] | None = None) -> int:
     if options.once:
         print(json.dumps(compile_once(options.once[0], options.dynamic, options.once[1])))
         return 0
-    record = Rows(head, options.json)
+    title = "What the rewrite adds to compilation (pairs of 12 layers)"
+    record = Rows(title, COLUMNS, head, options.json)
     for family, dynamic in itertools.product(options.families, (False, True)):
         plain = in_new_process(family, dynamic, "inductor")
         ours = in_new_process(family, dynamic, "streamkl")
         share, share_of_checks = (ours[k] / plain["backend"] for k in ("rewrite", "check"))
-        record.add(
-            {"family": family, "dynamic": dynamic, "inductor": plain, "streamkl": ours}
-            | {"share_of_inductor": share, "share_of_checks": share_of_checks}
-        )
-        print(
-            f"{family:<6} {'dynamic' if dynamic else 'static':<8} rewrite {ours['rewrite']:.2f} "
-            f"s, {ours['fused']} sites; plain Inductor {plain['backend']:.1f} s; "
-            f"share {share:.1%}, checks alone {share_of_checks:.1%}",
-            flush=True,
-        )
+        what = {"family": family, "shapes": "dynamic" if dynamic else "static"}
+        shares = {"share_of_inductor": share, "share_of_checks": share_of_checks}
+        record.add(what | {"inductor": plain, "streamkl": ours} | shares)
     return 0
 
 

@@ -24,6 +24,10 @@ from unittest import mock
 
 ROUNDS, CALLS = 41, 200
 COPIES = 50  # of a call in one CUDA graph
+COLUMNS = {
+    "small call": "{name}", "host us a call": "{call_us:.1f}",
+    "with a wait us": "{synchronised_us:.1f}", "its kernels us": "{kernels_us:.1f}",
+}  # fmt: skip
 
 
 class NoKernel:
@@ -102,9 +106,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(device="cpu")
     options, head = parser.begin(argv)
     if options.device == "cuda":
-        record = Rows(head | {"overhead": on_gpu()}, options.json)
-        record.save()
-        print(record.head["overhead"])
+        record = Rows("attention_kl on a GPU: small calls", COLUMNS, head, options.json)
+        for name, row in on_gpu().items():
+            record.add({"name": name, **row})
         return 0
     torch.set_num_threads(1)
     from torch_streamkl.attention.triton import plans
@@ -180,7 +184,7 @@ def on_gpu() -> dict[str, dict[str, float]]:
             for _ in range(COPIES):
                 small[name]()
         found[name]["kernels_us"] = median_ms(graph.replay, device, 20) / COPIES * 1e3
-    found["empty_kernel"] = {"synchronised_us": us(lambda: weight.add_(0.0), 1, 500)}
+    found["empty kernel"] = {"synchronised_us": us(lambda: weight.add_(0.0), 1, 500)}
     return found
 
 

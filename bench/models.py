@@ -90,20 +90,19 @@ class Pair:
     teacher_layers: int = 4
     student_layers: int = 2
 
+    def model(self, device: torch.device, layers: int, seed: int) -> Any:
+        return build(
+            "LlamaForCausalLM", seed, device, usual_dtype(device),
+            vocab_size=self.vocabulary, hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size, num_hidden_layers=layers,
+            num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
+            max_position_embeddings=max(self.contexts),
+        )  # fmt: skip
+
     def models(self, device: torch.device) -> tuple[Any, Any]:
         """Student and teacher."""
-
-        def model(layers: int, seed: int) -> Any:
-            return build(
-                "LlamaForCausalLM", seed, device, usual_dtype(device),
-                vocab_size=self.vocabulary, hidden_size=self.hidden_size,
-                intermediate_size=self.intermediate_size, num_hidden_layers=layers,
-                num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
-                max_position_embeddings=max(self.contexts),
-            )  # fmt: skip
-
-        student, teacher = model(self.student_layers, 1), model(self.teacher_layers, 0)
-        return student, teacher.eval().requires_grad_(False)
+        student = self.model(device, self.student_layers, 1)
+        return student, self.model(device, self.teacher_layers, 0).eval().requires_grad_(False)
 
 
 PAIRS = {

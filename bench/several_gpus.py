@@ -45,6 +45,12 @@ FIRST_ROUNDS, ROUNDS = 2, 6
 COMPARED = ["eager", "inductor", "streamkl"]
 CASES = ("ddp", "vocabulary", "sequence", "layers")
 COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
+COLUMNS = {
+    "case": "{case}", "shape": "{shape}", "provider": "{provider}", "step ms": "{step_ms:.1f}",
+    "peak GiB a rank": "{peak_gib:.2f}", "received MiB a rank": "{received_mib:.1f}",
+    "loss off the first's": "{loss_difference:.1e}",
+    "gradients off the first's": "{gradient_difference:.1e}",
+}  # fmt: skip
 
 
 def _rank(rank: int, options: argparse.Namespace, record: Rows, store: str) -> None:
@@ -68,7 +74,6 @@ def _rank(rank: int, options: argparse.Namespace, record: Rows, store: str) -> N
             same = ("case", "provider", "shape")
             record.rows = [x for x in record.rows if any(x[k] != worst[k] for k in same)]
             record.add(worst)
-            print(worst, flush=True)
 
     for case in _cases(options, device):
         make = {k: x for k, x in case.make.items() if k in (options.shared_by or case.make)}
@@ -116,15 +121,16 @@ def _measure(case: Case, device: torch.device, write: Callable[[dict[str, Any]],
         step()
         rows[provider] = {
             "case": case.name,
-            "shape": case.shape,
+            "shape": ", ".join(f"{size} {name}" for name, size in case.shape.items()),
             "provider": provider,
             **first,
             "loss": float(loss),
-            "peak_mib": peak_mib(step, device),
-            "received_mib": case.received_mib.get(provider, 0.0),
+            "peak_gib": peak_mib(step, device) / 1024,
             "loss_difference": abs(float(loss) / expected[0] - 1.0),
             "gradient_difference": total_error(gradients, expected[1]),
         }
+        if provider in case.received_mib:
+            rows[provider]["received_mib"] = case.received_mib[provider]
         timed(FIRST_ROUNDS, provider)
         if not case.interleaves:
             timed(ROUNDS, provider)
@@ -159,7 +165,7 @@ def _of_all_ranks(mine: Any) -> list[Any]:
 
 def worst_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A row of all ranks: the slowest, the largest, the farthest off."""
-    names = ("step_ms", "peak_mib", "loss_difference", "gradient_difference")
+    names = ("step_ms", "peak_gib", "loss_difference", "gradient_difference")
     return {**rows[0], **{name: max(row[name] for row in rows) for name in names}}
 
 
@@ -175,7 +181,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=340.0, help="after which all is over")
     parser.set_defaults(json=machine.ROOT / "out" / "several-gpus.json")
     options, head = parser.begin(argv)
-    record = Rows(head | {"processes": options.processes}, options.json)
+    head |= {"processes": options.processes, "text": f"{options.processes} processes, a GPU each."}
+    title = "Problems that several GPUs share: forward and backward"
+    record = Rows(title, COLUMNS, head, options.json)
     # multicast is not available in every container, and these messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with tempfile.TemporaryDirectory() as folder:
