@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import attention_kl, attention_kl_varlen
-from torch_streamkl.divergences.functional import named
 
 TOKENS = 8192  # of a batch of shorter sequences
 WINDOW = 1024  # keys that a row of the window mask sees
@@ -106,13 +105,8 @@ class Cell:
             for dim, kv in ((self.student_dim, self.kv_heads), (self.teacher_dim, teacher_kv))
             for heads, n in ((self.heads, self.seqlen_q), (kv, self.seqlen_k))
         ]
-        tensors = []
-        for shape in shapes:
-            x = torch.randn(shape, generator=generator, device=device).to(DTYPES[self.dtype])
-            tensors.append(x)
-        for x in tensors[:2]:
-            x.requires_grad_()
-        return tuple(tensors)
+        made = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
+        return tuple(x.to(DTYPES[self.dtype]).requires_grad_(i < 2) for i, x in enumerate(made))
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """What `attention_kl` is told about masks."""
@@ -261,44 +255,32 @@ def gate(
 
 
 def _row(cell: Cell, inputs: tuple[Tensor, ...], head: int, i: int) -> tuple[Tensor, Tensor]:
-    """Value and student's dQ of one row of the first batch element, in float64."""
+    """Value and student's dQ of one row of the first batch element, in float64.
+
+    A row alone is the last one: keys behind it are left out where masks look at its place.
+    """
+    device, options = inputs[0].device, cell.options(inputs[0].device)
+    first, last = 0, cell.seqlen_k
+    position = i + cell.seqlen_k - cell.seqlen_q
+    match cell.mask:
+        case "causal" | "causal clamps" | "window":
+            last = position + 1
+        case "boolean" | "blocks" | "additive":
+            options["attn_mask"] = options["attn_mask"][i : i + 1]
+        case "key lengths":
+            options["key_lengths"] = options["key_lengths"][:1]
+        case "alibi":
+            distance = (position - torch.arange(last, device=device)).abs()
+            slope = options["student_alibi_slopes"][head].double()
+            options = {"attn_mask": -distance[None] * slope}
+        case "packed":
+            first = max(x for x in accumulate(cell.packed_lengths, initial=0) if x <= i)
+            last = i + 1
     sides = []
     for q, k in (inputs[:2], inputs[2:]):
         key_head = head * k.shape[1] // cell.heads
-        keys = k[0, key_head].detach().double()
-        scores = keys @ q[0, head, i].detach().double() * q.shape[-1] ** -0.5
-        sides.append(scores + _row_bias(cell, scores, head, i))
-    log_s, log_t = (x.log_softmax(0) for x in sides)
-    p, s = log_t.exp(), log_s.exp()
-    options = {k: v for k, v in DIVERGENCES.get(cell.mask, {}).items() if k != "is_causal"}
-    functional = named(options.pop("divergence", "forward_kl"), **options)
-    f, h, _ = functional.sums({"P": p, "S": s, "logP": log_t, "logS": log_s})
-    keys = inputs[1][0, head * cell.kv_heads // cell.heads].detach().double()
-    return f.sum(), (h - s * h.sum()) @ keys * inputs[0].shape[-1] ** -0.5
-
-
-def _row_bias(cell: Cell, like: Tensor, head: int, i: int) -> Tensor:
-    """What masks add to a row of scores."""
-    options, device = cell.options(like.device), like.device
-    j = torch.arange(cell.seqlen_k, device=device)
-    position = i + cell.seqlen_k - cell.seqlen_q
-    allowed = j >= 0
-    bias = torch.zeros_like(like)
-    match cell.mask:
-        case "causal" | "causal clamps":
-            allowed = j <= position
-        case "window":
-            allowed = (j <= position) & (j > position - WINDOW)
-        case "boolean" | "blocks":
-            allowed = options["attn_mask"][i]
-        case "additive":
-            bias = options["attn_mask"][i].double()
-        case "key lengths":
-            allowed = j < options["key_lengths"][0]
-        case "alibi":
-            bias = -(position - j).abs() * options["student_alibi_slopes"][head].double()
-        case "packed":
-            offsets = accumulate(cell.packed_lengths, initial=0)
-            start = max(offset for offset in offsets if offset <= i)
-            allowed = (j >= start) & (j <= i)
-    return bias.masked_fill(~allowed, -torch.inf)
+        keys = k[:1, key_head : key_head + 1, first:last]
+        sides += [x.detach().double() for x in (q[:1, head : head + 1, i : i + 1], keys)]
+    sides[0].requires_grad_()
+    value = attention_kl(*sides, **options, impl="reference")
+    return value.sum(), torch.autograd.grad(value.sum(), sides[0])[0].flatten()

@@ -8,16 +8,16 @@ of both; what the checks of the rewrite take of it is given by itself.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -92,25 +92,18 @@ def compile_once(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
 def in_new_process(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         variables = {
-            **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": cache,
             "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         }
-        command = [sys.executable, "-m", "bench.compile_time", "--once", family, backend]
-        command += ["--dynamic"] if dynamic else []
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        processes = multiprocessing.get_context("spawn")
+        with mock.patch.dict(os.environ, variables), ProcessPoolExecutor(1, processes) as pool:
+            return pool.submit(compile_once, family, dynamic, backend).result()
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Program("bench.compile_time", __doc__, devices=False)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--once", nargs=2, metavar=("FAMILY", "BACKEND"), help=argparse.SUPPRESS)
-    parser.add_argument("--dynamic", action="store_true", help=argparse.SUPPRESS)
     options, head = parser.begin(argv)
-    if options.once:
-        print(json.dumps(compile_once(options.once[0], options.dynamic, options.once[1])))
-        return 0
     title = "What the rewrite adds to compilation (pairs of 12 layers)"
     record = Rows(title, COLUMNS, head, options.json)
     for family, dynamic in itertools.product(options.families, (False, True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from datetime import date
 from importlib import metadata
@@ -37,12 +38,9 @@ def describe(device: torch.device, commit: str = "") -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(
-            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
-        )
+    known = Path("/proc/cpuinfo")
+    text = known.read_text() if known.exists() else ""
+    model = next(iter(re.findall(r"(?m)^model name\s*:\s*(.*?)\s*$", text)), "")
     return f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 

@@ -5,7 +5,6 @@ Losses are naive code, as people write it. No dropout is drawn, so that a step c
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -48,24 +47,14 @@ def build(
 
 
 class TrainingStep:
-    """What `bench.steps` times: a student that learns from a teacher."""
+    """What `bench.steps` times: a student that learns from a teacher.
+
+    A step has ``names(batch_size)`` of the pair and of the objective, for the record,
+    ``models(device)``: student and teacher, ``batch(size, seqlen, device)``, and the naive
+    ``loss(student, teacher)`` of a batch.
+    """
 
     is_side_by_side = True  # all providers' models fit into memory together, and float64
-
-    def names(self, batch_size: int) -> dict[str, str]:
-        """Of the pair and of the objective, for the record."""
-        raise NotImplementedError
-
-    def models(self, device: torch.device) -> tuple[Any, Any]:
-        """Student and teacher."""
-        raise NotImplementedError
-
-    def loss(self, student: Any, teacher: Any) -> Callable[..., Tensor]:
-        """The naive loss of a batch."""
-        raise NotImplementedError
-
-    def batch(self, size: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
-        raise NotImplementedError
 
     def optimizer(self, student: nn.Module) -> torch.optim.Optimizer | None:
         return None
@@ -284,11 +273,6 @@ def _projections(model: Any, outputs: Any) -> list[Tensor]:
 def _scores(x: Tensor, keys: Tensor) -> Tensor:
     scores = (x @ x.transpose(-1, -2)).float() * x.shape[-1] ** -0.5
     return scores.masked_fill(~keys, torch.finfo(scores.dtype).min)
-
-
-def in_float64(model: nn.Module) -> nn.Module:
-    """A copy that computes exactly what the model should."""
-    return copy.deepcopy(model).double()
 
 
 def steps_on(device: str) -> dict[str, TrainingStep]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ def _inductor(case: Case, **options: Any) -> Loss:
     return torch.compile(case.naive(), dynamic=False, fullgraph=True, options=options or None)
 
 
-@_provider("auto_chunker", "#17becf", "Inductor with auto_chunker", **OF_HEADS)
-def _auto_chunker(case: Case) -> Loss:
-    return _inductor(case, **{"auto_chunker.enable": True})
+_provider("auto_chunker", "#17becf", "Inductor with auto_chunker", **OF_HEADS)(
+    partial(_inductor, **{"auto_chunker.enable": True})
+)
 
 
 @_provider("checkpoint", "#bcbd22", "chunks of tokens or queries, checkpointed, eager")
@@ -146,18 +147,12 @@ def _direct(case: Case, **more: Any) -> Loss:
     return lambda *inputs: torch_streamkl.attention_kl(*inputs, **options)
 
 
-@_provider(
+_provider(
     "direct-recompute", "#c5b0d5", 'linear_kl called by hand with strategy="recompute"', **OF_HEADS
-)
-def _direct_recompute(case: Case) -> Loss:
-    return _direct(case, strategy="recompute")
-
-
-@_provider(
+)(partial(_direct, strategy="recompute"))
+_provider(
     "direct-200-mib", "#e377c2", "linear_kl called by hand with max_workspace_mib=200", **OF_HEADS
-)
-def _direct_200_mib(case: Case) -> Loss:
-    return _direct(case, max_workspace_mib=200)
+)(partial(_direct, max_workspace_mib=200))
 
 
 @_provider(

@@ -25,18 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench import measure
 from bench.accuracy import Truth
-from bench.measure import (
-    OutOfMemory,
-    Timed,
-    Timing,
-    attempt,
-    interleaved,
-    peak_mib,
-    release,
-    step,
-    usual_dtype,
-)
 from bench.records import Program, Rows
 from bench.steps import PROVIDERS, with_streamkl
 from torch_streamkl import attention_kl, linear_kl, row_program
@@ -442,7 +432,7 @@ def gate(case: Case, provider: str, device: torch.device, dtype: torch.dtype) ->
     return truth.judge(None, _result(timed, inputs)[1]).row()  # a loss may be right by luck
 
 
-def measure(
+def rows_of(
     name: str, size: int, device: torch.device, dtype: torch.dtype, seconds: float
 ) -> list[dict[str, Any]]:
     """One case at one size: a row for each provider."""
@@ -451,7 +441,7 @@ def measure(
     rows: dict[str, dict[str, Any]] = {}
     for provider in case.providers:
         if size <= case.most.get(provider, size):
-            errors, why = attempt(partial(gate, case, provider, device, dtype), device)
+            errors, why = measure.attempt(partial(gate, case, provider, device, dtype), device)
             row = {"case": name, "size": size, "provider": provider, "status": "ok"}
             rows[provider] = row | (errors or why)
     torch.manual_seed(0)
@@ -459,16 +449,17 @@ def measure(
     timed = {}
     for provider, row in rows.items():
         if row["status"] == "ok":
-            one_step = partial(step, case.providers[provider][1], inputs)
-            _, why = attempt(one_step, device)
-            row |= why or {"peak_mib": peak_mib(one_step, device)}
+            one_step = partial(measure.step, case.providers[provider][1], inputs)
+            _, why = measure.attempt(one_step, device)
+            row |= why or {"peak_mib": measure.peak_mib(one_step, device)}
             if not why:
-                timed[provider] = Timed(case.providers[provider][1], [inputs])
-    for provider, samples in interleaved(timed, seconds).items():
-        if isinstance(samples, OutOfMemory):
+                timed[provider] = measure.Timed(case.providers[provider][1], [inputs])
+    for provider, samples in measure.interleaved(timed, seconds).items():
+        if isinstance(samples, measure.OutOfMemory):
             rows[provider]["status"] = "oom"
             continue
-        forward, both = (Timing.of([s.ms(mode) for s in samples]) for mode in ("forward", "step"))
+        modes = ("forward", "step")
+        forward, both = (measure.Timing.of([s.ms(mode) for s in samples]) for mode in modes)
         rows[provider] |= vars(both) | {
             "forward_ms": forward.median_ms, "step_ms": both.median_ms, "rounds": len(samples)
         }  # fmt: skip
@@ -495,15 +486,15 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--cases are {', '.join(CASES)}, got {', '.join(options.cases)}")
     device = torch.device(options.device)
-    dtype = usual_dtype(device)
+    dtype = measure.usual_dtype(device)
     title = "Row programs beside what they replace or are compared with"
     head["dtype"] = str(dtype).removeprefix("torch.")
     record = Rows(title, COLUMNS, head, options.json)
     for name, case in chosen.items():
         for size in options.sizes or case.sizes:
-            for row in measure(name, size, device, dtype, options.seconds):
+            for row in rows_of(name, size, device, dtype, options.seconds):
                 record.add(row)
-            release(device)
+            measure.release(device)
     return 0
 
 

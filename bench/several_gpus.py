@@ -187,16 +187,9 @@ def main(argv: list[str] | None = None) -> int:
     # multicast is not available in every container, and these messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with tempfile.TemporaryDirectory() as folder:
-        processes = torch.multiprocessing.spawn(
-            _rank, (options, record, f"{folder}/store"), nprocs=options.processes, join=False
+        torch.multiprocessing.spawn(
+            _rank, (options, record, f"{folder}/store"), nprocs=options.processes
         )
-        end = time.monotonic() + options.limit_s
-        while not processes.join(timeout=max(0.0, end - time.monotonic())):
-            if time.monotonic() >= end:
-                for process in processes.processes:
-                    process.kill()
-                print(f"not done after {options.limit_s:.0f} s", file=sys.stderr)
-                return 1
     return 0
 
 
