@@ -190,37 +190,31 @@ def cell(
 
 def matrix() -> list[Cell]:
     """Every head_dim, length, mask and dtype, not the full product of them."""
+    dims = (64, 128, 32, 96, 192, 256)
     cells = [
         cell(dim, mask, seqlen=seqlen)
         for seqlen in (8192, 512, 2048)
-        for dim in (64, 128, 32, 96, 192, 256)
+        for dim in dims
         for mask in ("none", "causal")
     ]
     cells += [cell(dim, mask, dtype) for dim in (64, 128) for mask in MASKS for dtype in DTYPES]
-    pairs = ((64, 128, ""), (32, 64, OTHER_DIMS), (128, 64, ""))
+    both = ("none", "causal")
     cells += [
         cell(s, mask, teacher_dim=t, reason=reason)
-        for s, t, reason in pairs
-        for mask in ("none", "causal")
+        for s, t, reason in ((64, 128, ""), (32, 64, OTHER_DIMS), (128, 64, ""))
+        for mask in both
     ]
     cells += [cell(128, "causal", kv_heads=n) for n in (8, 1)]
     cells += [
         replace(cell(128, mask, kv_heads=n), teacher_kv_heads=m)
-        for mask in ("none", "causal")
+        for mask in both
         for n, m in ((8, 32), (32, 8), (8, 4))
     ]
-    cells += [
-        Cell(128, 128, "none", "bf16", 1, 32, 8, rows, 131072, "bound by memory: see GB/s")
-        for rows in (1, 16, 64)
-    ]
-    cells.append(cell(128, "causal", seqlen=131072, heads=8))
-    cells.append(cell(128, "blocks"))
+    few = (128, 128, "none", "bf16", 1, 32, 8)
+    cells += [Cell(*few, rows, 131072, "bound by memory: see GB/s") for rows in (1, 16, 64)]
+    cells += [cell(128, "causal", seqlen=131072, heads=8), cell(128, "blocks")]
     cells += [cell(128, divergence) for divergence in DIVERGENCES]
-    cells += [
-        cell(dim, mask, seqlen=32768)
-        for dim in (64, 128, 32, 96, 192, 256)
-        for mask in ("none", "causal")
-    ]
+    cells += [cell(dim, mask, seqlen=32768) for dim in dims for mask in both]
     return list(dict.fromkeys(cells))
 
 

@@ -16,6 +16,7 @@ against float64, and sum(q dQ) = sum(k dK), which are both the sum of dS times t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -158,12 +159,11 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
     from torch_streamkl.attention import ops
     from torch_streamkl.launches import launch
 
-    options = cell.options(inputs[0].device)
     known: dict[str, dict[str, object]] = {
         "none": {},
         "causal": {"window_right": 0},
         "window": {"window_left": WINDOW - 1, "window_right": 0},
-        "key lengths": options,
+        "key lengths": cell.options(inputs[0].device),
     }
     if impl != "auto" or cell.mask not in known:
         return impl
@@ -193,10 +193,8 @@ def compile_first(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = {pool.submit(run_cell, c, device, impl, 0, 0): c for c in new}
-        for other in beside:
-            if other != ATTENTION:
-                for c in new:
-                    pool.submit(run_cell, c, device, other, 0, 0)
+        for other, c in itertools.product(set(beside) - {ATTENTION}, new):
+            pool.submit(run_cell, c, device, other, 0, 0)
         for future in as_completed(futures):
             c = futures[future]
             progress.set_description(f"compiled {title(c)}")

@@ -278,10 +278,8 @@ def suite(device: str, quick: bool = False) -> list[Case]:
             *_vocabularies(4096, (32000, 65536, 131072, 262144)),
         ]
     if quick:
-        return [
-            replace(one_sequence, seqlen=512),
-            replace(SMOLLM_HEAD, tokens=128, vocabulary=16384),
-        ]
+        head = replace(SMOLLM_HEAD, tokens=128, vocabulary=16384)
+        return [replace(one_sequence, seqlen=512), head]
     return [
         *(replace(one_sequence, seqlen=n) for n in (256, 512, 1024, 2048, 4096)),
         replace(MINILM, batch=2),
@@ -302,10 +300,9 @@ def _mha() -> list[AttentionCase]:
 
 
 def _vocabularies(tokens: int, sizes: tuple[int, ...]) -> list[Case]:
-    widths = (2048, 4096) if tokens > 1024 else (576, 960)
-    source = "growing vocabulary at the widths of " + (
-        "Llama-3.2-1B and 3.1-8B" if tokens > 1024 else "SmolLM2-135M and 360M"
-    )
+    large, small = ("Llama-3.2-1B and 3.1-8B", 2048, 4096), ("SmolLM2-135M and 360M", 576, 960)
+    names, *widths = large if tokens > 1024 else small
+    source = f"growing vocabulary at the widths of {names}"
     return [LinearCase("vocabulary-sweep", source, tokens, size, *widths) for size in sizes]
 
 

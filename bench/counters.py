@@ -40,6 +40,7 @@ REASONS = (
     "barrier", "long_scoreboard", "math_pipe_throttle", "short_scoreboard", "wait", "gmma",
     "not_selected", "no_instruction", "dispatch_stall", "mio_throttle", "sleeping", "selected",
 )  # fmt: skip
+METRICS = [TIME, CYCLES, *SHARES.values(), *(STALLS.format(reason) for reason in REASONS)]
 MOST_STALLS = 4  # that are shown
 COLUMNS = {"case": "{case}", "kernel": "{kernel:.28}", "us": "{us:.1f}", "GHz": "{GHz:.2f}"}
 COLUMNS |= {label: f"{{{label}:.0f}}" for label in SHARES} | {"cycles of waiting": "{waited}"}
@@ -59,16 +60,14 @@ def inside(name: str) -> None:
         value = call(*inputs)
         torch.autograd.grad(value, inputs[:2], torch.ones_like(value))
         torch.cuda.synchronize()
-        if is_counted:
-            torch.cuda.profiler.stop()
+    torch.cuda.profiler.stop()
 
 
 def counters(name: str, ncu: str, seconds: float) -> list[dict[str, str]]:
     """The counters of every launch of a case."""
-    metrics = [TIME, CYCLES, *SHARES.values(), *(STALLS.format(reason) for reason in REASONS)]
     command = [
         ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw",
-        "--print-units", "base", "--kernel-name", OURS, "--metrics", ",".join(metrics),
+        "--print-units", "base", "--kernel-name", OURS, "--metrics", ",".join(METRICS),
         sys.executable, "-m", "bench.counters", "--inside", name,
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
@@ -81,7 +80,8 @@ def counters(name: str, ncu: str, seconds: float) -> list[dict[str, str]]:
 
 def row_of(case: str, found: dict[str, str]) -> dict[str, Any]:
     """One launch; a counter that this GPU does not have is left out."""
-    known = {k: float(v.replace(",", "")) for k, v in found.items() if re.match(r"[\d.,]+$", v)}
+    counted = {m: found.get(m, "").replace(",", "") for m in METRICS}
+    known = {m: float(x) for m, x in counted.items() if re.fullmatch(r"\d[\d.]*(e[+-]?\d+)?", x)}
     row = {"case": case, "kernel": found["Kernel Name"], "counters": found}
     row |= {label: known[metric] for label, metric in SHARES.items() if metric in known}
     row |= {"us": known.get(TIME, 0.0) / 1e3, "GHz": known.get(CYCLES, 0.0) / 1e9}

@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -116,16 +117,9 @@ def on_cpu() -> dict[str, dict[str, float]]:
     from torch_streamkl.launches import recorded
 
     def take(function: Callable[[], object]) -> Callable[[int], float]:
-        for _ in range(10):
-            function()
-
-        def taken(_: int) -> float:
-            start = time.process_time()
-            for _ in range(CALLS):
-                function()
-            return (time.process_time() - start) / CALLS * 1e6
-
-        return taken
+        timer = timeit.Timer(function, timer=time.process_time)
+        timer.timeit(10)
+        return lambda _: timer.timeit(CALLS) / CALLS * 1e6
 
     with (
         mock.patch.object(plans.Plan, "_launch", return_value=NoKernel()),

@@ -29,8 +29,8 @@ from tqdm import tqdm
 from bench import plots
 from bench.demo import COLORS, text
 from bench.models import LlamaStep, Pair
+from bench.providers import with_streamkl
 from bench.records import Program, save
-from bench.steps import with_streamkl
 
 HELD_OUT = 0.1  # of the text, its end
 SMOOTHED = 25  # steps of a mean that is compared
@@ -113,6 +113,7 @@ class Training:
         self.loss_of = LlamaStep(settings.pair, "attention+logits").loss(self.student, teacher)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=settings.learning_rate)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.steps)
+        self.parts = (self.student, self.optimizer, self.schedule)
 
     def compiled(self) -> Callable[[Tensor], Tensor]:
         torch._dynamo.reset()
@@ -134,14 +135,11 @@ class Training:
         curve.seconds += time.perf_counter() - start
 
     def checkpoint(self) -> dict[str, Any]:
-        parts = (self.student, self.optimizer, self.schedule)
-        return copy.deepcopy({"done": self.done, "parts": [x.state_dict() for x in parts]})
+        return copy.deepcopy({"done": self.done, "parts": [x.state_dict() for x in self.parts]})
 
     def restore(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
-        for x, saved in zip(
-            (self.student, self.optimizer, self.schedule), state["parts"], strict=True
-        ):
+        for x, saved in zip(self.parts, state["parts"], strict=True):
             x.load_state_dict(saved)
 
     @torch.no_grad()

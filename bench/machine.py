@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -27,9 +28,8 @@ def describe(device: torch.device, commit: str = "") -> dict[str, str]:
         header["threads"] = str(torch.get_num_threads())
     header |= {"torch": torch.__version__, "python": platform.python_version()}
     for package in ("triton", "transformers", "liger_kernel"):
-        version = _version(package)
-        if version:
-            header[package] = version
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            header[package] = metadata.version(package.replace("_", "-"))
     header["commit"] = commit or current_commit()
     header["date"] = date.today().isoformat()
     return header
@@ -58,11 +58,4 @@ def _output(*command: str) -> str:
             command, capture_output=True, text=True, check=True, timeout=20
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package.replace("_", "-"))
-    except metadata.PackageNotFoundError:
         return ""

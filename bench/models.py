@@ -277,11 +277,11 @@ def _scores(x: Tensor, keys: Tensor) -> Tensor:
 
 def steps_on(device: str) -> dict[str, TrainingStep]:
     """By name; a pair of decoders has the size of the device."""
-    bert, named = "google-bert/bert-base-uncased", {}
-    for step in (
+    bert = "google-bert/bert-base-uncased"
+    short = (
         ShortStep("bert-4-layers", f"{bert}, every third layer", "maps"),
         ShortStep("tinybert", f"huawei-noah/TinyBERT_General_4L_312D from {bert}", "maps", 312),
         ShortStep("minilm", f"nreimers/MiniLM-L6-H384-uncased from {bert}", "relations", 384, 6),
-    ):
-        named[step.name] = step
+    )
+    named: dict[str, TrainingStep] = {step.name: step for step in short}
     return named | {f"llama-{o}": LlamaStep(PAIRS[device], o) for o in OBJECTIVES}

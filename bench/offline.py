@@ -40,12 +40,8 @@ class Target:
     @property
     def shared_bytes(self) -> int:
         """The most that a block of threads may have."""
-        found: int = getattr(
-            self.properties,
-            "shared_memory_per_block_optin",
-            self.properties.shared_memory_per_block,
-        )
-        return found
+        known = vars(self.properties)
+        return int(known.get("shared_memory_per_block_optin", known["shared_memory_per_block"]))
 
     @property
     def multiprocessors(self) -> int:

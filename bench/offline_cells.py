@@ -100,11 +100,9 @@ def problem(cell: Cell) -> AttentionProblem:
         options = {"mask": empty(1, 1, 1, seqlen_k, dtype=torch.bool)}
     elif cell.variant == "masks":
         options["mask"] = empty(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
-        options |= {"student_softcap": 30.0, "teacher_softcap": 30.0}
-        options["student_bias"] = empty(1, q.shape[1], seqlen_q, seqlen_k, dtype=torch.float32)
-        options["teacher_bias"] = empty(
-            1, teacher_q.shape[1], seqlen_q, seqlen_k, dtype=torch.float32
-        )
+        for side, h in (("student", q.shape[1]), ("teacher", teacher_q.shape[1])):
+            options[f"{side}_softcap"] = 30.0
+            options[f"{side}_bias"] = empty(1, h, seqlen_q, seqlen_k, dtype=torch.float32)
     scale = cell.head_dim**-0.5
     return problem_of(
         q, k, teacher_q, teacher_k, functional=functional(cell), student_scale=scale,
@@ -263,10 +261,9 @@ def _launch_row_program(cell: Cell) -> None:
         for x in given.tensors
     ]
     p = RowProblem.of(program.text, on_gpu)
-    modules: list[Any] = [x for x in (in_tiles, by_maps) if not x.obstacle(p, True)]
-    if not modules:
+    module: Any = next((x for x in (in_tiles, by_maps) if not x.obstacle(p, True)), None)
+    if module is None:
         return  # plain torch computes it
-    module = modules[0]
     result = module.forward(p, True)
     grads = [torch.empty(p.row_shape(0), device="cuda") for _ in program.outputs]
     module.backward(p, result, grads, [True] * 4 + [False] * len(given.captures))
@@ -291,21 +288,18 @@ def launches_of(cell: Cell) -> list[Launch]:
             p = problem(cell)
             _, stats = RowStatistics.allocate(p)
             grad = torch.empty(p.student.q.shape[:3], device="cuda")
-            of_student = Wanted(True, True, False, False)
-            match cell.work:
-                case "attention":
-                    portable.forward(p)
-                    portable.backward(p, stats, grad, of_student)
-                case "teacher":
-                    portable.backward(p, stats, grad, Wanted(False, False, True, True))
-                case "few queries":
-                    portable.forward(p)
-                case "head mean":
-                    head_mean_launches.forward(p)
-                    head_mean_launches.backward(p, stats, grad, Wanted(True, True, True, True))
-                case "hopper":
-                    hopper.forward(p)
-                    hopper.backward(p, stats, grad, of_student)
+            student, teacher = Wanted(True, True, False, False), Wanted(False, False, True, True)
+            module, has_forward, wanted = {
+                "attention": (portable, True, student),
+                "teacher": (portable, False, teacher),
+                "few queries": (portable, True, None),
+                "head mean": (head_mean_launches, True, Wanted(True, True, True, True)),
+                "hopper": (hopper, True, student),
+            }[cell.work]
+            if has_forward:
+                module.forward(p)
+            if wanted:
+                module.backward(p, stats, grad, wanted)
     finally:
         torch.set_float32_matmul_precision(precision)
     return launches

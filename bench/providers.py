@@ -122,11 +122,21 @@ def _liger(case: Case, module: str, name: str) -> Any:
         raise Unavailable(f"liger_kernel is not installed ({error})") from error
 
 
-@_provider("streamkl", "#d62728", 'the naive code, torch.compile(backend="streamkl")')
-def _streamkl_backend(case: Case, **options: Any) -> Loss:
-    # strict: a loss that was not fused is an error, not a slow result
+def with_streamkl(loss_of: Loss, **options: Any) -> Loss:
+    """Compiled with our backend; a KL that stays as it is would be an error, not a slow result."""
     options = {"streamkl.strict": True, **options}
-    return torch.compile(case.naive(), dynamic=False, backend="streamkl", options=options)
+    return torch.compile(loss_of, dynamic=False, backend="streamkl", options=options)
+
+
+def with_graphs(loss_of: Loss) -> Loss:
+    """The same with CUDA graphs; torch.compile takes a mode or options."""
+    mode: dict[str, Any] = torch._inductor.list_mode_options("reduce-overhead")
+    return cuda_graphs.marked(with_streamkl(loss_of, **mode))
+
+
+@_provider("streamkl", "#d62728", 'the naive code, torch.compile(backend="streamkl")')
+def _streamkl_backend(case: Case) -> Loss:
+    return with_streamkl(case.naive())
 
 
 @_provider("direct", "#9467bd", "attention_kl or linear_kl called by hand")
@@ -179,7 +189,7 @@ def _inductor_graphs(case: Case) -> Loss:
     graphs=True, **ON_GPU,
 )  # fmt: skip
 def _streamkl_graphs(case: Case) -> Loss:
-    return cuda_graphs.marked(_streamkl_backend(case, **cuda_graphs.options()))
+    return with_graphs(case.naive())
 
 
 OUTSIDE_COLORS = ("#2ca02c", "#e377c2", "#000000")

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import measure
 from bench.accuracy import Truth
+from bench.providers import with_streamkl
 from bench.records import Program, Rows
-from bench.steps import PROVIDERS, with_streamkl
 from torch_streamkl import attention_kl, linear_kl, row_program
 
 Loss = Callable[..., Tensor]
@@ -68,18 +68,17 @@ def _maps(
     return [*(x.requires_grad_(i < 2) for i, x in enumerate(operands)), weight]
 
 
-def _naive_maps(of: Callable[..., Tensor], is_causal: bool) -> Loss:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor) -> Tensor:
-        maps = []
-        for q, k in ((tq, tk), (sq, sk)):
-            scores = q @ k.mT * q.shape[-1] ** -0.5
-            if is_causal:
-                hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(hidden, -1e30)
-            maps.append(scores.log_softmax(-1))
-        return of(*maps, weight[:, :, None]).sum(-1).mean()
-
-    return loss
+def _naive_maps(
+    sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor, *, of: Loss, is_causal: bool
+) -> Tensor:
+    maps = []
+    for q, k in ((tq, tk), (sq, sk)):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if is_causal:
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(hidden, -1e30)
+        maps.append(scores.log_softmax(-1))
+    return of(*maps, weight[:, :, None]).sum(-1).mean()
 
 
 def _kl(p: Tensor, s: Tensor, _: Tensor) -> Tensor:
@@ -101,22 +100,15 @@ def _weighted(p: Tensor, s: Tensor, w: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, p * (p.log() - s.clamp_min(1e-38).log()))
 
 
-def _divergence(name: str, is_causal: bool) -> Loss:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, _: Tensor) -> Tensor:
-        return attention_kl(sq, sk, tq, tk, divergence=name, is_causal=is_causal, reduction="mean")
-
-    return loss
+def _divergence(*inputs: Tensor, **options: Any) -> Tensor:
+    return attention_kl(*inputs[:4], reduction="mean", **options)
 
 
-def _program_of_maps(of: Callable[[Any, float], Any], is_causal: bool, impl: str = "auto") -> Loss:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor) -> Tensor:
-        scale = sq.shape[-1] ** -0.5
-        return _mean(
-            lambda e: of(e, scale), dots={"t": (tq, tk), "s": (sq, sk)}, keys={"w": weight},
-            is_causal=is_causal, impl=impl,
-        )  # fmt: skip
-
-    return loss
+def _maps_program(
+    sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, w: Tensor, *, of: Loss, **options: Any
+) -> Tensor:
+    scaled, dots = partial(of, scale=sq.shape[-1] ** -0.5), {"t": (tq, tk), "s": (sq, sk)}
+    return _mean(scaled, dots=dots, keys={"w": w}, **options)
 
 
 def _kl_of(e: Any, scale: float) -> Any:
@@ -136,20 +128,24 @@ def _weighted_of(e: Any, scale: float) -> Any:
 
 
 def _attention(is_causal: bool) -> Case:
-    found = {
-        "attention_kl, KL": (_kl, _divergence("forward_kl", is_causal)),
-        "attention_kl, JS": (_js, _divergence("js", is_causal)),
-    }
+    found: dict[str, Pair] = {}
+    operators = {"attention_kl, KL": (_kl, "forward_kl"), "attention_kl, JS": (_js, "js")}
+    for name, (naive, divergence) in operators.items():
+        found[name] = (naive, partial(_divergence, divergence=divergence))
     for name, naive, of in (
         ("KL", _kl, _kl_of),
         ("MSE of maps", _squares, _squares_of),
         ("weighted, renormalised", _weighted, _weighted_of),
     ):
-        found[name] = (naive, _program_of_maps(of, is_causal))
+        found[name] = (naive, partial(_maps_program, of=of))
         if naive is not _weighted:  # which has no kernels but its own
             own = f"{name.removesuffix(' of maps')} by its own kernels"
-            found[own] = (naive, _program_of_maps(of, is_causal, "triton"))
-    providers = {name: (_naive_maps(of, is_causal), loss) for name, (of, loss) in found.items()}
+            found[own] = (naive, partial(_maps_program, of=of, impl="triton"))
+    causal = {"is_causal": is_causal}
+    providers = {
+        name: (partial(_naive_maps, of=of, **causal), partial(loss, **causal))
+        for name, (of, loss) in found.items()
+    }
     return Case(_maps, providers, (8192,), 512)
 
 
@@ -333,13 +329,14 @@ def selected_words(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return -chosen.mean() + 0.01 * (logs.exp() * logs).sum(-1).mean()
 
 
+def _inductor(loss: Loss) -> Pair:
+    return loss, torch.compile(loss, dynamic=False)
+
+
 def _in_graphs(loss: Loss) -> dict[str, Pair]:
     """Naive code compiled, without us and with us."""
-    inductor, streamkl = PROVIDERS["inductor"], with_streamkl
-    return {
-        "torch.compile": (loss, inductor(loss)),
-        "streamkl": (loss, streamkl(loss, **{"streamkl.min_mib": 0.0})),
-    }
+    ours = with_streamkl(loss, **{"streamkl.min_mib": 0.0})
+    return {"torch.compile": _inductor(loss), "streamkl": (loss, ours)}
 
 
 def _compiled(make: Callable[..., list[Tensor]], loss: Loss) -> Case:
@@ -361,10 +358,7 @@ CASES: dict[str, Case] = {
     "maps, causal": _attention(True),
     "indexer": Case(
         _index,
-        {
-            "torch.compile": _in_graphs(_naive_index)["torch.compile"],
-            "program": (_naive_index, _index_program),
-        },
+        {"torch.compile": _inductor(_naive_index), "program": (_naive_index, _index_program)},
         (4096, 16384),
         256,
         {"torch.compile": 4096},
@@ -372,7 +366,7 @@ CASES: dict[str, Case] = {
     "cached top 64": Case(
         _heads,
         {
-            "torch.compile": _in_graphs(_naive_cached)["torch.compile"],
+            "torch.compile": _inductor(_naive_cached),
             "chunks of tokens": (_naive_cached, _chunked_cached),
             **_with_means({"program": (_naive_cached, _cached_program)}),
         },

@@ -7,7 +7,7 @@ state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,8 +44,7 @@ def run_case(
     torch._dynamo.reset()
     measure.release(device)
     inputs = [case.make_inputs(device, dtype, seed) for seed in range(3)]
-    size = _bytes(inputs[0])
-    if size > BUDGET_OF_INPUTS:
+    if _bytes(inputs[0]) > BUDGET_OF_INPUTS:
         inputs = inputs[:2]
     show(f"{case.label}: float64")
     truth = accuracy.truth_of(case, inputs[0])
@@ -70,7 +69,7 @@ def run_case(
         if attention is not None:
             entries[ATTENTION] = attention
     for name in losses:
-        _weigh(records[name], case, size)
+        _weigh(records[name], case, inputs[0])
     _time(case, entries, measure.MODES, settings, records)
     if settings.alone:
         alone = {name: replace(entry, has_backward=False) for name, entry in entries.items()}
@@ -150,13 +149,13 @@ def _attention_tflops(
     return gflop["step"] / sum(gflop[part] / rates[part] for part in ("forward", "backward"))
 
 
-def _weigh(record: Record, case: Case, input_bytes: int) -> None:
+def _weigh(record: Record, case: Case, inputs: Inputs) -> None:
     """The least arithmetic and traffic of a case."""
     forward, backward = (f * 1e-9 for f in case.flops())  # GFLOP
     record.least_gflop = {"forward": forward, "backward": backward, "step": forward + backward}
     record.least_gflop[measure.ALONE] = forward
     # gradients are as large as the student's inputs
-    gradient = input_bytes * _student_share(case)
+    input_bytes, gradient = _bytes(inputs), _bytes(inputs[:2])
     record.least_mib = {
         "forward": input_bytes / measure.MIB,
         "backward": (input_bytes + gradient) / measure.MIB,
@@ -164,14 +163,5 @@ def _weigh(record: Record, case: Case, input_bytes: int) -> None:
     }
 
 
-def _student_share(case: Case) -> float:
-    if isinstance(case, AttentionCase):
-        student, teacher = (
-            (h.num_heads + h.num_kv_heads) * h.head_dim for h in (case.student, case.teacher)
-        )
-        return student / (student + teacher)
-    return case.student_width / (case.student_width + case.teacher_width)
-
-
-def _bytes(inputs: Inputs) -> int:
+def _bytes(inputs: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in inputs)

@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -60,13 +60,11 @@ def _rank(rank: int, options: argparse.Namespace, record: Rows, store: str) -> N
     device = torch.device(options.device, rank if on_gpu else None)
     if on_gpu:
         torch.cuda.set_device(device)
+    backend, size = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", options.processes
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=torch.distributed.FileStore(store, options.processes),
-        rank=rank,
-        world_size=options.processes,
+        backend, store=torch.distributed.FileStore(store, size), rank=rank, world_size=size,
         timeout=COLLECTIVE_LIMIT,
-    )
+    )  # fmt: skip
 
     def write(row: dict[str, Any]) -> None:
         worst = worst_of(_of_all_ranks(row))
@@ -83,18 +81,14 @@ def _rank(rank: int, options: argparse.Namespace, record: Rows, store: str) -> N
 
 def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     mesh = init_device_mesh(device.type, (options.processes,))
-    problems = itertools.product(options.objectives, options.contexts)
-    made: dict[str, Callable[[], Iterable[Case]]] = {
-        "ddp": lambda: (
-            sharded_cases.data_parallel(device, *problem, options.providers)
-            for problem in problems
-        ),
-        "vocabulary": lambda: [sharded_cases.vocabulary(mesh, device)],
-        "sequence": lambda: (sharded_cases.sequence(mesh, device, n) for n in options.rows),
-        "layers": lambda: [sharded_cases.layers(mesh, device)],
-    }
     for name in options.cases:
-        yield from made[name]()
+        if name == "ddp":
+            for problem in itertools.product(options.objectives, options.contexts):
+                yield sharded_cases.data_parallel(device, *problem, options.providers)
+        elif name == "sequence":
+            yield from (sharded_cases.sequence(mesh, device, n) for n in options.rows)
+        else:
+            yield getattr(sharded_cases, name)(mesh, device)
 
 
 def _measure(case: Case, device: torch.device, write: Callable[[dict[str, Any]], None]) -> None:

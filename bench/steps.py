@@ -28,6 +28,7 @@ from torch import Tensor
 from bench import cuda_graphs, measure, table
 from bench.accuracy import Truth, total_error
 from bench.models import TrainingStep
+from bench.providers import with_graphs, with_streamkl
 from bench.records import Run
 
 Loss = Callable[..., Tensor]
@@ -37,19 +38,13 @@ PROFILED = 3  # steps
 WAIT_CYCLES = 60_000_000  # of the device, about 35 ms: longer than the host needs for a step
 
 
-def with_streamkl(loss_of: Loss, **options: Any) -> Loss:
-    """Compiled with our backend; a KL that stays as it is would be an error, not a slow result."""
-    options = {"streamkl.strict": True, **options}
-    return torch.compile(loss_of, dynamic=False, backend="streamkl", options=options)
-
-
 PROVIDERS: dict[str, Callable[[Loss], Loss]] = {
     "eager": lambda loss_of: loss_of,
     "inductor": lambda loss_of: torch.compile(loss_of, dynamic=False),
     "streamkl": with_streamkl,
     "streamkl-any-order": lambda f: with_streamkl(f, **{"streamkl.deterministic": False}),
     "inductor-graphs": cuda_graphs.inductor,
-    "streamkl-graphs": lambda f: cuda_graphs.marked(with_streamkl(f, **cuda_graphs.options())),
+    "streamkl-graphs": with_graphs,
 }
 GRAPH_PROVIDERS = ("inductor-graphs", "streamkl-graphs")
 ON_REQUEST = ("eager", "streamkl-any-order")
@@ -84,12 +79,12 @@ class Contender:
 
     def gradients(self, batch: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
         """Loss and gradients of the weights as they are."""
-        loss = self._loss_and_backward(batch)
+        loss = self.backward(batch)
         used = [p.grad for p in self.student.parameters() if p.grad is not None]
         return loss.item(), [g.clone() for g in used]
 
     def step(self, batch: Sequence[Tensor]) -> Tensor:
-        loss = self._loss_and_backward(batch)
+        loss = self.backward(batch)
         if self.optimizer is not None:
             self.optimizer.step()
         return loss.detach()
@@ -109,7 +104,7 @@ class Contender:
         measure.synchronize(self.device)
         return elapsed
 
-    def _loss_and_backward(self, batch: Sequence[Tensor]) -> Tensor:
+    def backward(self, batch: Sequence[Tensor]) -> Tensor:
         self.clear(set_to_none=True)
         with self.context(self.device):
             loss = self.loss_of(*batch)
