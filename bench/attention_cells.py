@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import attention_kl, attention_kl_varlen
-from torch_streamkl.divergences.functional import named
 
 TOKENS = 8192  # of a batch of shorter sequences
 WINDOW = 1024  # keys that a row of the window mask sees
@@ -106,13 +105,8 @@ class Cell:
             for dim, kv in ((self.student_dim, self.kv_heads), (self.teacher_dim, teacher_kv))
             for heads, n in ((self.heads, self.seqlen_q), (kv, self.seqlen_k))
         ]
-        tensors = []
-        for shape in shapes:
-            x = torch.randn(shape, generator=generator, device=device).to(DTYPES[self.dtype])
-            tensors.append(x)
-        for x in tensors[:2]:
-            x.requires_grad_()
-        return tuple(tensors)
+        made = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
+        return tuple(x.to(DTYPES[self.dtype]).requires_grad_(i < 2) for i, x in enumerate(made))
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """What `attention_kl` is told about masks."""
@@ -196,37 +190,31 @@ def cell(
 
 def matrix() -> list[Cell]:
     """Every head_dim, length, mask and dtype, not the full product of them."""
+    dims = (64, 128, 32, 96, 192, 256)
     cells = [
         cell(dim, mask, seqlen=seqlen)
         for seqlen in (8192, 512, 2048)
-        for dim in (64, 128, 32, 96, 192, 256)
+        for dim in dims
         for mask in ("none", "causal")
     ]
     cells += [cell(dim, mask, dtype) for dim in (64, 128) for mask in MASKS for dtype in DTYPES]
-    pairs = ((64, 128, ""), (32, 64, OTHER_DIMS), (128, 64, ""))
+    both = ("none", "causal")
     cells += [
         cell(s, mask, teacher_dim=t, reason=reason)
-        for s, t, reason in pairs
-        for mask in ("none", "causal")
+        for s, t, reason in ((64, 128, ""), (32, 64, OTHER_DIMS), (128, 64, ""))
+        for mask in both
     ]
     cells += [cell(128, "causal", kv_heads=n) for n in (8, 1)]
     cells += [
         replace(cell(128, mask, kv_heads=n), teacher_kv_heads=m)
-        for mask in ("none", "causal")
+        for mask in both
         for n, m in ((8, 32), (32, 8), (8, 4))
     ]
-    cells += [
-        Cell(128, 128, "none", "bf16", 1, 32, 8, rows, 131072, "bound by memory: see GB/s")
-        for rows in (1, 16, 64)
-    ]
-    cells.append(cell(128, "causal", seqlen=131072, heads=8))
-    cells.append(cell(128, "blocks"))
+    few = (128, 128, "none", "bf16", 1, 32, 8)
+    cells += [Cell(*few, rows, 131072, "bound by memory: see GB/s") for rows in (1, 16, 64)]
+    cells += [cell(128, "causal", seqlen=131072, heads=8), cell(128, "blocks")]
     cells += [cell(128, divergence) for divergence in DIVERGENCES]
-    cells += [
-        cell(dim, mask, seqlen=32768)
-        for dim in (64, 128, 32, 96, 192, 256)
-        for mask in ("none", "causal")
-    ]
+    cells += [cell(dim, mask, seqlen=32768) for dim in dims for mask in both]
     return list(dict.fromkeys(cells))
 
 
@@ -261,44 +249,32 @@ def gate(
 
 
 def _row(cell: Cell, inputs: tuple[Tensor, ...], head: int, i: int) -> tuple[Tensor, Tensor]:
-    """Value and student's dQ of one row of the first batch element, in float64."""
+    """Value and student's dQ of one row of the first batch element, in float64.
+
+    A row alone is the last one: keys behind it are left out where masks look at its place.
+    """
+    device, options = inputs[0].device, cell.options(inputs[0].device)
+    first, last = 0, cell.seqlen_k
+    position = i + cell.seqlen_k - cell.seqlen_q
+    match cell.mask:
+        case "causal" | "causal clamps" | "window":
+            last = position + 1
+        case "boolean" | "blocks" | "additive":
+            options["attn_mask"] = options["attn_mask"][i : i + 1]
+        case "key lengths":
+            options["key_lengths"] = options["key_lengths"][:1]
+        case "alibi":
+            distance = (position - torch.arange(last, device=device)).abs()
+            slope = options["student_alibi_slopes"][head].double()
+            options = {"attn_mask": -distance[None] * slope}
+        case "packed":
+            first = max(x for x in accumulate(cell.packed_lengths, initial=0) if x <= i)
+            last = i + 1
     sides = []
     for q, k in (inputs[:2], inputs[2:]):
         key_head = head * k.shape[1] // cell.heads
-        keys = k[0, key_head].detach().double()
-        scores = keys @ q[0, head, i].detach().double() * q.shape[-1] ** -0.5
-        sides.append(scores + _row_bias(cell, scores, head, i))
-    log_s, log_t = (x.log_softmax(0) for x in sides)
-    p, s = log_t.exp(), log_s.exp()
-    options = {k: v for k, v in DIVERGENCES.get(cell.mask, {}).items() if k != "is_causal"}
-    functional = named(options.pop("divergence", "forward_kl"), **options)
-    f, h, _ = functional.sums({"P": p, "S": s, "logP": log_t, "logS": log_s})
-    keys = inputs[1][0, head * cell.kv_heads // cell.heads].detach().double()
-    return f.sum(), (h - s * h.sum()) @ keys * inputs[0].shape[-1] ** -0.5
-
-
-def _row_bias(cell: Cell, like: Tensor, head: int, i: int) -> Tensor:
-    """What masks add to a row of scores."""
-    options, device = cell.options(like.device), like.device
-    j = torch.arange(cell.seqlen_k, device=device)
-    position = i + cell.seqlen_k - cell.seqlen_q
-    allowed = j >= 0
-    bias = torch.zeros_like(like)
-    match cell.mask:
-        case "causal" | "causal clamps":
-            allowed = j <= position
-        case "window":
-            allowed = (j <= position) & (j > position - WINDOW)
-        case "boolean" | "blocks":
-            allowed = options["attn_mask"][i]
-        case "additive":
-            bias = options["attn_mask"][i].double()
-        case "key lengths":
-            allowed = j < options["key_lengths"][0]
-        case "alibi":
-            bias = -(position - j).abs() * options["student_alibi_slopes"][head].double()
-        case "packed":
-            offsets = accumulate(cell.packed_lengths, initial=0)
-            start = max(offset for offset in offsets if offset <= i)
-            allowed = (j >= start) & (j <= i)
-    return bias.masked_fill(~allowed, -torch.inf)
+        keys = k[:1, key_head : key_head + 1, first:last]
+        sides += [x.detach().double() for x in (q[:1, head : head + 1, i : i + 1], keys)]
+    sides[0].requires_grad_()
+    value = attention_kl(*sides, **options, impl="reference")
+    return value.sum(), torch.autograd.grad(value.sum(), sides[0])[0].flatten()

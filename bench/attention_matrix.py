@@ -16,6 +16,7 @@ against float64, and sum(q dQ) = sum(k dK), which are both the sum of dS times t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -47,7 +48,7 @@ from bench.attention_cells import (
     matrix,
 )
 from bench.cases import AttentionCase, Heads
-from bench.measure import attempt, in_turns, median_ms, release, synchronize
+from bench.measure import Sample, attempt, in_turns, median_ms, release, synchronize
 from bench.records import Program, save
 from bench.table import markdown_lines, number
 
@@ -82,12 +83,7 @@ class Row:
 
 
 def run_cell(
-    cell: Cell,
-    device: torch.device,
-    impl: str,
-    rounds: int,
-    rows: int,
-    beside: Sequence[str] = (),
+    cell: Cell, device: torch.device, impl: str, rounds: int, rows: int, beside: Sequence[str] = ()
 ) -> Row:
     """Time a cell; ``rows`` of a head are checked first."""
     row, why = attempt(lambda: _run_cell(cell, device, impl, rounds, rows, beside), device)
@@ -132,9 +128,7 @@ def _calls(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> tuple[Call, Cal
             lambda: torch.autograd.grad(value, inputs[:2], weight, retain_graph=True),
             value,
         )
-    heads = Heads(cell.heads, cell.heads, cell.widest)
-    case = AttentionCase("", "", cell.batch, cell.seqlen_k, heads, heads, _is_causal(cell))
-    timed = ceilings.attention(case, device, DTYPES[cell.dtype])
+    timed = ceilings.attention(_attention(cell), device, DTYPES[cell.dtype])
     assert timed is not None, "torch has no such attention here"
     (given,) = timed.inputs
 
@@ -146,18 +140,18 @@ def _calls(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> tuple[Call, Cal
     return forward, lambda: torch.autograd.grad(loss, given[:3], retain_graph=True), loss
 
 
-def _is_causal(cell: Cell) -> bool:
-    """Whether torch's attention beside a cell is causal."""
-    return cell.mask in ("causal", "window", "packed", "causal clamps")
+def _attention(cell: Cell) -> AttentionCase:
+    """Of torch's attention beside a cell: full or causal, at the wider head_dim."""
+    heads = Heads(cell.heads, cell.heads, cell.widest)
+    is_causal = cell.mask in ("causal", "window", "packed", "causal clamps")
+    return AttentionCase("", "", cell.batch, cell.seqlen_k, heads, heads, is_causal)
 
 
-def attention_rates(row: Row) -> tuple[float, float]:
-    """TFLOP/s of torch's attention beside a row: two matmuls forward, five backward."""
-    cell = row.cell
-    pairs = cell.seqlen_k**2 * (0.5 if _is_causal(cell) else 1.0)
-    matmul = 2.0 * cell.batch * cell.heads * pairs * cell.widest
-    forward_ms, backward_ms = row.beside[ATTENTION]
-    return 2 * matmul / forward_ms * 1e-9, 5 * matmul / backward_ms * 1e-9
+def attention_rates(row: Row) -> tuple[float, ...]:
+    """TFLOP/s of torch's attention beside a row."""
+    case, taken = _attention(row.cell), [Sample(*row.beside[ATTENTION])]
+    modes = ("forward", "backward")
+    return tuple(ceilings.attention_tflops(case, mode, taken) for mode in modes)
 
 
 def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
@@ -165,12 +159,11 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
     from torch_streamkl.attention import ops
     from torch_streamkl.launches import launch
 
-    options = cell.options(inputs[0].device)
     known: dict[str, dict[str, object]] = {
         "none": {},
         "causal": {"window_right": 0},
         "window": {"window_left": WINDOW - 1, "window_right": 0},
-        "key lengths": options,
+        "key lengths": cell.options(inputs[0].device),
     }
     if impl != "auto" or cell.mask not in known:
         return impl
@@ -180,13 +173,9 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
 
 # ----------------------------------------------------------------------------------- compiling
 def compile_first(
-    cells: list[Cell],
-    jobs: int,
-    impl: str,
-    device: torch.device,
-    progress: tqdm,
+    cells: list[Cell], jobs: int, impl: str, device: torch.device, progress: tqdm,
     beside: Sequence[str] = (),
-) -> dict[Cell, str]:
+) -> dict[Cell, str]:  # fmt: skip
     """Run every case once in processes, which leaves its kernels in Triton's cache.
 
     Returns the cases that failed. The longest cases have the kernels of those of `TOKENS`.
@@ -204,10 +193,8 @@ def compile_first(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = {pool.submit(run_cell, c, device, impl, 0, 0): c for c in new}
-        for other in beside:
-            if other != ATTENTION:
-                for c in new:
-                    pool.submit(run_cell, c, device, other, 0, 0)
+        for other, c in itertools.product(set(beside) - {ATTENTION}, new):
+            pool.submit(run_cell, c, device, other, 0, 0)
         for future in as_completed(futures):
             c = futures[future]
             progress.set_description(f"compiled {title(c)}")
@@ -232,6 +219,7 @@ class Matrix:
     rows: list[Row]
     is_complete: bool = False
     note: str = ""  # by hand: what a reader of the record has to know
+    title: str = ""  # by hand, of one that has a section of its own in RESULTS.md
 
     def save(self, path: Path | None) -> None:
         """After every row."""
@@ -309,11 +297,8 @@ def row_cells(row: Row, matrix: Matrix) -> tuple[str, ...]:
 def few_cells(row: Row, matrix: Matrix) -> tuple[str, ...]:
     """One row of the table of few queries, in `FEW_COLUMNS`' order."""
     cell, rates = row.cell, row.key_rates()
-    what = (
-        f"{cell.seqlen_q}",
-        f"{cell.seqlen_k}",
-        f"{cell.heads} ({cell.kv_heads}) x {cell.widest}",
-    )
+    heads = f"{cell.heads} ({cell.kv_heads}) x {cell.widest}"
+    what = (f"{cell.seqlen_q}", f"{cell.seqlen_k}", heads)
     if row.status != "ok":
         return _failed(row, what, FEW_COLUMNS)
     return (*what, *_rated(row, 1e3, rates, [rate / matrix.copy_gbytes for rate in rates]))
@@ -339,29 +324,19 @@ def beside_lines(matrix: Matrix) -> list[str]:
     if not rows:
         return []
     names = list(dict.fromkeys(name for row in rows for name in row.beside))
-    columns = [
-        *COLUMNS[:5],
-        "TFLOP/s, forward / backward",
-        *(f"{name}, the same" for name in names),
-    ]
+    same = (f"{name}, the same" for name in names)
+    columns = (*COLUMNS[:5], "TFLOP/s, forward / backward", *same)
     lines = []
     for row in rows:
-        cells = [*cells_of(row.cell), row.implementation, _pair(row.rates())]
+        rates = [row.rates()]
         for name in names:
-            times = row.beside[name]
-            other = replace(row, forward_ms=times[0], backward_ms=times[1])
-            cells.append(_pair(attention_rates(row) if name == ATTENTION else other.rates()))
-        lines.append(tuple(cells))
-    return [
-        "In turns with others (attention: torch's, full or causal, at the wider head_dim):",
-        "",
-        *markdown_lines(columns, lines),
-        "",
-    ]
-
-
-def _pair(rates: tuple[float, float]) -> str:
-    return f"{number(rates[0])} / {number(rates[1])}"
+            forward_ms, backward_ms = row.beside[name]
+            other = replace(row, forward_ms=forward_ms, backward_ms=backward_ms)
+            rates.append(attention_rates(row) if name == ATTENTION else other.rates())
+        pairs = (" / ".join(map(number, both)) for both in rates)
+        lines.append((*cells_of(row.cell), row.implementation, *pairs))
+    what = "In turns with others (attention: torch's, full or causal, at the wider head_dim):"
+    return [what, "", *markdown_lines(columns, lines), ""]
 
 
 def markdown(matrix: Matrix) -> str:
@@ -422,13 +397,9 @@ def run(cells: list[Cell], matrix: Matrix, settings: argparse.Namespace) -> None
             if time.perf_counter() - started > settings.seconds:
                 tqdm.write(f"stopped after {settings.seconds:.0f} s, before {title(cell)}")
                 return
-            row = (
-                Row(cell, "error", failed[cell])
-                if cell in failed
-                else run_cell(
-                    cell, device, settings.impl, settings.rounds, settings.rows, settings.beside
-                )
-            )
+            how = (settings.impl, settings.rounds, settings.rows, settings.beside)
+            is_known = cell in failed
+            row = Row(cell, "error", failed[cell]) if is_known else run_cell(cell, device, *how)
             matrix.rows.append(row)
             tqdm.write(" | ".join(row_cells(row, matrix)[:11]))
             matrix.save(settings.json)

@@ -95,12 +95,12 @@ class AttentionCase:
             for first in range(0, rows, block):
                 last = min(first + block, rows)
                 keys = last if self.is_causal else rows
+                queries_of = (slice(b, b + 1), slice(None), slice(first, last))
+                keys_of = (slice(b, b + 1), slice(None), slice(keys))
                 piece = (
-                    student_q[b : b + 1, :, first:last],
-                    student_k[b : b + 1, :, :keys],
-                    teacher_q[b : b + 1, :, first:last],
-                    teacher_k[b : b + 1, :, :keys],
-                )
+                    student_q[queries_of], student_k[keys_of],
+                    teacher_q[queries_of], teacher_k[keys_of],
+                )  # fmt: skip
                 yield piece, (last - first) / (batch * rows)
 
     def gated(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -161,12 +161,8 @@ class LinearCase:
 
     def make_inputs(self, device: torch.device, dtype: torch.dtype, seed: int) -> Inputs:
         student, teacher = self.student_width, self.teacher_width
-        shapes = [
-            (self.tokens, student),
-            (self.vocabulary, student),
-            (self.tokens, teacher),
-            (self.vocabulary, teacher),
-        ]
+        rows = (self.tokens, self.vocabulary)
+        shapes = [(n, width) for width in (student, teacher) for n in rows]
         # logits of standard deviation 2, as far apart as those of two trained models
         scales = [1.0, 2.0 * student**-0.5, 1.0, 2.0 * teacher**-0.5]
         return _random(shapes, scales, device, dtype, seed)
@@ -179,17 +175,12 @@ class LinearCase:
 
     def pieces(self, inputs: tuple[Tensor, ...], block: int | None = None) -> Iterator[Piece]:
         """Chunks of tokens; their weighted losses add up to the whole's."""
-        student_hidden, student_weight, teacher_hidden, teacher_weight = inputs
-        rows = student_hidden.shape[0]
-        block = min(rows, block or max(1, PIECE_ELEMENTS // student_weight.shape[0]))
+        s_hidden, s_weight, t_hidden, t_weight = inputs
+        rows = s_hidden.shape[0]
+        block = min(rows, block or max(1, PIECE_ELEMENTS // s_weight.shape[0]))
         for first in range(0, rows, block):
             last = min(first + block, rows)
-            piece = (
-                student_hidden[first:last],
-                student_weight,
-                teacher_hidden[first:last],
-                teacher_weight,
-            )
+            piece = (s_hidden[first:last], s_weight, t_hidden[first:last], t_weight)
             yield piece, (last - first) / rows
 
     def gated(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -200,22 +191,15 @@ Case = AttentionCase | LinearCase
 
 
 def _random(
-    shapes: list[tuple[int, ...]],
-    scales: list[float],
-    device: torch.device,
-    dtype: torch.dtype,
+    shapes: list[tuple[int, ...]], scales: list[float], device: torch.device, dtype: torch.dtype,
     seed: int,
-) -> Inputs:
+) -> Inputs:  # fmt: skip
     generator = torch.Generator(device).manual_seed(seed)
-    tensors = [
-        torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-        .mul_(scale)
-        .to(dtype)
+    a, b, c, d = (
+        torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
         for shape, scale in zip(shapes, scales, strict=True)
-    ]
-    for x in tensors[:2]:
-        x.requires_grad_()
-    return tensors[0], tensors[1], tensors[2], tensors[3]
+    )
+    return a.requires_grad_(), b.requires_grad_(), c, d
 
 
 # ------------------------------------------------------------------------------------ shapes
@@ -294,10 +278,8 @@ def suite(device: str, quick: bool = False) -> list[Case]:
             *_vocabularies(4096, (32000, 65536, 131072, 262144)),
         ]
     if quick:
-        return [
-            replace(one_sequence, seqlen=512),
-            replace(SMOLLM_HEAD, tokens=128, vocabulary=16384),
-        ]
+        head = replace(SMOLLM_HEAD, tokens=128, vocabulary=16384)
+        return [replace(one_sequence, seqlen=512), head]
     return [
         *(replace(one_sequence, seqlen=n) for n in (256, 512, 1024, 2048, 4096)),
         replace(MINILM, batch=2),
@@ -310,29 +292,24 @@ def suite(device: str, quick: bool = False) -> list[Case]:
 
 def _mha() -> list[AttentionCase]:
     """What attention kernels are usually quoted at: 32 heads with keys of their own."""
-    cases = []
-    for dim in (128, 64):
-        for is_causal in (True, False):
-            name = f"mha-{dim}-{'causal' if is_causal else 'full'}"
-            cases.append(_same(name, "Llama-2 heads", 1, 8192, 32, 32, dim, is_causal=is_causal))
-    return cases
+    return [
+        _same(f"mha-{dim}-{kind}", "Llama-2 heads", 1, 8192, 32, 32, dim, is_causal=is_causal)
+        for dim in (128, 64)
+        for kind, is_causal in (("causal", True), ("full", False))
+    ]
 
 
 def _vocabularies(tokens: int, sizes: tuple[int, ...]) -> list[Case]:
-    widths = (2048, 4096) if tokens > 1024 else (576, 960)
-    source = "growing vocabulary at the widths of " + (
-        "Llama-3.2-1B and 3.1-8B" if tokens > 1024 else "SmolLM2-135M and 360M"
-    )
+    large, small = ("Llama-3.2-1B and 3.1-8B", 2048, 4096), ("SmolLM2-135M and 360M", 576, 960)
+    names, *widths = large if tokens > 1024 else small
+    source = f"growing vocabulary at the widths of {names}"
     return [LinearCase("vocabulary-sweep", source, tokens, size, *widths) for size in sizes]
 
 
 def select(cases: list[Case], patterns: list[str]) -> list[Case]:
     """Cases whose label matches one of the shell patterns; all of them without patterns."""
-    chosen = [
-        c
-        for c in cases
-        if not patterns or any(fnmatch.fnmatch(c.label, f"*{p}*") for p in patterns)
-    ]
+    wanted = [f"*{p}*" for p in patterns or [""]]
+    chosen = [c for c in cases if any(fnmatch.fnmatch(c.label, w) for w in wanted)]
     if not chosen:
         raise ValueError(
             f"no case matches {', '.join(patterns)}; cases are {', '.join(c.label for c in cases)}"

@@ -8,16 +8,16 @@ of both; what the checks of the rewrite take of it is given by itself.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,11 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "bert": ("BertModel", SIZES),
     "llama": ("LlamaModel", SIZES | {"num_key_value_heads": 2}),
 }
+COLUMNS = {
+    "pair": "{family}", "shapes": "{shapes}", "sites": "{streamkl[fused]}",
+    "rewrite s": "{streamkl[rewrite]:.2f}", "plain Inductor s": "{inductor[backend]:.1f}",
+    "share": "{share_of_inductor:.1%}", "checks alone": "{share_of_checks:.1%}",
+}  # fmt: skip
 
 
 def make_step(family: str) -> Callable[[Tensor], Tensor]:
@@ -73,9 +78,8 @@ def compile_once(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
     refusal.check = timed("check", refusal.check)
     front_end.REPORTS.append(lambda report: sites.append(report.num_fused))
     inner = torch._dynamo.lookup_backend(backend)
-    step = torch.compile(
-        make_step(family), backend=timed("backend", inner), dynamic=dynamic or None
-    )
+    whole = timed("backend", inner)
+    step = torch.compile(make_step(family), backend=whole, dynamic=dynamic or None)
     ids = torch.zeros(2, SEQLEN, dtype=torch.long)
     if dynamic:
         torch._dynamo.mark_dynamic(ids, 1)
@@ -86,41 +90,26 @@ def compile_once(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
 
 def in_new_process(family: str, dynamic: bool, backend: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
-        variables = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": cache,
-            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-        }
-        command = [sys.executable, "-m", "bench.compile_time", "--once", family, backend]
-        command += ["--dynamic"] if dynamic else []
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        variables = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+        variables["TORCHINDUCTOR_CACHE_DIR"] = cache
+        processes = multiprocessing.get_context("spawn")
+        with mock.patch.dict(os.environ, variables), ProcessPoolExecutor(1, processes) as pool:
+            return pool.submit(compile_once, family, dynamic, backend).result()
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Program("bench.compile_time", __doc__, devices=False)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--once", nargs=2, metavar=("FAMILY", "BACKEND"), help=argparse.SUPPRESS)
-    parser.add_argument("--dynamic", action="store_true", help=argparse.SUPPRESS)
     options, head = parser.begin(argv)
-    if options.once:
-        print(json.dumps(compile_once(options.once[0], options.dynamic, options.once[1])))
-        return 0
-    record = Rows(head, options.json)
+    title = "What the rewrite adds to compilation (pairs of 12 layers)"
+    record = Rows(title, COLUMNS, head, options.json)
     for family, dynamic in itertools.product(options.families, (False, True)):
         plain = in_new_process(family, dynamic, "inductor")
         ours = in_new_process(family, dynamic, "streamkl")
         share, share_of_checks = (ours[k] / plain["backend"] for k in ("rewrite", "check"))
-        record.add(
-            {"family": family, "dynamic": dynamic, "inductor": plain, "streamkl": ours}
-            | {"share_of_inductor": share, "share_of_checks": share_of_checks}
-        )
-        print(
-            f"{family:<6} {'dynamic' if dynamic else 'static':<8} rewrite {ours['rewrite']:.2f} "
-            f"s, {ours['fused']} sites; plain Inductor {plain['backend']:.1f} s; "
-            f"share {share:.1%}, checks alone {share_of_checks:.1%}",
-            flush=True,
-        )
+        what = {"family": family, "shapes": "dynamic" if dynamic else "static"}
+        shares = {"share_of_inductor": share, "share_of_checks": share_of_checks}
+        record.add(what | {"inductor": plain, "streamkl": ours} | shares)
     return 0
 
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
+import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.attention_cells import call_of, matrix
 from bench.attention_matrix import title
+from bench.records import Program, Rows
 
 NCU = ("ncu", "/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 SHARES = {
@@ -39,7 +40,10 @@ REASONS = (
     "barrier", "long_scoreboard", "math_pipe_throttle", "short_scoreboard", "wait", "gmma",
     "not_selected", "no_instruction", "dispatch_stall", "mio_throttle", "sleeping", "selected",
 )  # fmt: skip
+METRICS = [TIME, CYCLES, *SHARES.values(), *(STALLS.format(reason) for reason in REASONS)]
 MOST_STALLS = 4  # that are shown
+COLUMNS = {"case": "{case}", "kernel": "{kernel:.28}", "us": "{us:.1f}", "GHz": "{GHz:.2f}"}
+COLUMNS |= {label: f"{{{label}:.0f}}" for label in SHARES} | {"cycles of waiting": "{waited}"}
 OURS = "regex:forward|backward|again|table|words|lists|unite|dq|dk|lse|mean|state|merge"
 
 
@@ -56,16 +60,14 @@ def inside(name: str) -> None:
         value = call(*inputs)
         torch.autograd.grad(value, inputs[:2], torch.ones_like(value))
         torch.cuda.synchronize()
-        if is_counted:
-            torch.cuda.profiler.stop()
+    torch.cuda.profiler.stop()
 
 
 def counters(name: str, ncu: str, seconds: float) -> list[dict[str, str]]:
     """The counters of every launch of a case."""
-    metrics = [TIME, CYCLES, *SHARES.values(), *(STALLS.format(reason) for reason in REASONS)]
     command = [
         ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw",
-        "--print-units", "base", "--kernel-name", OURS, "--metrics", ",".join(metrics),
+        "--print-units", "base", "--kernel-name", OURS, "--metrics", ",".join(METRICS),
         sys.executable, "-m", "bench.counters", "--inside", name,
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
@@ -76,60 +78,41 @@ def counters(name: str, ncu: str, seconds: float) -> list[dict[str, str]]:
     return [row for row in rows if row["ID"]]  # the first has units
 
 
-def described(row: dict[str, str]) -> str:
-    """One launch."""
-
-    def of(metric: str) -> float | None:
-        try:
-            return float(row[metric].replace(",", ""))
-        except (KeyError, ValueError):
-            return None  # this GPU has no such counter
-
-    time, clock = of(TIME) or 0.0, of(CYCLES) or 0.0
-    parts = [f"{row['Kernel Name'][:28]:28s} {time / 1e3:9.1f} us at {clock / 1e9:.2f} GHz"]
-    for label, metric in SHARES.items():
-        value = of(metric)
-        if value is not None:
-            parts.append(f"{label.removesuffix(' %')} {value:.0f}")
-    stalls = {reason: of(STALLS.format(reason)) for reason in REASONS}
-    known = {reason: value for reason, value in stalls.items() if value}
-    for reason, value in sorted(known.items(), key=lambda x: -x[1])[:MOST_STALLS]:
-        parts.append(f"{reason} {value:.2f}")
-    return ", ".join(parts)
+def row_of(case: str, found: dict[str, str]) -> dict[str, Any]:
+    """One launch; a counter that this GPU does not have is left out."""
+    counted = {m: found.get(m, "").replace(",", "") for m in METRICS}
+    known = {m: float(x) for m, x in counted.items() if re.fullmatch(r"\d[\d.]*(e[+-]?\d+)?", x)}
+    row = {"case": case, "kernel": found["Kernel Name"], "counters": found}
+    row |= {label: known[metric] for label, metric in SHARES.items() if metric in known}
+    row |= {"us": known.get(TIME, 0.0) / 1e3, "GHz": known.get(CYCLES, 0.0) / 1e9}
+    waited = {reason: known.get(STALLS.format(reason), 0.0) for reason in REASONS}
+    longest = sorted(waited.items(), key=lambda x: -x[1])[:MOST_STALLS]
+    return row | {"waited": ", ".join(f"{reason} {value:.2f}" for reason, value in longest)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def main(argv: list[str] | None = None) -> int:
+    parser = Program("bench.counters", __doc__, devices=False)
     parser.add_argument("--only", nargs="+", default=[], help="parts of titles of cases")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, help="the most that a case may take"
-    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="at most, for a case")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
-    settings = parser.parse_args()
-    if settings.inside:
-        inside(settings.inside)
+    options, head = parser.begin(argv)
+    if options.inside:
+        inside(options.inside)
         return 0
     ncu = next((path for path in map(shutil.which, NCU) if path), None)
     if ncu is None:
         print("Nsight Compute (ncu) is not installed here")
         return 2
-    found = {}
-    for name in (title(cell) for cell in matrix()):
-        if not any(part in name for part in settings.only):
-            continue
+    record = Rows("What limits the kernels of attention_kl", COLUMNS, head, options.json)
+    names = [title(cell) for cell in matrix()]
+    for name in (x for x in names if any(part in x for part in options.only)):
         try:
-            found[name] = counters(name, ncu, settings.seconds)
+            found = counters(name, ncu, options.seconds)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"{name}: {error}", flush=True)
             continue
-        print(name, flush=True)
-        for row in found[name]:
-            print("   ", described(row), flush=True)
-    if settings.json:
-        settings.json.write_text(json.dumps(found, indent=1) + "\n")
+        for launch in found:
+            record.add(row_of(name, launch))
     return 0
 
 

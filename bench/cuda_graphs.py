@@ -18,12 +18,6 @@ def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
     return marked(torch.compile(function, dynamic=False, mode="reduce-overhead"))
 
 
-def options() -> dict[str, Any]:
-    """The same for another backend: torch.compile takes a mode or options."""
-    mode: dict[str, Any] = torch._inductor.list_mode_options("reduce-overhead")
-    return mode
-
-
 def marked(call: Callable[..., Any]) -> Callable[..., Any]:
     """The same call, which begins a step: the memory of the step before may be used again."""
 
@@ -39,30 +33,26 @@ def check(device: torch.device) -> None:
         raise Unavailable(f"CUDA graphs do not run on {device.type}")
 
 
-def replays_of(call: Callable[[], object]) -> int:
-    """How many graphs ``call()`` replays: Inductor leaves out what it cannot record."""
-    replay, count = torch.cuda.CUDAGraph.replay, 0
+def record(step: Callable[[], object]) -> int:
+    """Runs a step that ran once until its graphs are recorded; how many it replays.
+
+    Inductor leaves out what it cannot record.
+    """
+    step()
+    replay, replays = torch.cuda.CUDAGraph.replay, []
 
     def counted(graph: torch.cuda.CUDAGraph) -> None:
-        nonlocal count
-        count += 1
+        replays.append(graph)
         replay(graph)
 
     with mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
-        call()
-    return count
-
-
-def record(step: Callable[[], object]) -> int:
-    """Runs a step that ran once until its graphs are recorded; how many it replays."""
-    step()
-    replays = replays_of(step)
-    if replays < LEAST_REPLAYS:
+        step()
+    if len(replays) < LEAST_REPLAYS:
         raise RuntimeError(
             f"a step must replay at least {LEAST_REPLAYS} CUDA graphs (forward, backward), "
-            f"got {replays}: TORCH_LOGS=cudagraphs says why"
+            f"got {len(replays)}: TORCH_LOGS=cudagraphs says why"
         )
-    return replays
+    return len(replays)
 
 
 def pools_bytes() -> int:

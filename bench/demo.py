@@ -9,17 +9,15 @@ gradients, time and peak memory of a step, and a picture.
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 import transformers
@@ -29,8 +27,10 @@ from tqdm import tqdm
 import torch_streamkl
 from bench import plots
 from bench.accuracy import total_error
+from bench.measure import usual_dtype
 from bench.memory import peak_bytes
-from bench.models import build
+from bench.models import TrainingStep, build
+from bench.steps import Contender
 
 COLORS = {"eager": "#888888", "streamkl": "#d1495b"}
 PAD = 0
@@ -43,17 +43,6 @@ def attention_kl(teacher_maps: list[Tensor], student_maps: list[Tensor]) -> Tens
         p, q = teacher.float().clamp_min(1e-12), student.float().clamp_min(1e-12)
         loss = loss + (p * (p.log() - q.log())).sum(-1).mean()
     return loss
-
-
-@dataclass
-class Pair:
-    """A teacher, a student, and the training loss of a batch."""
-
-    name: str
-    teacher: nn.Module
-    student: nn.Module
-    loss: Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor]
-    pads: bool  # sequences of different length
 
 
 def bert_loss(teacher: nn.Module, student: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
@@ -79,19 +68,33 @@ SIZES = {
 }  # fmt: skip
 
 
-def make_pair(device: str, dtype: torch.dtype, pads: bool) -> Pair:
+@dataclass(frozen=True)
+class Pair(TrainingStep):
     """An encoder pair whose batch is padded, or a causal decoder pair with grouped heads."""
-    if pads:
-        name, kind, loss = "BERT, padded batch", "BertModel", bert_loss
-        more: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    else:
-        name, kind, loss = "Llama, causal, grouped heads", "LlamaForCausalLM", llama_loss
-        more = {"num_key_value_heads": 2}
-    teacher, student = (
-        build(kind, seed, device, dtype, num_hidden_layers=layers, **SIZES, **more)
-        for seed, layers in enumerate((4, 2))
-    )
-    return Pair(name, teacher.eval().requires_grad_(False), student, loss, pads)
+
+    name: str
+    pads: bool  # sequences of different length
+
+    def models(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
+        dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        kind, more = "LlamaForCausalLM", {"num_key_value_heads": 2}
+        if self.pads:
+            kind, more = "BertModel", dict.fromkeys(dropouts, 0.0)
+        teacher, student = (
+            build(kind, i, device, usual_dtype(device), num_hidden_layers=n, **SIZES, **more)
+            for i, n in enumerate((4, 2))
+        )
+        return student, teacher.eval().requires_grad_(False)
+
+    def loss(self, student: nn.Module, teacher: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        naive = bert_loss if self.pads else llama_loss
+        return lambda ids, mask: naive(teacher, student, ids, mask)
+
+    def optimizer(self, student: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(student.parameters(), lr=3e-4)
+
+
+PAIRS = (Pair("BERT, padded batch", True), Pair("Llama, causal, grouped heads", False))
 
 
 @functools.cache
@@ -137,56 +140,31 @@ class Outcome:
     batch: int
 
 
-def train(
-    pair: Pair, step: Callable[..., Tensor], data: list[tuple[Tensor, Tensor]], bar: tqdm
-) -> Run:
-    """Train the student with AdamW, one batch a step; the first, which compiles, is untimed."""
-    run = Run()
-    optimizer = torch.optim.AdamW(pair.student.parameters(), lr=3e-4)
-    for index, (ids, mask) in enumerate(data):
-        start = time.perf_counter()
-        loss = step(pair.teacher, pair.student, ids, mask)
-        loss.backward()
-        run.losses.append(loss.item())
-        if index == 0:
-            used = [p.grad for p in pair.student.parameters() if p.grad is not None]
-            run.first_gradients = [g.detach().cpu() for g in used]
-        else:
-            run.step_ms.append((time.perf_counter() - start) * 1e3)
-        optimizer.step()
-        optimizer.zero_grad()
-        bar.update()
-    return run
-
-
-def step_memory(pair: Pair, step: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> int:
-    """Peak bytes of one forward and backward after training, above weights and the batch."""
-
-    def call() -> None:
-        step(pair.teacher, pair.student, *batch).backward()
-        pair.student.zero_grad(set_to_none=True)
-
-    return peak_bytes(call, batch[0].device)
-
-
-def distil(pads: bool, args: argparse.Namespace) -> Outcome:
+def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
     """Train one pair in eager mode and compiled, from the same weights on the same batches."""
-    pair = make_pair(args.device, args.dtype, pads)
+    device = torch.device(args.device)
     data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
-    report = torch_streamkl.explain(pair.loss, pair.teacher, pair.student, *data[0])
+    report = torch_streamkl.explain(pair.loss(*pair.models(device)), *data[0])
     runs = {}
     for name in COLORS:
-        mine = replace(pair, student=copy.deepcopy(pair.student))
         torch._dynamo.reset()
-        step = mine.loss
-        if name == "streamkl":
-            step = torch.compile(mine.loss, backend="streamkl")
-        with tqdm(total=len(data), desc=f"{pair.name}: {name}", ncols=90) as bar:
-            runs[name] = train(mine, step, data, bar)
-        sizes = tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90)
-        for seqlen in sizes:
+        run = runs[name] = Run()
+        contender = Contender("eager", pair, device)
+        if name == "streamkl":  # once for all lengths
+            contender.loss_of = torch.compile(contender.loss_of, backend="streamkl")
+        for index, batch in enumerate(tqdm(data, desc=f"{pair.name}: {name}", ncols=90)):
+            start = time.perf_counter()
+            run.losses.append(contender.backward(batch).item())
+            if index == 0:  # which compiles
+                used = [p.grad for p in contender.student.parameters() if p.grad is not None]
+                run.first_gradients = [g.detach().cpu() for g in used]
+            else:
+                run.step_ms.append((time.perf_counter() - start) * 1e3)
+            contender.optimizer.step()
+        for seqlen in tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90):
             (batch,) = batches(1, args.batch, seqlen, args.device, pads=pair.pads)
-            runs[name].peak[seqlen] = step_memory(mine, step, batch)
+            contender.clear(set_to_none=True)
+            run.peak[seqlen] = peak_bytes(functools.partial(contender.backward, batch), device)
     return Outcome(pair.name, runs, report, args.batch)
 
 
@@ -241,23 +219,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--out", type=Path, default=Path("build/demo.png"), help="the picture")
     args = parser.parse_args()
-    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     # Inductor's threads start at 512 tokens on a CPU: below, it would compile a second time
     args.memory_seqlens = [1024, 2048, 4096, 8192] if args.device == "cuda" else [384, 640, 1024]
     transformers.logging.set_verbosity_error()
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch")
     start = time.perf_counter()
-    outcomes = [distil(pads, args) for pads in (True, False)]
+    outcomes = [distil(pair, args) for pair in PAIRS]
     for outcome in outcomes:
         show(outcome)
     draw(outcomes, args.out)
     print(f"done in {time.perf_counter() - start:.0f} s on {args.device}")
-    unfused = [
-        x for x in outcomes if not all(s.fused for s in x.report.sites) or not x.report.sites
-    ]
-    left = [x for x in outcomes if x.report.remaining_quadratic]
-    if unfused or left:
+    reports = [x.report for x in outcomes]
+    if any(not r.sites or r.remaining_quadratic for r in reports) or any(
+        not site.fused for r in reports for site in r.sites
+    ):
         raise SystemExit(
             "a KL site stayed unfused or a quadratic tensor remains: see the reports above"
         )

@@ -1,7 +1,7 @@
 """What a call of attention_kl costs on the host, its kernels left out: direct, and in a graph.
 
     python -m bench.host_time                    # CPU clock, medians of rounds that alternate
-    python -m bench.host_time --profile forward
+    python -m cProfile -s tottime -m bench.host_time
     python -m bench.host_time --device cuda --json FILE  # small calls, with their kernels
 
 On the CPU no GPU takes part: kernels are replaced by a call that does nothing, and what is
@@ -12,18 +12,21 @@ a CUDA graph.
 
 from __future__ import annotations
 
-import cProfile
 import os
-import pstats
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 ROUNDS, CALLS = 41, 200
 COPIES = 50  # of a call in one CUDA graph
+COLUMNS = {
+    "small call": "{name}", "host us a call": "{call_us:.1f}",
+    "with a wait us": "{synchronised_us:.1f}", "its kernels us": "{kernels_us:.1f}",
+}  # fmt: skip
 
 
 class NoKernel:
@@ -98,50 +101,32 @@ def main(argv: list[str] | None = None) -> int:
     from bench.records import Program, Rows
 
     parser = Program("bench.host_time", __doc__)
-    parser.add_argument("--profile", choices=("forward", "gradients"))
     parser.set_defaults(device="cpu")
-    options, head = parser.begin(argv)
-    if options.device == "cuda":
-        record = Rows(head | {"overhead": on_gpu()}, options.json)
-        record.save()
-        print(record.head["overhead"])
-        return 0
     torch.set_num_threads(1)
+    options, head = parser.begin(argv)
+    record = Rows("attention_kl: small calls", COLUMNS, head, options.json)
+    for name, row in (on_gpu if options.device == "cuda" else on_cpu)().items():
+        record.add({"name": name, **row})
+    return 0
+
+
+def on_cpu() -> dict[str, dict[str, float]]:
+    """Microseconds of the CPU's clock."""
+    from bench.measure import in_turns
     from torch_streamkl.attention.triton import plans
     from torch_streamkl.launches import recorded
+
+    def take(function: Callable[[], object]) -> Callable[[int], float]:
+        timer = timeit.Timer(function, timer=time.process_time)
+        timer.timeit(10)
+        return lambda _: timer.timeit(CALLS) / CALLS * 1e6
 
     with (
         mock.patch.object(plans.Plan, "_launch", return_value=NoKernel()),
         mock.patch.object(recorded, "runs_directly", return_value=True),
     ):
-        functions = calls()
-        if options.profile:
-            name = "forward" if options.profile == "forward" else "forward and gradients"
-            profile(functions[name])
-            return 0
-        for name, us in medians(functions).items():
-            print(f"{name:<40}{us:8.1f} us")
-    return 0
-
-
-def medians(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Microseconds of the CPU's clock."""
-    from bench.measure import in_turns
-
-    def take(function: Callable[[], object]) -> Callable[[int], float]:
-        for _ in range(10):
-            function()
-
-        def taken(_: int) -> float:
-            start = time.process_time()
-            for _ in range(CALLS):
-                function()
-            return (time.process_time() - start) / CALLS * 1e6
-
-        return taken
-
-    found = in_turns({name: take(function) for name, function in functions.items()}, ROUNDS)
-    return {name: statistics.median(times) for name, times in found.items()}
+        found = in_turns({name: take(function) for name, function in calls().items()}, ROUNDS)
+    return {name: {"call_us": statistics.median(times)} for name, times in found.items()}
 
 
 def on_gpu() -> dict[str, dict[str, float]]:
@@ -180,20 +165,8 @@ def on_gpu() -> dict[str, dict[str, float]]:
             for _ in range(COPIES):
                 small[name]()
         found[name]["kernels_us"] = median_ms(graph.replay, device, 20) / COPIES * 1e3
-    found["empty_kernel"] = {"synchronised_us": us(lambda: weight.add_(0.0), 1, 500)}
+    found["empty kernel"] = {"synchronised_us": us(lambda: weight.add_(0.0), 1, 500)}
     return found
-
-
-def profile(function: Callable[[], object]) -> None:
-    """Where the time goes, by function."""
-    for _ in range(10):
-        function()
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(5000):
-        function()
-    profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":

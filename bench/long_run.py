@@ -23,16 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from bench import plots
-from bench.demo import COLORS, attention_kl, text
-from bench.models import build
+from bench.demo import COLORS, text
+from bench.models import LlamaStep, Pair
+from bench.providers import with_streamkl
 from bench.records import Program, save
 
-Step = Callable[[nn.Module, nn.Module, Tensor], Tensor]
 HELD_OUT = 0.1  # of the text, its end
 SMOOTHED = 25  # steps of a mean that is compared
 BAND_FACTOR = 1.0  # of the distance between two seeds that the plugin's may have from eager's
@@ -53,8 +52,13 @@ class Settings:
     inner: str = "inductor"  # what compiles the rewritten graph
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+    def pair(self) -> Pair:
+        size, layers = self.hidden_size, self.student_layers
+        heads = (size // 32, size // 128 or 1)
+        return Pair("bytes", size, 2 * size, *heads, 256, (self.seqlen,), 2 * layers, layers)
+
+    def model(self, layers: int, seed: int) -> Any:
+        return self.pair.model(torch.device(self.device), layers, seed)
 
 
 @dataclass
@@ -86,24 +90,10 @@ def held_out_batch(settings: Settings) -> Tensor:
     return torch.tensor(part, device=settings.device).view(settings.batch, settings.seqlen)
 
 
-# --------------------------------------------------------------------------------------- models
-def model(settings: Settings, layers: int, seed: int) -> Any:
-    return build(
-        "LlamaForCausalLM", seed, settings.device, settings.dtype,
-        vocab_size=256,
-        hidden_size=settings.hidden_size,
-        intermediate_size=2 * settings.hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=settings.hidden_size // 32,
-        num_key_value_heads=settings.hidden_size // 128 or 1,
-        max_position_embeddings=settings.seqlen,
-        attention_dropout=0.0,
-    )  # fmt: skip
-
-
+# -------------------------------------------------------------------------------------- training
 def trained_teacher(settings: Settings) -> nn.Module:
     """Next bytes for some steps: a teacher whose maps mean something."""
-    teacher = model(settings, 2 * settings.student_layers, seed=0)
+    teacher = settings.model(2 * settings.student_layers, seed=0)
     optimizer = torch.optim.AdamW(teacher.parameters(), lr=settings.learning_rate)
     for step in tqdm(range(settings.teacher_steps), desc="teacher", ncols=90):
         ids = batch_of(settings, 7, step)
@@ -113,32 +103,28 @@ def trained_teacher(settings: Settings) -> nn.Module:
     return teacher.eval().requires_grad_(False)
 
 
-def distillation_loss(teacher: Any, student: Any, ids: Tensor) -> Tensor:
-    """The naive loss on attention maps and logits."""
-    with torch.no_grad():
-        t = teacher(input_ids=ids, output_attentions=True, use_cache=False)
-    s = student(input_ids=ids, output_attentions=True, use_cache=False)
-    log_s, target = F.log_softmax(s.logits.float(), -1), F.softmax(t.logits.float(), -1)
-    logits = F.kl_div(log_s, target, reduction="none").sum(-1).mean()
-    return logits + attention_kl(t.attentions[1::2], s.attentions)
-
-
-# -------------------------------------------------------------------------------------- training
 class Training:
     """A student, its optimizer and its schedule, which a checkpoint holds whole."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: Settings, seed: int, teacher: nn.Module) -> None:
         self.settings, self.seed, self.done = settings, seed, 0
-        self.student = model(settings, settings.student_layers, seed=100 + seed)
+        self.student = settings.model(settings.student_layers, seed=100 + seed)
+        # naive code, on attention maps and logits
+        self.loss_of = LlamaStep(settings.pair, "attention+logits").loss(self.student, teacher)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=settings.learning_rate)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.steps)
+        self.parts = (self.student, self.optimizer, self.schedule)
 
-    def run(self, step: Step, teacher: nn.Module, until: int, curve: Curve) -> None:
+    def compiled(self) -> Callable[[Tensor], Tensor]:
+        torch._dynamo.reset()
+        return with_streamkl(self.loss_of, **{"streamkl.inner": self.settings.inner})
+
+    def run(self, step: Callable[[Tensor], Tensor], until: int, curve: Curve) -> None:
         """Train until a step; the losses are read at the end, so that nothing waits for them."""
         start = time.perf_counter()
         losses = []
         for _ in tqdm(range(self.done, until), desc=f"{curve.name}, seed {self.seed}", ncols=90):
-            loss = step(teacher, self.student, batch_of(self.settings, self.seed, self.done))
+            loss = step(batch_of(self.settings, self.seed, self.done))
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
@@ -149,26 +135,16 @@ class Training:
         curve.seconds += time.perf_counter() - start
 
     def checkpoint(self) -> dict[str, Any]:
-        parts = (self.student, self.optimizer, self.schedule)
-        return copy.deepcopy({"done": self.done, "parts": [x.state_dict() for x in parts]})
+        return copy.deepcopy({"done": self.done, "parts": [x.state_dict() for x in self.parts]})
 
     def restore(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
-        for x, saved in zip(
-            (self.student, self.optimizer, self.schedule), state["parts"], strict=True
-        ):
+        for x, saved in zip(self.parts, state["parts"], strict=True):
             x.load_state_dict(saved)
 
-    def held_out(self, teacher: nn.Module) -> float:
-        with torch.no_grad():
-            ids = held_out_batch(self.settings)
-            return float(distillation_loss(teacher, self.student, ids))
-
-
-def compiled(settings: Settings) -> Step:
-    torch._dynamo.reset()
-    options = {"streamkl.strict": True, "streamkl.inner": settings.inner}
-    return torch.compile(distillation_loss, backend="streamkl", options=options)
+    @torch.no_grad()
+    def held_out(self) -> float:
+        return float(self.loss_of(held_out_batch(self.settings)))
 
 
 def curves(settings: Settings) -> list[Curve]:
@@ -176,18 +152,19 @@ def curves(settings: Settings) -> list[Curve]:
     teacher = trained_teacher(settings)
     found = []
     for name, seed in (("eager", 0), ("eager", 1), ("streamkl", 0)):
-        curve, training = Curve(name, seed), Training(settings, seed)
-        step = distillation_loss if name == "eager" else compiled(settings)
-        training.run(step, teacher, settings.steps // 2, curve)
+        curve, training = Curve(name, seed), Training(settings, seed, teacher)
+        step = training.loss_of if name == "eager" else training.compiled()
+        training.run(step, settings.steps // 2, curve)
         middle = training.checkpoint()
-        training.run(step, teacher, settings.steps, curve)
-        curve.held_out = training.held_out(teacher)
+        training.run(step, settings.steps, curve)
+        curve.held_out = training.held_out()
         found.append(curve)
-    resumed, training = Curve("resumed", 0), Training(settings, seed=50)  # other weights, replaced
+    # other weights, which are replaced
+    resumed, training = Curve("resumed", 0), Training(settings, 50, teacher)
     training.seed = 0
     training.restore(middle)
-    training.run(compiled(settings), teacher, settings.steps, resumed)
-    resumed.held_out = training.held_out(teacher)
+    training.run(training.compiled(), settings.steps, resumed)
+    resumed.held_out = training.held_out()
     return [*found, resumed]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import subprocess
 from datetime import date
 from importlib import metadata
@@ -26,9 +28,8 @@ def describe(device: torch.device, commit: str = "") -> dict[str, str]:
         header["threads"] = str(torch.get_num_threads())
     header |= {"torch": torch.__version__, "python": platform.python_version()}
     for package in ("triton", "transformers", "liger_kernel"):
-        version = _version(package)
-        if version:
-            header[package] = version
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            header[package] = metadata.version(package.replace("_", "-"))
     header["commit"] = commit or current_commit()
     header["date"] = date.today().isoformat()
     return header
@@ -37,12 +38,9 @@ def describe(device: torch.device, commit: str = "") -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(
-            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
-        )
+    known = Path("/proc/cpuinfo")
+    text = known.read_text() if known.exists() else ""
+    model = next(iter(re.findall(r"(?m)^model name\s*:\s*(.*?)\s*$", text)), "")
     return f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
@@ -60,11 +58,4 @@ def _output(*command: str) -> str:
             command, capture_output=True, text=True, check=True, timeout=20
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package.replace("_", "-"))
-    except metadata.PackageNotFoundError:
         return ""

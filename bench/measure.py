@@ -82,10 +82,9 @@ def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, dict
     """What a call gives; or None and why it is a result all the same: a status and a detail."""
     try:
         return guarded(call, device), {}
-    except OutOfMemory as error:
-        return None, {"status": "oom", "detail": str(error)}
-    except Unavailable as error:
-        return None, {"status": "unavailable", "detail": str(error)}
+    except (OutOfMemory, Unavailable) as error:
+        status = "oom" if isinstance(error, OutOfMemory) else "unavailable"
+        return None, {"status": status, "detail": str(error)}
     except Exception as error:  # what breaks is a result; the others go on
         detail = f"{type(error).__name__}: {error}".split("\n")[0][:300]
     release(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -48,13 +49,12 @@ def limit_memory(device: torch.device, gib: float | None) -> None:
     try:
         import resource
 
-        pages = {
-            line.split(":")[0]: int(line.split()[1])
-            for line in Path("/proc/meminfo").read_text().splitlines()
+        kib = {
+            name: int(number)
+            for file in ("/proc/meminfo", "/proc/self/status")
+            for name, number in re.findall(r"(?m)^(\w+):\s+(\d+) kB", Path(file).read_text())
         }
-        status = Path("/proc/self/status").read_text().splitlines()
     except (ImportError, OSError):
         return
-    virtual_kib = next(int(line.split()[1]) for line in status if line.startswith("VmSize"))
-    budget = int(gib * 2**30) if gib is not None else int(pages["MemAvailable"] * 1024 * 0.9)
-    resource.setrlimit(resource.RLIMIT_AS, (virtual_kib * 1024 + budget, resource.RLIM_INFINITY))
+    budget = int(gib * 2**30) if gib is not None else int(kib["MemAvailable"] * 1024 * 0.9)
+    resource.setrlimit(resource.RLIMIT_AS, (kib["VmSize"] * 1024 + budget, resource.RLIM_INFINITY))

@@ -5,7 +5,6 @@ Losses are naive code, as people write it. No dropout is drawn, so that a step c
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -48,24 +47,14 @@ def build(
 
 
 class TrainingStep:
-    """What `bench.steps` times: a student that learns from a teacher."""
+    """What `bench.steps` times: a student that learns from a teacher.
+
+    A step has ``names(batch_size)`` of the pair and of the objective, for the record,
+    ``models(device)``: student and teacher, ``batch(size, seqlen, device)``, and the naive
+    ``loss(student, teacher)`` of a batch.
+    """
 
     is_side_by_side = True  # all providers' models fit into memory together, and float64
-
-    def names(self, batch_size: int) -> dict[str, str]:
-        """Of the pair and of the objective, for the record."""
-        raise NotImplementedError
-
-    def models(self, device: torch.device) -> tuple[Any, Any]:
-        """Student and teacher."""
-        raise NotImplementedError
-
-    def loss(self, student: Any, teacher: Any) -> Callable[..., Tensor]:
-        """The naive loss of a batch."""
-        raise NotImplementedError
-
-    def batch(self, size: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
-        raise NotImplementedError
 
     def optimizer(self, student: nn.Module) -> torch.optim.Optimizer | None:
         return None
@@ -90,20 +79,19 @@ class Pair:
     teacher_layers: int = 4
     student_layers: int = 2
 
+    def model(self, device: torch.device, layers: int, seed: int) -> Any:
+        return build(
+            "LlamaForCausalLM", seed, device, usual_dtype(device),
+            vocab_size=self.vocabulary, hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size, num_hidden_layers=layers,
+            num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
+            max_position_embeddings=max(self.contexts),
+        )  # fmt: skip
+
     def models(self, device: torch.device) -> tuple[Any, Any]:
         """Student and teacher."""
-
-        def model(layers: int, seed: int) -> Any:
-            return build(
-                "LlamaForCausalLM", seed, device, usual_dtype(device),
-                vocab_size=self.vocabulary, hidden_size=self.hidden_size,
-                intermediate_size=self.intermediate_size, num_hidden_layers=layers,
-                num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
-                max_position_embeddings=max(self.contexts),
-            )  # fmt: skip
-
-        student, teacher = model(self.student_layers, 1), model(self.teacher_layers, 0)
-        return student, teacher.eval().requires_grad_(False)
+        student = self.model(device, self.student_layers, 1)
+        return student, self.model(device, self.teacher_layers, 0).eval().requires_grad_(False)
 
 
 PAIRS = {
@@ -287,18 +275,13 @@ def _scores(x: Tensor, keys: Tensor) -> Tensor:
     return scores.masked_fill(~keys, torch.finfo(scores.dtype).min)
 
 
-def in_float64(model: nn.Module) -> nn.Module:
-    """A copy that computes exactly what the model should."""
-    return copy.deepcopy(model).double()
-
-
 def steps_on(device: str) -> dict[str, TrainingStep]:
     """By name; a pair of decoders has the size of the device."""
-    bert, named = "google-bert/bert-base-uncased", {}
-    for step in (
+    bert = "google-bert/bert-base-uncased"
+    short = (
         ShortStep("bert-4-layers", f"{bert}, every third layer", "maps"),
         ShortStep("tinybert", f"huawei-noah/TinyBERT_General_4L_312D from {bert}", "maps", 312),
         ShortStep("minilm", f"nreimers/MiniLM-L6-H384-uncased from {bert}", "relations", 384, 6),
-    ):
-        named[step.name] = step
+    )
+    named: dict[str, TrainingStep] = {step.name: step for step in short}
     return named | {f"llama-{o}": LlamaStep(PAIRS[device], o) for o in OBJECTIVES}

@@ -40,12 +40,8 @@ class Target:
     @property
     def shared_bytes(self) -> int:
         """The most that a block of threads may have."""
-        found: int = getattr(
-            self.properties,
-            "shared_memory_per_block_optin",
-            self.properties.shared_memory_per_block,
-        )
-        return found
+        known = vars(self.properties)
+        return int(known.get("shared_memory_per_block_optin", known["shared_memory_per_block"]))
 
     @property
     def multiprocessors(self) -> int:
@@ -56,47 +52,34 @@ class Target:
         return self.gpu.backend == "hip"
 
 
-def _nvidia(capability: int, shared_kib: int, multiprocessors: int) -> Target:
-    return Target(
-        GPUTarget("cuda", capability, 32),
-        SimpleNamespace(
-            name=f"sm_{capability}",
-            major=capability // 10,
-            minor=capability % 10,
-            multi_processor_count=multiprocessors,
-            warp_size=32,
-            shared_memory_per_block=48 * KIB,
-            shared_memory_per_block_optin=shared_kib * KIB,
-        ),
+def _target(arch: int | str, major: int, minor: int, shared_kib: int, count: int) -> Target:
+    """Of AMD where the architecture has a name: torch has no shared_memory_per_block_optin."""
+    backend, warp_size = ("hip", 64) if isinstance(arch, str) else ("cuda", 32)
+    properties = SimpleNamespace(
+        name=arch if backend == "hip" else f"sm_{arch}",
+        major=major,
+        minor=minor,
+        multi_processor_count=count,
+        warp_size=warp_size,
+        shared_memory_per_block=(shared_kib if backend == "hip" else 48) * KIB,
     )
-
-
-def _amd(arch: str, minor: int, shared_kib: int, multiprocessors: int) -> Target:
-    return Target(
-        GPUTarget("hip", arch, 64),
-        SimpleNamespace(  # torch for HIP has no shared_memory_per_block_optin
-            name=arch,
-            major=9,
-            minor=minor,
-            multi_processor_count=multiprocessors,
-            warp_size=64,
-            shared_memory_per_block=shared_kib * KIB,
-        ),
-    )
+    if backend == "cuda":
+        properties.shared_memory_per_block_optin = shared_kib * KIB
+    return Target(GPUTarget(backend, arch, warp_size), properties)
 
 
 TARGETS = {
-    "sm_75": _nvidia(75, 64, 40),  # T4
-    "sm_80": _nvidia(80, 163, 108),  # A100
-    "sm_86": _nvidia(86, 99, 72),  # A10
-    "sm_89": _nvidia(89, 99, 128),  # L40S, RTX 4090
-    "sm_90": _nvidia(90, 227, 132),  # H100, H200
-    "sm_100": _nvidia(100, 227, 148),  # B200
-    "sm_103": _nvidia(103, 227, 148),  # B300
-    "sm_120": _nvidia(120, 99, 170),  # RTX 5090
-    "gfx90a": _amd("gfx90a", 0, 64, 110),  # MI250, one of its two
-    "gfx942": _amd("gfx942", 4, 64, 304),  # MI300X
-    "gfx950": _amd("gfx950", 5, 160, 256),  # MI355X
+    "sm_75": _target(75, 7, 5, 64, 40),  # T4
+    "sm_80": _target(80, 8, 0, 163, 108),  # A100
+    "sm_86": _target(86, 8, 6, 99, 72),  # A10
+    "sm_89": _target(89, 8, 9, 99, 128),  # L40S, RTX 4090
+    "sm_90": _target(90, 9, 0, 227, 132),  # H100, H200
+    "sm_100": _target(100, 10, 0, 227, 148),  # B200
+    "sm_103": _target(103, 10, 3, 227, 148),  # B300
+    "sm_120": _target(120, 12, 0, 99, 170),  # RTX 5090
+    "gfx90a": _target("gfx90a", 9, 0, 64, 110),  # MI250, one of its two
+    "gfx942": _target("gfx942", 9, 4, 64, 304),  # MI300X
+    "gfx950": _target("gfx950", 9, 5, 160, 256),  # MI355X
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 _TYPES = {
@@ -139,9 +122,6 @@ def looks_like(target: str) -> Iterator[None]:
     """Inside, torch tells of one GPU, the target."""
     from torch_streamkl.launches import devices, launch_table
 
-    def forget() -> None:
-        devices.gpu_of.cache_clear()
-
     properties = TARGETS[target].properties
     version = "7.0" if TARGETS[target].is_hip else None
     table = launch_table.new_table(target)  # whose launches nobody has tuned
@@ -150,11 +130,11 @@ def looks_like(target: str) -> Iterator[None]:
         mock.patch("torch.version.hip", version),
         launch_table.replaced(table),  # clears plans, which keep the tiles of another target
     ):
-        forget()
+        devices.gpu_of.cache_clear()
         try:
             yield
         finally:
-            forget()
+            devices.gpu_of.cache_clear()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,11 +100,9 @@ def problem(cell: Cell) -> AttentionProblem:
         options = {"mask": empty(1, 1, 1, seqlen_k, dtype=torch.bool)}
     elif cell.variant == "masks":
         options["mask"] = empty(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
-        options |= {"student_softcap": 30.0, "teacher_softcap": 30.0}
-        options["student_bias"] = empty(1, q.shape[1], seqlen_q, seqlen_k, dtype=torch.float32)
-        options["teacher_bias"] = empty(
-            1, teacher_q.shape[1], seqlen_q, seqlen_k, dtype=torch.float32
-        )
+        for side, h in (("student", q.shape[1]), ("teacher", teacher_q.shape[1])):
+            options[f"{side}_softcap"] = 30.0
+            options[f"{side}_bias"] = empty(1, h, seqlen_q, seqlen_k, dtype=torch.float32)
     scale = cell.head_dim**-0.5
     return problem_of(
         q, k, teacher_q, teacher_k, functional=functional(cell), student_scale=scale,
@@ -113,19 +112,16 @@ def problem(cell: Cell) -> AttentionProblem:
 
 def _hopper_options(cell: Cell, empty: Callable[..., torch.Tensor]) -> dict[str, Any]:
     """What a variant has beside causal rows; biases and softcaps it has not."""
-    if cell.variant == "masks":
-        return {"mask": empty(1, 1, 1024, 1024, dtype=torch.bool)}
-    if cell.variant == "lengths":
-        return {"key_lengths": empty(1, dtype=torch.int32)}
-    if cell.variant == "window":
-        return {"window_left": 255}
-    if cell.variant == "any order":
-        return {"deterministic": False}
-    if cell.variant == "packed":
-        offsets = empty(5, dtype=torch.int32)
-        packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-        return packed | {"max_seqlen_q": 1024, "max_seqlen_k": 1024}
-    return {}
+    offsets = empty(5, dtype=torch.int32)
+    options: dict[str, dict[str, Any]] = {
+        "masks": {"mask": empty(1, 1, 1024, 1024, dtype=torch.bool)},
+        "lengths": {"key_lengths": empty(1, dtype=torch.int32)},
+        "window": {"window_left": 255},
+        "any order": {"deterministic": False},
+        "packed": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        | {"max_seqlen_q": 1024, "max_seqlen_k": 1024},
+    }
+    return options.get(cell.variant, {})
 
 
 def functional(cell: Cell) -> str:
@@ -171,43 +167,34 @@ def _launch_lm_head(cell: Cell) -> None:
         shard_kernels.sums(p, *logits, out, torch.empty(3, 512, device="cuda"))
 
 
-def _weighted(e: Any) -> Any:
+def _scores(e: Any, more: bool) -> Any:
+    """The teacher's, with a mask and a bias of pairs where there is more."""
+    return torch.where(e.hidden, -torch.inf, e.t + e.bias) if more else e.t
+
+
+def _weighted(e: Any, more: bool) -> Any:
     """KL weighted by key."""
-    p = e.t.softmax("key") * e.weight
+    p = _scores(e, more).softmax("key") * e.weight
     return (p * (p.log() - e.s.log_softmax("key"))).sum("key")
 
 
-def _weighted_with_masks(e: Any) -> Any:
-    p = torch.where(e.hidden, -torch.inf, e.t + e.bias).softmax("key") * e.weight
-    return (p * (p.log() - e.s.log_softmax("key"))).sum("key")
-
-
-def _of_heads(e: Any) -> Any:
+def _of_heads(e: Any, more: bool) -> Any:
     """An indexer's KL to the sum of the heads' probabilities."""
-    p = e.t.softmax("key").sum("head") * (1 / 32)
-    s = (e.w * e.s.relu()).sum("head").log_softmax("key")
+    p = _scores(e, more).softmax("key").sum("head") * (1 / 32)
+    s = (e.w * e.s.relu()).sum("head")
+    s = (s + e.bias if more else s).log_softmax("key")
     return (p * ((p + 1e-10).log() - s)).sum("key")
 
 
-def _of_heads_with_masks(e: Any) -> Any:
-    t = torch.where(e.hidden, -torch.inf, e.t + e.bias)
-    p = t.softmax("key").sum("head") * (1 / 32)
-    s = ((e.w * e.s.relu()).sum("head") + e.bias).log_softmax("key")
-    return (p * ((p + 1e-10).log() - s)).sum("key")
-
-
-def _of_words(e: Any) -> Any:
-    """The log-probability of a label, the entropy, and a KL."""
+def _of_words(e: Any, more: bool) -> Any:
+    """The log-probability of a label, the entropy, and a KL; or a KL over given columns."""
+    if more:
+        t = torch.where(e.top, e.t, -torch.inf).log_softmax("key")
+        s = torch.where(e.top, e.s + e.bias, -torch.inf).log_softmax("key")
+        return torch.where(e.top, t.exp() * (t - s), 0.0).sum("key")
     s, t = e.s.log_softmax("key"), e.t.log_softmax("key")
     label = torch.where(e.key_index == e.label, s, 0.0).sum("key")
     return label + (s.exp() * s).sum("key") + (t.exp() * (t - s)).sum("key")
-
-
-def _of_words_with_masks(e: Any) -> Any:
-    """A KL over the words of given columns."""
-    t = torch.where(e.top, e.t, -torch.inf).log_softmax("key")
-    s = torch.where(e.top, e.s + e.bias, -torch.inf).log_softmax("key")
-    return torch.where(e.top, t.exp() * (t - s), 0.0).sum("key")
 
 
 class Sizes(NamedTuple):
@@ -234,11 +221,11 @@ def row_program_of(
     f32, ids = torch.float32, torch.int64
     if work == "row program of words":
         dots = {name: (empty(tokens, width), empty(words, width)) for name in ("s", "t")}
+        function = partial(_of_words, more=more)
         if not more:
-            return _of_words, {"dots": dots, "rows": {"label": empty(tokens, dtype=ids)}}
-        columns = {"top": empty(tokens, top, dtype=ids)}
-        keys = {"bias": empty(words, dtype=f32)}
-        return _of_words_with_masks, {"dots": dots, "columns": columns, "keys": keys}
+            return function, {"dots": dots, "rows": {"label": empty(tokens, dtype=ids)}}
+        columns, keys = {"top": empty(tokens, top, dtype=ids)}, {"bias": empty(words, dtype=f32)}
+        return function, {"dots": dots, "columns": columns, "keys": keys}
     q, k = empty(1, heads, n, head_dim), empty(1, kv_heads, m, head_dim)
     given: dict[str, Any] = {}
     if more:
@@ -247,10 +234,10 @@ def row_program_of(
     if work == "row program":
         given |= {"dots": {"s": (q, k), "t": (q, k)}}
         given |= {"keys": {"weight": empty(1, 1, m, dtype=f32)}}
-        return (_weighted_with_masks if more else _weighted), given
+        return partial(_weighted, more=more), given
     given |= {"dots": {"t": (q, k), "s": (q, empty(1, 1, m, head_dim))}}
     given |= {"rows": {"w": empty(1, heads, n, dtype=f32)}}
-    return (_of_heads_with_masks if more else _of_heads), given
+    return partial(_of_heads, more=more), given
 
 
 def _launch_row_program(cell: Cell) -> None:
@@ -274,10 +261,9 @@ def _launch_row_program(cell: Cell) -> None:
         for x in given.tensors
     ]
     p = RowProblem.of(program.text, on_gpu)
-    modules: list[Any] = [x for x in (in_tiles, by_maps) if not x.obstacle(p, True)]
-    if not modules:
+    module: Any = next((x for x in (in_tiles, by_maps) if not x.obstacle(p, True)), None)
+    if module is None:
         return  # plain torch computes it
-    module = modules[0]
     result = module.forward(p, True)
     grads = [torch.empty(p.row_shape(0), device="cuda") for _ in program.outputs]
     module.backward(p, result, grads, [True] * 4 + [False] * len(given.captures))
@@ -302,21 +288,18 @@ def launches_of(cell: Cell) -> list[Launch]:
             p = problem(cell)
             _, stats = RowStatistics.allocate(p)
             grad = torch.empty(p.student.q.shape[:3], device="cuda")
-            of_student = Wanted(True, True, False, False)
-            match cell.work:
-                case "attention":
-                    portable.forward(p)
-                    portable.backward(p, stats, grad, of_student)
-                case "teacher":
-                    portable.backward(p, stats, grad, Wanted(False, False, True, True))
-                case "few queries":
-                    portable.forward(p)
-                case "head mean":
-                    head_mean_launches.forward(p)
-                    head_mean_launches.backward(p, stats, grad, Wanted(True, True, True, True))
-                case "hopper":
-                    hopper.forward(p)
-                    hopper.backward(p, stats, grad, of_student)
+            student, teacher = Wanted(True, True, False, False), Wanted(False, False, True, True)
+            module, has_forward, wanted = {
+                "attention": (portable, True, student),
+                "teacher": (portable, False, teacher),
+                "few queries": (portable, True, None),
+                "head mean": (head_mean_launches, True, Wanted(True, True, True, True)),
+                "hopper": (hopper, True, student),
+            }[cell.work]
+            if has_forward:
+                module.forward(p)
+            if wanted:
+                module.backward(p, stats, grad, wanted)
     finally:
         torch.set_float32_matmul_precision(precision)
     return launches

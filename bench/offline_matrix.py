@@ -25,18 +25,9 @@ from typing import Any
 import triton
 from tqdm import tqdm
 
+from bench import offline_cells
 from bench.offline import TARGETS, compile_launch
-from bench.offline_cells import (
-    DTYPES,
-    EVERY_VARIANT,
-    HEAD_DIMS,
-    WORK,
-    Cell,
-    cells,
-    kernels_of,
-    tiles_of,
-    twin,
-)
+from bench.offline_cells import DTYPES, EVERY_VARIANT, HEAD_DIMS, WORK, Cell
 from bench.table import markdown_lines
 
 RECORD = Path("docs/gpus.csv")
@@ -75,8 +66,8 @@ class Row:
 def compiled(cell: Cell, known: frozenset[tuple[Any, ...]] = frozenset()) -> list[Row]:
     """The rows of a cell; none for the launches that are known."""
     rows = []
-    for name, launch in kernels_of(cell).items():
-        what = (*astuple(cell), name, *tiles_of(launch))
+    for name, launch in offline_cells.kernels_of(cell).items():
+        what = (*astuple(cell), name, *offline_cells.tiles_of(launch))
         if what not in known:
             built = compile_launch(launch, cell.target)
             taken = (built.shared_bytes, built.spill_bytes, built.registers)
@@ -117,16 +108,14 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
     lines = []
     order = {name: i for i, name in enumerate((*TARGETS, *DTYPES))}
     for key in sorted(groups, key=lambda k: (order[k[0]], order[k[1]], k[2])):
-        target, dtype, head_dim = key
-        group = groups[key]
+        (target, dtype, head_dim), group = key, groups[key]
         worst = max(group, key=lambda r: r.spill_bytes)
-        shared = max(r.shared_bytes for r in group) / 1024
+        most = {n: max(getattr(r, n) for r in group) for n in ("shared_bytes", "registers")}
         where = f"{worst.kernel}, {worst.variant}" if worst.spill_bytes else ""
-        room = TARGETS[target].shared_bytes // 1024
-        most = max(r.registers for r in group)
         lines.append(
-            (target, dtype, f"{head_dim or 'words'}", f"{len(group)}", f"{shared:.0f}", f"{room}",
-             f"{worst.spill_bytes}", where, f"{most}")
+            (target, dtype, f"{head_dim or 'words'}", f"{len(group)}",
+             f"{most['shared_bytes'] / 1024:.0f}", f"{TARGETS[target].shared_bytes // 1024}",
+             f"{worst.spill_bytes}", where, f"{most['registers']}")
         )  # fmt: skip
     return lines
 
@@ -135,8 +124,8 @@ def render() -> None:
     """Write the table of what was compiled into docs/gpus.md."""
     rows = load()
     done = {r.cell for r in rows}
-    every = cells()
-    twins = {c for c in every if c not in done and twin(c) in done}
+    every = offline_cells.cells()
+    twins = {c for c in every if c not in done and offline_cells.twin(c) in done}
     counts = [
         f"{w} {sum(c.work == w for c in done)} and {sum(c.work == w for c in twins)} "
         f"of {sum(c.work == w for c in every)}"
@@ -214,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     launches: dict[Cell, set[tuple[Any, ...]]] = {}
     for r in [] if options.fresh else merged(load(), rows):
         launches.setdefault(r.cell, set()).add(r.launch)
-    wanted = cells(
+    wanted = offline_cells.cells(
         options.work, options.variants, options.head_dims, options.dtypes, options.targets
     )
     items = [(c, frozenset(launches.get(c, ()))) for c in wanted]

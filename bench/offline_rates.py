@@ -71,11 +71,9 @@ def count(cubin: bytes, block_m: int, block_n: int, num_warps: int) -> Count | N
         words = instruction.split()
         operation = words[1] if words[0].startswith("@") else words[0]
         kinds[operation.split(".")[0]] += 1
-    threads = 32 * num_warps
+    size = block_m * block_n / (32 * num_warps)  # of a tile, pairs of a thread
     # a loop may be unrolled: two exponentials for a pair say by how much
-    pairs = (
-        max(1.0, kinds["MUFU"] * threads / 2 / (block_m * block_n)) * block_m * block_n / threads
-    )
+    pairs = max(1.0, kinds["MUFU"] / 2 / size) * size
     shared = sum(n for kind, n in kinds.items() if kind in ("LDS", "LDSM", "STS", "STSM"))
     return Count(sum(kinds.values()) / pairs, kinds["MUFU"] / pairs, shared / pairs)
 

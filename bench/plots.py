@@ -67,15 +67,12 @@ def draw_all(run: Run, folder: Path, stem: str) -> list[Path]:
         rows = [row for row in run.end_to_end if row["objective"] == objective]
         if len({row["context"] for row in rows if row["status"] == "ok"}) < 2:
             continue  # no curve
-        path = folder / f"{stem}-end-to-end-{_as_file_name(objective)}.png"
+        name = "-".join(re.findall(r"[\w.]+", objective))
+        path = folder / f"{stem}-end-to-end-{name}.png"
         title = f"training step, KL of {objective}, {rows[0]['pair']}\n{run.machine['device']}"
         _time_and_memory(_end_to_end_curves(rows), title, "context in tokens", path)
         paths.append(path)
     return paths
-
-
-def _as_file_name(objective: str) -> str:
-    return "-".join(re.findall(r"[\w.]+", objective))
 
 
 def sweeps(run: Run, family: str) -> dict[str, list[Record]]:

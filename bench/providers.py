@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ def _inductor(case: Case, **options: Any) -> Loss:
     return torch.compile(case.naive(), dynamic=False, fullgraph=True, options=options or None)
 
 
-@_provider("auto_chunker", "#17becf", "Inductor with auto_chunker", **OF_HEADS)
-def _auto_chunker(case: Case) -> Loss:
-    return _inductor(case, **{"auto_chunker.enable": True})
+_provider("auto_chunker", "#17becf", "Inductor with auto_chunker", **OF_HEADS)(
+    partial(_inductor, **{"auto_chunker.enable": True})
+)
 
 
 @_provider("checkpoint", "#bcbd22", "chunks of tokens or queries, checkpointed, eager")
@@ -121,11 +122,21 @@ def _liger(case: Case, module: str, name: str) -> Any:
         raise Unavailable(f"liger_kernel is not installed ({error})") from error
 
 
-@_provider("streamkl", "#d62728", 'the naive code, torch.compile(backend="streamkl")')
-def _streamkl_backend(case: Case, **options: Any) -> Loss:
-    # strict: a loss that was not fused is an error, not a slow result
+def with_streamkl(loss_of: Loss, **options: Any) -> Loss:
+    """Compiled with our backend; a KL that stays as it is would be an error, not a slow result."""
     options = {"streamkl.strict": True, **options}
-    return torch.compile(case.naive(), dynamic=False, backend="streamkl", options=options)
+    return torch.compile(loss_of, dynamic=False, backend="streamkl", options=options)
+
+
+def with_graphs(loss_of: Loss) -> Loss:
+    """The same with CUDA graphs; torch.compile takes a mode or options."""
+    mode: dict[str, Any] = torch._inductor.list_mode_options("reduce-overhead")
+    return cuda_graphs.marked(with_streamkl(loss_of, **mode))
+
+
+@_provider("streamkl", "#d62728", 'the naive code, torch.compile(backend="streamkl")')
+def _streamkl_backend(case: Case) -> Loss:
+    return with_streamkl(case.naive())
 
 
 @_provider("direct", "#9467bd", "attention_kl or linear_kl called by hand")
@@ -146,18 +157,12 @@ def _direct(case: Case, **more: Any) -> Loss:
     return lambda *inputs: torch_streamkl.attention_kl(*inputs, **options)
 
 
-@_provider(
+_provider(
     "direct-recompute", "#c5b0d5", 'linear_kl called by hand with strategy="recompute"', **OF_HEADS
-)
-def _direct_recompute(case: Case) -> Loss:
-    return _direct(case, strategy="recompute")
-
-
-@_provider(
+)(partial(_direct, strategy="recompute"))
+_provider(
     "direct-200-mib", "#e377c2", "linear_kl called by hand with max_workspace_mib=200", **OF_HEADS
-)
-def _direct_200_mib(case: Case) -> Loss:
-    return _direct(case, max_workspace_mib=200)
+)(partial(_direct, max_workspace_mib=200))
 
 
 @_provider(
@@ -184,7 +189,7 @@ def _inductor_graphs(case: Case) -> Loss:
     graphs=True, **ON_GPU,
 )  # fmt: skip
 def _streamkl_graphs(case: Case) -> Loss:
-    return cuda_graphs.marked(_streamkl_backend(case, **cuda_graphs.options()))
+    return with_graphs(case.naive())
 
 
 OUTSIDE_COLORS = ("#2ca02c", "#e377c2", "#000000")

@@ -99,21 +99,34 @@ class Program(argparse.ArgumentParser):
         }
 
 
+def cells(columns: dict[str, str], row: dict[str, Any]) -> tuple[str, ...]:
+    """Of columns, each a heading and a format of the row's fields; empty where one is missing."""
+
+    def cell(template: str) -> str:
+        try:
+            return template.format_map(row)
+        except KeyError:
+            return ""
+
+    return tuple(cell(template) for template in columns.values())
+
+
 @dataclass
 class Rows:
     """A record whose rows are of a kind of their own; saved after each."""
 
+    title: str  # of its table
+    columns: dict[str, str]
     head: dict[str, Any]
     path: Path | None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        self.save()
-
-    def save(self) -> None:
+        print(" | ".join(cells(self.columns, row)), flush=True)
         if self.path is not None:
-            save(self.head | {"rows": self.rows}, self.path)
+            about = {"title": self.title, **self.head, "columns": self.columns}
+            save(about | {"rows": self.rows}, self.path)
 
 
 @dataclass

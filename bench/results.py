@@ -51,9 +51,8 @@ def render(
 
 
 def _providers() -> str:
-    lines = ["| provider | what it is |", "| --- | --- |"]
-    lines += [f"| {p.name} | {p.note} |" for p in PROVIDERS]
-    return "\n".join([*lines, ""])
+    rows = ((p.name, p.note) for p in PROVIDERS)
+    return "\n".join([*table.markdown_lines(("provider", "what it is"), rows), ""])
 
 
 def _run(stem: str, run: Run, pictures: list[str]) -> str:

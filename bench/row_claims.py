@@ -25,62 +25,60 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench import measure
 from bench.accuracy import Truth
-from bench.measure import (
-    OutOfMemory,
-    Timed,
-    Timing,
-    attempt,
-    interleaved,
-    peak_mib,
-    release,
-    step,
-    usual_dtype,
-)
+from bench.providers import with_streamkl
 from bench.records import Program, Rows
 from torch_streamkl import attention_kl, linear_kl, row_program
 
 Loss = Callable[..., Tensor]
+Pair = tuple[Loss, Loss]  # naive code, and what is timed
 CHUNK = 512  # tokens of a chunk of verl's formulation
 TOP = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of a size, the student's two first; naive code, and what is timed."""
+    """Inputs of a size, the student's two first; and what providers compute."""
 
     make: Callable[[int, torch.device, torch.dtype], list[Tensor]]
-    naive: Loss | dict[str, Loss]  # one for each provider where they compute different losses
-    providers: dict[str, Loss]
+    providers: dict[str, Pair]
     sizes: tuple[int, ...]
     small: int  # of the comparison with float64
-    most: dict[str, int] = field(
-        default_factory=dict
-    )  # the largest size of a provider that needs more memory
+    # the largest size of a provider that needs more memory
+    most: dict[str, int] = field(default_factory=dict)
+
+
+def _mean(of: Callable[[Any], Any], **given: Any) -> Tensor:
+    """Of a program's rows."""
+    rows: Tensor = row_program(of, **given)
+    return rows.mean()
 
 
 # ------------------------------------------------------------------------------ attention maps
 
 
-def _maps(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    shape = (1, 32, size, 128)
+def _maps(
+    size: int, device: torch.device, dtype: torch.dtype, heads: int = 32, head_dim: int = 128
+) -> list[Tensor]:
+    """Queries and keys of both sides, and a weight for each key."""
+    shape = (1, heads, size, head_dim)
     operands = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
     weight = torch.rand(1, 1, size, device=device) + 0.5
     return [*(x.requires_grad_(i < 2) for i, x in enumerate(operands)), weight]
 
 
-def _naive_maps(of: Callable[..., Tensor], is_causal: bool) -> Loss:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor) -> Tensor:
-        maps = []
-        for q, k in ((tq, tk), (sq, sk)):
-            scores = q @ k.mT * q.shape[-1] ** -0.5
-            if is_causal:
-                hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(hidden, -1e30)
-            maps.append(scores.log_softmax(-1))
-        return of(*maps, weight[:, :, None]).sum(-1).mean()
-
-    return loss
+def _naive_maps(
+    sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor, *, of: Loss, is_causal: bool
+) -> Tensor:
+    maps = []
+    for q, k in ((tq, tk), (sq, sk)):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if is_causal:
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(hidden, -1e30)
+        maps.append(scores.log_softmax(-1))
+    return of(*maps, weight[:, :, None]).sum(-1).mean()
 
 
 def _kl(p: Tensor, s: Tensor, _: Tensor) -> Tensor:
@@ -102,26 +100,15 @@ def _weighted(p: Tensor, s: Tensor, w: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, p * (p.log() - s.clamp_min(1e-38).log()))
 
 
-def _divergence(name: str, is_causal: bool) -> Loss:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, _: Tensor) -> Tensor:
-        return attention_kl(sq, sk, tq, tk, divergence=name, is_causal=is_causal, reduction="mean")
-
-    return loss
+def _divergence(*inputs: Tensor, **options: Any) -> Tensor:
+    return attention_kl(*inputs[:4], reduction="mean", **options)
 
 
-def _program_of_maps(of: Callable[[Any, float], Any], is_causal: bool, impl: str = "auto") -> Loss:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor) -> Tensor:
-        scale = sq.shape[-1] ** -0.5
-        rows = row_program(
-            lambda e: of(e, scale),
-            dots={"t": (tq, tk), "s": (sq, sk)},
-            keys={"w": weight},
-            is_causal=is_causal,
-            impl=impl,
-        )
-        return rows.mean()
-
-    return loss
+def _maps_program(
+    sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, w: Tensor, *, of: Loss, **options: Any
+) -> Tensor:
+    scaled, dots = partial(of, scale=sq.shape[-1] ** -0.5), {"t": (tq, tk), "s": (sq, sk)}
+    return _mean(scaled, dots=dots, keys={"w": w}, **options)
 
 
 def _kl_of(e: Any, scale: float) -> Any:
@@ -141,22 +128,25 @@ def _weighted_of(e: Any, scale: float) -> Any:
 
 
 def _attention(is_causal: bool) -> Case:
-    found = {
-        "attention_kl, KL": (_kl, _divergence("forward_kl", is_causal)),
-        "attention_kl, JS": (_js, _divergence("js", is_causal)),
-    }
+    found: dict[str, Pair] = {}
+    operators = {"attention_kl, KL": (_kl, "forward_kl"), "attention_kl, JS": (_js, "js")}
+    for name, (naive, divergence) in operators.items():
+        found[name] = (naive, partial(_divergence, divergence=divergence))
     for name, naive, of in (
         ("KL", _kl, _kl_of),
         ("MSE of maps", _squares, _squares_of),
         ("weighted, renormalised", _weighted, _weighted_of),
     ):
-        found[name] = (naive, _program_of_maps(of, is_causal))
+        found[name] = (naive, partial(_maps_program, of=of))
         if naive is not _weighted:  # which has no kernels but its own
             own = f"{name.removesuffix(' of maps')} by its own kernels"
-            found[own] = (naive, _program_of_maps(of, is_causal, "triton"))
-    providers = {name: loss for name, (_, loss) in found.items()}
-    naive = {name: _naive_maps(of, is_causal) for name, (of, _) in found.items()}
-    return Case(_maps, naive, providers, (8192,), 512)
+            found[own] = (naive, partial(_maps_program, of=of, impl="triton"))
+    causal = {"is_causal": is_causal}
+    providers = {
+        name: (partial(_naive_maps, of=of, **causal), partial(loss, **causal))
+        for name, (of, loss) in found.items()
+    }
+    return Case(_maps, providers, (8192,), 512)
 
 
 # ------------------------------------------------------------------------------ indexer
@@ -190,9 +180,7 @@ def _index_program(sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor) ->
         student = (e.w * e.s.relu()).sum("head").softmax("key")
         return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum("key")
 
-    dots = {"t": (tq, tk), "s": (sq, sk)}
-    rows: Tensor = row_program(kl, dots=dots, rows={"w": w}, is_causal=True)
-    return rows.mean()
+    return _mean(kl, dots={"t": (tq, tk), "s": (sq, sk)}, rows={"w": w}, is_causal=True)
 
 
 # ------------------------------------------------------------------------------ LM heads
@@ -236,14 +224,13 @@ def _chunked_cached(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
     return torch.cat(parts).mean()
 
 
-def _cached_program(h: Tensor, w: Tensor, *rest: Tensor, reduction: str = "none") -> Tensor:
+def _cached_program(h: Tensor, w: Tensor, *rest: Tensor, **options: Any) -> Tensor:
     def kl(e: Any) -> Any:
         s = e.s.log_softmax("key")
         return torch.where(e.top, e.log_p.exp() * (e.log_p - s), 0.0).sum("key")
 
     columns = {"top": rest[2], "log_p": (rest[2], rest[3])}
-    rows: Tensor = row_program(kl, dots={"s": (h, w)}, columns=columns, reduction=reduction)
-    return rows.mean()
+    return _mean(kl, dots={"s": (h, w)}, columns=columns, **options)
 
 
 def _naive_ghost(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, ids: Tensor, *_: Tensor) -> Tensor:
@@ -253,15 +240,7 @@ def _naive_ghost(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, ids: Tensor, *_: 
     return kl.mean()
 
 
-def _ghost_program(
-    h: Tensor,
-    w: Tensor,
-    th: Tensor,
-    tw: Tensor,
-    ids: Tensor,
-    *_: Tensor,
-    reduction: str = "none",
-) -> Tensor:
+def _ghost_program(h: Tensor, w: Tensor, *rest: Tensor, **options: Any) -> Tensor:
     def divergence(e: Any) -> Any:
         p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
         kl = torch.where(e.top, p.exp() * (p - s), 0.0).sum("key")
@@ -269,10 +248,8 @@ def _ghost_program(
         rest_s = torch.where(e.top, 0.0, s.exp()).sum("key")
         return kl + rest_p * (rest_p.log() - rest_s.log())
 
-    dots = {"t": (th, tw), "s": (h, w)}
-    columns = {"top": ids}
-    rows: Tensor = row_program(divergence, dots=dots, columns=columns, reduction=reduction)
-    return rows.mean()
+    dots = {"t": rest[:2], "s": (h, w)}
+    return _mean(divergence, dots=dots, columns={"top": rest[2]}, **options)
 
 
 def _naive_policy(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
@@ -281,15 +258,13 @@ def _naive_policy(h: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
     return (-chosen + 0.1 * (logs.exp() * logs).sum(-1)).mean()
 
 
-def _policy_program(h: Tensor, w: Tensor, *rest: Tensor, reduction: str = "none") -> Tensor:
+def _policy_program(h: Tensor, w: Tensor, *rest: Tensor, **options: Any) -> Tensor:
     def loss(e: Any) -> Any:
         s = e.s.log_softmax("key")
         log_p = torch.where(e.key_index == e.label, s, 0.0).sum("key")
         return -log_p + 0.1 * (s.exp() * s).sum("key")
 
-    labels = {"label": rest[4]}
-    rows: Tensor = row_program(loss, dots={"s": (h, w)}, rows=labels, reduction=reduction)
-    return rows.mean()
+    return _mean(loss, dots={"s": (h, w)}, rows={"label": rest[4]}, **options)
 
 
 def _naive_linear(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
@@ -297,31 +272,23 @@ def _naive_linear(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> T
     return (p.exp() * (p - s)).sum(-1).mean()
 
 
-def _linear_rows(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
-    return linear_kl(h, w, th, tw, reduction="none").mean()
+def _linear_operator(*inputs: Tensor, reduction: str = "none") -> Tensor:
+    return linear_kl(*inputs[:4], reduction=reduction).mean()
 
 
 def _linear_program(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
-    rows: Tensor = row_program(lambda e: _kl_of(e, 1.0), dots={"t": (th, tw), "s": (h, w)})
-    return rows.mean()
-
-
-def _linear_mean(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) -> Tensor:
-    return linear_kl(h, w, th, tw, reduction="mean")
+    return _mean(lambda e: _kl_of(e, 1.0), dots={"t": (th, tw), "s": (h, w)})
 
 
 # ------------------------------------------------------------------------------ compiled
 
-HEADS, HEAD_DIM = 8, 64
 HIDDEN = 512
 WORDS_PER_TOKEN = 16  # a head of 16 N words for N tokens
 
 
 def _small_maps(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    shape = (1, HEADS, size, HEAD_DIM)
-    operands = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
-    weight = torch.rand(size, device=device, dtype=dtype) + 0.5
-    return [*(x.requires_grad_(i < 2) for i, x in enumerate(operands)), weight]
+    *operands, weight = _maps(size, device, dtype, heads=8, head_dim=64)
+    return [*operands, weight.flatten().to(dtype)]
 
 
 def _small_head(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -362,8 +329,27 @@ def selected_words(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return -chosen.mean() + 0.01 * (logs.exp() * logs).sum(-1).mean()
 
 
-def _beside_itself(make: Callable[..., list[Tensor]], loss: Loss) -> Case:
-    return Case(make, loss, {"torch.compile": loss, "streamkl": loss}, (256, 1024, 2048), 256)
+def _inductor(loss: Loss) -> Pair:
+    return loss, torch.compile(loss, dynamic=False)
+
+
+def _in_graphs(loss: Loss) -> dict[str, Pair]:
+    """Naive code compiled, without us and with us."""
+    ours = with_streamkl(loss, **{"streamkl.min_mib": 0.0})
+    return {"torch.compile": _inductor(loss), "streamkl": (loss, ours)}
+
+
+def _compiled(make: Callable[..., list[Tensor]], loss: Loss) -> Case:
+    return Case(make, _in_graphs(loss), (256, 1024, 2048), 256)
+
+
+def _with_means(programs: dict[str, Pair]) -> dict[str, Pair]:
+    """And each as a mean, whose gradients come with it."""
+    means = {
+        f"{name}, mean": (naive, partial(loss, reduction="mean"))
+        for name, (naive, loss) in programs.items()
+    }
+    return programs | means
 
 
 LARGE = 8192
@@ -372,20 +358,17 @@ CASES: dict[str, Case] = {
     "maps, causal": _attention(True),
     "indexer": Case(
         _index,
-        _naive_index,
-        {"torch.compile": _naive_index, "program": _index_program},
+        {"torch.compile": _inductor(_naive_index), "program": (_naive_index, _index_program)},
         (4096, 16384),
         256,
         {"torch.compile": 4096},
     ),
     "cached top 64": Case(
         _heads,
-        _naive_cached,
         {
-            "torch.compile": _naive_cached,
-            "chunks of tokens": _chunked_cached,
-            "program": _cached_program,
-            "program, mean": partial(_cached_program, reduction="mean"),
+            "torch.compile": _inductor(_naive_cached),
+            "chunks of tokens": (_naive_cached, _chunked_cached),
+            **_with_means({"program": (_naive_cached, _cached_program)}),
         },
         (LARGE,),
         512,
@@ -393,50 +376,34 @@ CASES: dict[str, Case] = {
     "two LM heads": Case(
         _heads,
         {
-            "linear_kl, rows": _naive_linear,
-            "linear_kl, mean": _naive_linear,
-            "KL": _naive_linear,
-            "top 64 and ghost": _naive_ghost,
-            "log-probabilities and entropy": _naive_policy,
-            "top 64 and ghost, mean": _naive_ghost,
-            "log-probabilities and entropy, mean": _naive_policy,
-        },
-        {
-            "linear_kl, rows": _linear_rows,
-            "linear_kl, mean": _linear_mean,
-            "KL": _linear_program,
-            "top 64 and ghost": _ghost_program,
-            "log-probabilities and entropy": _policy_program,
-            "top 64 and ghost, mean": partial(_ghost_program, reduction="mean"),
-            "log-probabilities and entropy, mean": partial(_policy_program, reduction="mean"),
+            "linear_kl, rows": (_naive_linear, _linear_operator),
+            "linear_kl, mean": (_naive_linear, partial(_linear_operator, reduction="mean")),
+            "KL": (_naive_linear, _linear_program),
+            **_with_means(
+                {
+                    "top 64 and ghost": (_naive_ghost, _ghost_program),
+                    "log-probabilities and entropy": (_naive_policy, _policy_program),
+                }
+            ),
         },
         (LARGE,),
         512,
     ),
-    "policy in the graph": Case(
-        _heads,
-        _naive_policy,
-        {"torch.compile": _naive_policy, "streamkl": _naive_policy},
-        (LARGE,),
-        512,
-    ),
-    "compiled: key weights, renormalised": _beside_itself(_small_maps, key_weights),
-    "compiled: MSE of maps": _beside_itself(_small_maps, mse_of_maps),
-    "compiled: entropy and z-loss": _beside_itself(_small_head, entropy),
-    "compiled: selected words and entropy": _beside_itself(_small_head, selected_words),
+    "policy in the graph": Case(_heads, _in_graphs(_naive_policy), (LARGE,), 512),
+    "compiled: key weights, renormalised": _compiled(_small_maps, key_weights),
+    "compiled: MSE of maps": _compiled(_small_maps, mse_of_maps),
+    "compiled: entropy and z-loss": _compiled(_small_head, entropy),
+    "compiled: selected words and entropy": _compiled(_small_head, selected_words),
 }
 
 
 # ------------------------------------------------------------------------------ measurement
 
-
-def _entry(provider: str, loss: Loss) -> Loss:
-    if provider == "torch.compile":
-        return torch.compile(loss, dynamic=False)
-    if provider == "streamkl":
-        options = {"streamkl.min_mib": 0.0}
-        return torch.compile(loss, backend="streamkl", dynamic=False, options=options)
-    return loss
+COLUMNS = {
+    "case": "{case}", "N or tokens": "{size}", "what": "{provider}", "": "{status}",
+    "forward ms": "{forward_ms:.2f}", "step ms": "{step_ms:.2f}", "peak MiB": "{peak_mib:.0f}",
+    "gradient error": "{gradient_error:.1e}", "may be": "{gradient_budget:.1e}", "why": "{detail}",
+}  # fmt: skip
 
 
 def _result(loss: Loss, inputs: list[Tensor]) -> tuple[float, list[Tensor]]:
@@ -453,56 +420,44 @@ def gate(case: Case, provider: str, device: torch.device, dtype: torch.dtype) ->
         x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
         for x in inputs
     ]
-    naive = case.naive[provider] if isinstance(case.naive, dict) else case.naive
+    naive, timed = case.providers[provider]
     exact, (loss, gradients) = _result(naive, wide), _result(naive, inputs)
     truth = Truth.of(exact, (abs(loss - exact[0]), gradients), dtype)
-    # a loss alone may be right by luck
-    _, found = _result(_entry(provider, case.providers[provider]), inputs)
-    return {"status": "ok", **truth.judge(None, found).row()}
+    return truth.judge(None, _result(timed, inputs)[1]).row()  # a loss may be right by luck
 
 
-def measure(
+def rows_of(
     name: str, size: int, device: torch.device, dtype: torch.dtype, seconds: float
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """One case at one size: a row for each provider."""
     case = CASES[name]
     torch._dynamo.reset()
-    rows: dict[str, Any] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for provider in case.providers:
         if size <= case.most.get(provider, size):
-            row, why = attempt(partial(gate, case, provider, device, dtype), device)
-            rows[provider] = row or why
+            errors, why = measure.attempt(partial(gate, case, provider, device, dtype), device)
+            row = {"case": name, "size": size, "provider": provider, "status": "ok"}
+            rows[provider] = row | (errors or why)
     torch.manual_seed(0)
     inputs: Any = case.make(size, device, dtype)
     timed = {}
     for provider, row in rows.items():
         if row["status"] == "ok":
-            entry = _entry(provider, case.providers[provider])
-            one_step = partial(step, entry, inputs)
-            _, why = attempt(one_step, device)
-            row |= why or {"peak_mib": peak_mib(one_step, device)}
+            one_step = partial(measure.step, case.providers[provider][1], inputs)
+            _, why = measure.attempt(one_step, device)
+            row |= why or {"peak_mib": measure.peak_mib(one_step, device)}
             if not why:
-                timed[provider] = Timed(entry, [inputs])
-    for provider, samples in interleaved(timed, seconds).items():
-        row = rows[provider]
-        if isinstance(samples, OutOfMemory):
-            row["status"] = "oom"
+                timed[provider] = measure.Timed(case.providers[provider][1], [inputs])
+    for provider, samples in measure.interleaved(timed, seconds).items():
+        if isinstance(samples, measure.OutOfMemory):
+            rows[provider]["status"] = "oom"
             continue
-        forward, both = (Timing.of([s.ms(mode) for s in samples]) for mode in ("forward", "step"))
-        row |= {"forward_ms": forward.median_ms, "step_ms": both.median_ms}
-        row |= {"low_ms": both.low_ms, "high_ms": both.high_ms, "rounds": len(samples)}
-    return {"case": name, "size": size, "providers": rows}
-
-
-def lines(row: dict[str, Any]) -> str:
-    found = [f"{row['case']}, {row['size']}"]
-    for provider, x in row["providers"].items():
-        known = f"{x['status']} {x.get('detail', '')}"
-        if "step_ms" in x:
-            known = f"{x['forward_ms']:8.2f} {x['step_ms']:8.2f} ms {x['peak_mib']:8.0f} MiB"
-        error = f"{x.get('gradient_error', math.nan):.1e} of {x.get('gradient_budget', 0):.1e}"
-        found.append(f"  {provider:<32} {known}  {error}")
-    return "\n".join(found)
+        modes = ("forward", "step")
+        forward, both = (measure.Timing.of([s.ms(mode) for s in samples]) for mode in modes)
+        rows[provider] |= vars(both) | {
+            "forward_ms": forward.median_ms, "step_ms": both.median_ms, "rounds": len(samples)
+        }  # fmt: skip
+    return list(rows.values())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -525,14 +480,15 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--cases are {', '.join(CASES)}, got {', '.join(options.cases)}")
     device = torch.device(options.device)
-    dtype = usual_dtype(device)
-    record = Rows(head | {"dtype": str(dtype).removeprefix("torch.")}, options.json)
+    dtype = measure.usual_dtype(device)
+    title = "Row programs beside what they replace or are compared with"
+    head["dtype"] = str(dtype).removeprefix("torch.")
+    record = Rows(title, COLUMNS, head, options.json)
     for name, case in chosen.items():
         for size in options.sizes or case.sizes:
-            row = measure(name, size, device, dtype, options.seconds)
-            release(device)
-            record.add(row)
-            print(lines(row), flush=True)
+            for row in rows_of(name, size, device, dtype, options.seconds):
+                record.add(row)
+            measure.release(device)
     return 0
 
 

@@ -7,31 +7,15 @@ state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench import accuracy, ceilings, cuda_graphs
+from bench import accuracy, ceilings, cuda_graphs, measure
 from bench.cases import AttentionCase, Case, Inputs
-from bench.measure import (
-    ALONE,
-    MIB,
-    MODES,
-    OutOfMemory,
-    Sample,
-    Timed,
-    Timing,
-    Unavailable,
-    attempt,
-    guarded,
-    interleaved,
-    peak_mib,
-    release,
-    step,
-)
 from bench.providers import Provider
 from bench.records import Record
 
@@ -58,10 +42,9 @@ def run_case(
     """A record for every provider, whatever happens to it."""
     device, dtype = settings.device, settings.dtype
     torch._dynamo.reset()
-    release(device)
+    measure.release(device)
     inputs = [case.make_inputs(device, dtype, seed) for seed in range(3)]
-    size = _bytes(inputs[0])
-    if size > BUDGET_OF_INPUTS:
+    if _bytes(inputs[0]) > BUDGET_OF_INPUTS:
         inputs = inputs[:2]
     show(f"{case.label}: float64")
     truth = accuracy.truth_of(case, inputs[0])
@@ -70,47 +53,45 @@ def run_case(
     for provider in providers:
         show(f"{case.label}: {provider.name}")
         record = records[provider.name]
-        loss_fn, why = attempt(partial(_prepare, case, provider, inputs[0], truth, record), device)
+        prepare = partial(_prepare, case, provider, inputs[0], truth, record)
+        loss_fn, why = measure.attempt(prepare, device)
         if loss_fn is None:
             vars(record).update(why)
         else:
             losses[provider.name] = loss_fn
-        release(device)
+        measure.release(device)
     del truth
-    release(device)
+    measure.release(device)
     show(f"{case.label}: timing")
-    entries = {name: Timed(loss_fn, inputs) for name, loss_fn in losses.items()}
+    entries = {name: measure.Timed(loss_fn, inputs) for name, loss_fn in losses.items()}
     if entries and isinstance(case, AttentionCase):
         attention = ceilings.attention(case, device, dtype)
         if attention is not None:
             entries[ATTENTION] = attention
     for name in losses:
-        _weigh(records[name], case, size)
-    _time(case, entries, MODES, settings, records)
+        _weigh(records[name], case, inputs[0])
+    _time(case, entries, measure.MODES, settings, records)
     if settings.alone:
         alone = {name: replace(entry, has_backward=False) for name, entry in entries.items()}
-        _time(case, alone, (ALONE,), settings, records)
+        _time(case, alone, (measure.ALONE,), settings, records)
     return list(records.values())
 
 
 def _time(
-    case: Case,
-    entries: dict[str, Timed],
-    modes: tuple[str, ...],
-    settings: Settings,
+    case: Case, entries: dict[str, measure.Timed], modes: tuple[str, ...], settings: Settings,
     records: dict[str, Record],
-) -> None:
+) -> None:  # fmt: skip
     """Times of the providers, and rates of theirs and of the library's attention's, by mode."""
-    samples = interleaved(entries, settings.seconds)
+    samples = measure.interleaved(entries, settings.seconds)
     attention = samples.pop(ATTENTION, None)
     for name, taken in samples.items():
         record = records[name]
-        if isinstance(taken, OutOfMemory):
+        if isinstance(taken, measure.OutOfMemory):
             record.status, record.detail = "oom", str(taken)
             continue
         record.samples = record.samples or len(taken)  # steps are timed first
         for mode in modes:
-            timing = Timing.of([sample.ms(mode) for sample in taken])
+            timing = measure.Timing.of([sample.ms(mode) for sample in taken])
             record.timing[mode] = timing
             record.tflops[mode] = record.least_gflop[mode] / timing.median_ms
             if isinstance(attention, list) and isinstance(case, AttentionCase):
@@ -134,13 +115,13 @@ def _prepare(
     """First step, gate and memory; returns the loss for the timing."""
     device = inputs[0].device
     if case.family not in provider.families:
-        raise Unavailable(f"has no {case.family} form")
+        raise measure.Unavailable(f"has no {case.family} form")
     if device.type not in provider.devices:
-        raise Unavailable(f"does not run on {device.type}")
+        raise measure.Unavailable(f"does not run on {device.type}")
     loss_fn = provider.build(case)
 
     def one_step() -> tuple[Tensor, tuple[Tensor, ...]]:
-        return guarded(lambda: step(loss_fn, inputs), device)
+        return measure.guarded(lambda: measure.step(loss_fn, inputs), device)
 
     start = time.perf_counter()
     loss, gradients = one_step()
@@ -154,12 +135,12 @@ def _prepare(
     vars(record).update(record.verdict.status)
     del loss, gradients
     if not provider.graphs:  # all graphs of a process share pools: bench.steps weighs them
-        record.peak_mib = guarded(lambda: peak_mib(one_step, device), device)
+        record.peak_mib = measure.guarded(lambda: measure.peak_mib(one_step, device), device)
     return loss_fn
 
 
 def _attention_tflops(
-    record: Record, case: AttentionCase, mode: str, attention: list[Sample]
+    record: Record, case: AttentionCase, mode: str, attention: list[measure.Sample]
 ) -> float:
     """The rate of the library's attention; of a step that of one with the case's arithmetic."""
     if mode != "step":
@@ -168,29 +149,19 @@ def _attention_tflops(
     return gflop["step"] / sum(gflop[part] / rates[part] for part in ("forward", "backward"))
 
 
-def _weigh(record: Record, case: Case, input_bytes: int) -> None:
+def _weigh(record: Record, case: Case, inputs: Inputs) -> None:
     """The least arithmetic and traffic of a case."""
     forward, backward = (f * 1e-9 for f in case.flops())  # GFLOP
-    record.least_gflop = {
-        "forward": forward, "backward": backward, "step": forward + backward, ALONE: forward
-    }  # fmt: skip
+    record.least_gflop = {"forward": forward, "backward": backward, "step": forward + backward}
+    record.least_gflop[measure.ALONE] = forward
     # gradients are as large as the student's inputs
-    gradient = input_bytes * _student_share(case)
+    input_bytes, gradient = _bytes(inputs), _bytes(inputs[:2])
     record.least_mib = {
-        "forward": input_bytes / MIB,
-        "backward": (input_bytes + gradient) / MIB,
-        "step": (2 * input_bytes + gradient) / MIB,
+        "forward": input_bytes / measure.MIB,
+        "backward": (input_bytes + gradient) / measure.MIB,
+        "step": (2 * input_bytes + gradient) / measure.MIB,
     }
 
 
-def _student_share(case: Case) -> float:
-    if isinstance(case, AttentionCase):
-        student, teacher = (
-            (h.num_heads + h.num_kv_heads) * h.head_dim for h in (case.student, case.teacher)
-        )
-        return student / (student + teacher)
-    return case.student_width / (case.student_width + case.teacher_width)
-
-
-def _bytes(inputs: Inputs) -> int:
+def _bytes(inputs: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in inputs)

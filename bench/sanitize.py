@@ -67,19 +67,25 @@ def _attention(
     queries: int = 150,
     keys: int = 200,
     teacher_dim: int = 0,
+    lengths: tuple[int, ...] = (),
     has_backward: bool = True,
+    call: Callable[..., Tensor] = attention_kl,
+    limits: dict[str, float] | None = None,
     **options: Any,
 ) -> None:
-    """Heads of queries and keys of the student, then of the teacher."""
+    """Heads of queries and keys of the student, then of the teacher; limits of the launches."""
     dims = (head_dim, head_dim, teacher_dim or head_dim, teacher_dim or head_dim)
     tensors = [
         _random(batch, h, n, dim)
         for h, n, dim in zip(heads, (queries, keys) * 2, dims, strict=True)
     ]
-    with torch.set_grad_enabled(has_backward):
-        value = attention_kl(*tensors, impl=impl, **options)
-    if has_backward:
-        torch.autograd.grad(value.sum(), tensors)
+    if lengths:
+        options["key_lengths"] = _lengths(*lengths)
+    with mock.patch.dict(vars(launch), limits or {}):
+        with torch.set_grad_enabled(has_backward):
+            value = call(*tensors, impl=impl, **options)
+        if has_backward:
+            torch.autograd.grad(value.sum(), tensors)
 
 
 def _random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -94,14 +100,6 @@ def _random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 def _lengths(*values: int) -> Tensor:
     return torch.tensor(values, device="cuda", dtype=torch.int32)
-
-
-def _forms(**options: Any) -> None:
-    """Another head_dim and other key heads on each side."""
-    _attention(
-        "hopper", batch=2, heads=(4, 1, 4, 2), queries=300, keys=500, teacher_dim=128,
-        key_lengths=_lengths(333, 0), **options,
-    )  # fmt: skip
 
 
 def _packed(impl: str) -> None:
@@ -165,7 +163,7 @@ def _portable_forms() -> None:
         "triton", batch=2, attn_mask=~_random(1, 1, 150, 200, dtype=torch.bool),
         student_bias=bias, teacher_bias=bias, student_softcap=30.0, teacher_softcap=20.0,
         student_sink=torch.randn(2, device="cuda"), teacher_sink=torch.randn(2, device="cuda"),
-        key_lengths=_lengths(111, 0),
+        lengths=(111, 0),
     )  # fmt: skip
 
 
@@ -189,35 +187,11 @@ def _hopper_biases() -> None:
     _attention("hopper", 128, batch=2, student_bias=one, teacher_bias=all_heads, is_causal=True)
 
 
-def _hopper_squares() -> None:
+def _squares(*tensors: Tensor, impl: str) -> Tensor:
     """Squared differences, which the forward sums in one pass."""
-    tensors = [
-        torch.randn(1, 2, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for n in (150, 1100, 150, 1100)
-    ]
     scales = {"student_scale": 0.1, "teacher_scale": 0.1}
-    value = attention_ops.attention_kl(
-        *tensors, functional="(P-S)*(P-S)", impl="hopper", **scales
-    )[0]
-    torch.autograd.grad(value.sum(), tensors)
-
-
-def _hopper_shares() -> None:
-    """Few rows of many keys: heads become rows, and programs share the keys of a block."""
-    shapes = ((8, 60), (2, 1500), (8, 60), (2, 1500))
-    tensors = [
-        torch.randn(1, h, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for h, n in shapes
-    ]
-    with mock.patch.object(launch, "LEAST_TILES_OF_SHARE", 4):
-        value = attention_kl(*tensors, impl="hopper")
-        torch.autograd.grad(value.sum(), tensors)
-
-
-def _any_order() -> None:
-    """A problem so small adds up dQ apart, unless it is told otherwise."""
-    with mock.patch.object(launch, "ATOMIC_LEAST_FLOP", 0.0):
-        _attention("hopper", deterministic=False, keys=300)
+    functional = "(P-S)*(P-S)"
+    return attention_ops.attention_kl(*tensors, functional=functional, impl=impl, **scales)[0]
 
 
 def _control() -> None:
@@ -231,6 +205,17 @@ CONTROL = "control"
 FEW_QUERIES: dict[str, Any] = {
     "heads": (4, 1, 4, 1), "queries": 1, "keys": 5000, "has_backward": False
 }  # fmt: skip
+# another head_dim and other key heads on each side
+FORMS: dict[str, Any] = {
+    "batch": 2, "heads": (4, 1, 4, 2), "queries": 300, "keys": 500, "teacher_dim": 128,
+    "lengths": (333, 0),
+}  # fmt: skip
+# few rows of many keys: heads become rows, and programs share the keys of a block
+SHARES: dict[str, Any] = {
+    "heads": (8, 2, 8, 2), "queries": 60, "keys": 1500, "limits": {"LEAST_TILES_OF_SHARE": 4}
+}  # fmt: skip
+# a problem so small adds up dQ apart, unless it is told otherwise
+ANY_ORDER: dict[str, Any] = {"deterministic": False, "limits": {"ATOMIC_LEAST_FLOP": 0.0}}
 HEAD_MEAN: dict[str, Any] = {"heads": (2, 2, 4, 4), "head_reduction": "mean"}
 # Together they launch every kernel that is written or generated.
 CASES: dict[str, Callable[[], None]] = {
@@ -256,10 +241,10 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper": lambda: _attention("hopper", is_causal=True),
     "hopper, head_dim 128": lambda: _attention("hopper", head_dim=128, keys=1100),
     "hopper, clamped": lambda: _attention("hopper", student_clamp=1e-2, teacher_clamp=1e-2),
-    "hopper, lengths": lambda: _forms(is_causal=True),
-    "hopper, window": lambda: _forms(window=(150, 3)),
+    "hopper, lengths": lambda: _attention("hopper", **FORMS, is_causal=True),
+    "hopper, window": lambda: _attention("hopper", **FORMS, window=(150, 3)),
     "hopper, packed": lambda: _packed("hopper"),
-    "hopper, any order": _any_order,
+    "hopper, any order": lambda: _attention("hopper", keys=300, **ANY_ORDER),
     "hopper, mask": lambda: _hopper_mask(64),
     "hopper, mask, head_dim 128": lambda: _hopper_mask(128),
     "hopper, two passes": lambda: _attention("hopper", head_dim=128, divergence="js"),
@@ -268,8 +253,8 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper, wide": lambda: _attention("hopper", 256, batch=2, is_causal=True),
     "hopper, wide, window": lambda: _attention("hopper", 192, batch=2, window=(70, 3)),
     "hopper, biases": _hopper_biases,
-    "hopper, squares": _hopper_squares,
-    "hopper, shares of dQ": _hopper_shares,
+    "hopper, squares": lambda: _attention("hopper", 128, keys=1100, call=_squares),
+    "hopper, shares of dQ": lambda: _attention("hopper", 128, **SHARES),
     "hopper, head mean": lambda: _attention("hopper", 128, **HEAD_MEAN, is_causal=True),
 }
 LAUNCHED = "launched: "  # what a case says last

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,13 +258,10 @@ def data_parallel(
     """A Llama pair under DistributedDataParallel."""
     ids_of = [device.index] if device.type == "cuda" else None
 
-    def made(provider: str) -> Callable[[], Step]:
-        return _of_pair(
-            device, objective, context,
-            lambda module: PROVIDERS[provider](DistributedDataParallel(module, ids_of)),
-        )  # fmt: skip
+    def wrapped(provider: str, module: Distillation) -> Callable[[Tensor], Tensor]:
+        return PROVIDERS[provider](DistributedDataParallel(module, ids_of))
 
-    make = {provider: made(provider) for provider in providers}
+    make = {p: _of_pair(device, objective, context, partial(wrapped, p)) for p in providers}
     name = f"DistributedDataParallel, KL of {objective}"
     return Case(name, {"tokens of a rank": context}, make, interleaves=False)
 
@@ -291,13 +289,10 @@ def layers(mesh: DeviceMesh, device: torch.device) -> Case:
             module, backend=backend, options=options, dynamic=False, fullgraph=True
         )
 
-    def made(provider: str) -> Callable[[], Step]:
-        return _of_pair(device, "attention", context, lambda module: wrapped(provider, module))
-
     # the comparison that is asked for comes first: each of these compiles for half a minute
     names = (
         "traced, streamkl", "FSDP2, compiled layers", "traced, streamkl, bucketed",
         "traced, inductor",
     )  # fmt: skip
-    make = {name: made(name) for name in names}
+    make = {name: _of_pair(device, "attention", context, partial(wrapped, name)) for name in names}
     return Case("layers", {"tokens of a rank": context}, make, interleaves=False)

@@ -46,12 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seqlens", nargs="*", type=int, default=[128, 512])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--providers", nargs="*", choices=tuple(PROVIDERS))
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="0 compiles and judges: later runs find it cached"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=10, help="steps of a sample; 0: as many as take 0.1 s"
-    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=15, help="0 compiles and judges: later runs find it cached")
+    add("--repeats", type=int, default=10, help="steps of a sample; 0: as many as take 0.1 s")
     parser.add_argument("--profile", action="store_true", help="print what host and GPU do")
     parser.add_argument("--seconds", type=float, default=0.3, help="for a provider of the heads")
     parser.add_argument("--heads", nargs="*", default=[], help="as --cases of `python -m bench`")

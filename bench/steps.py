@@ -12,6 +12,7 @@ do not fit side by side float64 does not either: there the losses stand beside e
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -24,21 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import cuda_graphs, table
+from bench import cuda_graphs, measure, table
 from bench.accuracy import Truth, total_error
-from bench.measure import (
-    BURST_S,
-    MIB,
-    Timing,
-    attempt,
-    host_seconds,
-    in_turns,
-    peak_mib,
-    release,
-    synchronize,
-    usual_dtype,
-)
-from bench.models import TrainingStep, in_float64
+from bench.models import TrainingStep
+from bench.providers import with_graphs, with_streamkl
 from bench.records import Run
 
 Loss = Callable[..., Tensor]
@@ -48,19 +38,13 @@ PROFILED = 3  # steps
 WAIT_CYCLES = 60_000_000  # of the device, about 35 ms: longer than the host needs for a step
 
 
-def with_streamkl(loss_of: Loss, **options: Any) -> Loss:
-    """Compiled with our backend; a KL that stays as it is would be an error, not a slow result."""
-    options = {"streamkl.strict": True, **options}
-    return torch.compile(loss_of, dynamic=False, backend="streamkl", options=options)
-
-
 PROVIDERS: dict[str, Callable[[Loss], Loss]] = {
     "eager": lambda loss_of: loss_of,
     "inductor": lambda loss_of: torch.compile(loss_of, dynamic=False),
     "streamkl": with_streamkl,
     "streamkl-any-order": lambda f: with_streamkl(f, **{"streamkl.deterministic": False}),
     "inductor-graphs": cuda_graphs.inductor,
-    "streamkl-graphs": lambda f: cuda_graphs.marked(with_streamkl(f, **cuda_graphs.options())),
+    "streamkl-graphs": with_graphs,
 }
 GRAPH_PROVIDERS = ("inductor-graphs", "streamkl-graphs")
 ON_REQUEST = ("eager", "streamkl-any-order")
@@ -95,12 +79,12 @@ class Contender:
 
     def gradients(self, batch: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
         """Loss and gradients of the weights as they are."""
-        loss = self._loss_and_backward(batch)
+        loss = self.backward(batch)
         used = [p.grad for p in self.student.parameters() if p.grad is not None]
         return loss.item(), [g.clone() for g in used]
 
     def step(self, batch: Sequence[Tensor]) -> Tensor:
-        loss = self._loss_and_backward(batch)
+        loss = self.backward(batch)
         if self.optimizer is not None:
             self.optimizer.step()
         return loss.detach()
@@ -108,19 +92,19 @@ class Contender:
     def timed(self, batch: Sequence[Tensor], steps: int) -> float:
         """Milliseconds of a step, of several that follow each other without a wait."""
         self.step(batch)
-        return host_seconds(lambda: self.step(batch), self.device, steps) * 1e3
+        return measure.host_seconds(lambda: self.step(batch), self.device, steps) * 1e3
 
     def host_ms(self, batch: Sequence[Tensor]) -> float:
         """Milliseconds until a step is issued to a device that does not start it yet."""
-        synchronize(self.device)
+        measure.synchronize(self.device)
         torch.cuda._sleep(WAIT_CYCLES)
         start = time.perf_counter()
         self.step(batch)
         elapsed = (time.perf_counter() - start) * 1e3
-        synchronize(self.device)
+        measure.synchronize(self.device)
         return elapsed
 
-    def _loss_and_backward(self, batch: Sequence[Tensor]) -> Tensor:
+    def backward(self, batch: Sequence[Tensor]) -> Tensor:
         self.clear(set_to_none=True)
         with self.context(self.device):
             loss = self.loss_of(*batch)
@@ -131,13 +115,13 @@ class Contender:
 def gate_of(step: TrainingStep, batch: Sequence[Tensor], device: torch.device) -> Truth:
     """Exact gradients of a batch, and what a provider's may be off by."""
     eager = Contender("eager", step, device)
-    student, teacher = in_float64(eager.student), in_float64(eager.teacher)
+    student, teacher = (copy.deepcopy(x).double() for x in (eager.student, eager.teacher))
     exact = step.loss(student, teacher)(*batch)
     exact.backward()
     expected = [p.grad for p in student.parameters() if p.grad is not None]
     loss, gradients = eager.gradients(batch)
-    off = abs(loss - exact.item())
-    return Truth.of((exact.item(), expected), (off, gradients), usual_dtype(device), total_error)
+    off, dtype = abs(loss - exact.item()), measure.usual_dtype(device)
+    return Truth.of((exact.item(), expected), (off, gradients), dtype, total_error)
 
 
 def run_step(
@@ -151,10 +135,10 @@ def run_step(
     """A row for every provider, whatever happens to it; ``keep`` gets those that there are."""
     device = turns.device
     torch._dynamo.reset()
-    release(device)
+    measure.release(device)
     batch = step.batch(batch_size, seqlen, device)
     gate = gate_of(step, batch, device) if step.is_side_by_side else None
-    release(device)
+    measure.release(device)
     rows: dict[str, Row] = {}
 
     def run(names: list[str]) -> None:
@@ -162,20 +146,20 @@ def run_step(
         for name in names:
             head = step.names(batch_size) | {"provider": name, "context": seqlen}
             row = rows[name] = head | UNTIMED
-            made, why = attempt(partial(_prepared, name, step, batch, gate, row), device)
+            made, why = measure.attempt(partial(_prepared, name, step, batch, gate, row), device)
             row |= why
             if made is not None:
                 contenders[name] = made
                 print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
             keep(list(rows.values()))
-        _, why = attempt(lambda: _take_turns(contenders, rows, batch, turns), device)
+        _, why = measure.attempt(lambda: _take_turns(contenders, rows, batch, turns), device)
         for name in contenders:
             rows[name] |= why
         keep(list(rows.values()))
 
     def forget() -> None:
         torch._dynamo.reset()  # drops the graphs
-        release(device)
+        measure.release(device)
 
     for names in [providers] if step.is_side_by_side else [[p] for p in providers]:
         run(names)
@@ -195,10 +179,10 @@ def _take_turns(
     """Times the contenders in rounds, and writes what they took into their rows."""
     samples: dict[str, Callable[[int], float]] = {}
     for name, contender in contenders.items() if turns.rounds else ():
-        repeats = turns.repeats or math.ceil(BURST_S * 1e3 / contender.timed(batch, 1))
+        repeats = turns.repeats or math.ceil(measure.BURST_S * 1e3 / contender.timed(batch, 1))
         samples[name] = lambda _, c=contender, repeats=repeats: c.timed(batch, repeats)
-    for name, times in in_turns(samples, turns.rounds).items():
-        timing = Timing.of(times)
+    for name, times in measure.in_turns(samples, turns.rounds).items():
+        timing = measure.Timing.of(times)
         if rows[name]["status"] == "untimed":
             rows[name] |= {"status": "ok", "detail": ""}
         rows[name] |= vars(timing) | {
@@ -208,7 +192,7 @@ def _take_turns(
         }
     if turns.device.type == "cuda":
         alone = {n: lambda _, c=contenders[n]: c.host_ms(batch) for n in samples}
-        for name, times in in_turns(alone, turns.rounds).items():
+        for name, times in measure.in_turns(alone, turns.rounds).items():
             rows[name]["host_ms"] = statistics.median(times)
     if turns.profiles:
         for name, contender in contenders.items():
@@ -240,10 +224,10 @@ def _memory(contender: Contender, batch: Sequence[Tensor]) -> Row:
     """The peak of a step, and what its graphs reserve besides."""
     contender.step(batch)  # makes the optimiser's state
     contender.clear(set_to_none=True)
-    peak = peak_mib(lambda: contender.step(batch), contender.device)
+    peak = measure.peak_mib(lambda: contender.step(batch), contender.device)
     if contender.name not in GRAPH_PROVIDERS:
         return {"peak_mib": peak}
-    pool = cuda_graphs.pools_bytes() / MIB
+    pool = cuda_graphs.pools_bytes() / measure.MIB
     return {"graph_pool_mib": pool, "peak_mib": peak + pool}
 
 
@@ -257,7 +241,7 @@ def _profile(contender: Contender, batch: Sequence[Tensor]) -> str:
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(PROFILED):
             contender.step(batch)
-        synchronize(contender.device)
+        measure.synchronize(contender.device)
     return "\n".join(profile.key_averages().table(order, 25, 60) for order in orders)
 
 

@@ -88,26 +88,13 @@ def by_case(run: Run) -> dict[str, list[Record]]:
 
 def text(records: list[Record], matmul_tflops: float) -> str:
     """One case for the terminal."""
-    lines = _aligned([COLUMNS, *rows(records, matmul_tflops)])
-    if alone := alone_rows(records, matmul_tflops):
-        lines += ["", *_aligned([ALONE_COLUMNS, *alone])]
+    lines = [f"{records[0].case}  ({records[0].shape})", markdown(records, matmul_tflops)]
     failed = (r for r in records if r.status in ("unavailable", "red", "error"))
-    lines += [f"{r.provider}: {r.detail}" for r in failed]
-    return "\n".join([f"{records[0].case}  ({records[0].shape})", *lines, ""])
-
-
-def _aligned(cells: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table with a head; rows that are a message may be wider than it."""
-    usual = [row for row in cells if any(row[2:])]
-    widths = [max(map(len, column)) for column in zip(*usual, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in cells
-    ]
+    return "\n".join([*lines, *(f"{r.provider}: {r.detail}" for r in failed), ""])
 
 
 def markdown(records: list[Record], matmul_tflops: float) -> str:
-    """One case for RESULTS.md."""
+    """One case, with its forwards alone where they were timed."""
     lines = markdown_lines(COLUMNS, rows(records, matmul_tflops))
     if alone := alone_rows(records, matmul_tflops):
         lines += ["", *markdown_lines(ALONE_COLUMNS, alone)]

@@ -718,12 +718,15 @@ def test_an_operator_with_graphs_is_judged_by_a_replay(monkeypatch: pytest.Monke
 
 def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
     def row(*values: float) -> dict[str, Any]:
-        names = ("step_ms", "peak_mib", "loss_difference", "gradient_difference")
+        names = ("step_ms", "peak_gib", "loss_difference", "gradient_difference")
         common = {"objective": "attention", "context": 64, "provider": "eager"}
         return {**common, **dict(zip(names, values, strict=True))}
 
-    worst = several_gpus.worst_of([row(2.0, 1024.0, 0.0, 0.1), row(1.0, 2048.0, 0.2, 0.0)])
-    record = {"command": "x", "machine": {"device": "none"}, "processes": 2, "rows": [worst]}
+    worst = several_gpus.worst_of([row(2.0, 1.0, 0.0, 0.1), row(1.0, 2.0, 0.2, 0.0)])
+    figures = ("step ms", "peak GiB", "loss off", "gradients off")
+    columns = {"KL of": "{objective}", "tokens a rank": "{context}", "provider": "{provider}"}
+    columns |= {k: v for k, v in several_gpus.COLUMNS.items() if k.startswith(figures)}
+    record = {"command": "x", "machine": {"device": "none"}, "columns": columns, "rows": [worst]}
     text = other_records.render({"h200-several-gpus": record})
     assert "| attention | 64 | eager | 2.0 | 2.00 | 2.0e-01 | 1.0e-01 |" in text
     given, expected = [torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 1.0])]
