@@ -80,6 +80,8 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
     Dot products are computed where they are used if nothing needs them in memory.
     """
+    if problem.program.has_blocks:
+        return None, "sums over blocks of keys have no kernels"
     from torch_streamkl.rows.triton import blocks as row_blocks
     from torch_streamkl.rows.triton import launches as row_kernels
 
@@ -130,6 +132,7 @@ def has_sum(problem: RowProblem) -> bool:
     """
     is_of_words = not any(problem.program.dot_heads) and problem.batch == 1
     is_of_words = is_of_words and problem.num_rows > 0 and problem.num_keys > 0
+    is_of_words = is_of_words and not problem.program.has_blocks
     return is_of_words and problem.operands[0][0].dtype != torch.float16
 
 
