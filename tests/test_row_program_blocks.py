@@ -218,12 +218,6 @@ def test_the_text_of_programs_without_blocks_is_as_it_was() -> None:
     assert by_blocks.text.count('["block_sum",0,1,4]') == 1
 
 
-def test_triton_is_refused_where_there_are_blocks() -> None:
-    q, k = operands()
-    with pytest.raises(NotImplementedError, match="sums over blocks of keys have no kernels"):
-        row_program(lambda e: e.s.sum("key", block=2), dots={"s": (q, k)}, impl="triton")
-
-
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "an element uses one": (
         lambda e: (e.s - e.s.sum("key", block=2)).sum("key"), ValueError, "returned as they are"),

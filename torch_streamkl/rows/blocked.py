@@ -190,12 +190,14 @@ def _forward_of(
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
-    """Uninitialised results."""
+    """Results that nothing is written to so far."""
     plan = derive.forward_plan(problem.program, is_differentiated)
     q = problem.operands[0][0]
 
     def empty(head: int, size: int = 0, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
-        return q.new_empty(problem.value_shape(head, size), dtype=dtype)
+        # blocks of which a row has no key are not written
+        make = q.new_zeros if size else q.new_empty
+        return make(problem.value_shape(head, size), dtype=dtype)
 
     return Result(
         [empty(r.head, r.size) for r in problem.program.reductions],

@@ -80,8 +80,6 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
     Dot products are computed where they are used if nothing needs them in memory.
     """
-    if problem.program.has_blocks:
-        return None, "sums over blocks of keys have no kernels"
     from torch_streamkl.rows.triton import blocks as row_blocks
     from torch_streamkl.rows.triton import launches as row_kernels
 
