@@ -212,6 +212,28 @@ def one_map_is_an_input(sq, sk, tq, tk, pad):
     return (p * (p.log() - q.log())).sum(-1).mean()
 
 
+def divergence_of_blocks(sq, sk, tq, tk, pad):
+    s, t = (x.softmax(-1).unflatten(-1, (-1, 2)).sum(-1) for x in maps(sq, sk, tq, tk))
+    return (t * (t.log() - s.log())).sum(-1).mean()
+
+
+def divergence_of_every_second_key(sq, sk, tq, tk, pad):
+    s, t = (x.softmax(-1).unflatten(-1, (2, -1)).sum(-2) for x in maps(sq, sk, tq, tk))
+    return (t * (t.log() - s.log())).sum(-1).mean()
+
+
+def divergence_inside_of_blocks(sq, sk, tq, tk, pad):
+    s, t = (x.softmax(-1).unflatten(-1, (-1, 2)) for x in maps(sq, sk, tq, tk))
+    s, t = (x / x.sum(-1, keepdim=True) for x in (s, t))
+    return (t * (t.log() - s.log())).sum(-1).mean()
+
+
+def divergence_of_blocks_of_all_rows(sq, sk, tq, tk, pad):
+    """Blocks of the flattened map begin in the middle of a row."""
+    s, t = (x.softmax(-1).reshape(*x.shape[:2], -1, 4).sum(-1) for x in maps(sq, sk, tq, tk))
+    return (t * (t.log() - s.log())).sum(-1).mean()
+
+
 LEFT_ALONE: list[tuple[Case, str]] = [
     (maps_are_inputs, "not made in this graph"),
     (a_ratio_of_inputs, "not made in this graph"),
@@ -230,6 +252,9 @@ LEFT_ALONE: list[tuple[Case, str]] = [
     (elements_are_returned, "leaves the graph"),
     (some_of_the_keys, "only some of the keys"),
     (keys_are_shuffled, "flip"),
+    (divergence_of_every_second_key, "reshape that splits the keys"),
+    (divergence_inside_of_blocks, "reshape that splits the keys"),
+    (divergence_of_blocks_of_all_rows, "reshape"),
 ]
 
 
@@ -256,6 +281,7 @@ ROW_PROGRAMS: list[tuple[Case, str]] = [
     (relu_of_scores, "relu of scores"),
     (squared_rows_before_the_sum, "a sum over rows"),
     (teacher_is_an_input, "not made from scores"),
+    (divergence_of_blocks, "reshape that splits the keys"),
 ]
 
 

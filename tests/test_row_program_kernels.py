@@ -148,6 +148,60 @@ def test_every_captured_tensor_gets_its_gradient() -> None:
     _check(got, same, truth)
 
 
+BLOCKS = {"window": 4, "causal": 5, "lengths": 16, "left": 24, "mask": 32, "none": 96}
+
+
+@inside
+@pytest.mark.parametrize("name", BLOCKS)
+def test_sums_over_blocks_of_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that divide a tile of 16 keys, that it divides, and others."""
+    from torch_streamkl.rows.triton import launches as row_kernels
+
+    if name in ("window", "causal", "left"):  # tiles without a mask have a loop of their own
+        monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
+    _check_blocks(_operands(40), BLOCKS[name], MASKS[name])
+
+
+def _check_blocks(dots: dict[str, Any], size: int, options: dict[str, Any]) -> None:
+    """Errors of at most twice those of blocks in plain torch, and roundings of the scores."""
+    got, same, truth = (
+        _of_blocks(dots, impl, dtype, size, options)
+        for impl, dtype in (
+            ("triton", torch.float32),
+            ("blocked", torch.float32),
+            ("blocked", torch.float64),
+        )
+    )
+    for a, b, exact in zip(got, same, truth, strict=True):
+        assert a.shape == exact.shape
+        allowed = 2 * float((b - exact).abs().max()) + 1e-5 * float(exact.abs().max())
+        assert float((a - exact).abs().max()) <= allowed
+
+
+def _of_blocks(
+    dots: dict[str, Any], impl: str, dtype: torch.dtype, size: int, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Sums over blocks of both levels, with a Jacobian of each, beside one over all keys."""
+    pairs = {n: tuple(x.to(dtype) for x in pair) for n, pair in dots.items()}
+    device = pairs["t"][0].device
+    key = torch.rand(1, 1, 67, generator=torch.Generator().manual_seed(2)).to(device)
+
+    def function(e: Any) -> Any:
+        p, s = e.t.softmax("key") * e.key, e.s.softmax("key")
+        q = p / (p.sum("key") + 1e-3)
+        return {
+            "p": (p * e.key).sum("key", block=size),
+            "square": ((q - s) ** 2).sum("key", block=size),
+            "row": (q * s).sum("key"),
+        }
+
+    out = row_program(function, dots=pairs, keys={"key": key}, impl=impl, **options)
+    make = torch.Generator().manual_seed(3)
+    loss = sum((x * torch.randn(x.shape, generator=make).to(x)).sum() for x in out.values())
+    leaves = [x for pair in dots.values() for x in pair]
+    return [*(x.detach() for x in out.values()), *torch.autograd.grad(loss, leaves)]
+
+
 def test_what_has_no_kernels_says_why() -> None:
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
     wide = (torch.randn(1, 2, 3, 260), torch.randn(1, 2, 5, 260))
@@ -279,6 +333,19 @@ def test_example_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     sizes = Sizes(batch=2, heads=4, rows=193, keys=259, dim=64, spread=spread)
     check_errors(name, "triton", dtype, sizes, "cuda")
     check_errors(name, "blocked", dtype, sizes, "cuda")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 8, 48, 64, 100, 256])
+@pytest.mark.parametrize("name", MASKS)
+def test_sums_over_blocks_of_keys_on_a_gpu(name: str, size: int) -> None:
+    dots = {
+        n: tuple(x.detach().cuda().requires_grad_() for x in pair)
+        for n, pair in _operands().items()
+    }
+    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in MASKS[name].items()}
+    _check_blocks(dots, size, options)
 
 
 @gpu

@@ -86,7 +86,22 @@ def _words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     return given, sums
 
 
-PROBLEMS = {"heads": _heads, "words": _words}
+def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Sums over blocks of an LM head's words, whose gradients come by blocks of words."""
+    given: dict[str, Any] = {
+        "dots": {"t": (_leaf(90, 7), _leaf(700, 7)), "s": (_leaf(90, 260), _leaf(700, 260))},
+        "rows": {"w": _leaf(90)},
+    }
+
+    def sums(e: Any) -> Any:
+        p, s = e.t.softmax("key"), (e.s * 0.05).softmax("key")
+        q = p * e.w / (1 + (p * p).sum("key"))
+        return {"kl": (q * s).sum("key", block=48), "z": (s * s).sum("key", block=48)}
+
+    return given, sums
+
+
+PROBLEMS = {"heads": _heads, "words": _words, "blocks of words": _blocks_of_words}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "window": {"window": (20, 3)},
@@ -164,6 +179,11 @@ def test_which_sums_over_heads_are_kept() -> None:
 @inside
 def test_words(small_workspace: None) -> None:
     _check("words")
+
+
+@inside
+def test_blocks_of_words(small_workspace: None) -> None:
+    _check("blocks of words")
 
 
 def _check(name: str, **options: Any) -> None:

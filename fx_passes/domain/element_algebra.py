@@ -39,7 +39,7 @@ from torch_streamkl.fx_passes.domain.values import (
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product
 
-OF_BLOCKS = "sums over blocks of them are values of rows and blocks, which no operator computes"
+OF_BLOCKS = "sums over blocks of them are values of rows and blocks, of row programs alone"
 
 
 def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:

@@ -107,6 +107,8 @@ def _is_eligible(call: fx.Node) -> bool:
     rows, words = problem.num_rows, problem.num_keys
     if any(problem.program.dot_heads) or not same(problem.batch, 1):
         return False
+    if problem.program.has_blocks:
+        return False
     if any(is_unknown(n) or is_zero(n) for n in (rows, words)):
         return False  # the mean of no row is NaN, and what it is divided by is 0
     is_half = any(x.dtype == torch.float16 for x in tensors)

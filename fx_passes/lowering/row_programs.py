@@ -103,7 +103,7 @@ class _Lowering:
         while heads and ("axis", heads[-1]) not in slots:
             heads.pop()  # shared by the query heads
         return self._arranged(
-            x, slots, sizes, [groups.batch, tuple(heads), (groups.key,)], expanded=(0, 1)
+            x, slots, sizes, [groups.batch, tuple(heads), groups.keys], expanded=(0, 1)
         )
 
     def _operand(self, i: int, *, is_rows: bool) -> tuple[fx.Node, list[Slot], list[Size]]:
@@ -147,8 +147,8 @@ class _Lowering:
                 sizes.append(self.axes.size(atom))
         wanted = {
             ROW: [groups.batch, c.heads, groups.rows],
-            KEY: [groups.batch, c.heads, (groups.key,)],
-            PAIR: [groups.batch, c.heads, groups.rows, (groups.key,)],
+            KEY: [groups.batch, c.heads, groups.keys],
+            PAIR: [groups.batch, c.heads, groups.rows, groups.keys],
             COLUMNS: [groups.batch, c.heads, groups.rows],
         }[c.kind]
         if c.kind == COLUMNS:
@@ -258,13 +258,15 @@ class _Lowering:
     def _summed(
         self, f: Formula, dims: Sequence[Dim], value: fx.Node, heads: Dim, like: torch.dtype
     ) -> fx.Node:
-        """A sum over keys and perhaps rows, from the program's values of rows."""
+        """A sum over keys and perhaps rows, from the program's values of rows, and of blocks."""
         build, what, groups = self.build, f.data, self.plan.groups
-        order = [*groups.batch, *heads, *groups.rows]
+        summed = set(self.axes.atoms(what.over))
+        blocks = (a for a in groups.keys if a not in summed)
+        order = [*groups.batch, *heads, *groups.rows, *blocks]
         x = _reshaped(build, value, [self.axes.size(a) for a in order] or [1], self.tensors)
         if not like.is_floating_point:
             x = build.method("to", x, like)  # counts, which a float would round
-        over = set(self.axes.atoms(what.over)) - {groups.key}
+        over = summed - set(groups.keys)
         places = [i for i, a in enumerate(order) if a in over]
         if not over <= set(order):
             raise Blocked("the sum has other rows than the program")

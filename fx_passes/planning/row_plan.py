@@ -44,7 +44,7 @@ class Groups:
     batch: Dim
     heads: tuple[Dim, ...]
     rows: Dim
-    key: int
+    keys: Dim  # several where code splits them into blocks
     is_summed: bool  # heads are summed before products meet; else all products share them
 
 
@@ -62,7 +62,8 @@ class Captured:
 
 @dataclass(frozen=True)
 class Output:
-    """A value of the user's graph: a sum over keys, or what is computed of some for each row."""
+    """A value of the user's graph: a sum over keys, or blocks of them, or what is computed of some
+    sums for each row."""
 
     inner: fx.Node
     node: fx.Node
@@ -89,13 +90,13 @@ def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) 
     return _Planner(elements, [elements.placed[r] for r in roots]).plan(roots, trace)
 
 
-def sums_in(root: Formula, key: int, axes: Axes) -> list[Formula]:
+def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
     """The sums over keys that a value of rows is computed from."""
-    if root.op == "reduce" and key in axes.atoms(root.data.over):
+    if root.op == "reduce" and set(keys) & set(axes.atoms(root.data.over)):
         return [root]
     if root.op == "capture":
         raise Blocked("a value of rows inside of an operation needs another tensor")
-    return list(dict.fromkeys(f for a in root.args for f in sums_in(a, key, axes)))
+    return list(dict.fromkeys(f for a in root.args for f in sums_in(a, keys, axes)))
 
 
 class _Planner:
@@ -108,11 +109,11 @@ class _Planner:
         self.dots: list[Dot] = [f.data for f in self.formulas if f.op == "dot"]
         self.dots = list(dict.fromkeys(self.dots))
         keys = {self.axes.atoms((r.key,)) for r in self.roots if r.key is not None}
-        if len(keys) != 1 or len(next(iter(keys))) != 1:
+        if len(keys) != 1:
             raise Blocked("sums over different axes")
-        ((self.key,),) = keys
+        (self.keys,) = keys
         self.sums = list(
-            dict.fromkeys(f for r in self.roots for f in sums_in(r, self.key, self.axes))
+            dict.fromkeys(f for r in self.roots for f in sums_in(r, self.keys, self.axes))
         )
         self.formulas = list(dict.fromkeys(f for x in self.sums for f in formulas_in(x)))
         self.swapped = [self._is_swapped(dot) for dot in self.dots]
@@ -120,12 +121,13 @@ class _Planner:
 
     def _is_swapped(self, dot: Dot) -> bool:
         lhs, rhs = (self.elements.operand_axes(dot, side) for side in ("lhs", "rhs"))
-        if (self.key in lhs) == (self.key in rhs):
+        found = [set(self.keys) & set(x) for x in (lhs, rhs)]
+        if sorted(map(len, found)) != [0, len(self.keys)]:
             raise Blocked("the sum is not over an axis of one operand of the matmul")
         for operand in (lhs, rhs):
             if len(set(operand)) != len(operand):
                 raise Blocked("an axis of the scores meets itself in another place")
-        return self.key in lhs
+        return bool(found[0])
 
     def row_axes(self, i: int) -> Dim:
         """The axes of the row operand of a product."""
@@ -148,16 +150,16 @@ class _Planner:
             if all(a in self.row_axes(i) and a not in self.column_axes(i) for i in products)
         )
         others = [a for a in common if a not in rows]
-        own = [tuple(a for a in self._of(i) if a not in (*common, self.key)) for i in products]
+        own = [tuple(a for a in self._of(i) if a not in (*common, *self.keys)) for i in products]
         if any(own):
             alike: dict[frozenset[int], Dim] = {}
             for x in own:
                 sharing = [i for i in products if set(own[i]) == set(x)]
                 alike.setdefault(frozenset(x), self._shared_last(x, sharing))
             heads = tuple(alike[frozenset(x)] for x in own)
-            return Groups(tuple(others), heads, rows, self.key, True)
+            return Groups(tuple(others), heads, rows, self.keys, True)
         rest = self._shared_last(others[1:], list(products))
-        return Groups(tuple(others[:1]), (rest,) * len(self.dots), rows, self.key, False)
+        return Groups(tuple(others[:1]), (rest,) * len(self.dots), rows, self.keys, False)
 
     def _of(self, i: int) -> Dim:
         return tuple(dict.fromkeys((*self.row_axes(i), *self.column_axes(i))))
@@ -172,7 +174,7 @@ class _Planner:
         found: list[Dim] = []
         for x in self.sums:
             places = self.axes.atoms(a for dim in x.data.places for a in dim)
-            found.append(tuple(a for a in places if a != self.key))
+            found.append(tuple(a for a in places if a not in self.keys))
         if len({frozenset(x) for x in found}) != 1:
             raise Blocked("sums over different rows")
         return found[0]
@@ -238,13 +240,24 @@ class _Planner:
             for f in self.formulas:
                 if f in used:
                     self.nodes[f] = self._node(f)
-            outputs = [tracer.reduce(x.data.kind, self.nodes[x.args[0]]) for x in self.sums]
+            outputs = [self._output(x) for x in self.sums]
         except (HeadsError, ValueError) as reason:
             raise Blocked(str(reason)) from reason
         check_readers_inside(
             self.formulas, self.nodes, tracer.graph, logarithms_are_exact=are_exact
         )
         return outputs
+
+    def _output(self, f: Formula) -> int:
+        """The reduction that a sum is, over all keys or over blocks of them."""
+        what, x = f.data, self.nodes[f.args[0]]
+        inside = [a for a in self.keys if a in self.axes.atoms(what.over)]
+        if len(inside) == len(self.keys):
+            return self.tracer.reduce(what.kind, x)
+        size = expression(self.axes.extent(inside))
+        if what.kind != "sum" or not isinstance(size, int):
+            raise Blocked("blocks of keys of a size that varies")
+        return self.tracer.block_sum(x, size)
 
     def _has_enough_digits(self, dot: Dot) -> bool:
         """Whether probabilities of eager code underflow where those of the program do."""
@@ -282,14 +295,16 @@ class _Planner:
         if len(own) > 1:
             raise Blocked("a tensor has the heads of two products")
         heads = own[0] if own else ()
-        known = {*groups.batch, *heads, *groups.rows, groups.key}
+        known = {*groups.batch, *heads, *groups.rows, *groups.keys}
         if not set(axes) <= known:
             raise Blocked("a tensor gives the scores a dimension that no matmul has")
         if f.op == "columns":
-            if self.axes.atoms((f.data[2],)) != (groups.key,) or groups.key in axes:
+            if self.axes.atoms((f.data[2],)) != groups.keys or set(groups.keys) & set(axes):
                 raise Blocked("ids of what is not the keys")
             return Captured(source, dims, COLUMNS, heads, False, f.data[3])
-        by_key, by_row = groups.key in axes, bool(set(axes) & set(groups.rows))
+        by_key, by_row = (bool(set(axes) & set(x)) for x in (groups.keys, groups.rows))
+        if by_key and not set(groups.keys) <= set(axes):
+            raise Blocked("a tensor of blocks of keys meets the scores")
         kind = PAIR if by_key and by_row else KEY if by_key else ROW
         if kind == PAIR:
             for group in (groups.batch, heads, groups.rows):
@@ -370,7 +385,7 @@ class _Planner:
 
         for axis, coefficient in coefficients:
             atoms = self.axes.atoms((axis,))
-            if atoms == (self.groups.key,):
+            if atoms == self.groups.keys:
                 index = graph.index("key_index")
             elif atoms == self.groups.rows:
                 index = graph.index("row_index")
@@ -392,7 +407,7 @@ class _Planner:
         assert isinstance(what, Sum)
         x = self.nodes[f.args[0]]
         over = set(self.axes.atoms(what.over))
-        rest = over - {self.key}
+        rest = over - set(self.keys)
         if rest:
             heads = next((h for h in self.groups.heads if set(h) == rest), None)
             if heads is None or not self.groups.is_summed or what.kind != "sum":
@@ -401,8 +416,10 @@ class _Planner:
             if graph[x].head != self.head_of[heads]:
                 raise Blocked("a sum over heads of what does not vary with them")
             x = graph.sum_heads(x)
-        if self.key in over:
+        if set(self.keys) <= over:
             x = self.tracer.reduce(what.kind, x)
+        elif set(self.keys) & over:
+            raise Blocked("elements use sums over blocks of keys")
         if what.kind != "sum":
             return x
         factor = what.scale * math.prod(_number(n) for n in self._repeats(what))

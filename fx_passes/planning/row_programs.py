@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.elements.algebra import is_row_level
+from torch_streamkl.fx_passes.analysis.elements.algebra import is_block_level, is_row_level
 from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
@@ -120,7 +120,7 @@ def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.N
         return False
 
     for node, placed in elements.placed.items():
-        if not is_row_level(placed, elements.axes):
+        if not is_row_level(placed, elements.axes) and not is_block_level(placed, elements.axes):
             continue
         inputs = [elements.placed[a].formula for a in node.all_input_nodes if a in elements.placed]
         is_sum = placed.formula.op == "reduce" and placed.formula not in inputs

@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.planning.nan_readers import Readers, readers_behin
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 from torch_streamkl.fx_passes.planning.special_elements import (
     is_as_special,
+    is_never_infinite,
 )
 
 
@@ -42,8 +43,11 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
     which of them is not told apart.
     """
     found = readers_behind([o.node for o in plan.outputs], outside)
-    if (found.special or found.infinite) and not is_as_special(plan.program, plan.sums):
-        name = min(found.special or found.infinite)
+    names = found.special
+    if not names and not is_never_infinite(plan.program, plan.sums):
+        names = found.infinite
+    if names and not is_as_special(plan.program, plan.sums):
+        name = min(names)
         raise Blocked(f"{name} reads the sum, and eager has NaN or infinity where it has a value")
 
 

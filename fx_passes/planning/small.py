@@ -59,7 +59,7 @@ def why_program_is_left(plan: RowPlan, device: str, given: float | None) -> str:
         mib += math.prod(n for n in sizes if n is not None) * ELEMENT / MIB
     if mib >= least:
         return ""
-    return f"{_hint(axes.size(plan.groups.key))} keys, {mib:.2g} MiB"
+    return f"{_hint(axes.extent(plan.groups.keys))} keys, {mib:.2g} MiB"
 
 
 def _hint(size: Size) -> int | None:

@@ -20,7 +20,7 @@ import torch
 from torch_streamkl.fx_passes.domain.row_elements import Formula, formulas_in
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.rows.expressions import Graph, Node
-from torch_streamkl.rows.program import MAX, SUM, Program
+from torch_streamkl.rows.program import LOGSUMEXP, MAX, SUM, Program
 
 COMPARISONS = {
     "lt": operator.lt,
@@ -80,6 +80,38 @@ def is_as_special(program: Program, sums: Iterable[Formula]) -> bool:
         and all(r.kind != MAX for r in program.reductions)
         and all(f.op in PLAIN_FORMULAS for f in formulas)
     )
+
+
+def is_never_infinite(program: Program, sums: Iterable[Formula]) -> bool:
+    """Whether sums of finite scores are never infinite, neither the program's nor eager's.
+
+    They are sums of probabilities, times what is finite: a probability is at most 1, and 0 or, in
+    eager code, NaN where a row has no key.
+    """
+    formulas = [f for x in sums for f in formulas_in(x)]
+    dtypes = {dtype for f in formulas if f.op == "dot" for dtype in f.data.dtypes}
+    return (
+        torch.float16 not in dtypes
+        and all(
+            n.op in PLAIN or n.op == "sum_heads" or _is_scale(program, n) for n in program.nodes
+        )
+        and all(_is_probability(program, n) for n in program.nodes if n.op == "exp")
+        and all(program.reductions[c].is_added for c in program.outputs)
+        and all(
+            program.nodes[r.node].is_finite if r.is_added else r.kind == LOGSUMEXP
+            for r in program.reductions
+        )
+        and all(f.op in PLAIN_FORMULAS for f in formulas)
+    )
+
+
+def _is_probability(program: Program, node: Node) -> bool:
+    """The exponential of a score and its own log-sum-exp's difference."""
+    difference = program.nodes[node.args[0]]
+    if difference.op != "sub" or program.nodes[difference.args[1]].op != "reduction":
+        return False
+    of = program.reductions[int(program.nodes[difference.args[1]].value)]
+    return of.kind == LOGSUMEXP and of.node == difference.args[0]
 
 
 def _is_scale(program: Program, node: Node) -> bool:

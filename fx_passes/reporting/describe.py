@@ -63,7 +63,9 @@ def describe_program(planned: RowPlan) -> str:
     """The form of a row program."""
     products, levels = len(planned.dots), max(planned.program.levels)
     what = "the product" if products == 1 else f"{products} products"
-    form = f"a sum over keys of {what}"
+    sizes = sorted({r.size for r in planned.program.reductions if r.size})
+    keys = f"blocks of {' and '.join(map(str, sizes))} keys" if sizes else "keys"
+    form = f"a sum over {keys} of {what}"
     if planned.groups.is_summed:
         form += ", summed over heads"
     return f"{form}, {levels} passes" if levels > 1 else form

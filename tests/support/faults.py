@@ -716,6 +716,57 @@ FAULTS = (
         "if any(dtype.itemsize < 2 for dtype in dot.dtypes):",
         "test_row_program_rewrites.py::test_scores_of_a_narrow_type_are_not_compared",
     ),
+    # ------------------------------------------------------------------- blocks of keys
+    Fault(
+        "torch_streamkl/rows/tile.py",
+        "before, behind = first - blocks.start * size, blocks.stop * size - stop",
+        "behind, before = first - blocks.start * size, blocks.stop * size - stop",
+        "test_row_program_blocks.py",
+    ),
+    Fault(
+        "torch_streamkl/rows/tile.py",
+        "blocks = torch.arange(at[2].start, at[2].stop, device=device)",
+        "blocks = torch.arange(0, at[2].stop - at[2].start, device=device)",
+        "test_row_program_blocks.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "accumulate(jacobian.by, value.sum(-1) if jacobian.size else value)",
+        "accumulate(jacobian.by, value.mean(-1) if jacobian.size else value)",
+        "test_row_program_blocks.py",
+    ),
+    Fault(
+        "fx_passes/analysis/elements/algebra.py",
+        "if inside and inside != list(keys[-len(inside) :]):",
+        "if False:",
+        "test_pooled_keys.py::test_is_left_alone test_near_misses.py",
+    ),
+    Fault(
+        "fx_passes/analysis/elements/operands.py",
+        "if is_block_level(self.placed[x], self.axes):",
+        "if False:",
+        "test_pooled_keys.py",
+    ),
+    Fault(
+        "fx_passes/lowering/row_programs.py",
+        "order = [*groups.batch, *heads, *groups.rows, *blocks]",
+        "order = [*blocks, *groups.batch, *heads, *groups.rows]",
+        "test_pooled_keys.py",
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/lanes.py",
+        "ends = (block + 1) * SIZE <= stop",
+        "ends = (block + 1) * SIZE < stop",
+        "test_row_program_kernels.py::test_sums_over_blocks_of_keys",
+        True,
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/writer.py",
+        'block = f"(n64 + first_key) // {self.program.reductions[i].size}"',
+        'block = f"n64 // {self.program.reductions[i].size}"',
+        "test_row_program_maps.py::test_blocks_of_words",
+        True,
+    ),
     # ------------------------------------------------------------------- columns and maps
     Fault(
         "torch_streamkl/rows/tile.py",

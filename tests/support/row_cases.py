@@ -178,6 +178,13 @@ def _indexer_case(sizes: Sizes) -> Case:
     return Case(tensors, _indexer)
 
 
+def _blocks(teacher: Any, student: Any, scale: float) -> Tensor:
+    p, s = (_scores(x, scale).softmax(-1).sum(1) for x in (teacher, student))
+    p, s = (torch.stack([y.sum(-1) for y in x.split(4, -1)], -1) for x in (p, s))
+    p, s = (x / x.sum(-1, keepdim=True) for x in (p, s))
+    return (p * ((p + 1e-10).log() - (s + 1e-10).log())).sum(-1)
+
+
 def _heads(sizes: Sizes) -> dict[str, Any]:
     b, n, v, d = sizes.batch, sizes.rows, sizes.keys, sizes.dim
     x = _leaves({"th": (b, n, d), "tw": (v, d), "sh": (b, n, d + 2), "sw": (v, d + 2)}, sizes)
@@ -255,6 +262,7 @@ NAIVE: dict[str, Callable[..., Tensor]] = {
     "js": _js,
     "alpha_beta": _alpha_beta,
     "mse_of_maps": _mse_of_maps,
+    "blocks_of_keys": _blocks,
 }
 CASES: dict[str, Callable[[Sizes], Case]] = {
     **{name: _attention(name) for name in NAIVE},

@@ -20,7 +20,7 @@ from torch_streamkl.rows import derive, losses, operations, tile
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
-from torch_streamkl.rows.program import KEY, PAIR, ROW, SUM, VALUES, Program
+from torch_streamkl.rows.program import KEY, PAIR, ROW, VALUES, Program
 from torch_streamkl.rows.tile import RowValues, Values
 
 DotProducts = Callable[[RowProblem, int, Slices], Tensor]
@@ -80,7 +80,7 @@ class Result:
         for c, value in enumerate(self.reductions):
             parts = self.parts_of(program, c)
             cut = None if parts is None else (parts[0][batch, :, rows], parts[1][batch, :, rows])
-            is_sum = program.reductions[c].kind == SUM
+            is_sum = program.reductions[c].is_added
             found[c] = tile.usable(value[batch, :, rows], cut, is_sum)
         return found
 
@@ -175,7 +175,7 @@ def _forward_of(
         gathered, parts = _pass(problem, plan, level, batch, rows, known, dot)
         for slot, value in gathered.items():
             if slot < len(result.reductions):
-                is_sum = problem.program.reductions[slot].kind == SUM
+                is_sum = problem.program.reductions[slot].is_added
                 known[slot] = tile.usable(value, parts.get(slot), is_sum)
                 result.reductions[slot][batch, :, rows] = value
                 for x, target in zip(
@@ -190,21 +190,23 @@ def _forward_of(
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
-    """Uninitialised results."""
+    """Results that nothing is written to so far."""
     plan = derive.forward_plan(problem.program, is_differentiated)
     q = problem.operands[0][0]
 
-    def empty(head: int, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
-        return q.new_empty(problem.row_shape(head), dtype=dtype)
+    def empty(head: int, size: int = 0, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
+        # blocks of which a row has no key are not written
+        make = q.new_zeros if size else q.new_empty
+        return make(problem.value_shape(head, size), dtype=dtype)
 
     return Result(
-        [empty(r.head) for r in problem.program.reductions],
+        [empty(r.head, r.size) for r in problem.program.reductions],
         [
             (empty(problem.program.reductions[c].head), empty(problem.program.reductions[c].head))
             for c in problem.program.logsumexps
         ],
         # in r_b = sum_c r_c K_cb of a nested softmax, what is left is a small part of the terms
-        [empty(j.head, torch.float64) for j in plan.jacobians],
+        [empty(j.head, j.size, torch.float64) for j in plan.jacobians],
     )
 
 
@@ -221,24 +223,32 @@ def _pass(
     program = problem.program
     count = len(program.reductions)
     sums: dict[int, tuple[int, int]] = {}  # slot: node and axis of heads
+    sizes: dict[int, int] = {}  # of the blocks that slots are summed over, if any
     maxima: dict[int, tuple[int, int]] = {}
     for c, reduction in enumerate(program.reductions):
         if program.levels[c] == level:
-            into = sums if reduction.kind == SUM else maxima
+            into = sums if reduction.is_added else maxima
             into[c] = (reduction.node, reduction.head)
+            sizes[c] = reduction.size
     for slot, jacobian in enumerate(plan.jacobians, start=count):
         if jacobian.level == level:
             sums[slot] = (jacobian.node, jacobian.head)
+            sizes[slot] = jacobian.size
     if not sums and not maxima:
         return {}, {}
     wanted = [node for node, _ in (*sums.values(), *maxima.values())]
 
-    def full(head: int, value: float, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
-        size = (batch.stop - batch.start, problem.num_heads(head), rows.stop - rows.start)
-        return problem.operands[0][0].new_full(size, value, dtype=dtype)
+    def full(
+        head: int, value: float, dtype: torch.dtype = problem.compute_dtype, size: int = 0
+    ) -> Tensor:
+        shape = [batch.stop - batch.start, problem.num_heads(head), rows.stop - rows.start]
+        shape += [problem.num_blocks(size)] if size else []
+        return problem.operands[0][0].new_full(shape, value, dtype=dtype)
 
     totals = {
-        slot: full(head, 0.0, problem.compute_dtype if slot < count else torch.float64)
+        slot: full(
+            head, 0.0, problem.compute_dtype if slot < count else torch.float64, sizes[slot]
+        )
         for slot, (_, head) in sums.items()
     }
     peaks = {slot: full(head, -math.inf) for slot, (_, head) in maxima.items()}
@@ -251,9 +261,9 @@ def _pass(
         num_keys = at[2].stop - at[2].start
         for slot, x in zip((*sums, *maxima), elements, strict=True):
             if slot in totals:
-                x = x.expand(*totals[slot].shape, num_keys)
+                x = x.expand(*totals[slot].shape[:3], num_keys)
                 x = x if keep is None else torch.where(keep, x, 0.0)
-                totals[slot] += x.sum(-1, dtype=totals[slot].dtype)
+                _add(x, at[2].start, sizes[slot], totals[slot])
             else:
                 x = x.expand(*peaks[slot].shape, num_keys)
                 x = x if keep is None else torch.where(keep, x, -math.inf)
@@ -270,6 +280,15 @@ def _pass(
     return totals, parts
 
 
+def _add(x: Tensor, first: int, size: int, total: Tensor) -> None:
+    """Elements from the key ``first`` on to the sums of their rows, or of their blocks."""
+    if not size:
+        total += x.sum(-1, dtype=total.dtype)
+        return
+    blocks, sums = tile.block_sums(x, first, size, total.dtype)
+    total[..., blocks] += sums
+
+
 def row_gradients(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
@@ -280,7 +299,8 @@ def row_gradients(
 
     def accumulate(c: int, value: Tensor) -> None:
         heads = problem.num_heads(program.reductions[c].head)
-        value = value.sum(1, keepdim=True) if heads == 1 else value.expand(-1, heads, -1)
+        rest = value.shape[2:]
+        value = value.sum(1, keepdim=True) if heads == 1 else value.expand(-1, heads, *rest)
         r[c] = r[c] + value if c in r else value
 
     for c, grad in zip(program.outputs, grads, strict=True):
@@ -289,7 +309,8 @@ def row_gradients(
     for c in range(len(program.reductions) - 1, -1, -1):
         for jacobian, value in zip(jacobians, result.jacobians, strict=True):
             if jacobian.reduction == c and c in r:
-                accumulate(jacobian.by, torch.where(r[c] == 0, 0.0, r[c] * value))
+                value = torch.where(r[c] == 0, 0.0, r[c] * value)
+                accumulate(jacobian.by, value.sum(-1) if jacobian.size else value)
     return {c: x.to(problem.compute_dtype) for c, x in r.items()}
 
 
@@ -303,7 +324,8 @@ def backward(
     seeds = row_gradients(problem, result, grads)
     for c, reduction in enumerate(problem.program.reductions):
         if c not in seeds:
-            seeds[c] = result.reductions[c].new_zeros(problem.row_shape(reduction.head))
+            shape = problem.value_shape(reduction.head, reduction.size)
+            seeds[c] = result.reductions[c].new_zeros(shape)
     sums = _Gradients(problem, wanted)
     for batch, rows in row_blocks(problem) if sums.nodes else ():
         known = result.usable(problem.program, batch, rows)

@@ -19,13 +19,14 @@ HEAD_OPERATIONS = ("sum_heads", "expand_heads")
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over keys that a pass of the forward gathers."""
+    """A sum over keys that a pass of the forward gathers, over blocks of them if c is one."""
 
     level: int
     node: int
     head: int
     reduction: int  # K_cb: c. Of a reduction of kind sum: itself
     by: int = -1  # K_cb: b; -1 of a reduction
+    size: int = 0  # keys of a block
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
             level = program.levels[c]
             if reduction.kind == LOGSUMEXP:  # its own value is known one pass later
                 node, level = graph.apply("mul", _softmax(graph, program, c), node), level + 1
-            jacobians.append(Sum(level, node, graph[node].head, c, b))
+            jacobians.append(Sum(level, node, graph[node].head, c, b, reduction.size))
     passes = max(*program.levels, *(j.level for j in jacobians), 1)
     return ForwardPlan(tuple(graph.nodes), passes, tuple(jacobians))
 
@@ -167,7 +168,7 @@ def backward_plan(program: Program) -> BackwardPlan:
     for c, reduction in enumerate(program.reductions):
         if reduction.kind == MAX:
             continue
-        seed = graph.seed(c, reduction.head)
+        seed = graph.seed(c, reduction.head, by_key=reduction.size > 0)
         if reduction.kind == LOGSUMEXP:
             seed = graph.apply("mul", seed, _softmax(graph, program, c))
         accumulate(reduction.node, seed, reduction.node)

@@ -21,6 +21,7 @@ from torch_streamkl.rows import operations
 from torch_streamkl.rows.operations import OPERATIONS
 
 BOOL, INT, FLOAT = "bool", "int", "float"
+BLOCK_SUM = "block_sum"  # as an operation: the value of a reduction of that kind
 _ORDER = (BOOL, INT, FLOAT)
 
 
@@ -68,9 +69,17 @@ class Graph:
         """The number of a node, which is new or known."""
         index = self._known.get(node)
         if index is None:
+            self.check_no_blocks(*node.args)
             index = self._known[node] = len(self.nodes)
             self.nodes.append(node)
         return index
+
+    def check_no_blocks(self, *args: int) -> None:
+        """What has an element for each key, or one for each row, meets no blocks of keys."""
+        if any(self.nodes[a].op == BLOCK_SUM for a in args):
+            raise ValueError(
+                "sums over blocks of keys are returned as they are; compute with what comes back"
+            )
 
     def const(self, value: float) -> int:
         # -0.0 and 0.0 are equal and would be one node
@@ -97,9 +106,13 @@ class Graph:
         """The value of a log-sum-exp, which is -inf in a row where all elements are."""
         return self.reduction(number, head, self.nodes[of].is_finite)
 
-    def seed(self, number: int, head: int) -> int:
-        """The gradient to a reduction."""
-        return self.add(Node("seed", value=number, head=head))
+    def block_sum(self, number: int, head: int) -> int:
+        """A sum over blocks of keys, which is returned and in no expression."""
+        return self.add(Node(BLOCK_SUM, value=number, head=head))
+
+    def seed(self, number: int, head: int, by_key: bool = False) -> int:
+        """The gradient to a reduction; of a sum over blocks, that to the block of each key."""
+        return self.add(Node("seed", value=number, head=head, by_key=by_key))
 
     def index(self, of: str) -> int:
         """Positions of keys ("key_index") or rows ("row_index")."""

@@ -63,7 +63,8 @@ def row_program(
     Args:
         function: takes elements by name (``e.t``) and returns one value of rows, or a dict of
             them: what ``.sum("key")`` and ``.logsumexp("key")`` give, and what is computed from
-            that. Elements have arithmetic,
+            that. ``.sum("key", block=size)`` gives the sum over each ``size`` consecutive keys
+            (fewer in the last), and is returned as it is. Elements have arithmetic,
             comparisons, ``& | ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
             ``sum`` and ``mean("head")``, and the usual pointwise functions as methods or of
             torch; ``e.key_index`` and ``e.row_index`` are positions.
@@ -98,8 +99,9 @@ def row_program(
 
     Returns:
         float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, heads 1 after a sum
-        over heads, or of the shape of an LM head's rows; a dict where ``function`` returns one. A
-        number with a reduction.
+        over heads, or of the shape of an LM head's rows; sums over blocks have ``ceil(keys /
+        size)`` of them as a last dimension; a dict where ``function`` returns one. A number with
+        a reduction.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything runs: an operation that cannot
@@ -139,6 +141,10 @@ def row_program(
             f"of {', '.join(traced.names)}; add them up in the function"
         )
     program = traced.program
+    if reduction != "none" and program.has_blocks:
+        raise ValueError(
+            f"reduction={reduction!r} adds up values of rows, got sums over blocks of keys"
+        )
     problem = RowProblem.of(program.text, inputs.tensors)
     if reduction != "none" and impl != "reference" and is_differentiated:
         loss = _loss(traced, problem, reduction)
@@ -160,7 +166,7 @@ def row_program(
     values = dict(zip(traced.reductions, results, strict=True))
     finished = reference.of_rows(problem, traced.nodes, traced.wanted, values)
     if inputs.row_shape is not None:
-        finished = [x.reshape(inputs.row_shape) for x in finished]
+        finished = [x.reshape(*inputs.row_shape, *x.shape[3:]) for x in finished]
     names = traced.names
     if reduction != "none":
         return finished[0].sum() if reduction == "sum" else finished[0].mean()

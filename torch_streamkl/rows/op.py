@@ -130,6 +130,7 @@ def has_sum(problem: RowProblem) -> bool:
     """
     is_of_words = not any(problem.program.dot_heads) and problem.batch == 1
     is_of_words = is_of_words and problem.num_rows > 0 and problem.num_keys > 0
+    is_of_words = is_of_words and not problem.program.has_blocks
     return is_of_words and problem.operands[0][0].dtype != torch.float16
 
 

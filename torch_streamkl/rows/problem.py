@@ -69,6 +69,14 @@ class RowProblem:
     def row_shape(self, axis: int) -> tuple[int, int, int]:
         return self.batch, self.num_heads(axis), self.num_rows
 
+    def num_blocks(self, size: int) -> int:
+        """Of as many keys each; the last may have less."""
+        return -(-self.num_keys // size)
+
+    def value_shape(self, head: int, size: int) -> tuple[int, ...]:
+        """Of values of rows; of rows and blocks where they are of ``size`` keys."""
+        return *self.row_shape(head), *((self.num_blocks(size),) if size else ())
+
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:
         """The problem of a block (views), whose first row and key are its own."""
         along: dict[str, tuple[slice, ...]] = {ROW: (rows,), KEY: (keys,), PAIR: (rows, keys)}

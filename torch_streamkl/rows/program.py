@@ -18,6 +18,12 @@ In a row of which a mask has replaced every score by the lowest number, R_c is t
 logarithm of the count of keys is lost in it, and exp(e - R_c) is 1 where a softmax is 1 / count.
 A log-sum-exp is therefore kept as its largest element and the logarithm of the sum of the others
 relative to it, and e - R_c is (e - peak) - mass.
+
+NOTE [Sums over blocks of keys]
+A "block_sum" is R_c,in = sum_{j // size = n} e_c,ij: a value of a row and of a block of ``size``
+keys, the last of which may be shorter. It is an output and no element uses it. Its derivative is
+that of a sum, with a gradient of rows and blocks in place of one of rows: the seed of element j is
+g_c,i(j // size), and r_b gets sum_n g_c,in K_cb,in, where K_cb is summed over blocks, too.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.rows.expressions import Graph, Node
+from torch_streamkl.rows.expressions import BLOCK_SUM, Graph, Node
 from torch_streamkl.rows.operations import OPERATIONS
 
 SUM, LOGSUMEXP, MAX = "sum", "logsumexp", "max"
@@ -73,6 +79,12 @@ class Reduction:
     kind: str
     node: int
     head: int
+    size: int = 0  # of a block_sum: keys of a block
+
+    @property
+    def is_added(self) -> bool:
+        """Whether elements are added up, for each row or each of its blocks."""
+        return self.kind in (SUM, BLOCK_SUM)
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,9 @@ class Program:
         ]
         captures = [[c.kind, c.dtype, c.head, c.ids] for c in self.captures]
         keys = [self.keys.left, self.keys.right, self.keys.has_lengths, self.keys.has_mask]
-        reductions = [[r.kind, r.node, r.head] for r in self.reductions]
+        reductions = [
+            [r.kind, r.node, r.head, *([r.size] if r.size else [])] for r in self.reductions
+        ]
         parts = [list(self.dot_heads), captures, nodes, reductions, list(self.outputs), keys]
         return json.dumps(parts, separators=(",", ":"))
 
@@ -154,6 +168,11 @@ class Program:
     def logsumexps(self) -> tuple[int, ...]:
         """The numbers of the log-sum-exps."""
         return tuple(c for c, r in enumerate(self.reductions) if r.kind == LOGSUMEXP)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether something is summed over blocks of keys."""
+        return any(r.kind == BLOCK_SUM for r in self.reductions)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

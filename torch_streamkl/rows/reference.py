@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows.expressions import Node
+from torch_streamkl.rows.expressions import BLOCK_SUM, Node
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import LOGSUMEXP, MAX
 from torch_streamkl.rows.tile import RowValue, RowValues, Values, allowed, evaluate, whole
@@ -82,7 +82,7 @@ GUARDED: dict[str, Callable[..., Any]] = {
 
 
 def forward(problem: RowProblem) -> list[Tensor]:
-    """The outputs, [batch, heads or 1, rows] each."""
+    """The outputs, [batch, heads or 1, rows] each, and [..., blocks] of sums over blocks."""
     program, at = problem.program, whole(problem)
     keep = allowed(problem, at)
     values: RowValues = {}
@@ -110,6 +110,10 @@ def forward(problem: RowProblem) -> list[Tensor]:
         else:
             if keep is not None:
                 x = torch.where(keep, x, 0.0)
+            if reduction.kind == BLOCK_SUM:
+                each = x.split(reduction.size, -1)
+                results[c] = torch.stack([part.sum(-1) for part in each], -1)
+                continue
             results[c] = x.sum(-1)
             values[c] = RowValue(results[c])
     return [results[c] for c in program.outputs]
@@ -119,10 +123,15 @@ def of_rows(
     problem: RowProblem, nodes: tuple[Node, ...], wanted: list[int], values: Values
 ) -> list[Tensor]:
     """Values of rows that are computed from reductions, differentiated by autograd."""
-    is_plain = all(nodes[i].op == "reduction" for i in wanted)
-    if is_plain:
-        return [values[int(nodes[i].value)] for i in wanted]
+    plain = {
+        i: values[int(nodes[i].value)] for i in wanted if nodes[i].op in ("reduction", BLOCK_SUM)
+    }
+    rest = [i for i in wanted if i not in plain]
+    if not rest:
+        return [plain[i] for i in wanted]
     rows = {c: RowValue(x) for c, x in values.items()}
-    found = evaluate(problem, nodes, wanted, whole(problem), rows, {}, run=GUARDED)
+    found = evaluate(problem, nodes, rest, whole(problem), rows, {}, run=GUARDED)
     size = (problem.batch, -1, problem.num_rows)
-    return [x.expand(problem.batch, -1, -1, 1)[..., 0].expand(size) for x in found]
+    shaped = (x.expand(problem.batch, -1, -1, 1)[..., 0].expand(size) for x in found)
+    every = plain | dict(zip(rest, shaped, strict=True))
+    return [every[i] for i in wanted]

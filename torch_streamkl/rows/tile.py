@@ -17,7 +17,8 @@ from torch_streamkl.rows.operations import OPERATIONS
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW
 
-Values = dict[int, Tensor]  # of reductions, or gradients to them, by number: [batch, heads, rows]
+# of reductions, or gradients to them, by number: [batch, heads, rows], and blocks of block_sums
+Values = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,19 @@ def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
     return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()
 
 
+def block_sums(x: Tensor, first: int, size: int, dtype: torch.dtype) -> tuple[slice, Tensor]:
+    """Elements from the key ``first`` on, added up by blocks: which blocks, and their sums.
+
+    The first and the last of the blocks may have other keys elsewhere.
+    """
+    stop = first + x.shape[-1]
+    blocks = slice(first // size, -(-stop // size))
+    before, behind = first - blocks.start * size, blocks.stop * size - stop
+    if before or behind:
+        x = torch.nn.functional.pad(x, (before, behind))
+    return blocks, x.unflatten(-1, (-1, size)).sum(-1, dtype=dtype)
+
+
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
     """A reduction as elements use it.
 
@@ -169,6 +183,9 @@ def evaluate(
                 x = captured(problem, number, at)
             case "reduction":
                 x = reductions[number].value[..., None]
+            case "seed" if node.by_key:
+                blocks = torch.arange(at[2].start, at[2].stop, device=device)
+                x = seeds[number][..., blocks // problem.program.reductions[number].size]
             case "seed":
                 x = seeds[number][..., None]
             case "key_index":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows.expressions import BOOL, FLOAT, INT, Graph, Node
+from torch_streamkl.rows.expressions import BLOCK_SUM, BOOL, FLOAT, INT, Graph, Node
 from torch_streamkl.rows.operations import OPERATIONS
 from torch_streamkl.rows.program import (
     COLUMNS,
@@ -58,15 +58,26 @@ class Tracer:
 
         A maximum is a constant for the derivative.
         """
+        self.graph.check_no_blocks(x)
         x = self.graph.as_float(x)
         reduction = Reduction(kind, x, self.graph[x].head)
-        if reduction not in self.reductions:
-            self.reductions.append(reduction)
-        number = self.reductions.index(reduction)
+        number = self._number(reduction)
         if kind == LOGSUMEXP:
             return self.graph.log_sum_exp(number, reduction.head, x)
         node = self.graph.reduction(number, reduction.head)
         return self.graph.apply("detach", node) if kind == MAX else node
+
+    def block_sum(self, x: int, size: int) -> int:
+        """The node of sums over blocks of ``size`` keys, of each row."""
+        self.graph.check_no_blocks(x)
+        x = self.graph.as_float(x)
+        reduction = Reduction(BLOCK_SUM, x, self.graph[x].head, size)
+        return self.graph.block_sum(self._number(reduction), reduction.head)
+
+    def _number(self, reduction: Reduction) -> int:
+        if reduction not in self.reductions:
+            self.reductions.append(reduction)
+        return self.reductions.index(reduction)
 
     def program(self, outputs: list[int]) -> Program:
         """The program with these reductions, given as nodes, as its outputs."""
@@ -210,9 +221,17 @@ def _plain(op: str) -> Callable[..., Element]:
 
 
 def _reduction(name: str) -> Callable[..., Element]:
-    def function(x: Element, over: Any = None, *, dim: Any = None) -> Element:
+    def function(
+        x: Element, over: Any = None, *, dim: Any = None, block: int | None = None
+    ) -> Element:
         tracer, graph = x._tracer, x._tracer.graph
         over = over if over is not None else dim
+        if block is not None:
+            if over != "key" or name != "sum":
+                raise ValueError(f'{name} by blocks must be a sum over "key", got {over!r}')
+            if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+                raise ValueError(f"block must be a positive number of keys, got {block!r}")
+            return Element(tracer, tracer.block_sum(x._index, block))
         if over == "head" and name in ("sum", "mean"):
             total = graph.sum_heads(graph.as_float(x._index))
             if name == "mean" and graph[x._index].head:
@@ -377,7 +396,7 @@ def trace(
 
 def _outermost(graph: Graph, wanted: list[int]) -> list[int]:
     """The reductions that values of rows are computed from."""
-    return [i for i in graph.used_by(wanted) if graph[i].op == "reduction"]
+    return [i for i in graph.used_by(wanted) if graph[i].op in ("reduction", BLOCK_SUM)]
 
 
 def dtype_of(x: Tensor) -> str:

@@ -28,6 +28,17 @@ def is_row_level(x: Placed, axes: Axes) -> bool:
     return key is not None and not set(axes.atoms((key,))) & set(axes.atoms(x.formula.axes))
 
 
+def is_block_level(x: Placed, axes: Axes) -> bool:
+    """Whether blocks of keys were summed over, and are left."""
+    f = x.formula
+    while f.op == "detach":
+        (f,) = f.args
+    if f.op != "reduce" or f.key is None:
+        return False
+    keys, over = set(axes.atoms((f.key,))), set(axes.atoms(f.data.over))
+    return bool(keys & over) and not keys <= over
+
+
 class ElementAlgebra:
     """Operations on placed formulas, whose axes ``axes`` knows."""
 
@@ -161,12 +172,15 @@ class ElementAlgebra:
         """
         x = placed.formula
         if x.key is not None:
-            (key,) = self.axes.atoms((x.key,)) if len(self.axes.atoms((x.key,))) == 1 else (None,)
-            if key is None or key not in self.axes.atoms(x.axes):
+            keys = self.axes.atoms((x.key,))
+            if not set(keys) <= set(self.axes.atoms(x.axes)):
                 raise Blocked("a sum over rows: it stays as it is")  # the user's own code
-            if kind != "sum" and over != (key,):
+            if kind != "sum" and over != keys:
                 raise Blocked("softmaxes over different axes")
-            return key
+            inside = [a for a in keys if a in over]
+            if inside and inside != list(keys[-len(inside) :]):
+                raise Blocked("a sum over keys that are not next to each other")
+            return x.key
         if kind != "sum":
             return over[0] if len(over) == 1 else None
         last = next((d for d in reversed(placed.dims) if self.axes.atoms(d)), ())

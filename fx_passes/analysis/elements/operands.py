@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.elements.algebra import ElementAlgebra
+from torch_streamkl.fx_passes.analysis.elements.algebra import ElementAlgebra, is_block_level
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.layout import Layout
@@ -121,6 +121,8 @@ class Operands(ElementAlgebra):
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), Tensor):
             raise Blocked("scores meet a number that is not known")
         if x in self.placed:
+            if is_block_level(self.placed[x], self.axes):
+                raise Blocked("what is computed of sums over blocks of keys stays as it is")
             return self.placed[x]
         if x in self._overwritten and x not in self.behind_dots:
             raise Blocked("a tensor that was modified in place is used afterwards")

@@ -75,7 +75,7 @@ def _part(self: Operands, x: Placed, dim: int, start: Size, length: Size | None)
     formula = x.formula
     if axes and not (length is not None and same(length, self.axes.size(axes[0]))):
         key = formula.key
-        if key is not None and self.axes.atoms((key,)) == axes:
+        if key is not None and set(axes) <= set(self.axes.atoms((key,))):
             raise Blocked("only some of the keys are used after the softmax")
         kept = _axis_of_part(self, axes[0], start, length)
         formula = _Part(self, axes[0], kept, start, length).of(formula)

@@ -2,7 +2,8 @@
 
 A row of a tile is spread over threads. With LANES partial results for a row, one for the columns
 that a thread has, no threads meet inside of a loop over tiles; they are merged once after it.
-Column n belongs to lane n // WIDTH % LANES, of WIDTH neighbours.
+Column n belongs to lane n // WIDTH % LANES, of WIDTH neighbours. Sums over blocks of keys have one
+result for each block instead.
 """
 
 import triton
@@ -50,3 +51,50 @@ def merged_lanes(peak, mass):
     top = tl.max(peak, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.sum(mass * tl.exp(peak - base[:, None]), 1)
+
+
+# NOTE [Sums over blocks, written once]
+# A program walks the keys of its rows from left to right and writes the sum of a block where the
+# block ends, once: two writes to one place may be by different threads, which nothing orders. What
+# a block has of earlier tiles is carried, [rows]. Blocks of which no tile is visited stay 0.
+
+
+@triton.jit
+def store_blocks(to, x, carried, in_rows, j, num_keys, SIZE: tl.constexpr):
+    """Write the sums of the blocks of SIZE keys that end in a tile from key j on; what is left."""
+    TILE: tl.constexpr = x.shape[1]
+    GROUPS: tl.constexpr = TILE // SIZE
+    if GROUPS * SIZE == TILE:
+        n = j // SIZE + tl.arange(0, GROUPS)
+        sums = tl.sum(tl.reshape(x, [x.shape[0], GROUPS, SIZE]), 2)
+        inside = in_rows[:, None] & (n * SIZE < num_keys)[None, :]
+        tl.store(to[:, None] + n[None, :], sums, mask=inside)
+    elif SIZE // TILE * TILE == SIZE:
+        carried = _end_block(
+            to, carried + tl.sum(x, 1), in_rows, j // SIZE, j + TILE, num_keys, SIZE
+        )
+    else:
+        block = (j + tl.arange(0, TILE)) // SIZE
+        for n in tl.range(j // SIZE, (j + TILE - 1) // SIZE + 1):
+            carried += tl.sum(tl.where((block == n)[None, :], x, 0.0), 1)
+            carried = _end_block(to, carried, in_rows, n, j + TILE, num_keys, SIZE)
+    return carried
+
+
+@triton.jit
+def _end_block(to, total, in_rows, n, stop, num_keys, SIZE: tl.constexpr):
+    """Write block n if it ends in front of ``stop``, and begin the next one."""
+    block = n + tl.zeros([total.shape[0]], tl.int32)
+    ends = (block + 1) * SIZE <= stop
+    tl.store(to + block, total, mask=in_rows & ends & (block * SIZE < num_keys))
+    return tl.where(ends, 0.0, total)
+
+
+@triton.jit
+def store_last_block(to, carried, in_rows, stop, num_keys, TILE: tl.constexpr, SIZE: tl.constexpr):
+    """Write the block that the last tile, of the key in front of ``stop``, has begun."""
+    if TILE // SIZE * SIZE != TILE:
+        end = tl.cdiv(stop, TILE) * TILE
+        block = end // SIZE + tl.zeros([carried.shape[0]], tl.int32)
+        has_begun = (block * SIZE < end) & (block * SIZE < num_keys)
+        tl.store(to + block, carried, mask=in_rows & has_begun)

@@ -29,9 +29,16 @@ from torch_streamkl.launches.tiles import (
 from torch_streamkl.rows import blocked, derive
 from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import ROW, SUM, Program
+from torch_streamkl.rows.program import BLOCK_SUM, ROW, SUM, Program
 from torch_streamkl.rows.triton import source as row_source
-from torch_streamkl.rows.triton.lanes import lane_maxima, lane_sums, merged_lanes, over_lanes
+from torch_streamkl.rows.triton.lanes import (
+    lane_maxima,
+    lane_sums,
+    merged_lanes,
+    over_lanes,
+    store_blocks,
+    store_last_block,
+)
 from torch_streamkl.rows.triton.writer import Source, used_by
 
 MAX_DIM = 256  # of operands, which a tile holds whole
@@ -102,6 +109,8 @@ SCOPE = {
     "over_lanes": over_lanes,
     "place_of": place_of,
     "rows_of_keys": rows_of_keys,
+    "store_blocks": store_blocks,
+    "store_last_block": store_last_block,
 }
 
 
@@ -141,7 +150,7 @@ def slots_of(
     }
     for slot, jacobian in enumerate(plan.jacobians, start=len(program.reductions)):
         if jacobian.level == level:
-            slots[slot] = (jacobian.node, SUM, jacobian.head)
+            slots[slot] = (jacobian.node, BLOCK_SUM if jacobian.size else SUM, jacobian.head)
     return slots
 
 
@@ -278,7 +287,8 @@ def seeds_of(
     seeds = blocked.row_gradients(problem, result, grads)
     for c, reduction in enumerate(problem.program.reductions):
         if c not in seeds:
-            seeds[c] = result.reductions[c].new_zeros(problem.row_shape(reduction.head))
+            shape = problem.value_shape(reduction.head, reduction.size)
+            seeds[c] = result.reductions[c].new_zeros(shape)
         seeds[c] = seeds[c].contiguous()
     return seeds
 
@@ -348,7 +358,8 @@ def _capture_argument(name: str, x: Tensor, kind: str) -> dict[str, Any]:
 
 
 def row_argument(name: str, x: Tensor) -> dict[str, Any]:
-    return {name: x, f"{name}_b": x.stride(0), f"{name}_h": _stride(x, 1)}
+    found = {name: x, f"{name}_b": x.stride(0), f"{name}_h": _stride(x, 1)}
+    return found if x.dim() == 3 else {**found, f"{name}_m": x.stride(2)}  # of rows and blocks
 
 
 def launch_rows(

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch_streamkl.rows.derive import HEAD_OPERATIONS, BackwardPlan
+from torch_streamkl.rows.derive import HEAD_OPERATIONS, BackwardPlan, forward_plan
 from torch_streamkl.rows.expressions import Node
-from torch_streamkl.rows.program import COLUMNS, LOGSUMEXP, MAX, SUM, VALUES, Program
+from torch_streamkl.rows.program import (
+    BLOCK_SUM,
+    COLUMNS,
+    LOGSUMEXP,
+    MAX,
+    SUM,
+    VALUES,
+    Program,
+)
 from torch_streamkl.rows.triton.writer import LOG2E, Source, Writer, used_by
 
 LOW = "float('-inf')"
@@ -56,6 +64,12 @@ def sums_kernel(
     w.bind("batch", "head")
     w.load_rows(is_checked=True)
     for slot, (_, kind) in slots.items():
+        if kind == BLOCK_SUM:
+            w.take(f"out{slot}", *(f"out{slot}_{s}" for s in "bhm"))
+            place = f"batch * out{slot}_b + head * out{slot}_h + m.to(tl.int64) * out{slot}_m"
+            w.line(f"to{slot} = out{slot} + {place}")
+            w.line(f"carried{slot} = tl.zeros([BLOCK_M], tl.float32)")
+            continue
         if kind != MAX:
             w.line(f"sum{slot} = tl.zeros([BLOCK_M, LANES], tl.float32)")
         if kind != SUM:
@@ -69,6 +83,10 @@ def sums_kernel(
             _accumulate(w, slot, node, kind, is_masked)
         w.depth = 1
     for slot, (_, kind) in slots.items():
+        if kind == BLOCK_SUM:
+            given = f"to{slot}, carried{slot}, m < num_rows, stop, num_keys"
+            w.line(f"store_last_block({given}, BLOCK_N, {block_size(program, slot)})")
+            continue
         w.take(f"out{slot}", f"out{slot}_b", f"out{slot}_h")
         if kind == LOGSUMEXP:
             w.line(f"top{slot}, mass{slot} = merged_lanes(peak{slot}, sum{slot})")
@@ -96,10 +114,23 @@ def _tile_of_keys(w: Writer, is_masked: bool) -> None:
     w.elements(is_masked)
 
 
+def block_size(program: Program, slot: int) -> int:
+    """The keys of the blocks that a reduction, or a Jacobian behind them, is summed over."""
+    count = len(program.reductions)
+    if slot < count:
+        return program.reductions[slot].size
+    return forward_plan(program, True).jacobians[slot - count].size
+
+
 def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> None:
     """Add a tile to a sum, a maximum, or a log-sum-exp relative to its largest element so far."""
     if kind == SUM:
         w.line(f"sum{slot} += lane_sums({w.kept(node, '0.0', is_masked)}, LANES, WIDTH)")
+        return
+    if kind == BLOCK_SUM:
+        given = f"to{slot}, {w.kept(node, '0.0', is_masked)}, carried{slot}, m < num_rows"
+        size = block_size(w.program, slot)
+        w.line(f"carried{slot} = store_blocks({given}, j, num_keys, {size})")
         return
     score = w.scaled(node) if kind == LOGSUMEXP else None
     if score is None or score.factor <= 0.0:

@@ -91,6 +91,8 @@ class Writer:
         match node.op:
             case "dot" | "map":
                 return OF_BOTH
+            case "seed" if node.by_key:
+                return OF_BOTH
             case "reduction" | "seed" | "row_index":
                 return OF_ROW
             case "key_index":
@@ -261,6 +263,8 @@ class Writer:
                 self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
                 self.line(f"{prefix}{i}_at = {batch} * {prefix}{i}_b + {head} * {prefix}{i}_h")
                 self.line(f"{prefix}{i}_p = {prefix}{i} + {prefix}{i}_at")
+                if self.program.reductions[i].size:
+                    self.take(f"{prefix}{i}_m")
         if self.program.keys.has_mask:
             self.take("mask", *(f"mask_{s}" for s in "bmn"))
             self.line(f"mask_p = mask + {batch} * mask_b")
@@ -364,6 +368,10 @@ class Writer:
             i = int(node.value) if self._is_loaded(node.op) else 0
             if node.op == "capture":
                 self._load(index, f"c{i}_p + m64 * c{i}_m + n64 * c{i}_n", inside)
+            elif node.op == "seed":
+                block = f"(n64 + first_key) // {self.program.reductions[i].size}"
+                place = f"g{i}_p + m64 * g{i}_m + {block}"
+                self.line(f"v{index} = tl.load({place}, mask={inside}, other=0.0)")
             elif node.op == "map":
                 place = f"map{i}_p + m64 * map{i}_m + n64"
                 cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"

@@ -1,0 +1,293 @@
+"""Maps summed over blocks of keys become row programs; what only looks like it stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import Outcome, compare
+from torch_streamkl.fx_passes.explain import explain
+from torch_streamkl.rows import blocked
+
+BATCH, HEADS, ROWS, KEYS, DIM, SIZE = 2, 4, 7, 24, 4, 6
+BLOCKS = KEYS // SIZE
+
+
+def inputs(
+    gradient: str = "all", dtype: torch.dtype = torch.float32, spread: float = 1.0
+) -> list[Tensor]:
+    """Queries and keys of both sides, not contiguous, scores of blocks and weights of keys."""
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, dtype=torch.float64)
+
+    pairs = [
+        (normal(BATCH, n, HEADS, DIM) * spread).to(dtype).transpose(1, 2)
+        for n in (ROWS, KEYS, ROWS, KEYS)
+    ]
+    scores = normal(BATCH, ROWS, BLOCKS).to(dtype)
+    weight = (normal(KEYS).abs() + 0.5).to(dtype)
+    every = [*pairs, scores, weight]
+    chosen = {"student": pairs[:2], "teacher": pairs[2:], "scores": [scores], "all": every}
+    for x in chosen[gradient]:
+        x.requires_grad_()
+    return every
+
+
+def probabilities(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT * 0.5).softmax(-1)
+
+
+def masked(q: Tensor, k: Tensor, low: float = -torch.inf) -> Tensor:
+    s = q @ k.mT * 0.5
+    keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2])
+    return s.masked_fill(~keep, low).softmax(-1)
+
+
+def mse_of_blocks(sq, sk, tq, tk, b, w):
+    p, r = (
+        probabilities(q, k).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
+        for q, k in ((sq, sk), (tq, tk))
+    )
+    return F.mse_loss(p, r)
+
+
+def scores_of_blocks(sq, sk, tq, tk, b, w):
+    """The indexer that chooses blocks of keys."""
+    p = masked(tq, tk).sum(1).reshape(BATCH, ROWS, BLOCKS, SIZE).sum(-1)
+    p = p / p.sum(-1, keepdim=True).clamp_min(1e-6)
+    return (p * ((p + 1e-6).log() - b.log_softmax(-1))).sum(-1).mean()
+
+
+def groups_of_heads(sq, sk, tq, tk, b, w):
+    p = masked(tq, tk, -1e4).view(BATCH, 2, HEADS // 2, ROWS, KEYS).sum(2)
+    return (p.unflatten(-1, (BLOCKS, SIZE)).sum(-1) * b.exp()[:, None]).sum()
+
+
+def means_of_blocks(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).unflatten(3, (-1, SIZE)).mean(-1, keepdim=True)
+    return (p.squeeze(-1) * b[:, None]).square().sum(-1)
+
+
+def heads_and_keys_at_once(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    return (p.sum((1, 4)) * b).sum(-1).mean() + (p.mean((1, -1)) ** 2).sum()
+
+
+def heads_last(sq, sk, tq, tk, b, w):
+    """Blocks and heads in another order than the operator's."""
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).permute(3, 0, 2, 4, 1)
+    return p.sum(3).square().mean((-1, -2)) * b.detach().mean()
+
+
+def weighted_before(sq, sk, tq, tk, b, w):
+    """A second level below the blocks."""
+    p = probabilities(sq, sk) * w
+    p = p / (p.sum(-1, keepdim=True) + 1e-6)
+    q = probabilities(tq, tk)
+    return ((p - q) ** 2).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1).sqrt().mean()
+
+
+def of_two_sizes(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk)
+    wide = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
+    narrow = p.view(BATCH, HEADS, ROWS, 2 * BLOCKS, SIZE // 2).sum(-1)
+    return (wide**3).sum() + (narrow**2).sum()
+
+
+def beside_a_divergence(sq, sk, tq, tk, b, w):
+    p = probabilities(tq, tk)
+    rows = (w * p * (sq @ sk.mT * 0.5).log_softmax(-1)).sum(-1)
+    return rows.mean() + (p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1) ** 2).mean()
+
+
+def pooled_without_a_gradient(sq, sk, tq, tk, b, w):
+    with torch.no_grad():
+        p = probabilities(tq, tk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
+    return (p.mean(1) * b).sum()
+
+
+def written_to(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
+    p[..., 0] = 0.0
+    return p.square().sum(), p
+
+
+def keys_first(sq, sk, tq, tk, b, w):
+    p = (sk @ sq.mT * 0.5).softmax(-2)
+    return p.view(BATCH, HEADS, BLOCKS, SIZE, ROWS).sum(-2).square().sum()
+
+
+FORMS: list[Callable[..., Any]] = [
+    mse_of_blocks,
+    scores_of_blocks,
+    groups_of_heads,
+    means_of_blocks,
+    heads_and_keys_at_once,
+    heads_last,
+    keys_first,
+    weighted_before,
+    of_two_sizes,
+    pooled_without_a_gradient,
+    written_to,
+]
+
+
+def pooled(program: Any, given: list[Any], **options: Any) -> Outcome:
+    """Compare, and require that no map of rows and keys is left."""
+    outcome = compare(program, given, **options).check()
+    assert {site.kind for site in outcome.report.sites if site.fused} == {"row_program"}
+    assert outcome.num_fused == len(outcome.report.sites), str(outcome.report)
+    assert f"{ROWS} x {KEYS}]" not in str(outcome.report), str(outcome.report)
+    return outcome
+
+
+@pytest.mark.parametrize("gradient", ["student", "scores", "all"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_forms(form: Any, gradient: str) -> None:
+    pooled(form, inputs(gradient))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_without_gradient(form: Any) -> None:
+    pooled(form, inputs(), training=False)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_through_aot_autograd(form: Any) -> None:
+    pooled(form, inputs(), inner="aot_eager")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_with_sizes_that_vary(form: Any) -> None:
+    assert not compare(form, inputs(), dynamic=True).check().report.failures
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_narrow_types(form: Any, dtype: torch.dtype) -> None:
+    compare(form, inputs("all", dtype)).check()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_large_scores(form: Any) -> None:
+    pooled(form, inputs("all", spread=4.0), largest_score=100.0)
+
+
+def test_sums_of_one_map_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    forward = blocked.forward
+    monkeypatch.setattr(blocked, "forward", lambda *args: calls.append(args) or forward(*args))
+    options = {"streamkl.inner": "eager", "streamkl.verify": "never"}
+    torch._dynamo.reset()
+    torch.compile(of_two_sizes, backend="streamkl", options=options)(*inputs())
+    assert len(calls) == 1
+
+
+def test_the_report_says_what_runs() -> None:
+    report = str(explain(mse_of_blocks, *inputs()))
+    assert f"row_program: a sum over blocks of {SIZE} keys of the product" in report
+    assert "in plain torch, by blocks of rows and keys: bounded memory, no kernels" in report
+
+
+# ------------------------------------------------------------ left alone
+def axes_that_mix(sq, sk, tq, tk, b, w):
+    return probabilities(sq, sk).reshape(BATCH, HEADS, BLOCKS, ROWS, SIZE).sum(-1).square().sum()
+
+
+def every_fourth_key(sq, sk, tq, tk, b, w):
+    return probabilities(sq, sk).view(BATCH, HEADS, ROWS, SIZE, BLOCKS).sum(-2).square().sum()
+
+
+def sizes_that_do_not_divide(sq, sk, tq, tk, b, w):
+    p = F.pad(probabilities(sq, sk), (0, 1))
+    return p.view(BATCH, HEADS, ROWS, 5, 5).sum(-1).square().sum()
+
+
+def a_dropout_between(sq, sk, tq, tk, b, w):
+    p = F.dropout(probabilities(sq, sk), 0.0 if b is None else 1.0)
+    return p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1).square().sum()
+
+
+def the_split_map_is_read(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    return p.sum(-1).square().sum(), p
+
+
+def the_split_map_is_written(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).clone().view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    p[..., 0] = 0.0
+    return p.sum(-1).square().sum()
+
+
+def some_blocks_before_the_sum(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)[..., 1:, :]
+    return p.sum(-1).square().sum()
+
+
+def some_keys_of_each_block(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)[..., 1:]
+    return p.sum(-1).square().sum()
+
+
+def largest_of_blocks(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    return (p.amax(-1) + p.detach().sum(-1)).square().sum()
+
+
+def softmax_inside_of_blocks(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    return (p.softmax(-1) * p).sum(-1).square().sum()
+
+
+def a_tensor_of_blocks_meets_the_map(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    return (p * b[:, None, :, :, None]).sum(-1).square().sum()
+
+
+def blocks_come_back_to_keys(sq, sk, tq, tk, b, w):
+    """A gradient flows into the sums from elements that are summed again."""
+    p = probabilities(sq, sk)
+    share = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
+    share = share.repeat_interleave(SIZE, -1)
+    return (p * (p / (share + 1e-3)).log1p()).sum(-1).mean()
+
+
+def blocks_meet_their_keys(sq, sk, tq, tk, b, w):
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    return ((p / (p.sum(-1, keepdim=True) + 1e-3)) ** 2).sum(-1).sum()
+
+
+def nan_is_asked_for(sq, sk, tq, tk, b, w):
+    p = masked(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
+    return p.nan_to_num(3.0).square().sum()
+
+
+LEFT_ALONE: list[Callable[..., Any]] = [
+    axes_that_mix,
+    every_fourth_key,
+    sizes_that_do_not_divide,
+    a_dropout_between,
+    the_split_map_is_read,
+    the_split_map_is_written,
+    some_blocks_before_the_sum,
+    some_keys_of_each_block,
+    largest_of_blocks,
+    softmax_inside_of_blocks,
+    a_tensor_of_blocks_meets_the_map,
+    blocks_come_back_to_keys,
+    blocks_meet_their_keys,
+    nan_is_asked_for,
+]
+
+
+@pytest.mark.parametrize("program", LEFT_ALONE, ids=lambda f: f.__name__)
+def test_is_left_alone(program: Any) -> None:
+    outcome = compare(program, inputs()).check()
+    assert outcome.num_fused == 0, str(outcome.report)
