@@ -61,6 +61,7 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or has_batched_gradients()
     ):
         return False
     # a loop: a generator costs more than the rest of the function
@@ -70,18 +71,36 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     return True
 
 
+_VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
+
+
+def has_batched_gradients() -> bool:
+    """Whether a backward runs for several gradients at once, as ``is_grads_batched=True`` asks.
+
+    Those are tensors of an older vmap, which none of functorch's functions know.
+    """
+    is_on: bool = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
+    return is_on
+
+
 def refuse_transforms(operator: str) -> None:
     """An operator's derivatives are autograd's; those of torch.func would be silently wrong."""
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    differentiated = interpreter is not None and interpreter.key() in (
-        torch._C._functorch.TransformType.Grad,
-        torch._C._functorch.TransformType.Jvp,
-    )
-    if differentiated or forward_ad._current_level >= 0:
+    if _is_transformed():
         raise NotImplementedError(
             f"{operator} has no derivative under torch.func and no forward-mode derivative; use "
             "torch.autograd.grad or backward(), or impl='reference'"
         )
+
+
+# a compiler enters the transforms that it traces, and guards on those around it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
+def _is_transformed() -> bool:
+    """Whether torch.func differentiates, also around its vmap, or there are dual numbers."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return forward_ad._current_level >= 0 or any(
+        interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in stack
+    )
 
 
 def check_attention_inputs(

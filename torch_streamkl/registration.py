@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import Library
 from torch.utils.flop_counter import register_flop_formula
 
@@ -33,11 +34,28 @@ def register(
     lib.define(f"_{schema}", tags=tuple(_operator(name).tags))
     WITHOUT_AUTOGRAD[_operator(name)] = _operator(f"_{name}")
     for each, function in ((name, implementation), (f"_{name}", compiled or implementation)):
-        lib.impl(each, function, "CompositeExplicitAutograd")
+        lib.impl(each, _without_dual_numbers(function, name), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{each}", fake, lib=lib)
         for device in ("CPU", "CUDA"):
             lib.impl(each, _without_autocast(_operator(each), device), f"Autocast{device}")
         register_flop_formula(getattr(torch.ops.torch_streamkl, each))(flops)
+
+
+def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same, with an error for what the dispatcher drops: a tangent, beside a graph's inputs.
+
+    Dynamo does not compile again for a level of dual numbers that is entered later.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative, and runs inside of a level of dual "
+                "numbers; enter the level before the program is compiled, or use backward()"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _operator(name: str) -> Any:

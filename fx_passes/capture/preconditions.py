@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
@@ -11,17 +12,22 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_s
 # these see gradients of intermediate tensors, which a fused operator does not have
 _GRADIENTS = {torch.autograd.grad, torch.autograd.backward}
 _GRADIENT_METHODS = {"backward", "register_hook", "retain_grad"}
+_FORWARD_MODE = "the code runs in forward mode, for which fused operators have no derivative"
 _LIKE_A_DIVERGENCE = ("kl_div", "cross_entropy", "log_softmax", "logsumexp", "softmax")
 
 
 def obstacle(graph: fx.Graph) -> str:
     """Why the graph is left as it is, in the user's terms; empty when it can be analysed."""
+    if forward_ad._current_level >= 0:  # which Dynamo guards on
+        return _FORWARD_MODE
     for node in graph.nodes:
         name = name_of(node)
         if "_vmap_increment_nesting" in name:
             return "the code runs under torch.vmap"
         if "_grad_increment_nesting" in name or "_jvp_increment_nesting" in name:
             return "the code runs under a transform of torch.func"
+        if "_enter_dual_level" in name or "_make_dual" in name:
+            return _FORWARD_MODE
         if node.target in _GRADIENTS or (
             node.op == "call_method" and node.target in _GRADIENT_METHODS
         ):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,6 +146,10 @@ def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_row
             raise Blocked("scores are padded to another number of keys")
         if functional.absent != 0.0:
             raise Blocked("keys that neither side has would contribute to the divergence")
+    if math.isnan(functional.absent) and functional.closed_form is None:
+        # a key that -inf is added to: operators multiply its 0 with its logarithm
+        if any(form.biases for form in forms):
+            raise Blocked("of a key without probability the divergence and a bias would make NaN")
     mask = plan_masks(shape, functional, drops_rows, is_head=is_head)
     return Call(functional, shape, is_head, pair.coefficient, factors, mask)
 

@@ -340,8 +340,7 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     elif plain:
         value = direct.attention_kl(tensors, options, sites)
     else:
-        if not torch.compiler.is_compiling():
-            checks.refuse_transforms("attention_kl")
+        checks.refuse_transforms("attention_kl")
         value = ops.attention_kl(*tensors, *options)[0]
     if inputs.row_mask is not None:
         value = torch.where(_with_dims(inputs.row_mask, 3), value, 0.0)

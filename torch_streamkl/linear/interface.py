@@ -233,6 +233,8 @@ def linear_kl(
     ]
     tensors += [student_bias, teacher_bias, labels]
     how = (counted, factor, hard_weight, reduction, tokens, places)
+    if impl != "reference":
+        checks.refuse_transforms("linear_kl")
     if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
         return _sum_in_forward(tensors, options, *how)
     return _per_token(tensors, options, *how)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.launches.devices import gpu_limit, require_driver
 from torch_streamkl.launches.launch import warn_once
@@ -454,6 +455,8 @@ def scaled(stored: Tensor, factor: Tensor, in_place: bool, ctx: Any) -> Tensor:
 
 def may_overwrite(stored: list[Tensor]) -> bool:
     """NOTE [Multiplying stored gradients]."""
+    if has_batched_gradients():
+        return False
     if torch.is_grad_enabled() or any(
         type(x) is not Tensor for x in stored
     ):  # create_graph, or traced

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.launches.devices import require_driver
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
@@ -262,6 +263,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    if has_batched_gradients():
+        raise NotImplementedError(
+            "row_program takes one gradient at a time, not is_grads_batched=True"
+        )
     saved = ctx.saved_tensors
     tensors, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
     given = {c: g for c, g in enumerate(grads) if g is not None}
@@ -318,3 +323,13 @@ def _sum_autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 torch.library.register_autograd(
     f"{NAMESPACE}::row_program_sum", _sum_autograd, setup_context=_setup_sum, lib=_lib
 )
+
+
+def _no_vmap(*_: Any) -> Any:
+    raise NotImplementedError(
+        "vmap over row_program is not supported; its tensors have dimensions of batch and heads"
+    )
+
+
+for _name in ("row_program", "row_program_sum"):
+    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _no_vmap, lib=_lib)
