@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-slow test-all test-integrations test-matrix dist bench lint clean
+.PHONY: everything demo test test-slow test-all test-integrations test-matrix dist bench lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
@@ -51,6 +51,12 @@ lint: $(VENV)/.lint
 	rm -rf build/types && mkdir -p build/types/torch_streamkl  # links in the layout of the installed package
 	ln -s $(CURDIR)/torch_streamkl/* build/types/torch_streamkl/ && ln -sfn $(CURDIR)/fx_passes build/types/torch_streamkl/fx_passes
 	cd build/types && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml
+
+# What lint and the tests need by one run of pip, and in turn where something of it cannot be had.
+everything: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[lint,test,integrations]" && \
+	    touch $(VENV)/.lint $(VENV)/.test $(VENV)/.libraries || \
+	    $(MAKE) $(VENV)/.lint $(VENV)/.test $(VENV)/.libraries
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -20,6 +20,9 @@ settings.register_profile("streamkl", derandomize=True, deadline=None)
 settings.load_profile("streamkl")
 
 quick.guards_are_not_timed()
+quick.nothing_is_traced()
+quick.devices_that_are_not_here_have_no_seed()
+quick.compilations_collect_no_garbage()
 quick.sites_are_fused_whatever_their_size()
 # what starts processes of its own takes longest
 FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_option")

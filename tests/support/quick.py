@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 import torch._dynamo.guards
+import torch.mtia
+import torch.xpu
 
 from torch_streamkl.fx_passes.planning import small
 
@@ -14,6 +17,32 @@ MEASURED_MIB = dict(small.LEAST_MIB)
 def guards_are_not_timed() -> None:
     """Dynamo empties the processor's caches at every compilation to time its guards for a log."""
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+
+def nothing_is_traced() -> None:
+    """pytest gives loggers that do not propagate its handlers, torch.__trace among them, for whose
+    handlers torch prints every graph, guard and event of a compilation.
+    """
+    log = logging.getLogger("torch.__trace")
+    add_handler = log.addHandler
+
+    def add_other_handlers(handler: logging.Handler) -> None:
+        if not type(handler).__module__.startswith("_pytest."):
+            add_handler(handler)
+
+    log.addHandler = add_other_handlers  # type: ignore[method-assign]
+
+
+def devices_that_are_not_here_have_no_seed() -> None:
+    """torch keeps their seeds until they are used, each with a printed stack."""
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
+def compilations_collect_no_garbage() -> None:
+    """Dynamo collects after every one; what is garbage goes when there is more of it."""
+    torch._dynamo.config.run_gc_after_compile = False
 
 
 def sites_are_fused_whatever_their_size() -> None:

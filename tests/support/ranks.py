@@ -146,6 +146,8 @@ def _process(
     torch.set_num_threads(1)
     loaded = [importlib.import_module(module) for module in modules]
     quick.guards_are_not_timed()
+    quick.devices_that_are_not_here_have_no_seed()
+    quick.compilations_collect_no_garbage()
     quick.sites_are_fused_whatever_their_size()
     quick.what_stays_is_no_garbage()
     # NVLink multicast is not available in every container, and small messages gain nothing by it
