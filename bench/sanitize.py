@@ -167,10 +167,8 @@ def _portable_forms() -> None:
     )  # fmt: skip
 
 
-def _padding() -> None:
-    """A mask of keys: a sequence that ends in a tile, and one of padding alone."""
-    mask = torch.arange(200, device="cuda") < torch.tensor([[70], [0]], device="cuda")
-    _attention("triton", batch=2, attn_mask=mask[:, None, None])
+def _of_first_keys(*counts: int) -> Tensor:
+    return (torch.arange(200) < torch.tensor(counts)[:, None])[:, None, None].cuda()
 
 
 def _hopper_mask(head_dim: int) -> None:
@@ -202,18 +200,15 @@ def _control() -> None:
 
 
 CONTROL = "control"
-FEW_QUERIES: dict[str, Any] = {
-    "heads": (4, 1, 4, 1), "queries": 1, "keys": 5000, "has_backward": False
-}  # fmt: skip
+FEW_QUERIES: Any = {"heads": (4, 1, 4, 1), "queries": 1, "keys": 5000, "has_backward": False}
 # another head_dim and other key heads on each side
 FORMS: dict[str, Any] = {
     "batch": 2, "heads": (4, 1, 4, 2), "queries": 300, "keys": 500, "teacher_dim": 128,
     "lengths": (333, 0),
 }  # fmt: skip
 # few rows of many keys: heads become rows, and programs share the keys of a block
-SHARES: dict[str, Any] = {
-    "heads": (8, 2, 8, 2), "queries": 60, "keys": 1500, "limits": {"LEAST_TILES_OF_SHARE": 4}
-}  # fmt: skip
+FEW_TILES = {"LEAST_TILES_OF_SHARE": 4}
+SHARES: Any = {"heads": (8, 2, 8, 2), "queries": 60, "keys": 1500, "limits": FEW_TILES}
 # a problem so small adds up dQ apart, unless it is told otherwise
 ANY_ORDER: dict[str, Any] = {"deterministic": False, "limits": {"ATOMIC_LEAST_FLOP": 0.0}}
 HEAD_MEAN: dict[str, Any] = {"heads": (2, 2, 4, 4), "head_reduction": "mean"}
@@ -229,7 +224,7 @@ CASES: dict[str, Callable[[], None]] = {
     "head mean": lambda: _attention("triton", **HEAD_MEAN, is_causal=True),
     "head mean, two passes": lambda: _attention("triton", **HEAD_MEAN, divergence="js"),
     "masks, biases, softcaps, sinks": _portable_forms,
-    "padding": _padding,
+    "padding": lambda: _attention("triton", batch=2, attn_mask=_of_first_keys(70, 0)),
     "packed": lambda: _packed("triton"),
     "rows of logits": lambda: _linear("forward_kl", "recompute"),
     "rows of logits, two passes": lambda: _linear("js", "forward"),
