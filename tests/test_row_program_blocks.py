@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_streamkl import row_program
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import blocked, tile
 from torch_streamkl.rows.program import Program
 
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 7, 23, 5
@@ -244,3 +244,27 @@ def test_is_refused(name: str) -> None:
 def test_reductions_are_of_rows() -> None:
     with pytest.raises(ValueError, match="got sums over blocks of keys"):
         row_program(lambda e: e.s.sum("key", block=2), dots={"s": operands()}, reduction="sum")
+
+
+@pytest.mark.parametrize("size", [22, 10**12])
+def test_a_block_longer_than_a_tile_takes_no_room(size: int, small_blocks: None) -> None:
+    """Nothing is as long as a block of which there are fewer keys."""
+    q, k = operands()
+    found = row_program(
+        lambda e: e.t.softmax("key").sum("key", block=size), dots={"t": (q, k)}, impl="blocked"
+    )
+    expected = pooled((q @ k.mT).softmax(-1), size)
+    assert_equal(gradients([found], [q, k]), gradients([expected], [q, k]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6, 7, 100])
+@pytest.mark.parametrize("first", [0, 1, 6, 13])
+@pytest.mark.parametrize("count", [1, 3, 6, 11])
+def test_parts_of_blocks(first: int, count: int, size: int) -> None:
+    x = torch.arange(1.0, count + 1)
+    blocks, sums = tile.block_sums(x, first, size, torch.float64)
+    expected: dict[int, float] = {}
+    for i in range(count):
+        at = (first + i) // size
+        expected[at] = expected.get(at, 0.0) + float(x[i])
+    assert dict(zip(range(blocks.start, blocks.stop), sums.tolist(), strict=True)) == expected

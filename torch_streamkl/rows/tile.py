@@ -123,14 +123,17 @@ def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
 def block_sums(x: Tensor, first: int, size: int, dtype: torch.dtype) -> tuple[slice, Tensor]:
     """Elements from the key ``first`` on, added up by blocks: which blocks, and their sums.
 
-    The first and the last of the blocks may have other keys elsewhere.
+    The first and the last of the blocks may have other keys elsewhere: a block may be far longer
+    than what is here of it.
     """
-    stop = first + x.shape[-1]
-    blocks = slice(first // size, -(-stop // size))
-    before, behind = first - blocks.start * size, blocks.stop * size - stop
-    if before or behind:
-        x = torch.nn.functional.pad(x, (before, behind))
-    return blocks, x.unflatten(-1, (-1, size)).sum(-1, dtype=dtype)
+    count = x.shape[-1]
+    blocks = slice(first // size, -(-(first + count) // size))
+    head = min(-first % size, count)
+    behind = head + (count - head) // size * size
+    before, whole, rest = x.tensor_split((head, behind), -1)
+    sums = [part.sum(-1, keepdim=True, dtype=dtype) for part in (before, rest)]
+    inside = [whole.unflatten(-1, (-1, size)).sum(-1, dtype=dtype)] if behind > head else []
+    return blocks, torch.cat([*sums[: head > 0], *inside, *sums[1 : 1 + (count > behind)]], -1)
 
 
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
