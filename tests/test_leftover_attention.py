@@ -150,3 +150,19 @@ def test_values_of_one_key_that_einsum_takes_for_all() -> None:
     outcome.check()
     assert outcome.num_fused == 1, outcome.report
     assert not outcome.report.failures
+
+
+def test_equal_masks_of_which_one_is_gone() -> None:
+    """The attention's mask has the meaning of the divergence's, whose nodes are removed first."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        hidden = torch.ones(5, 7, dtype=torch.bool).triu(3)
+        first = q @ k.mT + torch.zeros(5, 7).masked_fill(hidden, -1e4)
+        second = q.flatten(0, 1) @ k.flatten(0, 1).mT
+        second = second.unflatten(0, (1, 1)) + torch.zeros(5, 7).masked_fill(hidden, -1e4)
+        return first.softmax(-1).sum(-1), second.softmax(-1) @ v
+
+    tensors = tuple(torch.randn(1, 1, n, 4, dtype=torch.float64) for n in (5, 7, 7))
+    report = compare(step, tensors).report
+    assert report.num_fused
+    assert not report.failures

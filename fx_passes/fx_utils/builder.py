@@ -100,8 +100,7 @@ class Builder:
         kwargs: dict[str, Any],
         run: Callable[[Any, Any], Any],
     ) -> fx.Node:
-        look_up: Any = example
-        values = fx.map_arg((args, kwargs), look_up)
+        values = fx.map_arg((args, kwargs), _present)
         shapes = self.mode.shape_env
         guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
         fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else guards
@@ -182,6 +181,13 @@ class Builder:
             else:
                 result = self.call(operator.mul, result, factor)
         return result
+
+
+def _present(node: fx.Node) -> Any:
+    """An input's value. Equal masks have one meaning, and what made the first may be gone."""
+    if node._erased:
+        raise Blocked("a tensor that it reads was removed with the code that was replaced")
+    return example(node)
 
 
 def _is_view_of(result: object, args: tuple[Any, ...]) -> bool:
