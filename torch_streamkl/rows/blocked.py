@@ -314,6 +314,18 @@ def row_gradients(
     return {c: x.to(problem.compute_dtype) for c, x in r.items()}
 
 
+def seeds_of(
+    problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
+) -> dict[int, Tensor]:
+    """The gradient to every reduction, 0 where none comes."""
+    seeds = row_gradients(problem, result, grads)
+    for c, reduction in enumerate(problem.program.reductions):
+        if c not in seeds:
+            shape = problem.value_shape(reduction.head, reduction.size)
+            seeds[c] = result.reductions[c].new_zeros(shape)
+    return seeds
+
+
 def backward(
     problem: RowProblem,
     result: Result,
@@ -321,11 +333,7 @@ def backward(
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients to operands, two for each dot, and captured tensors: one pass over the keys."""
-    seeds = row_gradients(problem, result, grads)
-    for c, reduction in enumerate(problem.program.reductions):
-        if c not in seeds:
-            shape = problem.value_shape(reduction.head, reduction.size)
-            seeds[c] = result.reductions[c].new_zeros(shape)
+    seeds = seeds_of(problem, result, grads)
     sums = _Gradients(problem, wanted)
     for batch, rows in row_blocks(problem) if sums.nodes else ():
         known = result.usable(problem.program, batch, rows)

@@ -283,14 +283,9 @@ def _row_gradient(
 def seeds_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
-    """The gradient to every reduction, 0 where none comes."""
-    seeds = blocked.row_gradients(problem, result, grads)
-    for c, reduction in enumerate(problem.program.reductions):
-        if c not in seeds:
-            shape = problem.value_shape(reduction.head, reduction.size)
-            seeds[c] = result.reductions[c].new_zeros(shape)
-        seeds[c] = seeds[c].contiguous()
-    return seeds
+    """As the blocked implementation's, in memory as kernels read them."""
+    seeds = blocked.seeds_of(problem, result, grads)
+    return {c: x.contiguous() for c, x in seeds.items()}
 
 
 def arguments_of(
