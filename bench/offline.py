@@ -162,6 +162,30 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
 
 def compile_launch(launch: Launch, target: str) -> Resources:
     """Compile one recorded launch for a target."""
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = triton.compile(
+            _source(launch), target=TARGETS[target].gpu, options=dict(launch.options)
+        )
+    registers, spills = _resources(kernel.asm, target)
+    return Resources(registers, spills, kernel.metadata.shared, kernel.asm, said.getvalue())
+
+
+def check_frontend(launch: Launch, target: str) -> None:
+    """Make Triton's first intermediate form of one recorded launch, or raise as Triton does."""
+    source, gpu = _source(launch), TARGETS[target].gpu
+    backend = triton.compiler.make_backend(gpu)
+    options = backend.parse_options({**launch.options, **source.parse_options()})
+    context = triton._C.libtriton.ir.context()
+    triton._C.libtriton.ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    source.make_ir(gpu, options, functions, modules, context)
+
+
+def _source(launch: Launch) -> ASTSource:
+    """What Triton compiles; a 1 among the arguments is a constant, as when it launches."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -194,15 +218,7 @@ def compile_launch(launch: Launch, target: str) -> Resources:
             is_special = not launch.kernel.params[index].do_not_specialize
             signature[name] = describe(launch.args[name], (index,), is_special)
     source_of = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    source = source_of(
-        fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
-    )
-    said = io.StringIO()
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
-        triton.knobs.nvidia.dump_ptxas_log = True
-        kernel = triton.compile(source, target=TARGETS[target].gpu, options=dict(launch.options))
-    registers, spills = _resources(kernel.asm, target)
-    return Resources(registers, spills, kernel.metadata.shared, kernel.asm, said.getvalue())
+    return source_of(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def _resources(asm: dict[str, Any], target: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ The truth is the same code in float64 on whole tensors of one process.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.ranks import (
@@ -38,6 +40,7 @@ from torch_streamkl.fx_passes.validation import check, refusal
 NUM_TOKENS, NUM_WORDS, WIDTH = 12, 23, 8  # words that two ranks do not share evenly
 Program = Callable[..., Any]
 AS_IT_IS = {"streamkl.inner": "aot_eager"}
+UNEVEN = TorchVersion(torch.__version__) >= "2.13"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,13 @@ def everywhere(x: Any) -> Any:
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
+def all_close(ours: dict[str, Any], truth: dict[str, Any], single: dict[str, Any]) -> None:
+    """Each result is as close to float64 as the naive program is in our dtype."""
+    for name in ours:
+        results = (whole(of[name]).detach() for of in (ours, truth, single))
+        close(*results, what=name)
+
+
 @dataclass
 class Case:
     """A program of hidden states and weights of student and teacher, and their placements."""
@@ -87,12 +97,15 @@ class Case:
         shapes = {"x_s": hidden, "w_s": words, "x_t": hidden, "w_t": words}
         return {name: me.randn(*shape) for name, shape in shapes.items()}
 
-    def placed(self, me: Rank) -> dict[str, Tensor]:
+    def placed(self, me: Rank, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """DTensors of the inputs, whose numbers are the same in another dtype."""
         # one mesh for all checks: compiled graphs mix up meshes that are equal
         mesh = me.mesh if self.mesh is None else mesh_of(me, self.mesh)
         default = {"x": [Replicate()] * mesh.ndim, "w": [Shard(0)]}
         return {
-            name: distribute_tensor(x, mesh, self.placements.get(name, default[name[0]]))
+            name: distribute_tensor(
+                x.to(dtype or x.dtype), mesh, self.placements.get(name, default[name[0]])
+            )
             for name, x in self.tensors(me).items()
         }
 
@@ -115,9 +128,7 @@ class Case:
         naive = self.results(self.program, self.placed(me))
         double = {name: x.double() for name, x in self.tensors(me).items()}
         truth, single = (self.results(self.program, x) for x in (double, self.tensors(me)))
-        for name, x in ours.items():
-            close(whole(x).detach(), whole(truth[name]).detach(), whole(single[name]).detach(),
-                  what=name)  # fmt: skip
+        all_close(ours, truth, single)
         got, expected = ours["value"], naive["value"]
         assert isinstance(got, DTensor) == isinstance(expected, DTensor)
         if isinstance(got, DTensor):
@@ -269,7 +280,8 @@ def tokens_that_are_gathered(me: Rank) -> None:
 
     shared = {"x_s": [Shard(1)], "x_t": [Shard(1)]}
     every = ("x_s", "w_s", "x_t", "w_t")
-    Case(flattened, shared, shape=(3, 5), wanted=every).fuses(me)
+    # torch 2.11 cannot multiply what was gathered from uneven shards in a compiled graph
+    Case(flattened, shared, shape=(3, 5 if UNEVEN else 4), wanted=every).fuses(me)
     Case(shifted, shared, shape=(2, 4)).fuses(me)
 
 
@@ -323,16 +335,14 @@ def weights_of_a_rank(me: Rank) -> None:
         weight = torch.arange(rows.shape[0], dtype=rows.dtype, device=rows.device) + me.rank
         return (rows * weight).sum()
 
-    def results(program: Program) -> dict[str, Tensor]:
-        torch._dynamo.reset()
-        case = Case(weighted)
-        return case.results(program, case.placed(me))
-
+    case = Case(weighted)
+    torch._dynamo.reset()
     with backend.collected() as report:
-        ours = results(torch.compile(weighted, backend="streamkl", options=AS_IT_IS))
+        compiled = torch.compile(weighted, backend="streamkl", options=AS_IT_IS)
+        ours = case.results(compiled, case.placed(me))
     assert report.num_fused == 1
-    for name, x in results(weighted).items():
-        torch.testing.assert_close(whole(ours[name]), whole(x))
+    double = case.placed(me, torch.float64)
+    all_close(ours, case.results(weighted, double), case.results(weighted, case.placed(me)))
 
 
 class Head(nn.Module):
@@ -354,10 +364,10 @@ def parallelized_modules(me: Rank) -> None:
     ):
         torch._dynamo.reset()
         torch.manual_seed(3)
-        models = [Head(NUM_WORDS).to(me.device) for _ in range(2)]
-        copies = [Head(NUM_WORDS).to(me.device, torch.float64) for _ in range(2)]
-        for model, copy in zip(models, copies, strict=True):
-            copy.load_state_dict(model.state_dict())
+        models = [Head(NUM_WORDS).to(me.device, me.dtype) for _ in range(2)]
+        singles = copy.deepcopy(models)
+        doubles = [model.double() for model in copy.deepcopy(models)]
+        for model in models:
             parallelize_module(model, me.mesh, {"lm_head": ColwiseParallel(**layout)})
 
         def loss(student: nn.Module, teacher: nn.Module, x: Tensor) -> Any:
@@ -366,13 +376,16 @@ def parallelized_modules(me: Rank) -> None:
             return whole(kl(student(x), target))
 
         x = me.randn(2, 6, WIDTH)
-        loss(*copies, x.double()).backward()
+        loss(*doubles, x.double()).backward()
+        loss(*singles, x).backward()
         with backend.collected() as report:
             compiled = torch.compile(loss, backend="streamkl", options=AS_IT_IS, fullgraph=True)
             compiled(*models, x).backward()
         assert report.num_fused == 1 and not report.num_unfused, str(report)
-        for mine, truth in zip(models[0].parameters(), copies[0].parameters(), strict=True):
-            torch.testing.assert_close(whole(mine.grad).double(), truth.grad, atol=1e-5, rtol=1e-4)
+        all_close(*(
+            {name: x.grad for name, x in model.named_parameters()}
+            for model in (models[0], doubles[0], singles[0])
+        ))  # fmt: skip
 
 
 @on_ranks
@@ -398,17 +411,20 @@ def linear_layers_of_own_words(me: Rank) -> None:
     for program in (teacher_alone, used_elsewhere):
         case = Case(program, num_words=24)
 
-        def results(run: Program, case: Case = case) -> dict[str, Any]:
-            placed = {k: whole(x) if k[0] == "x" else x for k, x in case.placed(me).items()}
-            return case.results(run, placed)
+        def results(
+            run: Program, dtype: torch.dtype | None = None, case: Case = case
+        ) -> dict[str, Any]:
+            placed = case.placed(me, dtype)
+            return case.results(
+                run, {k: whole(x) if k[0] == "x" else x for k, x in placed.items()}
+            )
 
         torch._dynamo.reset()
         with backend.collected() as report:
             compiled = torch.compile(program, backend="streamkl", options=AS_IT_IS)
             ours = results(compiled)
         assert report.num_fused == 1, str(report)
-        for name, x in results(program).items():
-            torch.testing.assert_close(whole(ours[name]), whole(x))
+        all_close(ours, results(program, torch.float64), results(program))
 
 
 # --------------------------------------------------------------------------- what is communicated

@@ -49,6 +49,7 @@ def sites_are_fused_whatever_their_size() -> None:
     """Tests are of tiny shapes: those of the choice by size give the option."""
     small.LEAST_MIB.clear()
     small.LEAST_PROGRAM_MIB.clear()
+    small.LEAST_ATTENTION_MIB.clear()
 
 
 def what_stays_is_no_garbage() -> None:

@@ -210,7 +210,7 @@ def row_kernel(
     num_words = tl.maximum(student.num_words, teacher.num_words)
     whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
     stats = rows.statistics + row
-    stride = rows.statistics_stride.to(tl.int64)
+    stride = tl.cast(rows.statistics_stride, tl.int64)
     if CONFIG.VALUES:
         state = empty_state(LANES)
         hard_high = tl.full([LANES], LOW, tl.float32)

@@ -102,7 +102,7 @@ def state_kernel(student, teacher, rows, FORM: tl.constexpr, CONFIG: tl.constexp
             True, FORM, CONFIG,
         )  # fmt: skip
     total = merged_lanes(lanes, FORM)
-    stride = rows.statistics_stride.to(tl.int64)
+    stride = tl.cast(rows.statistics_stride, tl.int64)
     out = rows.statistics + row
     tl.store(out, total.m_t)
     tl.store(out + stride, total.l_t)
@@ -170,7 +170,7 @@ def merge_kernel(
             hard_high = high
             y = tl.maximum(y, tl.load(part + 7 * field_stride, mask=inside, other=0.0))
     lse_t, lse_s, value, h_sum, g_sum = finish(total, 0.0, 0.0, FORM, CONFIG)
-    stride = rows.statistics_stride.to(tl.int64)
+    stride = tl.cast(rows.statistics_stride, tl.int64)
     hard_lse = lse_s
     if CONFIG.HARD:
         hard_lse = hard_high + tl.math.log2(hard_mass)
@@ -192,7 +192,7 @@ def sums_kernel(
 ):
     """Value, H and G of a row over the words at hand, of any functional."""
     row = tl.program_id(0).to(tl.int64)
-    stride = rows.statistics_stride.to(tl.int64)
+    stride = tl.cast(rows.statistics_stride, tl.int64)
     lse_s = tl.load(rows.statistics + row)
     lse_t = tl.load(rows.statistics + stride + row)
     num_words = tl.maximum(student.num_words, teacher.num_words)
@@ -200,7 +200,7 @@ def sums_kernel(
         student, teacher, row, num_words, rows.inv_temperature * LOG2E, lse_s, lse_t, HELPER,
         CONFIG,
     )  # fmt: skip
-    step = totals_stride.to(tl.int64)
+    step = tl.cast(totals_stride, tl.int64)
     tl.store(totals + row, value)
     tl.store(totals + step + row, h_sum)
     tl.store(totals + 2 * step + row, g_sum)
