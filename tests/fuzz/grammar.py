@@ -18,13 +18,16 @@ from tests.fuzz.steps import (
     ELEMENT_STEPS,
     FILLS,
     GUARDS,
+    IN_BLOCKS,
     INDEXED,
     INDEXERS,
     LOSSES,
     MAP_ELEMENTS,
     MAP_ROW_STEPS,
+    MEAN_BLOCKS,
     MEAN_SCORE_STEPS,
     NORMS,
+    OF_BLOCKS,
     OF_CHOSEN,
     OF_HEADS,
     OF_IDS,
@@ -44,6 +47,7 @@ from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program
 
 PROGRAMS = 0.3  # of elements, those that no divergence has
 LARGEST = 0.1  # of sums that no divergence has, those at keys that a top-k names
+BLOCKS = 0.1  # and those over blocks of keys
 MEANNESS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16)
 LEARNED = ("q", "k", "v", "h", "w", "ls", "tau", "b", "sink", "hs", "rw", "kw", "c", "z")
 TEACHERS = ("qt", "kt", "ht", "wt")
@@ -391,9 +395,24 @@ class Grammar:
         if kind < 0.7:
             total = self.edge(Node("rows", "{0}.logsumexp(-1)", (self.scores(side),)))
             return self.edge(Node("rows", "{0}.square()", (total,)), ROW_STEPS)
+        if kind > 1 - BLOCKS:
+            return self.block_rows()
         code = self.draw.choice(NORMS)
         pair = (self.probabilities("s"), self.probabilities("t"))
         return self.edge(Node("rows", code, pair), ROW_STEPS)
+
+    def block_rows(self) -> Node:
+        """Sums over blocks of keys of both sides, which are compared."""
+        keys = self.shapes["k" if self.is_map else "w"][-2]
+        sizes = [n for n in range(1, keys + 1) if keys % n == 0]
+        size = self.draw.choice(sizes)
+        pair = []
+        for side in "st":
+            what = self.scores if self.draw.random() < self.mean else self.probabilities
+            other = self.draw.random() < 2 * self.mean
+            code = self.draw.choice(MEAN_BLOCKS if other else IN_BLOCKS)
+            pair.append(self.edge(self.step(what(side), code.replace("{size}", str(size)))))
+        return self.edge(Node("rows", self.draw.choice(OF_BLOCKS), tuple(pair)), ROW_STEPS)
 
     def _mixture(self, p: Node, r: Node, ls: Node, lt: Node) -> Node:
         if self.draw.random() < 0.4:

@@ -525,6 +525,32 @@ OF_CHOSEN = (
     "{0}[..., 0]",
     "{0}.mean(-2, keepdim=True).expand_as({0}).square().sum(-1)",
 )
+IN_BLOCKS = (  # {size} keys of a map together
+    "{0}.unflatten(-1, (-1, {size})).sum(-1)",
+    "{0}.unflatten(-1, (-1, {size})).sum(-1)",
+    "{0}.view(*{0}.shape[:-1], -1, {size}).sum(-1)",
+    "{0}.reshape(*{0}.shape[:-1], {m} // {size}, {size}).mean(-1)",
+    "{0}.unflatten(-1, (-1, {size})).mean(-1, keepdim=True).squeeze(-1)",
+)
+MEAN_BLOCKS = (  # what is none, or is of other keys
+    "{0}.unflatten(-1, ({size}, -1)).sum(-2)",
+    "{0}.unflatten(-1, (-1, {size})).amax(-1)",
+    "{0}.flip(-1).unflatten(-1, (-1, {size})).sum(-1)",
+    "{0}.mT.unflatten(-1, (1, -1)).sum(-1)",
+    "{0}.unflatten(-1, (-1, {size}))[..., 0]",
+    "{0}.unflatten(-1, (-1, {size})).sum(-1).flip(-1)",
+    "{0}.unflatten(-1, (-1, {size})).cumsum(-1)[..., -1]",
+    "F.avg_pool1d({0}.flatten(0, -2)[None], {size})[0].unflatten(0, {0}.shape[:-1])",
+)
+OF_BLOCKS = (
+    "({0} - {1}).square().sum(-1)",
+    "({1} * (({1} + 1e-6).log() - ({0} + 1e-6).log())).sum(-1)",
+    "({0} * {1}).sum(-1)",
+    "F.kl_div(({0} + 1e-6).log(), {1}, reduction='none').sum(-1)",
+    "(({0} / {0}.sum(-1, keepdim=True)) * {1}).sum(-1)",
+    "({0}.sqrt() - {1}.sqrt()).square().mean(-1)",
+    "{0}.square().sum(-1)",
+)
 OF_IDS = (  # words of each token, some of them twice
     "{0}.gather(-1, torch.stack([y, y], -1)).sum(-1)",
     "{0}.gather(-1, y[:, None]).squeeze(-1)",
