@@ -68,8 +68,13 @@ def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up; triton.cdiv takes 2 us."""
+    """a / b, rounded up; triton.cdiv takes 2 to 8 us."""
     return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least that is not below n, of 1 and more; triton's takes as long."""
+    return 1 << (n - 1).bit_length()
 
 
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")

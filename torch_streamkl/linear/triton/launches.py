@@ -9,14 +9,13 @@ import functools
 import os
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.launches import recorded
-from torch_streamkl.launches.launch import COMPILE_OPTIONS
+from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 from torch_streamkl.linear.triton.rows import (
     Config,
@@ -65,7 +64,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply a dense tensor in place by a number on the device; 1 costs no traffic."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
-    scale_kernel[(triton.cdiv(x.numel(), block),)](
+    scale_kernel[(ceil_div(x.numel(), block),)](
         flat, factor, x.numel(), BLOCK=block, num_warps=8, **COMPILE_OPTIONS
     )
     torch.autograd.graph.increment_version(x)

@@ -17,7 +17,7 @@ from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
 from torch_streamkl.kernels.row_state import empty_state as no_words
 from torch_streamkl.kernels.scores import tanh
-from torch_streamkl.launches.launch import COMPILE_OPTIONS
+from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
 from torch_streamkl.linear.problem import LinearProblem, RowValues, Wanted
 from torch_streamkl.linear.triton.launches import (
     NO_WEIGHTS,
@@ -57,7 +57,7 @@ def empty_state(parts: Tensor) -> None:
 def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues) -> None:
     """Statistics of whole rows, their cross-entropies, and the values that the state gives."""
     config, _ = config_of(problem, parts, parts, NO_WEIGHTS, Wanted(), True)
-    merge_kernel[(triton.cdiv(problem.num_tokens, MERGED_ROWS),)](
+    merge_kernel[(ceil_div(problem.num_tokens, MERGED_ROWS),)](
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
         row_args(problem, out, NO_WEIGHTS), problem.num_tokens, num_words,
         FORM=form_args(problem.functional.bilinear or Bilinear()), CONFIG=config,

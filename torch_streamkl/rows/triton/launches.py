@@ -18,7 +18,7 @@ from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.kernels.row_state import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.launches.devices import gpu_limit, gpu_of
-from torch_streamkl.launches.launch import dot_precision, matmul_limit
+from torch_streamkl.launches.launch import ceil_div, dot_precision, matmul_limit, next_power_of_2
 from torch_streamkl.launches.tiles import (
     LEAST,
     Operands,
@@ -329,7 +329,7 @@ def arguments_of(
 
 def padded_dim(dim: int) -> int:
     """Dimensions of a tile."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 def _stride(x: Tensor, dim: int) -> int:
@@ -365,7 +365,7 @@ def launch_rows(
     arguments: Mapping[str, Any],
 ) -> None:
     """A program for each block of rows of each head."""
-    num_blocks = triton.cdiv(problem.num_rows, launch.block_m)
+    num_blocks = ceil_div(problem.num_rows, launch.block_m)
     programs = num_blocks * problem.batch * num_heads
     start(source, launch, num_blocks, num_heads, programs, arguments)
 
@@ -378,7 +378,7 @@ def launch_columns(
     arguments: Mapping[str, Any],
 ) -> None:
     """A program for each block of keys of each key head, and each share of its query heads."""
-    num_blocks = triton.cdiv(problem.num_keys, launch.block_n)
+    num_blocks = ceil_div(problem.num_keys, launch.block_n)
     programs = num_blocks * problem.batch * num_heads
     start(source, launch, num_blocks, num_heads, programs, arguments)
 

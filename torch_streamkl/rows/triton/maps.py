@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_streamkl.launches.devices import gpu_of
+from torch_streamkl.launches.launch import ceil_div, next_power_of_2
 from torch_streamkl.launches.tiles import TritonLaunch, one_dot_launch, sum_of_heads_launch
 from torch_streamkl.linear.problem import padded
 from torch_streamkl.rows import derive, tile
@@ -347,8 +347,8 @@ class Block:
     def _start_maps(
         self, source: Source, launch: TritonLaunch, num_heads: int, more: dict[str, Any]
     ) -> None:
-        num_blocks = triton.cdiv(self.problem.num_rows, launch.block_m)
-        num_tiles = triton.cdiv(self.problem.num_keys, launch.block_n)
+        num_blocks = ceil_div(self.problem.num_rows, launch.block_m)
+        num_tiles = ceil_div(self.problem.num_keys, launch.block_n)
         programs = num_blocks * num_tiles * self.problem.batch
         given = {**self.arguments, **more, "num_tiles": num_tiles}
         start(source, launch, num_blocks, num_heads, programs, given)
@@ -365,7 +365,7 @@ class Block:
             launch = INTERPRETED if is_here else self._row_sums()
             given.update(LANES=launch.block_n // ROW_WIDTH, WIDTH=ROW_WIDTH)
         num_heads = self.whole.num_heads(axis)
-        num_blocks = triton.cdiv(self.problem.num_rows, launch.block_m)
+        num_blocks = ceil_div(self.problem.num_rows, launch.block_m)
         start(
             source,
             launch,
@@ -377,7 +377,7 @@ class Block:
 
     def _row_sums(self) -> TritonLaunch:
         """A tile no longer than the keys."""
-        keys = max(256, triton.next_power_of_2(self.problem.num_keys))
+        keys = max(256, next_power_of_2(self.problem.num_keys))
         if keys >= ROW_SUMS.block_n:
             return ROW_SUMS
         return replace(ROW_SUMS, block_n=keys, num_warps=max(1, keys // 512))
