@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_streamkl
-from tests.support import quick
+from tests.support.bodies import inductor_without_code
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -100,7 +100,7 @@ def _without_code() -> Iterator[None]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with (
-        quick.inductor_without_code(),
+        inductor_without_code(),
         torch._inductor.config.patch(force_disable_caches=True),
     ):
         yield

@@ -15,7 +15,7 @@ import torch._inductor.custom_graph_pass
 from torch import Tensor, fx
 
 import torch_streamkl
-from tests.support import quick
+from tests.support.bodies import inductor_without_code
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import CustomGraphPass
@@ -48,7 +48,7 @@ def _nothing_enabled(request: pytest.FixtureRequest) -> Iterator[None]:
     has_code = "generates_code" in request.keywords
     # a graph of the cache is not analysed, so nothing would be reported
     with (
-        contextlib.nullcontext() if has_code else quick.inductor_without_code(),
+        contextlib.nullcontext() if has_code else inductor_without_code(),
         torch._inductor.config.patch(force_disable_caches=True),
     ):
         yield

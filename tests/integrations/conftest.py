@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_streamkl
-from tests.support import quick
+from tests.support.bodies import inductor_without_code
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     has_code = "generates_code" in request.keywords
     # a graph that is found in a cache is not analysed again
     with (
-        contextlib.nullcontext() if has_code else quick.inductor_without_code(),
+        contextlib.nullcontext() if has_code else inductor_without_code(),
         torch._inductor.config.patch(force_disable_caches=True),
     ):
         yield

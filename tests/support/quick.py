@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
-from typing import Any
-from unittest import mock
 
 import torch._dynamo.guards
-import torch._inductor.compile_fx
 import torch.mtia
 import torch.xpu
-from functorch.compile import make_boxed_func
-from torch import fx
 
 from torch_streamkl.fx_passes.planning import small
 
@@ -62,15 +56,3 @@ def what_stays_is_no_garbage() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def inductor_without_code() -> Any:
-    """Inside, Inductor's graphs are interpreted: its passes run, ours too, and no compiler."""
-
-    def interpreted(gm: fx.GraphModule, *_: object, **__: object) -> Any:
-        return make_boxed_func(gm.forward)
-
-    without_code = functools.partial(
-        torch._inductor.compile_fx.compile_fx, inner_compile=interpreted
-    )
-    return mock.patch("torch._inductor.compile_fx.compile_fx", without_code)
