@@ -1,7 +1,7 @@
 """Every loss of the corpus keeps its value and gradients, and the table in the docs is current.
 
 STREAMKL_FULL_CORPUS=1 runs each case in every setting; otherwise each runs in the table's, and
-every second one in one of the others.
+every second one in one of the others (the longest of them is marked slow).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch_streamkl.fx_passes.capture.retrace import SIZES_OF_DATA
 IS_OLD_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 IS_FULL = bool(os.environ.get("STREAMKL_FULL_CORPUS"))
 OTHERS = [s for s in SETTINGS if s != TABLE_SETTING]
+LONGEST = "minilmv2_bloomberg_tolist"  # a sixth of the time of all settings
 CHOSEN = [
-    (name, setting)
+    pytest.param(name, setting, marks=[pytest.mark.slow] * (name == LONGEST))
     for i, name in enumerate(NAMES)
     for setting in (OTHERS if IS_FULL else [OTHERS[i % len(OTHERS)]] if i % 2 else [])
 ]

@@ -6,7 +6,6 @@ programs are one graph and fuse, and what does not says what to write instead.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +13,10 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
-from torch import Tensor, fx
+from torch import Tensor
 
 import torch_streamkl
+from tests.support.bodies import inductor_without_code
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -96,18 +95,14 @@ def inputs() -> list[Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def _without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _without_code() -> Iterator[None]:
     """Inductor's graphs are interpreted: what it generates is not what this is about."""
-
-    def interpreted(gm: fx.GraphModule, *_: object, **__: object) -> Any:
-        return make_boxed_func(gm.forward)
-
-    compile_fx = torch._inductor.compile_fx.compile_fx
-    chosen = functools.partial(compile_fx, inner_compile=interpreted)
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", chosen)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        inductor_without_code(),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch._inductor.custom_graph_pass
 from torch import Tensor, fx
 
 import torch_streamkl
+from tests.support.bodies import inductor_without_code
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import CustomGraphPass
@@ -40,11 +42,15 @@ class Users(CustomGraphPass):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_enabled() -> Iterator[None]:
+def _nothing_enabled(request: pytest.FixtureRequest) -> Iterator[None]:
     torch._dynamo.reset()
     before = settings()
+    has_code = "generates_code" in request.keywords
     # a graph of the cache is not analysed, so nothing would be reported
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        contextlib.nullcontext() if has_code else inductor_without_code(),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
         yield
     torch_streamkl.disable()
     assert settings() == before
@@ -87,6 +93,7 @@ def test_ordinary_compilations_are_rewritten_until_it_is_disabled() -> None:
     assert num_fused(loss) == 0
 
 
+@pytest.mark.generates_code
 def test_twice_and_nested() -> None:
     before = settings()
     torch_streamkl.enable()

@@ -100,7 +100,11 @@ def of_indexer(teacher_dim: int, seqlen: int = 4096, **options: Any) -> Attentio
     return problem_of(*tensors, **(given | options))[0]
 
 
-@pytest.mark.parametrize("teacher_dim", [64, 128, 192, 256])
+# a narrow and a wide one; `make test-slow` has all
+@pytest.mark.parametrize(
+    "teacher_dim",
+    [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 192)), 256],
+)
 def test_compiled(teacher_dim: int) -> None:
     from torch_streamkl.attention.hopper import launches as kernels
 

@@ -27,12 +27,12 @@ KERNELS = {  # of a file in which other tests run there as well, those of kernel
 }
 
 
-def _run(files: list[str], *arguments: str) -> None:
+def _run(files: list[str], *arguments: str, **environment: str) -> None:
     """Every test has to pass."""
     paths = [str(Path(__file__).with_name(f"test_{name}.py")) for name in files]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths, *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -49,8 +49,10 @@ def test_in_the_interpreter(files: list[str], name: str) -> None:
 
 @outside
 @pytest.mark.slow
-def test_the_rest_in_the_interpreter() -> None:
-    _run([*ATTENTION[:1], *OTHERS], "-m", "slow")
+@pytest.mark.parametrize(("files", "name"), [(ATTENTION, "attention"), (OTHERS, "others")])
+def test_all_in_the_interpreter(files: list[str], name: str) -> None:
+    """Those marked slow too, with integers that overflow found."""
+    _run(files, "-k", KERNELS[name], COMPARE_INTEGERS="1")
 
 
 @outside

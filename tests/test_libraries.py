@@ -72,7 +72,13 @@ def _step(
 
 @pytest.mark.parametrize(
     ("family", "padding"),
-    [("Bert", "none"), ("Bert", "right"), ("Llama", "none"), ("Llama", "left"), ("Qwen2", "left")],
+    [
+        pytest.param("Bert", "none", marks=pytest.mark.slow),
+        ("Bert", "right"),
+        pytest.param("Llama", "none", marks=pytest.mark.slow),
+        ("Llama", "left"),
+        pytest.param("Qwen2", "left", marks=pytest.mark.slow),
+    ],
 )
 def test_transformers_attention(family: str, padding: str) -> None:
     """Both sites fuse, nothing quadratic remains, loss and all gradients are eager's."""

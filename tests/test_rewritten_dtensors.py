@@ -43,9 +43,18 @@ AS_IT_IS = {"streamkl.inner": "aot_eager"}
 UNEVEN = TorchVersion(torch.__version__) >= "2.13"
 
 
+SLOW = ["all_placements", "more_on_two_mesh_dimensions"]
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
+    names = checks_of(sys.modules[__name__])
+    return outcomes([__name__], names=[name for name in names if name not in SLOW])
+
+
+@pytest.fixture(scope="module")
+def found_slowly() -> dict[str, list[str]]:
+    return outcomes([__name__], names=SLOW)
 
 
 def kl(student: Any, teacher: Any, reduction: str = "batchmean") -> Any:
@@ -252,18 +261,33 @@ def logits_that_stay(me: Rank) -> None:
     assert any("nothing says that ranks have the same" in note for note in report.notes)
 
 
+COPIED, SHARED = [Replicate()], [Shard(0)]
+PLACEMENTS = [  # of hidden states, words of the student and of the teacher
+    (SHARED, SHARED, COPIED), (SHARED, COPIED, SHARED), (COPIED, COPIED, SHARED),
+    (COPIED, SHARED, COPIED), (SHARED, SHARED, SHARED), (COPIED, SHARED, SHARED),
+]  # fmt: skip
+OF_ROWS = {"x_s": SHARED, "x_t": SHARED, "w_s": COPIED, "w_t": COPIED}
+
+
 @on_ranks
 def placements(me: Rank) -> None:
-    shared, copied = [Shard(0)], [Replicate()]
-    for hidden in (shared, copied):
-        for student, teacher in ((shared, shared), (shared, copied), (copied, shared)):
-            case = {"x_s": hidden, "x_t": hidden, "w_s": student, "w_t": teacher}
-            Case(on_whole_logits, case).fuses(me)
+    """Any two placements meet here or in the forms above; `all_placements` has the rest."""
+    for hidden, student, teacher in PLACEMENTS[:4]:
+        case = {"x_s": hidden, "x_t": hidden, "w_s": student, "w_t": teacher}
+        Case(on_whole_logits, case).fuses(me)
     for program in (summed_on_dtensors, rows_as_dtensor, mean_of_tokens):  # data parallel
-        rows = {"x_s": shared, "x_t": shared, "w_s": copied, "w_t": copied}
-        Case(program, rows).fuses(me)
-        Case(program, rows, shape=(7,)).fuses(me)  # ranks have other numbers of tokens
+        Case(program, OF_ROWS, shape=(7,)).fuses(me)  # ranks have other numbers of tokens
+    Case(rows_as_dtensor, OF_ROWS).fuses(me)
     Case(on_whole_logits, num_words=3).fuses(me)
+
+
+@on_ranks
+def all_placements(me: Rank) -> None:
+    for hidden, student, teacher in PLACEMENTS[4:]:
+        case = {"x_s": hidden, "x_t": hidden, "w_s": student, "w_t": teacher}
+        Case(on_whole_logits, case).fuses(me)
+    for program in (summed_on_dtensors, mean_of_tokens):
+        Case(program, OF_ROWS).fuses(me)
 
 
 @on_ranks
@@ -303,13 +327,29 @@ def terms_of_hidden_states(me: Rank) -> None:
 
 @on_ranks
 def two_mesh_dimensions(me: Rank) -> None:
-    for mesh in ((1, me.size), (me.size, 1)):
-        for program in (summed_on_dtensors, on_whole_logits, rows_as_dtensor):
-            for other in (Replicate(), Shard(0)):
-                hidden, words = [Shard(0), Replicate()], [Replicate(), Shard(0)]
-                case = {"x_s": [Shard(0), other], "x_t": hidden, "w_s": words, "w_t": words}
-                if program is not rows_as_dtensor or other == Replicate():
-                    Case(program, case, mesh=mesh).fuses(me)
+    """Every program on every mesh; `more_on_two_mesh_dimensions` has the other placements."""
+    for mesh, programs in (
+        ((1, me.size), {summed_on_dtensors: Shard(0), on_whole_logits: Replicate()}),
+        ((me.size, 1), {summed_on_dtensors: Replicate(), on_whole_logits: Shard(0)}),
+    ):
+        for program, other in {**programs, rows_as_dtensor: Replicate()}.items():
+            _on_two_mesh_dimensions(me, program, mesh, other)
+
+
+@on_ranks
+def more_on_two_mesh_dimensions(me: Rank) -> None:
+    for mesh, programs in (
+        ((1, me.size), {summed_on_dtensors: Replicate(), on_whole_logits: Shard(0)}),
+        ((me.size, 1), {summed_on_dtensors: Shard(0), on_whole_logits: Replicate()}),
+    ):
+        for program, other in programs.items():
+            _on_two_mesh_dimensions(me, program, mesh, other)
+
+
+def _on_two_mesh_dimensions(me: Rank, program: Program, mesh: Any, other: Any) -> None:
+    hidden, words = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+    case = {"x_s": [Shard(0), other], "x_t": hidden, "w_s": words, "w_t": words}
+    Case(program, case, mesh=mesh).fuses(me)
 
 
 @on_ranks
@@ -617,6 +657,14 @@ def a_rank_that_does_not_compile(me: Rank) -> None:
         alone.refusals([], {})
 
 
-@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_slowly_on_two_ranks(found_slowly: dict[str, list[str]], name: str) -> None:
+    assert_passed(found_slowly, name)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in checks_of(sys.modules[__name__]) if name not in SLOW]
+)
 def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
     assert_passed(found, name)

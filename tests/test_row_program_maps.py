@@ -89,7 +89,7 @@ def _words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
 def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Sums over blocks of an LM head's words, whose gradients come by blocks of words."""
     given: dict[str, Any] = {
-        "dots": {"t": (_leaf(90, 7), _leaf(700, 7)), "s": (_leaf(90, 260), _leaf(700, 260))},
+        "dots": {"t": (_leaf(90, 7), _leaf(520, 7)), "s": (_leaf(90, 260), _leaf(520, 260))},
         "rows": {"w": _leaf(90)},
     }
 

@@ -246,6 +246,7 @@ def modules_stay_modules(me: Rank) -> None:
     assert type(part) is nn.Sequential and len(part) == 2
 
 
+@pytest.mark.slow  # two ranks have each of the dimensions
 def test_on_four_ranks() -> None:
     assert_passed(outcomes([__name__], size=4, names=["hybrid_sharding"]), "hybrid_sharding")
 

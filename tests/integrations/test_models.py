@@ -145,11 +145,11 @@ def row(name: str, report: Report) -> str:
     return f"| {name} | {report.num_fused} of {len(report.sites)} | {left} |"
 
 
-# An LM head reads what any encoder gives, Qwen3's maps are made like Llama's, and DeiT's like
-# ViT's: `make test-integrations` has them all.
+# An LM head reads what any encoder gives (Gemma2's is the one with a softcap), Qwen3's maps are
+# made like Llama's, and DeiT's like ViT's: `make test-integrations` has them all.
 ALIKE = (
-    "BERT, logits", "ModernBERT, logits", "Qwen3, maps", "Qwen3, logits", "DeiT, maps",
-    "Whisper, logits",
+    "BERT, logits", "ModernBERT, logits", "Llama, logits", "Qwen3, maps", "Qwen3, logits",
+    "DeiT, maps", "Whisper, logits",
 )  # fmt: skip
 
 

@@ -1,26 +1,45 @@
-"""The bodies of compiled blocks called as they are written: their mathematics without Inductor."""
+"""What Inductor would compile, run without it: bodies of compiled blocks, and whole graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch._inductor.compile_fx
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx
 
 from torch_streamkl.cpu import compiled
+
+
+def _as_written(
+    body: compiled.Body, form: Any, inputs: dict[str, tuple[Tensor, str]]
+) -> Callable[[list[Tensor]], Any]:
+    for x, spec in inputs.values():
+        assert x.dim() == len(spec)
+    names = list(inputs)
+    return lambda tensors: body(form, dict(zip(names, tensors, strict=True)))
 
 
 @pytest.fixture
 def bodies_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled; a body gets the inputs that a compiled one would."""
+    monkeypatch.setattr(compiled, "find", _as_written)
 
-    def find(
-        body: compiled.Body, form: Any, inputs: dict[str, tuple[Tensor, str]]
-    ) -> Callable[[list[Tensor]], Any]:
-        for x, spec in inputs.values():
-            assert x.dim() == len(spec)
-        names = list(inputs)
-        return lambda tensors: body(form, dict(zip(names, tensors, strict=True)))
 
-    monkeypatch.setattr(compiled, "find", find)
+@contextmanager
+def inductor_without_code() -> Iterator[None]:
+    """Inside, Inductor's graphs are interpreted: its passes run, ours too, and no compiler."""
+
+    def interpreted(gm: fx.GraphModule, *_: object, **__: object) -> Any:
+        return make_boxed_func(gm.forward)
+
+    compile_fx = torch._inductor.compile_fx.compile_fx
+    without_code = functools.partial(compile_fx, inner_compile=interpreted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._inductor.compile_fx, "compile_fx", without_code)
+        patch.setattr(compiled, "find", _as_written)
+        yield

@@ -5,6 +5,7 @@ of their own, which tests/test_in_the_interpreter.py starts.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,12 +31,15 @@ def _set_up_once_a_launch() -> None:
 
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[frozenset[str]] = set()
+    modules_of: dict[Any, frozenset[str]] = {}
 
     def patch_once(fn: Any) -> Any:
-        modules = frozenset(m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core)
-        if modules in patched:
+        if fn not in modules_of:
+            found = (m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core)
+            modules_of[fn] = frozenset(found)
+        if modules_of[fn] in patched:
             return None  # helpers restore nothing
-        patched.add(modules)
+        patched.add(modules_of[fn])
         return patch(fn)
 
     def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -83,6 +87,47 @@ def _describe_types_once() -> None:
     core.block_type.__init__, core.tensor.__init__ = type_once, tensor_once
 
 
+def _operands_of_one_type_stay() -> None:
+    """Most operands have one type already: what would make it so costs more than the operation."""
+    from triton.language import core, semantic
+
+    check, broadcast = (
+        semantic.TritonSemantic.binary_op_type_checking_impl,
+        semantic.TritonSemantic.broadcast_impl_value,
+    )
+
+    def check_types(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        if type(lhs) is type(rhs) is core.tensor and not div_or_mod:
+            if lhs.dtype.name == rhs.dtype.name and not lhs.dtype.is_ptr():
+                return broadcast_shapes(self, lhs, rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcast_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.name == rhs.type.name:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = check_types
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_shapes
+
+
+def _integers_do_not_overflow() -> None:
+    """Every sum and product of integers is made a second time, with 64 bits, to compare.
+
+    None of tensors as small as those of tests reaches 32 bits; `make test-slow` compares.
+    """
+    from triton.runtime import interpreter
+
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
+
+
 if INTERPRETED:
     _set_up_once_a_launch()
     _describe_types_once()
+    _operands_of_one_type_stay()
+    if os.environ.get("COMPARE_INTEGERS") != "1":
+        _integers_do_not_overflow()
