@@ -30,6 +30,20 @@ def test_feature(name: str, dtype: str) -> None:
     check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
 
 
+@pytest.mark.parametrize("moved", [0, 1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_that_lie_together(dtype: str, moved: int) -> None:
+    """Rows of 26 and 40: they are loaded in pairs and eights where the tensors are aligned."""
+    options = {"student_dim": 26, "teacher_dim": 40, "layout": "bnhd", "dtype": DTYPES[dtype]}
+    call = build(Spec(heads=3, seqlen_q=100, seqlen_k=150, **options))
+    on_gpu = call.to(device="cuda")
+    for name, x in on_gpu.tensors.items():
+        storage = torch.zeros(x.numel() + moved, dtype=x.dtype, device="cuda")
+        x = storage[moved:].view(x.shape).copy_(x.detach())
+        on_gpu.tensors[name] = x.requires_grad_()
+    check(on_gpu.value_and_gradients("triton"), budget(call))
+
+
 @pytest.mark.parametrize("name", ["split_keys", "split_keys_two_pass", "split_keys_clamp"])
 def test_few_rows(name: str) -> None:
     call = build(replace(CASES[name], dtype=torch.bfloat16, seqlen_k=5000))

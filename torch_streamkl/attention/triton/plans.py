@@ -114,7 +114,10 @@ class Plan:
         ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
         another kernel for.
         """
-        launch = (name, kernel, grid, arguments, constants, options, tensors)
+        is_aligned = _aligned(tensors)
+        if not is_aligned:
+            constants = tuple(map(_of_any_address, constants))
+        launch = (name, kernel, grid, arguments, constants, options, is_aligned)
         observer = recorded.active()
         if observer is not None:
             start = functools.partial(self._launch_on_device, *launch)
@@ -137,10 +140,10 @@ class Plan:
         arguments: tuple[Any, ...],
         constants: tuple[Any, ...],
         options: dict[str, int],
-        tensors: tuple[Tensor | None, ...],
+        is_aligned: bool,
     ) -> Any:
         """The compiled kernel that was launched, or None from the interpreter."""
-        if not _aligned(tensors):
+        if not is_aligned:
             return kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
         compiled = self._compiled.get(name)
         if compiled is None:
@@ -206,6 +209,29 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
                 return False
             address |= x.data_ptr()
     return address % 16 == 0
+
+
+def _of_any_address(constant: Any) -> Any:
+    """A kernel's constant where tensors may begin anywhere."""
+    if isinstance(constant, Config):
+        return constant._replace(S_TOGETHER=1, T_TOGETHER=1)
+    return constant
+
+
+def _together(side: Side) -> int:
+    """Elements of q and k that lie together at a multiple of their size, in aligned tensors.
+
+    Triton knows of strides only whether they are multiples of 16. Where some are not, as with a
+    head_dim of 26, it would load elements one by one. 1 where it knows enough, or it is not known.
+    """
+    *outer_q, inner_q = side.q.stride()
+    *outer_k, inner_k = side.k.stride()
+    numbers = (side.head_dim, *outer_q, *outer_k, inner_q, inner_k)
+    if not all(isinstance(n, int) for n in numbers) or inner_q != 1 or inner_k != 1:
+        return 1
+    if all(n % 16 == 0 for n in (*outer_q, *outer_k)):
+        return 1
+    return math.gcd(16 // side.q.element_size(), side.head_dim, *outer_q, *outer_k)
 
 
 def _stage(problem: AttentionProblem, kernel: str) -> Stage:
@@ -287,6 +313,8 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         S_BLOCK_D=max(16, triton.next_power_of_2(student.head_dim)),
         T_DIM=teacher.head_dim,
         T_BLOCK_D=max(16, triton.next_power_of_2(teacher.head_dim)),
+        S_TOGETHER=_together(student),
+        T_TOGETHER=_together(teacher),
         S_SOFTCAP=student.softcap != 0.0,
         T_SOFTCAP=teacher.softcap != 0.0,
         S_BIAS=student.bias is not None,
