@@ -29,6 +29,7 @@ from torch_streamkl.launches.launch import (
     dot_precision,
     has_one_bias,
     triton_launch,
+    whole_heads_launch,
 )
 
 T = TypeVar("T")
@@ -84,7 +85,18 @@ class Plan:
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
         """Configuration of a kernel, by its name in `launch.triton_launch`."""
-        return self.kept(("stage", kernel), lambda: _stage(problem, kernel))
+        return self.kept(
+            ("stage", kernel), lambda: _stage_of(problem, triton_launch(problem, kernel))
+        )
+
+    def whole_heads(self, problem: AttentionProblem, student: bool) -> Stage | None:
+        """That of the kernel which computes dQ and dK of a side together, where it does."""
+
+        def make() -> tuple[Stage | None]:
+            launch = whole_heads_launch(problem, student)
+            return (None if launch is None else _stage_of(problem, launch),)
+
+        return self.kept(("whole heads", student), make)[0]
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
         """What make() gave the first time: it may depend on metadata only."""
@@ -234,8 +246,7 @@ def _together(side: Side) -> int:
     return math.gcd(16 // side.q.element_size(), side.head_dim, *outer_q, *outer_k)
 
 
-def _stage(problem: AttentionProblem, kernel: str) -> Stage:
-    launch = triton_launch(problem, kernel)
+def _stage_of(problem: AttentionProblem, launch: TritonLaunch) -> Stage:
     config = config_of(problem, launch)
     longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q
     num_blocks = triton.cdiv(longest, launch.block_m)
