@@ -35,10 +35,11 @@ HOPPER_VARIANTS = (*VARIANTS, "lengths", "window", "packed", "any order")
 PADDING = "padding"  # a mask of keys, for the portable kernels of attention in two dtypes
 EVERY_VARIANT = (*HOPPER_VARIANTS, PADDING)
 # a head-averaged teacher has kernels of its own; few queries split keys over programs; LM heads,
-# whole and as shards of the vocabulary, have rows of words instead of a head_dim
+# whole and as shards of the vocabulary, have rows of words instead of a head_dim; "whole heads" of
+# few keys have one kernel for dQ and dK
 OF_WORDS = ("LM head", "row program of words")
 WORK = (
-    "attention", "teacher", "few queries", "head mean", "hopper", "LM head",
+    "attention", "teacher", "few queries", "whole heads", "head mean", "hopper", "LM head",
     "row program", "row program of heads", "row program of words",
 )  # fmt: skip
 
@@ -61,6 +62,13 @@ def can_run(cell: Cell) -> bool:
     no_units = cell.dtype == "tf32" or (cell.dtype == "bf16" and cell.work not in OF_WORDS)
     if cell.target == "sm_75" and (no_units or (cell.dtype == "fp16" and cell.head_dim > 128)):
         return False  # the blocked implementation runs it
+    if cell.work == "whole heads":
+        return (
+            cell.target in ("sm_90", "sm_100", "sm_103")
+            and cell.dtype in ("bf16", "fp16")
+            and cell.head_dim in (32, 64)
+            and cell.variant in ("plain", "clamped", "js", PADDING)
+        )
     if cell.variant == PADDING:
         return cell.work == "attention" and cell.head_dim > 0 and cell.dtype in ("bf16", "fp32")
     if cell.work == "hopper":
@@ -83,7 +91,8 @@ def can_run(cell: Cell) -> bool:
 def problem(cell: Cell) -> AttentionProblem:
     """A causal problem of 32 query heads and 8 key heads (32 averaged ones for "head mean")."""
     long = 4096 if cell.variant == "any order" else 1024  # small problems are summed in order
-    seqlen_q, seqlen_k = (1, 8192) if cell.work == "few queries" else (long, long)
+    seqlens = {"few queries": (1, 8192), "whole heads": (128, 128)}
+    seqlen_q, seqlen_k = seqlens.get(cell.work, (long, long))
     head_mean = cell.work == "head mean"
 
     def empty(*shape: int, dtype: torch.dtype = DTYPES[cell.dtype]) -> torch.Tensor:
@@ -293,6 +302,7 @@ def launches_of(cell: Cell) -> list[Launch]:
                 "attention": (portable, True, student),
                 "teacher": (portable, False, teacher),
                 "few queries": (portable, True, None),
+                "whole heads": (portable, False, Wanted(True, True, True, True)),
                 "head mean": (head_mean_launches, True, Wanted(True, True, True, True)),
                 "hopper": (hopper, True, student),
             }[cell.work]

@@ -120,8 +120,7 @@ def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPat
 
     kernels = {
         "forward_kernel": (forward, FakeKernel()),
-        "dq_kernel": (backward, FakeKernel()),
-        "dk_kernel": (backward, FakeKernel()),
+        "dq_dk_kernel": (backward, FakeKernel()),
     }
     for name, (module, kernel) in kernels.items():
         monkeypatch.setattr(module, name, kernel)
@@ -138,8 +137,7 @@ def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPat
         assert grads[2:] == (None, None)
         outputs = {
             "forward_kernel": (value, *stats),
-            "dq_kernel": (grads[0],),
-            "dk_kernel": (grads[1],),
+            "dq_dk_kernel": grads[:2],
         }
         for name, results in outputs.items():
             last = _by_address(kernels[name][1].launches[-1])

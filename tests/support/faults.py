@@ -25,6 +25,10 @@ def _triton(*names: str) -> str:
     return " ".join(f"{file}::test_feature[{name}]" for name in names)
 
 
+def _whole_heads(name: str) -> str:
+    return f"test_attention_triton_interpreted.py::test_whole_heads[{name}-27]"
+
+
 FUNCTIONAL = "torch_streamkl/divergences/functional.py"
 ROWSTATE = "torch_streamkl/divergences/row_state.py"
 STREAMING = "torch_streamkl/attention/blocked.py"
@@ -368,6 +372,26 @@ FAULTS = (
         "tl.trans(d.to(q.dtype))",
         _triton("forward_kl"),
         True,
+    ),
+    Fault(
+        BACKWARD,
+        "sums += (with_rows(acc[n], d,",
+        "sums += (with_rows(acc[0], d,",
+        _whole_heads("forward_kl"),
+        True,
+    ),
+    Fault(
+        BACKWARD,
+        "dq *= (grad * scale)[:, None]",
+        "dq *= scale",
+        _whole_heads("forward_kl"),
+        True,
+    ),
+    Fault(
+        "torch_streamkl/attention/triton/plans.py",
+        "return constant._replace(S_TOGETHER=1, T_TOGETHER=1)",
+        "return constant",
+        "test_offline_compile.py::test_elements_that_lie_together",
     ),
     # -------------------------------------------------------------------------------- launches
     Fault(

@@ -76,6 +76,8 @@ class Config(NamedTuple):
     S_BLOCK_D: int
     T_DIM: int
     T_BLOCK_D: int
+    S_TOGETHER: int  # elements of q and k at a multiple of their size, if no stride tells Triton
+    T_TOGETHER: int
     S_SOFTCAP: bool
     T_SOFTCAP: bool
     S_BIAS: bool

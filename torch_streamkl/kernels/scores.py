@@ -95,11 +95,18 @@ def bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG: tl.constexp
 
 @triton.jit
 def load_tile(
-    ptr, offs, num, stride, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr
-):
-    """Rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0."""
+    ptr, offs, num, stride, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHECK: tl.constexpr, TOGETHER: tl.constexpr = 1,
+):  # fmt: skip
+    """Rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0.
+
+    So many elements TOGETHER lie at a multiple of their size.
+    """
     offs_d = tl.arange(0, BLOCK_D)
     ptrs = ptr + offs.to(tl.int64)[:, None] * stride + offs_d[None, :] * stride_d
+    if TOGETHER > 1:
+        size: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        ptrs = tl.multiple_of(ptrs, [size, TOGETHER * size])
     if CHECK:
         return tl.load(ptrs, mask=(offs[:, None] < num) & (offs_d[None, :] < DIM), other=0.0)
     elif DIM != BLOCK_D:
@@ -110,12 +117,16 @@ def load_tile(
 
 @triton.jit
 def student_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
-    return load_tile(ptr, offs, num, stride, stride_d, CONFIG.S_DIM, CONFIG.S_BLOCK_D, CHECK)
+    return load_tile(
+        ptr, offs, num, stride, stride_d, CONFIG.S_DIM, CONFIG.S_BLOCK_D, CHECK, CONFIG.S_TOGETHER
+    )
 
 
 @triton.jit
 def teacher_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
-    return load_tile(ptr, offs, num, stride, stride_d, CONFIG.T_DIM, CONFIG.T_BLOCK_D, CHECK)
+    return load_tile(
+        ptr, offs, num, stride, stride_d, CONFIG.T_DIM, CONFIG.T_BLOCK_D, CHECK, CONFIG.T_TOGETHER
+    )
 
 
 @triton.jit

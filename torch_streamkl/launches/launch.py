@@ -588,8 +588,7 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
 
     With a head-averaged teacher that of "lse", "mean", or "forward": all that read the mean.
     """
-    q = problem.student.q
-    device = q.device
+    device = problem.student.q.device
     measured = measured_launch(problem, kernel)
     if measured is not None:
         launch = TritonLaunch(
@@ -598,14 +597,50 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
     elif device.type != "cuda":  # the interpreter: small tiles, so that small tests have several
         launch = TritonLaunch(32 if kernel == "mean" else 16, 16, 4, 1)
     else:
-        dims = (_padded(problem.student.head_dim), _padded(problem.teacher.head_dim))
-        is_full = q.dtype == torch.float32 and dot_precision(q) == "ieee"
-        operands = tiles.Operands(dims, q.element_size(), is_full)
         choose = tiles.head_mean_launch if problem.head_mean else tiles.default_launch
-        launch = choose(kernel, operands, gpu_of(device))
+        launch = choose(kernel, _operands(problem), gpu_of(device))
     if kernel == "dk":
         return launch
     return replace(launch, num_splits=_num_splits(problem, launch))
+
+
+WHOLE_HEADS_FEW_ROWS = 128  # dQ and dK would have as many programs one after the other
+
+
+def whole_heads_launch(problem: AttentionProblem, student: bool) -> TritonLaunch | None:
+    """Configuration of "dq_dk", which computes both gradients of a side; None: two kernels do.
+
+    A program has a head's rows one after the other. Few heads of many rows leave a GPU idle, which
+    dQ by blocks of rows does not.
+    """
+    packed = problem.is_packed
+    keys = problem.max_seqlen_k if packed else problem.seqlen_k
+    rows = problem.max_seqlen_q if packed else problem.seqlen_q
+    if not isinstance(keys, int) or keys == 0:  # few or many: a symbolic size is not asked
+        return None
+    device = problem.student.q.device
+    if device.type != "cuda":  # the interpreter: up to two of its tiles
+        return TritonLaunch(16, 16, 4, 1) if keys <= 32 else None
+    programs = hint_of(problem.batch) * _sequences(problem) * problem.num_heads
+    if hint_of(rows) > WHOLE_HEADS_FEW_ROWS and programs < multiprocessors(device):
+        return None
+    side = problem.student if student else problem.teacher
+    has_padding = problem.mask is not None and problem.mask.shape[1:3] == (1, 1)
+    has_mask = problem.mask is not None and not has_padding
+    if has_mask or any(
+        x.bias is not None or x.softcap for x in (problem.student, problem.teacher)
+    ):
+        return None  # up to 192 bytes of a thread would spill
+    return tiles.whole_heads_launch(
+        _padded(side.head_dim), keys, has_padding, _operands(problem), gpu_of(device)
+    )
+
+
+def _operands(problem: AttentionProblem) -> tiles.Operands:
+    q = problem.student.q
+    dims = (_padded(problem.student.head_dim), _padded(problem.teacher.head_dim))
+    is_full = q.dtype == torch.float32 and dot_precision(q) == "ieee"
+    return tiles.Operands(dims, q.element_size(), is_full)
 
 
 def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | None:

@@ -136,12 +136,12 @@ def backward(
         (*plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride),
         (*tensors_of(problem), grad, stats.student, stats.teacher),
     )
-    return (
-        _dq(problem, plan, shared, student=True) if wanted.student_q else None,
-        _dk(problem, plan, shared, student=True) if wanted.student_k else None,
-        _dq(problem, plan, shared, student=False) if wanted.teacher_q else None,
-        _dk(problem, plan, shared, student=False) if wanted.teacher_k else None,
-    )
+    sides = (wanted.student_q, wanted.student_k), (wanted.teacher_q, wanted.teacher_k)
+    found = [
+        _gradients(problem, plan, shared, of_q, of_k, student)
+        for (of_q, of_k), student in zip(sides, (True, False), strict=True)
+    ]
+    return *found[0], *found[1]
 
 
 class Shared(NamedTuple):
@@ -149,6 +149,43 @@ class Shared(NamedTuple):
 
     arguments: tuple[Any, ...]  # the first ones of the kernels
     tensors: tuple[Tensor | None, ...]  # of Plan.run
+
+
+def _gradients(
+    problem: AttentionProblem, plan: Plan, shared: Shared, of_q: bool, of_k: bool, student: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of one side."""
+    whole = plan.whole_heads(problem, student) if of_q and of_k else None
+    if whole is not None:
+        return _dq_dk(problem, plan, whole, shared, student)
+    return (
+        _dq(problem, plan, shared, student) if of_q else None,
+        _dk(problem, plan, shared, student) if of_k else None,
+    )
+
+
+def _dq_dk(
+    problem: AttentionProblem, plan: Plan, stage: Stage, shared: Shared, student: bool
+) -> tuple[Tensor, Tensor]:
+    side = problem.student if student else problem.teacher
+    programs = side.num_kv_heads * plan.num_sequences
+    group = problem.num_heads // side.num_kv_heads
+    num_shares = key_shares(problem, group, programs, resident=2)
+    dq, shares = new_shares(side.q, 1), new_shares(side.k, num_shares)
+    plan.run(
+        ("dq_dk", student),
+        bwd.dq_dk_kernel,
+        (programs * num_shares, 1, 1),
+        (
+            *shared.arguments, dq, *share_strides(dq)[1:], shares, *share_strides(shares),
+            side.scale / problem.temperature, problem.num_heads, group, group // num_shares,
+            plan.inv_temperature,
+        ),
+        (student, stage.num_key_blocks, plan.form, plan.helper, stage.config),
+        stage.options,
+        shared.tensors,
+    )  # fmt: skip
+    return dq, sum_of_shares(shares, side.k)
 
 
 def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:

@@ -29,6 +29,7 @@ from torch_streamkl.launches.launch import (
     dot_precision,
     has_one_bias,
     triton_launch,
+    whole_heads_launch,
 )
 
 T = TypeVar("T")
@@ -84,7 +85,18 @@ class Plan:
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
         """Configuration of a kernel, by its name in `launch.triton_launch`."""
-        return self.kept(("stage", kernel), lambda: _stage(problem, kernel))
+        return self.kept(
+            ("stage", kernel), lambda: _stage_of(problem, triton_launch(problem, kernel))
+        )
+
+    def whole_heads(self, problem: AttentionProblem, student: bool) -> Stage | None:
+        """That of the kernel which computes dQ and dK of a side together, where it does."""
+
+        def make() -> tuple[Stage | None]:
+            launch = whole_heads_launch(problem, student)
+            return (None if launch is None else _stage_of(problem, launch),)
+
+        return self.kept(("whole heads", student), make)[0]
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
         """What make() gave the first time: it may depend on metadata only."""
@@ -114,7 +126,10 @@ class Plan:
         ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
         another kernel for.
         """
-        launch = (name, kernel, grid, arguments, constants, options, tensors)
+        is_aligned = _aligned(tensors)
+        if not is_aligned:
+            constants = tuple(map(_of_any_address, constants))
+        launch = (name, kernel, grid, arguments, constants, options, is_aligned)
         observer = recorded.active()
         if observer is not None:
             start = functools.partial(self._launch_on_device, *launch)
@@ -137,10 +152,10 @@ class Plan:
         arguments: tuple[Any, ...],
         constants: tuple[Any, ...],
         options: dict[str, int],
-        tensors: tuple[Tensor | None, ...],
+        is_aligned: bool,
     ) -> Any:
         """The compiled kernel that was launched, or None from the interpreter."""
-        if not _aligned(tensors):
+        if not is_aligned:
             return kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
         compiled = self._compiled.get(name)
         if compiled is None:
@@ -208,8 +223,30 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
     return address % 16 == 0
 
 
-def _stage(problem: AttentionProblem, kernel: str) -> Stage:
-    launch = triton_launch(problem, kernel)
+def _of_any_address(constant: Any) -> Any:
+    """A kernel's constant where tensors may begin anywhere."""
+    if isinstance(constant, Config):
+        return constant._replace(S_TOGETHER=1, T_TOGETHER=1)
+    return constant
+
+
+def _together(side: Side) -> int:
+    """Elements of q and k that lie together at a multiple of their size, in aligned tensors.
+
+    Triton knows of strides only whether they are multiples of 16. Where some are not, as with a
+    head_dim of 26, it would load elements one by one. 1 where it knows enough, or it is not known.
+    """
+    *outer_q, inner_q = side.q.stride()
+    *outer_k, inner_k = side.k.stride()
+    numbers = (side.head_dim, *outer_q, *outer_k, inner_q, inner_k)
+    if not all(isinstance(n, int) for n in numbers) or inner_q != 1 or inner_k != 1:
+        return 1
+    if all(n % 16 == 0 for n in (*outer_q, *outer_k)):
+        return 1
+    return math.gcd(16 // side.q.element_size(), side.head_dim, *outer_q, *outer_k)
+
+
+def _stage_of(problem: AttentionProblem, launch: TritonLaunch) -> Stage:
     config = config_of(problem, launch)
     longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q
     num_blocks = triton.cdiv(longest, launch.block_m)
@@ -287,6 +324,8 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         S_BLOCK_D=max(16, triton.next_power_of_2(student.head_dim)),
         T_DIM=teacher.head_dim,
         T_BLOCK_D=max(16, triton.next_power_of_2(teacher.head_dim)),
+        S_TOGETHER=_together(student),
+        T_TOGETHER=_together(teacher),
         S_SOFTCAP=student.softcap != 0.0,
         T_SOFTCAP=teacher.softcap != 0.0,
         S_BIAS=student.bias is not None,
