@@ -24,6 +24,8 @@ CELLS = [
         ("attention", "padding"),
         ("few queries", "plain"),
         ("few queries", "js"),
+        ("whole heads", "padding"),
+        ("whole heads", "js"),
         ("head mean", "masks"),
         ("hopper", "js"),
         ("hopper", "masks"),
