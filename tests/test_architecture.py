@@ -33,6 +33,7 @@ STAGES = (
     "inductor_lowering",
     "inductor_kernels",
     "gradients_in_forward",
+    "eager_sums",
     "inductor_passes",
     "backend",
     "leaves",
