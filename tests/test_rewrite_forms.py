@@ -305,6 +305,26 @@ def test_a_factor_of_every_element(factor: float) -> None:
     fused(loss, Program().inputs()[:4])
 
 
+@pytest.mark.parametrize("trained", ["one", "two"])
+@pytest.mark.parametrize("has_entropy", [True, False])
+def test_one_distribution_and_two_others_in_one_expression(
+    trained: str, has_entropy: bool
+) -> None:
+    """Two sites of one sum, each with its own factor."""
+
+    def loss(ak: Tensor, aq: Tensor, bk: Tensor, bq: Tensor, ck: Tensor, cq: Tensor) -> Tensor:
+        a, b, c = ((q @ k.mT).log_softmax(-1) for q, k in ((aq, ak), (bq, bk), (cq, ck)))
+        entropy = 2.5 * a if has_entropy else 0.0
+        return (a.exp() * (entropy - 0.5 * b - 2.0 * c)).sum(-1).mean()
+
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, 3, n, 4) for n in (7, 5) * 3]
+    for x in inputs[:2] if trained == "one" else inputs[2:]:
+        x.requires_grad_()
+    (site,) = fused(loss, inputs).report.sites
+    assert site.form.count("; ") == 1, site.form
+
+
 def test_gradient_of_a_learned_temperature() -> None:
     def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, log_scale: Tensor) -> Tensor:
         s = sq @ sk.mT * log_scale.exp()

@@ -435,7 +435,7 @@ FAULTS = (
         "fx_passes/planning/divergence_forms.py",
         "pair = (Functional.of(DIVERGENCES[name]).expr, a, b, -c[(a, b)])",
         "pair = (Functional.of(DIVERGENCES[name]).expr, a, b, c[(a, b)])",
-        f"{REWRITE}test_spellings test_corpus.py",
+        f"{REWRITE}test_one_distribution_and_two_others_in_one_expression",
     ),
     Fault(
         "fx_passes/lowering/calls.py",
