@@ -181,9 +181,14 @@ def main(argv: list[str] | None = None) -> int:
     # multicast is not available in every container, and these messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _rank, (options, record, f"{folder}/store"), nprocs=options.processes
-        )
+        # without a GPU they are forked from one that has imported this, and done nothing else
+        method = "spawn" if options.device == "cuda" else "forkserver"
+        if method == "forkserver":
+            torch.multiprocessing.get_context(method).set_forkserver_preload([_rank.__module__])
+        torch.multiprocessing.start_processes(
+            _rank, (options, record, f"{folder}/store"), nprocs=options.processes,
+            start_method=method,
+        )  # fmt: skip
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.bodies import inductor_without_code
 from tests.support.comparing import Outcome, compare, refusals
 
 ROWS, WIDTH, TEACHER, VOCAB, RANK = 7, 12, 20, 50, 3
@@ -101,8 +103,15 @@ def test_an_adapter_of_the_teacher() -> None:
     fused(loss, inputs(trains_w=True))
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_labels_and_shifted_tokens(inner: str) -> None:
+@pytest.mark.parametrize(
+    ("inner", "code"),
+    [
+        pytest.param("aot_eager", contextlib.nullcontext, id="aot_eager"),
+        pytest.param("inductor", inductor_without_code, id="inductor"),
+        pytest.param("inductor", contextlib.nullcontext, id="its code", marks=pytest.mark.slow),
+    ],
+)
+def test_labels_and_shifted_tokens(inner: str, code: Callable[[], Any]) -> None:
     """The loss of a causal model: KL and cross-entropy of shifted logits."""
 
     def loss(x, w, a, b, bias, xt, wt, labels):  # type: ignore[no-untyped-def]
@@ -111,7 +120,8 @@ def test_labels_and_shifted_tokens(inner: str) -> None:
         kl = F.kl_div((s / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="batchmean")
         return F.cross_entropy(s, labels[:, 1:].reshape(-1)) + 4 * kl
 
-    fused(loss, inputs(), inner=inner)
+    with code():
+        fused(loss, inputs(), inner=inner)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

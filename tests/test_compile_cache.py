@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ def _copy_of_the_package(root: Path) -> Path:
     return package
 
 
-def _run(root: Path, *requests: str) -> list[dict[str, Any]]:
+@contextmanager
+def _processes(root: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """Calls answer requests in a new process each, which has imported nothing of ours before."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(root),
@@ -45,12 +49,26 @@ def _run(root: Path, *requests: str) -> list[dict[str, Any]]:
         # with an empty cache every vector instruction set would be tried out first
         "TORCHINDUCTOR_VEC_ISA_OK": "0",
     }
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *requests]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, cwd=root, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    pipe, errors = subprocess.PIPE, root / "errors"
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=root
+        ) as server,
+    ):
+        assert server.stdin is not None and server.stdout is not None
+
+        def run(*requests: str) -> list[dict[str, Any]]:
+            print(*requests, file=server.stdin, flush=True)
+            for line in server.stdout:
+                if line.startswith("["):
+                    return json.loads(line)
+            raise AssertionError(errors.read_text()[-3000:])
+
+        yield run
+        server.stdin.close()
+        assert server.wait() == 0, errors.read_text()[-3000:]
 
 
 def _uses(result: dict[str, Any]) -> tuple[int, int, int]:
@@ -61,27 +79,28 @@ def _uses(result: dict[str, Any]) -> tuple[int, int, int]:
 def test_changed_code_or_option_is_a_miss_and_the_same_a_hit(tmp_path: Path) -> None:
     package = _copy_of_the_package(tmp_path)
     front_ends = ("backend", "inductor_options")
-    eager, *first = _run(tmp_path, "eager", *front_ends)
-    for result in first:
-        assert _uses(result) == (0, 1, 0)
-        assert result["gradient"] == pytest.approx(eager["gradient"], abs=1e-6)
+    with _processes(tmp_path) as run:
+        eager, *first = run("eager", *front_ends)
+        for result in first:
+            assert _uses(result) == (0, 1, 0)
+            assert result["gradient"] == pytest.approx(eager["gradient"], abs=1e-6)
 
-    *again, backend_option, inductor_option = _run(
-        tmp_path, *front_ends, "backend,strict", "inductor_options,strict"
-    )
-    for result, before in zip(again, first, strict=True):
-        assert _uses(result) == (1, 0, 0)
-        assert result["gradient"] == before["gradient"]
-    for result in (backend_option, inductor_option):
-        assert _uses(result) == (0, 1, 0)
+        *again, backend_option, inductor_option = run(
+            *front_ends, "backend,strict", "inductor_options,strict"
+        )
+        for result, before in zip(again, first, strict=True):
+            assert _uses(result) == (1, 0, 0)
+            assert result["gradient"] == before["gradient"]
+        for result in (backend_option, inductor_option):
+            assert _uses(result) == (0, 1, 0)
 
-    operators = package / "attention" / "ops.py"
-    text, count = FORMULA.subn(NEGATED, operators.read_text())
-    assert count == 1
-    operators.write_text(text)
-    for result in _run(tmp_path, *front_ends):
-        assert _uses(result) == (0, 1, 0)
-        assert result["gradient"] == pytest.approx([-x for x in eager["gradient"]], abs=1e-6)
+        operators = package / "attention" / "ops.py"
+        text, count = FORMULA.subn(NEGATED, operators.read_text())
+        assert count == 1
+        operators.write_text(text)
+        for result in run(*front_ends):
+            assert _uses(result) == (0, 1, 0)
+            assert result["gradient"] == pytest.approx([-x for x in eager["gradient"]], abs=1e-6)
 
 
 def test_every_source_file_is_part_of_the_key(tmp_path: Path) -> None:

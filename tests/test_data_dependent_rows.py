@@ -99,10 +99,7 @@ def _without_code() -> Iterator[None]:
     """Inductor's graphs are interpreted: what it generates is not what this is about."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with (
-        inductor_without_code(),
-        torch._inductor.config.patch(force_disable_caches=True),
-    ):
+    with inductor_without_code():
         yield
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
-from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
+from tests.support.bodies import (
+    bodies_as_written,  # noqa: F401  # a fixture
+    inductor_without_code,
+)
 from torch_streamkl import attention_kl
 from torch_streamkl.attention import ops, panels
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
@@ -134,7 +139,14 @@ def test_two_sites_of_one_graph() -> None:
         torch.testing.assert_close(got, y, rtol=1e-10, atol=1e-12)
 
 
-def test_through_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(inductor_without_code, id="inductor"),
+        pytest.param(contextlib.nullcontext, id="its code", marks=pytest.mark.slow),
+    ],
+)
+def test_through_inductor(code: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded batch of another dtype: what training on a CPU runs."""
     moved: list[int] = []
     original = inductor_passes.compute_in_forward
@@ -154,7 +166,7 @@ def test_through_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         return (rows * counts).sum() / counts.sum()
 
     expected = torch.autograd.grad(loss(*inputs), inputs[:2])
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with code(), torch._inductor.config.patch(force_disable_caches=True):
         step = torch.compile(loss, backend="streamkl")
         found = torch.autograd.grad(step(*inputs), inputs[:2])
     assert moved == [1]

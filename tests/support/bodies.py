@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch._inductor.compile_fx
+import torch._inductor.config
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx
 
@@ -30,7 +31,7 @@ def bodies_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "find", _as_written)
 
 
-@contextmanager
+@contextlib.contextmanager
 def inductor_without_code() -> Iterator[None]:
     """Inside, Inductor's graphs are interpreted: its passes run, ours too, and no compiler."""
 
@@ -39,7 +40,10 @@ def inductor_without_code() -> Iterator[None]:
 
     compile_fx = torch._inductor.compile_fx.compile_fx
     without_code = functools.partial(compile_fx, inner_compile=interpreted)
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch._inductor.config.patch(force_disable_caches=True),  # they hold what was generated
+    ):
         patch.setattr(torch._inductor.compile_fx, "compile_fx", without_code)
         patch.setattr(compiled, "find", _as_written)
         yield

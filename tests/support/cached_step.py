@@ -1,20 +1,21 @@
-"""A process of test_compile_cache.py: compile one step, print its gradient and its cache use.
+"""Processes of test_compile_cache.py: compile one step, print its gradient and its cache use.
 
-Each argument is a front end with the options to switch on, such as ``backend,strict``.
+Each line of input is for a new process, forked from one that has imported torch and nothing of
+ours: front ends with the options to switch on, such as ``backend,strict``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx
 import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.utils import counters
-
-import torch_streamkl
 
 EVENTS = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass")
 
@@ -26,6 +27,8 @@ def loss(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
 
 
 def run(front_end: str, options: dict[str, Any]) -> dict[str, Any]:
+    import torch_streamkl  # as its files are now
+
     torch._dynamo.reset()
     counters.clear()
     generator = torch.Generator().manual_seed(0)
@@ -47,9 +50,20 @@ def run(front_end: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def answer(requests: list[str]) -> None:
     results = []
-    for request in sys.argv[1:]:
+    for request in requests:
         front_end, *options = request.split(",")
         results.append(run(front_end, dict.fromkeys(options, True)))
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    assert not any(name.startswith("torch_streamkl") for name in sys.modules)
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            answer(line.split())
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit("a process failed")
