@@ -6,11 +6,10 @@ nothing. The public functions tell the sum what it is of; here the calls of a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import remember_inputs
@@ -29,8 +28,17 @@ def row_program_sum(*args: Any, **kwargs: Any) -> Any:
 
 def _once(operator: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     results = operator(*args, **kwargs)
-    remember_inputs(results[0], tree_leaves((args, kwargs)))
+    remember_inputs(results[0], _flat([*args, *kwargs.values()]))
     return results
+
+
+def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Arguments, and what is in those that are lists."""
+    for x in arguments:
+        if isinstance(x, list | tuple):
+            yield from x
+        else:
+            yield x
 
 
 CALLS = {
