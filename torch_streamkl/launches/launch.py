@@ -77,6 +77,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def padded_dim(dim: int) -> int:
+    """Dimensions of a tile that holds so many."""
+    return max(16, next_power_of_2(dim))
+
+
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")
 MAX_TRITON_HEAD_DIM = 256
 MAX_HALF_HEAD_DIM_OF_TURING = 128  # beyond, 2 KB of a thread's registers spill
@@ -632,13 +637,13 @@ def whole_heads_launch(problem: AttentionProblem, student: bool) -> TritonLaunch
     ):
         return None  # up to 192 bytes of a thread would spill
     return tiles.whole_heads_launch(
-        _padded(side.head_dim), keys, has_padding, _operands(problem), gpu_of(device)
+        padded_dim(side.head_dim), keys, has_padding, _operands(problem), gpu_of(device)
     )
 
 
 def _operands(problem: AttentionProblem) -> tiles.Operands:
     q = problem.student.q
-    dims = (_padded(problem.student.head_dim), _padded(problem.teacher.head_dim))
+    dims = (padded_dim(problem.student.head_dim), padded_dim(problem.teacher.head_dim))
     is_full = q.dtype == torch.float32 and dot_precision(q) == "ieee"
     return tiles.Operands(dims, q.element_size(), is_full)
 
@@ -676,16 +681,12 @@ def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
     )
     return LaunchKey(
         kernel,
-        _padded(problem.student.head_dim),
-        _padded(problem.teacher.head_dim),
+        padded_dim(problem.student.head_dim),
+        padded_dim(problem.teacher.head_dim),
         problem.student.q.element_size(),
         problem.window_right is not None,
         max(hint_of(n) for n in lengths),
     )
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:

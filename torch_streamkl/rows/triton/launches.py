@@ -18,7 +18,7 @@ from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.kernels.row_state import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.launches.devices import gpu_limit, gpu_of
-from torch_streamkl.launches.launch import ceil_div, dot_precision, matmul_limit, next_power_of_2
+from torch_streamkl.launches.launch import ceil_div, dot_precision, matmul_limit, padded_dim
 from torch_streamkl.launches.tiles import (
     LEAST,
     Operands,
@@ -325,11 +325,6 @@ def arguments_of(
     if problem.mask is not None:
         found.update(_capture_argument("mask", problem.mask, "pair"))
     return found
-
-
-def padded_dim(dim: int) -> int:
-    """Dimensions of a tile."""
-    return max(16, next_power_of_2(dim))
 
 
 def _stride(x: Tensor, dim: int) -> int:
