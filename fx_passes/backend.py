@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites
-from torch_streamkl.fx_passes.eager_sums import refuse_second_derivatives
 from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
@@ -91,7 +90,6 @@ def streamkl(
         rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"))
     inner = ours["streamkl.inner"]
     if inner == "eager":
-        refuse_second_derivatives(gm)
         return gm.forward
     if inner == "aot_eager":
         aot_eager = later("torch._dynamo.backends.debugging", "aot_eager")

@@ -23,6 +23,7 @@ from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
 from torch_streamkl.fx_passes.fx_utils.torch_names import later
+from torch_streamkl.once import once_factor
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 log = logging.getLogger("torch_streamkl.rewrite")
@@ -108,6 +109,10 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
         factors = _Factors(graph, late, behind).of(grad)
         if factors is None or _value(factors.number).dim() != 0:
             return False
+        number = factors.number
+        if kept := list(dict.fromkeys(x for n in inputs if (x := _viewed(n)) is not None)):
+            once = _call(graph, once_factor, number, kept)  # see once.py
+            number = _call(graph, aten.mul.Tensor, number, once)
         call = _call(graph, attention_kl_with_gradients, factors.weight, wanted, *given)
         results: dict[fx.Node, fx.Node] = {}
         for part in backward.users:
@@ -115,7 +120,7 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
             assert isinstance(index, int)
             result = _call(graph, operator.getitem, call, 3 + index)
             if wanted[index]:  # type: ignore[index]  # a list of bools
-                result = _call(graph, aten.mul.Tensor, result, factors.number)
+                result = _call(graph, aten.mul.Tensor, result, number)
                 dtype = _value(part).dtype
                 if _value(result).dtype != dtype:
                     result = _call(graph, prims.convert_element_type.default, result, dtype)
@@ -224,6 +229,13 @@ class _Factors:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(self.graph, target, *args, **kwargs)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The input of the graph that an operand is, in another shape."""
+    while node.target in PER_DIMENSION | RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node.op == "placeholder" else None
 
 
 def _same_shape(a: Any, b: Any) -> bool:

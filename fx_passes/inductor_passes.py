@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 import torch_streamkl
-from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites
+from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_once, inductor_sites
 from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
@@ -58,6 +58,7 @@ class JointPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         inductor_sites.install()
         inductor_kernels.install()
+        inductor_once.install()
         compute_in_forward(graph)
         for node in graph.nodes:
             if node.op == "call_function":

@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.capture.retrace import Trace, fake_mode_of, trace_
 from torch_streamkl.fx_passes.followup.hard_labels import share_labels
 from torch_streamkl.fx_passes.followup.late_writes import read_after_writes
 from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
+from torch_streamkl.fx_passes.followup.once import refuse_second_derivatives
 from torch_streamkl.fx_passes.followup.row_counts import reread_counts, symbols_of_counts
 from torch_streamkl.fx_passes.followup.row_sums import sum_rows_in_forward
 from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
@@ -257,6 +258,8 @@ def _rewrite_graph(
         report.notes += share_labels(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
         sum_rows_in_forward(graph, builder)
+        if not has_dtensors(gm.graph):  # of which AOTAutograd keeps shards
+            refuse_second_derivatives(graph, builder)
         removed += remove_dead(graph, region.nodes, unused, views)
     read_again = read_after_writes(graph, late)
     if read_again:

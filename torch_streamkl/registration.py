@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import Library
 from torch.utils.flop_counter import register_flop_formula
@@ -82,41 +81,3 @@ def register_no_double_backward(lib: Library, name: str) -> None:
         )
 
     torch.library.register_autograd(f"{NAMESPACE}::{name}_backward", refuse, lib=lib)
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that has no derivative of its own, whatever it was computed from."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *_: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            "a sum whose gradients are computed in the forward can be differentiated once; use "
-            "impl='reference' for higher derivatives"
-        )
-
-
-def remember_inputs(total: Tensor, inputs: Iterable[Any]) -> None:
-    """Tell the backward of a sum what the sum is of: `once_differentiable` needs it.
-
-    Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
-    the way to each of them. Empty tensors behind them keep none of their memory.
-    """
-    if torch.compiler.is_compiling() or total.grad_fn is None or type(total) is not Tensor:
-        return
-    with torch.enable_grad():
-        total.grad_fn.sum_is_of = [  # type: ignore[attr-defined]
-            (x if x.dim() else x[None])[:0].clone()
-            for x in inputs
-            if isinstance(x, Tensor) and x.requires_grad
-        ]
-
-
-def once_differentiable(gradient: Tensor, ctx: Any) -> Tensor:
-    """A gradient that ``ctx`` holds from the forward, with an error as its derivative."""
-    inputs = getattr(ctx, "sum_is_of", None) or [torch.ones((), requires_grad=True)]
-    result: Tensor = _Once.apply(gradient, *inputs)
-    return result

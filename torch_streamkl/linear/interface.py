@@ -14,7 +14,7 @@ from torch_streamkl import checks
 from torch_streamkl.divergences.names import divergence_text
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import reference as linear_reference
-from torch_streamkl.registration import remember_inputs
+from torch_streamkl.once import differentiable_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -321,8 +321,7 @@ def _sum_in_forward(
         total = linear.total(arguments, options, places)
     else:
         total = linear_ops.linear_kl_sum(*arguments, **options)[0]
-        remember_inputs(total, (*arguments, *options.values()))
-    return total
+    return differentiable_once(total, (*arguments, *options.values()))
 
 
 def _per_token(

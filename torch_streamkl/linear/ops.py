@@ -31,7 +31,6 @@ from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 from torch_streamkl.registration import (
     NAMESPACE,
-    once_differentiable,
     register,
     register_no_double_backward,
 )
@@ -427,23 +426,18 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     in_place = may_overwrite(stored)
     for index, gradient in zip(positions, stored, strict=False):
         if needs[index]:
-            grads[index] = scaled(gradient, grad, in_place, ctx)
+            grads[index] = scaled(gradient, grad, in_place)
     for index, rows, dtype in zip(
         (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
         if needs[index]:
-            grads[index] = scaled(rows, grad, False, ctx).to(dtype)
+            grads[index] = scaled(rows, grad, False).to(dtype)
     return tuple(grads)
 
 
-def scaled(stored: Tensor, factor: Tensor, in_place: bool, ctx: Any) -> Tensor:
-    """A stored gradient times the gradient of the sum that it is of.
-
-    Its derivative by the factor is known, that by what the sum is of is not: nothing recorded it.
-    """
+def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    """A stored gradient times the gradient of the sum that it is of (see once.py)."""
     if not in_place:
-        if torch.is_grad_enabled() and type(stored) is Tensor:  # compilers have their own refusal
-            stored = once_differentiable(stored, ctx)
         return (stored * factor).to(stored.dtype)
     if not stored.is_cuda or stored.dtype == torch.float64:
         return stored.mul_(factor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
-from torch_streamkl.registration import remember_inputs
+from torch_streamkl.once import differentiable_once
 from torch_streamkl.rows import derive, op, reference, tensors
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
@@ -153,8 +153,7 @@ def row_program(
             wanted = [x.requires_grad for x in inputs.tensors]
             arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
             total: Tensor = op.row_program_sum(*arguments)[0]
-            remember_inputs(total, inputs.tensors)
-            return total
+            return differentiable_once(total, inputs.tensors)
     if impl == "reference":
         results = reference.forward(problem)
     else:

@@ -316,7 +316,7 @@ def _sum_autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         in_place = linear_ops.may_overwrite(stored)  # NOTE [Multiplying stored gradients]
         for i, (x, need) in enumerate(zip(stored, ctx.is_needed, strict=False)):
             if need:
-                found[i] = linear_ops.scaled(x, grad, in_place, ctx)
+                found[i] = linear_ops.scaled(x, grad, in_place)
     return found, [None] * num_row_tensors, None, None, None, None
 
 
