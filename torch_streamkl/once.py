@@ -51,7 +51,7 @@ def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
 
 
 def _no_elements(x: Tensor) -> Tensor:
-    return (x if x.dim() else x[None]).narrow_copy(0, 0, 0)
+    return (x if x.dim() else x[None]).narrow(0, 0, 0).clone()  # of a view the memory would stay
 
 
 def _once(x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
