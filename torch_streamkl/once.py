@@ -74,7 +74,9 @@ def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:
     is_kept = type(grad) is not Tensor or torch.is_grad_enabled()  # traced, or create_graph
     if grad is None or not is_kept:
         return grad
-    return grad * once_factor(grad.detach(), list(inputs))
+    # what is traced is not recorded, and a batch of gradients knows no view of itself
+    factor_of = grad.detach() if torch.is_grad_enabled() else grad
+    return grad * once_factor(factor_of, list(inputs))
 
 
 class _Once(torch.autograd.Function):
@@ -114,8 +116,14 @@ def _vmap_factor(
     return once_factor(grad, inputs), in_dims[0]
 
 
+def _batched_factor(grad: Tensor, inputs: list[Tensor]) -> Tensor:
+    """For ``is_grads_batched=True``, an older vmap that has no rule for lists of tensors."""
+    return torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
+
+
 torch.library.register_autograd(
     f"{NAMESPACE}::once", _autograd, setup_context=_setup_context, lib=_lib
 )
 torch.library.register_autograd(f"{NAMESPACE}::once_factor", _refuse, lib=_lib)
 torch.library.register_vmap(f"{NAMESPACE}::once_factor", _vmap_factor, lib=_lib)
+_lib.impl("once_factor", _batched_factor, "Batched")

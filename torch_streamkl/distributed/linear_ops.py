@@ -39,6 +39,7 @@ from torch_streamkl.linear.ops import (
     setup_sum_context,
     sum_arguments,
     sum_autograd,
+    wanted_by,
     sum_flops,
     weighted_sum,
 )
@@ -246,7 +247,8 @@ def _setup_context(
 
 def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
-    wanted = list((*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)])
+    needs = (*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)]
+    wanted = wanted_by(list(needs), grad)
     statistics, local_labels, *tensors = ctx.saved_tensors
     tensors += [None] * (6 - len(tensors))
     if not ctx.has_labels:
