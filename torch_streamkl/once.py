@@ -45,7 +45,7 @@ def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
         return once(total, parameters) if parameters else total
     kept = [_no_elements(x) for x in given]
     if is_plain((total, *kept)):
-        result: Tensor = _Once.apply(total, *kept)  # a fifth of the operator's host time
+        result: Tensor = _Once.apply(total, kept)  # a fifth of the operator's host time
         return result
     return once(total, kept)
 
@@ -80,16 +80,17 @@ def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Once(torch.autograd.Function):
+    """In a list tensors get no gradient, which compiled autograd would add to another as None."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inputs: list[Tensor]) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inputs = ctx.saved_tensors
-        return _gradient(grads[0], inputs), *([None] * len(inputs))
+        return _gradient(grads[0], ctx.saved_tensors), None
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

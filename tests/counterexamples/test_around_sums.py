@@ -62,7 +62,7 @@ LOSSES = [divergence, entropy]
 INNERS = ["eager", "aot_eager"]
 
 
-# ---------------------------------------------------------------- what sees that a graph is compiled
+# ------------------------------------------------------- what sees that a graph is compiled
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("loss", [*LOSSES, maps])
 def test_a_graph_that_is_compiled_within_a_checkpoint(inner: str, loss: Loss) -> None:
@@ -176,19 +176,37 @@ def test_a_shared_cross_entropy_gives_its_teacher_nothing(which: int) -> None:
             torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("loss", [linear_kl, row_program])
-def test_direct_calls_take_such_steps(loss: Any) -> None:
-    _, w, th, tw = given(False, True)
+# ------------------------------------------------------------------------------------ direct calls
+def element(e: Any) -> Any:
+    logs = e.s.log_softmax("key")
+    return -(logs.exp() * logs).sum("key")
 
-    def element(e: Any) -> Any:
-        logs = e.s.log_softmax("key")
-        return -(logs.exp() * logs).sum("key")
 
-    if loss is linear_kl:
-        total, naive = linear_kl(given()[0], w, th, tw, reduction="mean"), divergence
-    else:
-        total, naive = row_program(element, dots={"s": (given()[0], w)}, reduction="mean"), entropy
-    (expected,) = torch.autograd.grad(naive(given()[0], w, th, tw), w)
+DIRECT: list[tuple[Loss, Loss]] = [
+    (divergence, lambda *x: linear_kl(*x, reduction="mean")),
+    (entropy, lambda h, w, *_: row_program(element, dots={"s": (h, w)}, reduction="mean")),
+]
+
+
+@pytest.mark.parametrize(("naive", "direct"), DIRECT, ids=["linear_kl", "row_program"])
+def test_a_direct_call_whose_head_takes_a_step(naive: Loss, direct: Loss) -> None:
+    tensors = given(False, True)
+    (expected,) = torch.autograd.grad(naive(*tensors), tensors[1])
+    total = direct(*tensors)
     with torch.no_grad():
-        w.zero_()
-    torch.testing.assert_close(torch.autograd.grad(total, w)[0], expected)
+        tensors[1].zero_()
+    torch.testing.assert_close(torch.autograd.grad(total, tensors[1])[0], expected)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize(("naive", "direct"), DIRECT, ids=["linear_kl", "row_program"])
+def test_a_direct_call_under_compiled_autograd(naive: Loss, direct: Loss, inner: str) -> None:
+    """It adds up what the sum and its refusal of second derivatives give an operand."""
+    tensors = given(True, True)
+    expected = torch.autograd.grad(naive(*tensors), tensors[:2])
+    torch._dynamo.reset()
+    total = direct(*tensors)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: total.backward(), backend=inner)()
+    for x, y in zip(tensors, expected, strict=False):
+        torch.testing.assert_close(x.grad, y)

@@ -39,8 +39,8 @@ from torch_streamkl.linear.ops import (
     setup_sum_context,
     sum_arguments,
     sum_autograd,
-    wanted_by,
     sum_flops,
+    wanted_by,
     weighted_sum,
 )
 from torch_streamkl.linear.problem import (
