@@ -12,7 +12,10 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites
-from torch_streamkl.fx_passes.fx_utils.torch_names import later
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    _disable_saved_tensors_hooks_during_tracing,
+    later,
+)
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
@@ -218,14 +221,16 @@ def rewrite_and_report(
     gm: fx.GraphModule, ours: dict[str, Any], cpp_wrapper: bool | None = None
 ) -> Report:
     min_mib = ours["streamkl.min_mib"]
-    report = rewrite(
-        gm,
-        ours["streamkl.deterministic"],
-        _check_options(ours),
-        min_mib,
-        is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
-        row_programs=ours["streamkl.row_programs"],
-    )
+    # a checkpoint around the call counts what is saved, and its hooks may read it
+    with _disable_saved_tensors_hooks_during_tracing():
+        report = rewrite(
+            gm,
+            ours["streamkl.deterministic"],
+            _check_options(ours),
+            min_mib,
+            is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
+            row_programs=ours["streamkl.row_programs"],
+        )
     if report.num_fused and ours["streamkl.inner"] == "inductor":
         if cpp_wrapper is None:
             cpp_wrapper = bool(torch._inductor.config.cpp_wrapper)

@@ -110,7 +110,7 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
         if factors is None or _value(factors.number).dim() != 0:
             return False
         number = factors.number
-        if kept := list(dict.fromkeys(x for n in inputs if (x := _viewed(n)) is not None)):
+        if kept := _read_inputs(given, wanted):
             once = _call(graph, once_factor, number, kept)  # see once.py
             number = _call(graph, aten.mul.Tensor, number, once)
         call = _call(graph, attention_kl_with_gradients, factors.weight, wanted, *given)
@@ -229,6 +229,12 @@ class _Factors:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(self.graph, target, *args, **kwargs)
+
+
+def _read_inputs(given: Any, wanted: Any) -> list[fx.Node]:
+    """The inputs of the graph that backwards of the two products read."""
+    read = [given[i] for i in range(4) if wanted[i] and wanted[i ^ 1]]  # q, k of both sides
+    return list(dict.fromkeys(x for n in read if (x := _viewed(n)) is not None))
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

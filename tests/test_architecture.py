@@ -33,7 +33,7 @@ STAGES = (
     "inductor_lowering",
     "inductor_kernels",
     "gradients_in_forward",
-    "eager_sums",
+    "inductor_once",
     "inductor_passes",
     "backend",
     "leaves",

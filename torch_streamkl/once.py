@@ -45,7 +45,7 @@ def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
         return once(total, parameters) if parameters else total
     kept = [_no_elements(x) for x in given]
     if is_plain((total, *kept)):
-        result: Tensor = _Once.apply(total, *kept)  # a fifth of the operator's host time
+        result: Tensor = _Once.apply(total, kept)  # a fifth of the operator's host time
         return result
     return once(total, kept)
 
@@ -74,20 +74,23 @@ def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:
     is_kept = type(grad) is not Tensor or torch.is_grad_enabled()  # traced, or create_graph
     if grad is None or not is_kept:
         return grad
-    return grad * once_factor(grad.detach(), list(inputs))
+    # what is traced is not recorded, and a batch of gradients knows no view of itself
+    factor_of = grad.detach() if torch.is_grad_enabled() else grad
+    return grad * once_factor(factor_of, list(inputs))
 
 
 class _Once(torch.autograd.Function):
+    """In a list tensors get no gradient, which compiled autograd would add to another as None."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inputs: list[Tensor]) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inputs = ctx.saved_tensors
-        return _gradient(grads[0], inputs), *([None] * len(inputs))
+        return _gradient(grads[0], ctx.saved_tensors), None
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -114,8 +117,14 @@ def _vmap_factor(
     return once_factor(grad, inputs), in_dims[0]
 
 
+def _batched_factor(grad: Tensor, inputs: list[Tensor]) -> Tensor:
+    """For ``is_grads_batched=True``, an older vmap that has no rule for lists of tensors."""
+    return torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
+
+
 torch.library.register_autograd(
     f"{NAMESPACE}::once", _autograd, setup_context=_setup_context, lib=_lib
 )
 torch.library.register_autograd(f"{NAMESPACE}::once_factor", _refuse, lib=_lib)
 torch.library.register_vmap(f"{NAMESPACE}::once_factor", _vmap_factor, lib=_lib)
+_lib.impl("once_factor", _batched_factor, "Batched")

@@ -33,7 +33,7 @@ def _explained() -> Iterator[None]:
 
 with _explained():
     from torch._dispatch.python import enable_python_dispatcher
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, counters
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -81,6 +81,7 @@ __all__ = [
     "FloorDiv",
     "GuardOnDataDependentSymNode",
     "_disable_current_modes",
+    "_disable_saved_tensors_hooks_during_tracing",
     "counters",
     "elementwise_dtypes",
     "enable_python_dispatcher",

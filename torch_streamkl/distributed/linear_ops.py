@@ -40,6 +40,7 @@ from torch_streamkl.linear.ops import (
     sum_arguments,
     sum_autograd,
     sum_flops,
+    wanted_by,
     weighted_sum,
 )
 from torch_streamkl.linear.problem import (
@@ -246,7 +247,8 @@ def _setup_context(
 
 def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
-    wanted = list((*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)])
+    needs = (*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)]
+    wanted = wanted_by(list(needs), grad)
     statistics, local_labels, *tensors = ctx.saved_tensors
     tensors += [None] * (6 - len(tensors))
     if not ctx.has_labels:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -367,7 +368,7 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
     positions = (*INPUTS, *adapter_positions(NUM_TENSORS + NUM_OPTIONS, ctx.num_inputs))
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
-    wanted = [needs[i] for i in positions]
+    wanted = wanted_by([needs[i] for i in positions], grad)
     statistics, *tensors = ctx.saved_tensors
     if tensors[6] is None:
         hard_grad = None
@@ -388,6 +389,14 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
         if need:
             given[index] = gradient
     return tuple(given)
+
+
+def wanted_by(needs: list[bool], grad: Tensor | None) -> list[bool]:
+    """Which gradients there are: of the cross-entropies alone the teacher gets none, not zeros."""
+    if grad is not None:
+        return needs
+    names = [field.name for field in fields(Wanted)]
+    return [x and name.startswith("student") for x, name in zip(needs, names, strict=False)]
 
 
 def adapter_positions(first: int, num_inputs: int) -> range:
