@@ -24,6 +24,7 @@ from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.divergences.functional import DIVERGENCES, named
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.once import once, once_factor
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.rows import op as rows_op
 from torch_streamkl.rows.expressions import FLOAT, Node
@@ -210,6 +211,8 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
     ),
+    "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), {}),
+    "once_factor": (once_factor, (torch.rand(()), [torch.rand(3), torch.rand(0)]), {}),
 }  # fmt: skip
 
 

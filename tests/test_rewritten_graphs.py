@@ -154,8 +154,9 @@ mul_1 = mul(squeeze_1, keep)
 flatten_2 = flatten(mul_1)
 linear_kl_sum_default = linear_kl_sum.default(student_hidden=flatten, student_weight=ws, teacher_hidden=flatten_1, teacher_weight=wt, student_scale=0.5, teacher_scale=0.5, row_weight=flatten_2, wanted=(True, True, False, False, False, False))
 getitem_1 = getitem(linear_kl_sum_default, 0)
+once_default = once.default(getitem_1, (xs, ws))
 sum_3 = sum(keep)
-truediv_2 = truediv(getitem_1, sum_3)
+truediv_2 = truediv(once_default, sum_3)
 return (truediv_2)""",
         )
 
