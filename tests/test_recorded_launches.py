@@ -13,6 +13,7 @@ from tests.support.interpreter import INTERPRETED, inside, quiet
 from tests.support.problems import CASES, Spec, build
 from torch_streamkl import checks
 from torch_streamkl.attention import ops, sites
+from torch_streamkl.launches import repeated
 
 pytestmark = quiet
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -220,7 +221,7 @@ def test_a_program_that_does_not_run_is_given_up(caplog: pytest.LogCaptureFixtur
     site, tensors = _recorded_site("cpu")
     call = site._forward
     assert isinstance(call, sites.Repeated)
-    call.settle(sites._First(call, fails))
+    call.settle(repeated._First(call, fails))
     for _ in range(2):
         for x, y in zip(call(*tensors), site._run_forward(*tensors), strict=True):
             assert torch.equal(x, y)
@@ -233,7 +234,7 @@ def test_a_program_that_does_not_run_is_given_up(caplog: pytest.LogCaptureFixtur
 
 @inside
 def test_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "RECORDS", False)
+    monkeypatch.setattr(repeated, "RECORDS", False)
     site, _ = _recorded_site("cpu")
     assert isinstance(site._forward, sites.Repeated)
     assert site._forward._program is None
