@@ -33,7 +33,8 @@ ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 # whose effect depends on their arguments' metadata and contents only, and never waits for a GPU
 _OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone", "_to_copy"}
 _OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
-_OPERATIONS |= {"add", "add_", "eq", "where"}  # of row programs, between blocks
+# of row programs, between blocks
+_OPERATIONS |= {"add", "add_", "contiguous", "eq", "sum_to_size", "to", "where"}
 _ACTIVE = threading.local()
 
 
@@ -132,6 +133,7 @@ class Recorder(TorchDispatchMode):
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._read: set[str] = set()  # variables of tensors that the next line needs
         self._last: dict[str, int] = {}  # the line that reads a variable last
+        self._makes: dict[int, str] = {}  # of a line that does nothing else, the variable it makes
         self._by_pointer: bool | None = None
         self.parameters = [f"t{i}" for i in range(len(tensors))]
         self._inputs = [(f"t{i}", x) for i, x in enumerate(tensors) if x is not None]
@@ -182,9 +184,11 @@ class Recorder(TorchDispatchMode):
         self._read = set()
         if name in ALLOCATIONS:
             self._allocation(out)
-        elif func.is_view:
+        elif func.is_view and _is_view(out, args[0]):
             parts = out if isinstance(out, (list, tuple)) else (out,)
             for position, part in enumerate(parts):
+                if part is args[0]:
+                    continue
                 self._see(part)
                 self._views.setdefault(
                     id(part), (func, args, kwargs, None if part is out else position)
@@ -196,7 +200,11 @@ class Recorder(TorchDispatchMode):
             arguments = [self._value(x) for x in args]
             arguments += [f"{key}={self._value(x)}" for key, x in kwargs.items()]
             call = f"{target}({', '.join(arguments)})"
-            self._line(call if id(out) in self._names else f"{self._named(out)} = {call}")
+            if id(out) in self._names:
+                self._line(call)
+            else:
+                self._makes[len(self.lines)] = name = self._named(out)
+                self._line(f"{name} = {call}")
         else:
             raise Unrecordable(f"the operation {name}")
 
@@ -295,13 +303,17 @@ class Recorder(TorchDispatchMode):
             if id(base) not in self._views:
                 raise Unrecordable("a tensor from elsewhere")
             base = self._views[id(base)][1][0]  # the first argument of a view
+        self._see(x)
         if base is x:
             source = f"{self._tensor(x)}.data_ptr()"
         else:
-            source = f"{self._pointer(base)} + {x.data_ptr() - base.data_ptr()}"
+            source, offset = self._pointer(base), x.data_ptr() - base.data_ptr()
+            if not offset:
+                self._pointers[id(x)] = source, self._names[id(base)]
+                return source
+            source = f"{source} + {offset}"
         name = f"p{self._count}"
         self._count += 1
-        self._see(x)
         self._pointers[id(x)] = name, self._names[id(base)]
         self._line(f"{name} = {source}")
         return name
@@ -377,16 +389,23 @@ class Recorder(TorchDispatchMode):
         return program
 
     def _with_releases(self, returned: set[str]) -> list[str]:
-        """The lines, and after the last that reads a tensor's memory that it is let go."""
+        """The lines, and after the last that reads a tensor's memory that it is let go.
+
+        Without those whose results nothing reads.
+        """
         ends: dict[int, list[str]] = {}
         for name, index in self._last.items():
             if name not in returned and name not in self.parameters:
                 ends.setdefault(index, []).append(name)
         lines = []
         for index, line in enumerate(self.lines):
-            lines.append(line)
-            if index in ends:
-                lines.append(f"del {', '.join(ends[index])}")
+            gone = ends.get(index, [])
+            if self._makes.get(index) in gone:
+                gone.remove(self._makes[index])
+            else:
+                lines.append(line)
+            if gone:
+                lines.append(f"del {', '.join(gone)}")
         return lines
 
 
@@ -406,6 +425,13 @@ def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
     found: Callable[..., Tensor]
     found = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
     return found
+
+
+def _is_view(out: Any, base: Tensor) -> bool:
+    """Whether tensors lie in another's memory: `to`, `contiguous` and `reshape` may also copy."""
+    parts = out if isinstance(out, (list, tuple)) else (out,)
+    memory = base.untyped_storage()._cdata
+    return all(part.untyped_storage()._cdata == memory for part in parts)
 
 
 def _has_tensor(x: Any) -> bool:

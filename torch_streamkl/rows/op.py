@@ -7,15 +7,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.nn import Parameter
 
 from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.launches.devices import require_driver
+from torch_streamkl.launches.repeated import Repeated, Tensors
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.rows import blocked, closed, named
@@ -48,6 +51,8 @@ row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 row_program_sum = torch.ops.torch_streamkl.row_program_sum.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
 CLOSED = "closed"
+MAX_CALLS = 1024
+_calls: dict[Any, Callable[..., Tensors]] = {}  # by metadata and options
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
@@ -135,13 +140,46 @@ def has_sum(problem: RowProblem) -> bool:
     return is_of_words and problem.operands[0][0].dtype != torch.float16
 
 
+def _repeated(
+    every: Sequence[Tensor],
+    options: tuple[Any, ...],
+    compute: Callable[..., Tensors],
+    make_problem: Callable[[], RowProblem],
+    is_differentiated: bool,
+) -> Callable[..., Tensors]:
+    """``compute`` as it is called for tensors like these, ``options`` being all else it is given.
+
+    Its launches are recorded where kernels compute a program of attention maps. Of an LM head what
+    happens between launches takes no time beside its products.
+    """
+    key = (options, *[(x.shape, x.stride(), x.dtype, x.device, type(x)) for x in every])
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        problem = make_problem()
+        module = _module(problem, options[-1], is_differentiated)
+        is_plain = all(type(x) in (Tensor, Parameter) for x in every)
+        has_launches = module is not blocked and module is not named and is_plain
+        is_of_words = not any(problem.program.dot_heads)
+        call = Repeated(compute) if has_launches and not is_of_words else compute
+        _calls[key] = call
+    return call
+
+
 def _forward(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
-    problem = RowProblem.of(program, tensors)
-    result = _ready(problem, impl, is_differentiated).forward(problem, is_differentiated)
-    flat: list[Tensor] = result.flat
-    return flat
+    def compute(*tensors: Tensor) -> list[Tensor]:
+        problem = RowProblem.of(program, tensors)
+        result = _ready(problem, impl, is_differentiated).forward(problem, is_differentiated)
+        flat: list[Tensor] = result.flat
+        return flat
+
+    make_problem = functools.partial(RowProblem.of, program, tensors)
+    options = ("forward", program, is_differentiated, impl)
+    call = _repeated(tensors, options, compute, make_problem, is_differentiated)
+    return list(call(*tensors))  # type: ignore[arg-type]  # none of them is None
 
 
 def _forward_fake(
@@ -162,11 +200,21 @@ def _backward(
     program: str,
     impl: str,
 ) -> list[Tensor]:
-    problem = RowProblem.of(program, tensors)
-    module = _ready(problem, impl, True)
-    result = saved if module is named else blocked.Result.of(problem.program, saved)
-    given = dict(zip(grad_of, grads, strict=True))
-    out = module.backward(problem, result, [given.get(c) for c in problem.program.outputs], wanted)
+    def compute(*every: Tensor) -> Tensors:
+        own, grads, saved = every[:count], every[count : count + len(grad_of)], every[first:]
+        problem = RowProblem.of(program, own)
+        module = _ready(problem, impl, True)
+        result = saved if module is named else blocked.Result.of(problem.program, saved)
+        given = dict(zip(grad_of, grads, strict=True))
+        ordered = [given.get(c) for c in problem.program.outputs]
+        found: Tensors = module.backward(problem, result, ordered, wanted)
+        return found
+
+    count, first = len(tensors), len(tensors) + len(grad_of)
+    every = (*tensors, *grads, *saved)
+    options = ("backward", program, *grad_of, *wanted, impl)
+    make_problem = functools.partial(RowProblem.of, program, tensors)
+    out = _repeated(every, options, compute, make_problem, True)(*every)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
 
 
