@@ -371,6 +371,8 @@ class _Gradients:
             self._allocated(n) if need else None
             for n, need in enumerate(wanted[: len(self.tensors)])
         ]
+        # of column operands: sums of the last blocks in shares, and the batch elements of these
+        self.shares: dict[int, tuple[slice, Tensor]] = {}
 
     def _dtype(self, n: int) -> torch.dtype:
         """Where blocks add to each other, but for the matmuls of words, in float32."""
@@ -390,6 +392,8 @@ class _Gradients:
         return make(x.shape, dtype=dtype, device=x.device)
 
     def finished(self, rest: list[Tensor | None] | None) -> list[Tensor | None]:
+        for i in list(self.shares):
+            self._add_shares(i)
         found = [
             g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
         ]
@@ -443,13 +447,20 @@ class _Gradients:
             return {}
         axis = self.program.dot_heads[i]
         size = (block.problem.batch, self.problem.num_heads(axis), block.problem.num_rows)
-        return {
-            c: self.tensors[0].new_empty(size, dtype=torch.float32)
-            for c, node in self.captures.items()
-            if self.program.captures[c].kind == ROW
-            and block.nodes[node].head == axis
-            and self.first_dot[axis] == i
-        }
+        found = {}
+        for c, node in self.captures.items():
+            is_of_rows = self.program.captures[c].kind == ROW
+            if is_of_rows and block.nodes[node].head == axis and self.first_dot[axis] == i:
+                place = self._place_of(block, c)
+                found[c] = place if self._is_whole(c, axis) else place.new_empty(size)
+        return found
+
+    def _is_whole(self, i: int, axis: int) -> bool:
+        """Whether a tensor of rows has every batch element, head of an axis and row itself.
+
+        A block then has the only gradient to its rows.
+        """
+        return self.problem.captures[i].shape == self.problem.row_shape(axis)
 
     def _add_headed(self, block: maps.Block, i: int, node: int) -> set[int]:
         """Operands of a dot with heads, and the captured tensors whose gradients come with it."""
@@ -470,28 +481,50 @@ class _Gradients:
             source = maps.rows_source(self.program, i, sums, block.is_exact)
             row_kernels.launch_rows(source, block.problem, dq.shape[1], launch, given)
         for c, d in beside.items():
-            self._add_rows(block, c, d)
+            if not self._is_whole(c, axis):
+                self._add_rows(block, c, d)
         if dk is not None:
             group = given[f"group{i}"]
             shares = max(1, group // MEMBERS) if group % MEMBERS == 0 else 1
-            mine = part(dk, batch)
-            parts = mine.unsqueeze(0) if shares == 1 else mine.new_zeros(shares, *mine.shape)
+            parts = self._shares_of(i, batch, shares)
             given.update(row_kernels.operand_argument(f"db{i}", parts.select(0, 0), f"db{i}_out"))
             given.update({f"db{i}_share": parts.stride(0), "num_shares": shares, "ADD": True})
             launch = block.launch_of("dk", axis)
             source = maps.columns_source(self.program, i, block.is_exact)
             num_heads = dk.shape[1] * shares
             row_kernels.launch_columns(source, block.problem, num_heads, launch, given)
-            if shares > 1:
-                mine += parts.sum(0)
         return set(beside)
+
+    def _shares_of(self, i: int, batch: slice, shares: int) -> Tensor:
+        """Where blocks of these batch elements add to the gradient of a column operand."""
+        dk = self.out[2 * i + 1]
+        assert dk is not None
+        if shares == 1:
+            return part(dk, batch).unsqueeze(0)
+        if i in self.shares and self.shares[i][0] != batch:
+            self._add_shares(i)
+        if i not in self.shares:
+            mine = part(dk, batch)
+            self.shares[i] = batch, mine.new_zeros(shares, *mine.shape)
+        return self.shares[i][1]
+
+    def _add_shares(self, i: int) -> None:
+        batch, parts = self.shares.pop(i)
+        dk = self.out[2 * i + 1]
+        assert dk is not None
+        mine = part(dk, batch)
+        mine += parts.sum(0)
+
+    def _place_of(self, block: maps.Block, i: int) -> Tensor:
+        """Where a block adds to the gradient of a tensor of rows."""
+        target = self.out[2 * len(self.problem.operands) + i]
+        assert target is not None
+        return part(target, block.at[0], ALL, block.at[1])
 
     def _add_rows(self, block: maps.Block, i: int, d: Tensor) -> None:
         """The gradient of a block to a tensor of rows."""
-        target = self.out[2 * len(self.problem.operands) + i]
-        assert target is not None
-        into = part(target, block.at[0], ALL, block.at[1])
-        into += d.sum_to_size(into.shape)
+        into = self._place_of(block, i)
+        into += d if d.shape == into.shape else d.sum_to_size(into.shape)
 
     def add_capture(self, block: maps.Block, i: int, node: int) -> None:
         """The sum of a node's elements over what a captured tensor does not have."""
