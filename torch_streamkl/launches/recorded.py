@@ -34,7 +34,7 @@ ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 _OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone", "_to_copy"}
 _OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
 # of row programs, between blocks
-_OPERATIONS |= {"add", "add_", "contiguous", "eq", "sum_to_size", "to", "where"}
+_OPERATIONS |= {"add", "add_", "contiguous", "eq", "mm", "sum_to_size", "to", "where"}
 _ACTIVE = threading.local()
 
 
