@@ -24,7 +24,6 @@ from torch_streamkl.linear.problem import (
     even_ranges,
     even_step,
     padded,
-    ranges,
 )
 from torch_streamkl.rows import blocked, derive, losses, tile
 from torch_streamkl.rows.blocked import Result
@@ -35,12 +34,13 @@ from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import maps
 from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
 from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
+from torch_streamkl.rows.triton.seeds import seeds_of
 
 ATTENTION_WORKSPACE_MIB = 64
 BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
-PARTS = (512, 256, 128, 64, 32, 16)  # tokens of a part of a chunk
+MOST_PARTS = 16  # of a chunk
 # Bytes of a part's maps beside those of the chunk's logits. A teacher's cached words have 2.5, and
 # parts so short that the product that is saved is lost in them (bench/notes/row_programs.md)
 MOST_OF_PARTS = 2
@@ -220,7 +220,7 @@ def loss_and_gradients(
             i: maps.multiplied(rows_of, i, part(x, batch, slice(0, rows_of.num_rows)))
             for i, x in buffers.items()
         }
-        for own in ranges(rows_of.num_rows, sizes.teacher_tokens):
+        for own in even_ranges(rows_of.num_rows, sizes.teacher_tokens, 128):
             at = (batch, slice(chunk.start + own.start, chunk.start + own.stop), keys)
             given = {i: part(x, batch, own) for i, x in logits.items()}
             _add_rows(problem, result, loss, tensors, out, at, given)
@@ -258,9 +258,7 @@ def _add_rows(
     for slots, axis in _passes(program, derive.forward_plan(program, True)):
         first.sums(slots, axis, {})
     of_rows = result.of_rows(at[0], at[1])
-    grads = losses.gradients(problem, loss, dict(enumerate(of_rows.reductions)), tensors, at)
-    ordered = [grads.get(c) for c in program.outputs]
-    seeds = row_kernels.seeds_of(problem.of_block(*at), of_rows, ordered)
+    seeds = seeds_of(problem, of_rows, loss, tensors, at)
     last = maps.Block(problem, BACKWARD, result, {}, at, {})
     last.share(first.own_maps, seeds)
     for i, node in out.captures.items():
@@ -306,16 +304,15 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
     weights = [k.numel() * k.element_size() for _, k in problem.operands]
     mine = sum(weights[i] for i in out.dots)
     best: tuple[float, Chunks | None] = (math.inf, None)
-    for share in PARTS if of_part else (0,):
-        tokens = min((room - share * of_part) // max(of_chunk, 1), problem.num_rows)
-        if tokens < max(min(share, problem.num_rows), 1):
+    for parts in range(1, MOST_PARTS + 1) if of_part else (1,):
+        tokens = min(int(room // max(of_chunk + of_part / parts, 1)), problem.num_rows)
+        if tokens < parts:
             continue
         tokens = even_step(problem.num_rows, tokens, 128)
-        share = min(share, tokens) or tokens
-        cost = -(-problem.num_rows // tokens) * 6 * mine
-        cost += -(-problem.num_rows // share) * (sum(weights) - mine + PART_BYTES)
+        num_chunks = -(-problem.num_rows // tokens)
+        cost = num_chunks * (6 * mine + parts * (sum(weights) - mine + PART_BYTES))
         if cost < best[0]:
-            best = cost, Chunks(tokens, share)
+            best = cost, Chunks(tokens, -(-tokens // parts))
     chunks = best[1]
     most = MAX_LOW_PRECISION_SUMS if element == 2 else problem.num_rows
     is_possible = chunks is not None and -(-problem.num_rows // chunks.tokens) <= most
