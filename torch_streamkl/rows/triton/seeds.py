@@ -10,7 +10,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_streamkl.launches.launch import ceil_div
@@ -72,8 +71,7 @@ def _source(program: Program, loss: RowLoss) -> Source | None:
         number = int(node.value) if node.op in ("reduction", "capture") else 0
         match node.op:
             case "const":
-                value = repr(node.value) if abs(node.value) < float("inf") else f"float('{node.value}')"
-                lines.append(f"v{i} = tl.full([BLOCK_M], {value}, tl.float32)")
+                lines.append(f"v{i} = tl.full([BLOCK_M], float('{node.value!r}'), tl.float32)")
             case "reduction":
                 take(f"r{number}")
                 lines.append(f"v{i} = tl.load(r{number} + m, mask=inside, other=0.0)")
@@ -89,7 +87,7 @@ def _source(program: Program, loss: RowLoss) -> Source | None:
                 return None
     count = len(program.reductions)
     for c in range(count):
-        value = f"v{slopes[c]}.to(tl.float64)" if c in slopes else "tl.zeros([BLOCK_M], tl.float64)"
+        value = f"v{slopes[c]}.to(tl.float64)" if c in slopes else "0.0 * m.to(tl.float64)"
         lines.append(f"d{c} = {value}")
     jacobians = derive.forward_plan(program, True).jacobians
     for c in range(count - 1, -1, -1):
