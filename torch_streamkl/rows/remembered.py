@@ -22,9 +22,8 @@ import torch.nn.functional
 from torch_streamkl.rows.trace import OPERATION_NAMES
 
 MODULES = (torch, torch.nn.functional, math)
-PURE = frozenset(
-    "abs bool dict enumerate float int len list max min range reversed sum tuple zip".split()
-)
+PURE = {"abs", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range"}
+PURE |= {"reversed", "sum", "tuple", "zip"}
 NAMES = OPERATION_NAMES | set(dir(math)) | {"nn", "functional"}  # of attributes
 MOST_DEPTH = 8  # of functions in functions
 
