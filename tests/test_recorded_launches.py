@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -344,37 +345,83 @@ def _row_program_step(tensors: list[Tensor]) -> list[Tensor]:
     return [rows.detach(), *torch.autograd.grad((rows * weight).sum(), tensors[2:])]
 
 
-def check_repeated_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _heads(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Hidden states and LM heads of student and teacher, and ids."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    tensors = [normal(24, 9), normal(72, 9), normal(24, 16), normal(72, 16)]
+    ids = torch.randint(72, (24, 5), generator=generator, device=device)
+    return [*(x.requires_grad_(i < 2) for i, x in enumerate(tensors)), ids]
+
+
+def _ghost_step(tensors: list[Tensor], reduction: str = "mean") -> list[Tensor]:
+    h, w, th, tw, ids = tensors
+
+    def divergence(e: Any) -> Any:
+        p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
+        kl = torch.where(e.top, p.exp() * (p - s), 0.0).sum("key")
+        rest_p = torch.where(e.top, 0.0, p.exp()).sum("key")
+        rest_s = torch.where(e.top, 0.0, s.exp()).sum("key")
+        return kl + rest_p * (rest_p.log() - rest_s.log())
+
+    dots, options = {"t": (th, tw), "s": (h, w)}, {"reduction": reduction, "impl": "triton"}
+    value = row_program(divergence, dots=dots, columns={"top": ids}, **options)
+    return [value.detach(), *torch.autograd.grad(value.sum() * 1.7, tensors[:2])]
+
+
+def _ghost_rows_step(tensors: list[Tensor]) -> list[Tensor]:
+    return _ghost_step(tensors, "none")
+
+
+STEPS = {  # and what they record: forward and backward, or a sum with its gradients
+    "indexer": (_indexer, _row_program_step, 2),
+    "words": (_heads, _ghost_step, 1),
+    "words, rows": (_heads, _ghost_rows_step, 2),
+}
+
+
+def check_repeated_programs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four steps of a row program, with and without recording, are bit-equal."""
     from torch_streamkl.rows import op
     from torch_streamkl.rows.triton import blocks
 
-    # blocks of rows, and shares of the key head's gradient
+    make, step, num_calls = STEPS[name]
+    # blocks of rows or chunks of tokens, and shares of the key head's gradient
     monkeypatch.setattr(blocks, "_workspace", lambda problem, _: 20 * problem.num_keys * 4)
     monkeypatch.setattr(blocks, "MEMBERS", 2)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     monkeypatch.setattr(op, "_calls", {})
     with monkeypatch.context() as patch:
         patch.setattr(repeated, "RECORDS", False)
-        expected = [_row_program_step(_indexer(i, device, dtype)) for i in range(4)]
+        expected = [step(make(i, device, dtype)) for i in range(4)]
     monkeypatch.setattr(op, "_calls", {})
     for i, results in enumerate(expected):
-        found = _row_program_step(_indexer(i, device, dtype))
+        tensors = make(i, device, dtype)
+        found = step(tensors)
         assert all(torch.equal(x, y) for x, y in zip(found, results, strict=True))
+    kept = [weakref.ref(x) for x in tensors]
+    del tensors, found
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
     calls = list(op._calls.values())
-    assert len(calls) == 2
+    assert len(calls) == num_calls
     assert all(isinstance(c, Repeated) and c._program is not None for c in calls)
 
 
 @inside
-def test_same_bits_of_a_row_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_repeated_programs("cpu", monkeypatch)
+@pytest.mark.parametrize("name", STEPS)
+def test_same_bits_of_a_row_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_repeated_programs(name, "cpu", monkeypatch)
 
 
 @pytest.mark.gpu
 @on_gpu
-def test_same_bits_of_a_row_program_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_repeated_programs("cuda", monkeypatch)
+@pytest.mark.parametrize("name", STEPS)
+def test_same_bits_of_a_row_program_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_repeated_programs(name, "cuda", monkeypatch)
 
 
 @inside

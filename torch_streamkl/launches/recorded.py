@@ -33,8 +33,24 @@ ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 # whose effect depends on their arguments' metadata and contents only, and never waits for a GPU
 _OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone", "_to_copy"}
 _OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
-# of row programs, between blocks
-_OPERATIONS |= {"add", "add_", "contiguous", "eq", "mm", "sum_to_size", "to", "where"}
+# of row programs, between launches
+_OPERATIONS |= {"__and__", "__or__", "add", "add_", "addmm_", "bitwise_and", "bitwise_or"}
+_OPERATIONS |= {"clamp_max", "contiguous"}
+_OPERATIONS |= {
+    "div",
+    "eq",
+    "exp",
+    "full",
+    "gather",
+    "ge",
+    "log",
+    "lt",
+    "masked_fill",
+    "mm",
+    "neg",
+}
+_OPERATIONS |= {"scalar_tensor", "scatter_", "scatter_add_", "sub", "sum_to_size", "to", "where"}
+_ON_THE_HOST = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
 _ACTIVE = threading.local()
 
 
@@ -133,6 +149,8 @@ class Recorder(TorchDispatchMode):
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._read: set[str] = set()  # variables of tensors that the next line needs
         self._last: dict[str, int] = {}  # the line that reads a variable last
+        self._beside: set[str] = set()  # variables that a side stream may still read
+        self._indent = ""  # of what is inside of a side stream
         self._makes: dict[int, str] = {}  # of a line that does nothing else, the variable it makes
         self._by_pointer: bool | None = None
         self.parameters = [f"t{i}" for i in range(len(tensors))]
@@ -194,7 +212,8 @@ class Recorder(TorchDispatchMode):
                     id(part), (func, args, kwargs, None if part is out else position)
                 )
         elif name in _OPERATIONS:
-            if not isinstance(out, Tensor) or out.device != self.device:
+            is_here = isinstance(out, Tensor) and out.device == self.device
+            if not is_here and name not in _ON_THE_HOST:
                 raise Unrecordable(f"{name} of another device")
             target = self._constant(func)
             arguments = [self._value(x) for x in args]
@@ -218,7 +237,29 @@ class Recorder(TorchDispatchMode):
     def _line(self, text: str) -> None:
         for name in self._read:
             self._last[name] = len(self.lines)
-        self.lines.append(text)
+        if self._indent:
+            self._beside |= self._read
+        self.lines.append(self._indent + text)
+
+    def told(self, what: str, stream: torch.cuda.Stream) -> None:
+        """Write down what a side stream was told; memory that it reads is kept until the join."""
+        self._read = set()
+        side, device = self._constant(stream), self.device.index
+        here = f"{self._constant(torch.cuda.current_stream)}({device})"
+        now = f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({device})"
+        match what:
+            case "fork":
+                self._line(f"{side}.wait_stream({here})")
+            case "enter":
+                self._line(f"with {self._constant(torch.cuda.stream)}({side}):")
+                self._indent = "    "
+                self._line(now)
+            case "exit":
+                self._indent = ""
+                self._line(now)
+            case _:
+                self._read, self._beside = self._beside, set()
+                self._line(f"{here}.wait_stream({side})")
 
     def run(
         self,
@@ -405,7 +446,8 @@ class Recorder(TorchDispatchMode):
             else:
                 lines.append(line)
             if gone:
-                lines.append(f"del {', '.join(gone)}")
+                indent = line[: len(line) - len(line.lstrip())]
+                lines.append(f"{indent}del {', '.join(gone)}")
         return lines
 
 

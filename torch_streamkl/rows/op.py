@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,26 +143,19 @@ def _repeated(
     every: Sequence[Tensor],
     options: tuple[Any, ...],
     compute: Callable[..., Tensors],
-    make_problem: Callable[[], RowProblem],
-    is_differentiated: bool,
+    has_launches: Callable[[], bool],
 ) -> Callable[..., Tensors]:
     """``compute`` as it is called for tensors like these, ``options`` being all else it is given.
 
-    Its launches are recorded where kernels compute a program of attention maps. Of an LM head what
-    happens between launches takes no time beside its products.
+    Its launches are recorded where kernels compute the program.
     """
     key = (options, *[(x.shape, x.stride(), x.dtype, x.device, type(x)) for x in every])
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
-        problem = make_problem()
-        module = _module(problem, options[-1], is_differentiated)
         is_plain = all(type(x) in (Tensor, Parameter) for x in every)
-        has_launches = module is not blocked and module is not named and is_plain
-        is_of_words = not any(problem.program.dot_heads)
-        call = Repeated(compute) if has_launches and not is_of_words else compute
-        _calls[key] = call
+        call = _calls[key] = Repeated(compute) if is_plain and has_launches() else compute
     return call
 
 
@@ -176,9 +168,12 @@ def _forward(
         flat: list[Tensor] = result.flat
         return flat
 
-    make_problem = functools.partial(RowProblem.of, program, tensors)
+    def has_launches() -> bool:
+        module = _module(RowProblem.of(program, tensors), impl, is_differentiated)
+        return module is not blocked and module is not named
+
     options = ("forward", program, is_differentiated, impl)
-    call = _repeated(tensors, options, compute, make_problem, is_differentiated)
+    call = _repeated(tensors, options, compute, has_launches)
     return list(call(*tensors))  # type: ignore[arg-type]  # none of them is None
 
 
@@ -212,9 +207,13 @@ def _backward(
 
     count, first = len(tensors), len(tensors) + len(grad_of)
     every = (*tensors, *grads, *saved)
+
+    def has_launches() -> bool:
+        module = _module(RowProblem.of(program, tensors), impl, True)
+        return module is not blocked and module is not named
+
     options = ("backward", program, *grad_of, *wanted, impl)
-    make_problem = functools.partial(RowProblem.of, program, tensors)
-    out = _repeated(every, options, compute, make_problem, True)(*every)
+    out = _repeated(every, options, compute, has_launches)(*every)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
 
 
@@ -243,19 +242,29 @@ def _sum(
     wanted: Sequence[bool],
     impl: str,
 ) -> list[Tensor]:
-    problem, of_rows = RowProblem.of(program, tensors), RowLoss.of(loss)
-    how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
-    if how == CLOSED:
-        run = named.loss_and_gradients
-    elif _ready(problem, how, True) is blocked:
-        run = blocked.loss_and_gradients
-    else:  # of LM heads, only maps have kernels
-        from torch_streamkl.rows.triton import blocks as row_blocks
+    def compute(*every: Tensor) -> Tensors:
+        own, of_rows = every[:count], every[count:]
+        problem = RowProblem.of(program, own)
+        how = chosen_of_sum(own, of_rows, program, loss, wanted, impl)
+        if how == CLOSED:
+            run = named.loss_and_gradients
+        elif _ready(problem, how, True) is blocked:
+            run = blocked.loss_and_gradients
+        else:  # of LM heads, only maps have kernels
+            from torch_streamkl.rows.triton import blocks as row_blocks
 
-        run = row_blocks.loss_and_gradients
-    values, grads = run(problem, of_rows, row_tensors, wanted)
-    nothing = tensors[0].new_empty
-    return [values.sum(), *(nothing(0) if g is None else g for g in grads)]
+            run = row_blocks.loss_and_gradients
+        values, grads = run(problem, RowLoss.of(loss), of_rows, wanted)
+        return [values.sum(), *grads]
+
+    def has_launches() -> bool:
+        how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
+        return how != CLOSED and _module(RowProblem.of(program, tensors), how, True) is not blocked
+
+    count = len(tensors)
+    every = (*tensors, *row_tensors)
+    call = _repeated(every, ("sum", program, loss, *wanted, impl), compute, has_launches)
+    return [tensors[0].new_empty(0) if x is None else x for x in call(*every)]
 
 
 def _sum_fake(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from torch_streamkl.launches import recorded
 from torch_streamkl.linear.chunks import SideStream
 from torch_streamkl.linear.problem import (
     DEFAULT_WORKSPACE_MIB,
@@ -212,7 +213,8 @@ def loss_and_gradients(
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
     buffers = {i: maps.new_map(longest, problem.operands[i][0].dtype) for i in out.dots}
     q = problem.operands[0][0]
-    side = SideStream(q.device, not isinstance(q, FakeTensor))
+    observer = recorded.active()
+    side = SideStream(q.device, not isinstance(q, FakeTensor), observer)
     for chunk in chunks:
         side.join()  # the last chunk's gradients of weights read the logits' place
         rows_of = problem.of_block(batch, chunk, keys)
