@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import torch_streamkl
+from bench.offline import compile_launch, record_launches
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Case, Sizes, cast, leaves
 from torch_streamkl import row_program
@@ -157,6 +158,29 @@ def test_what_a_kernel_computes_otherwise_is_torchs() -> None:
         node = graph.apply("mul", graph.apply(op_of_loss, *args), x)
         loss = RowLoss.of_nodes(graph.nodes, node, is_literal=False)
         assert (seeds._source(program, loss) is not None) == is_known, op_of_loss
+
+
+@outside
+@pytest.mark.parametrize("target", ["sm_75", "sm_90", "gfx942"])
+def test_compiles(target: str) -> None:
+    """Gradients to values of a block of rows, which a tensor of 16 bits weighs."""
+    from torch_streamkl.rows.triton import seeds
+
+    program, graph = _program_of_labels(), Graph()
+    x = graph.reduction(program.outputs[0], 0)
+    scaled = graph.apply("mul", graph.capture(0, "float", 0, by_key=False), graph.apply("log", x))
+    loss = RowLoss.of_nodes(graph.nodes, scaled, is_literal=True)
+    with record_launches(target) as launches:
+        heads = [torch.empty(1, 1, n, 8, device="cuda") for n in (300, 70)]
+        problem = RowProblem.of(program.text, heads)
+        result = blocked.allocate(problem, True)
+        weight = torch.empty(1, 1, 300, dtype=torch.bfloat16, device="cuda")
+        at = slice(0, 1), slice(128, 300), slice(0, 70)
+        found = seeds.seeds_of(problem, result.of_rows(*at[:2]), loss, [weight], at)
+        assert [x.shape for x in found.values()] == [(1, 1, 172)] * 2
+    (launch,) = launches
+    assert launch.grid == (2, 1, 1)
+    assert compile_launch(launch, target).spill_bytes == 0
 
 
 def _program_of_labels() -> Program:
