@@ -142,20 +142,22 @@ def has_sum(problem: RowProblem) -> bool:
 def _repeated(
     every: Sequence[Tensor],
     options: tuple[Any, ...],
-    compute: Callable[..., Tensors],
-    has_launches: Callable[[], bool],
+    make: Callable[[], tuple[Callable[..., Tensors], Any]],
 ) -> Callable[..., Tensors]:
-    """``compute`` as it is called for tensors like these, ``options`` being all else it is given.
+    """What computes a program of tensors like these; ``options`` are all else that it is given.
 
-    Its launches are recorded where kernels compute the program.
+    ``make`` gives it, and the module that runs in it: launches of kernels are recorded.
     """
-    key = (options, *[(x.shape, x.stride(), x.dtype, x.device, type(x)) for x in every])
+    precision = torch.get_float32_matmul_precision()  # tiles of products depend on it
+    key = (options, precision, *[(x.shape, x.stride(), x.dtype, x.device, type(x)) for x in every])
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
         is_plain = all(type(x) in (Tensor, Parameter) for x in every)
-        call = _calls[key] = Repeated(compute) if is_plain and has_launches() else compute
+        compute, module = make()
+        has_launches = module is not blocked and module is not named
+        call = _calls[key] = Repeated(compute) if is_plain and has_launches else compute
     return call
 
 
@@ -168,12 +170,10 @@ def _forward(
         flat: list[Tensor] = result.flat
         return flat
 
-    def has_launches() -> bool:
-        module = _module(RowProblem.of(program, tensors), impl, is_differentiated)
-        return module is not blocked and module is not named
+    def make() -> tuple[Callable[..., Tensors], Any]:
+        return compute, _module(RowProblem.of(program, tensors), impl, is_differentiated)
 
-    options = ("forward", program, is_differentiated, impl)
-    call = _repeated(tensors, options, compute, has_launches)
+    call = _repeated(tensors, ("forward", program, is_differentiated, impl), make)
     return list(call(*tensors))  # type: ignore[arg-type]  # none of them is None
 
 
@@ -208,12 +208,10 @@ def _backward(
     count, first = len(tensors), len(tensors) + len(grad_of)
     every = (*tensors, *grads, *saved)
 
-    def has_launches() -> bool:
-        module = _module(RowProblem.of(program, tensors), impl, True)
-        return module is not blocked and module is not named
+    def make() -> tuple[Callable[..., Tensors], Any]:
+        return compute, _module(RowProblem.of(program, tensors), impl, True)
 
-    options = ("backward", program, *grad_of, *wanted, impl)
-    out = _repeated(every, options, compute, has_launches)(*every)
+    out = _repeated(every, ("backward", program, *grad_of, *wanted, impl), make)(*every)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
 
 
@@ -242,28 +240,27 @@ def _sum(
     wanted: Sequence[bool],
     impl: str,
 ) -> list[Tensor]:
-    def compute(*every: Tensor) -> Tensors:
-        own, of_rows = every[:count], every[count:]
-        problem = RowProblem.of(program, own)
-        how = chosen_of_sum(own, of_rows, program, loss, wanted, impl)
-        if how == CLOSED:
-            run = named.loss_and_gradients
-        elif _ready(problem, how, True) is blocked:
-            run = blocked.loss_and_gradients
-        else:  # of LM heads, only maps have kernels
+    def make() -> tuple[Callable[..., Tensors], Any]:
+        problem = RowProblem.of(program, tensors)
+        how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
+        module = run = named if how == CLOSED else _module(problem, how, True)
+        if module is not named and module is not blocked:  # of LM heads, only maps have kernels
             from torch_streamkl.rows.triton import blocks as row_blocks
 
-            run = row_blocks.loss_and_gradients
-        values, grads = run(problem, RowLoss.of(loss), of_rows, wanted)
-        return [values.sum(), *grads]
+            run = row_blocks
 
-    def has_launches() -> bool:
-        how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
-        return how != CLOSED and _module(RowProblem.of(program, tensors), how, True) is not blocked
+        def compute(*every: Tensor) -> Tensors:
+            own, of_rows = RowProblem.of(program, every[:count]), every[count:]
+            if how != CLOSED:
+                _ready(own, how, True)
+            values, grads = run.loss_and_gradients(own, RowLoss.of(loss), of_rows, wanted)
+            return [values.sum(), *grads]
+
+        return compute, module
 
     count = len(tensors)
     every = (*tensors, *row_tensors)
-    call = _repeated(every, ("sum", program, loss, *wanted, impl), compute, has_launches)
+    call = _repeated(every, ("sum", program, loss, *wanted, impl), make)
     return [tensors[0].new_empty(0) if x is None else x for x in call(*every)]
 
 

@@ -45,7 +45,7 @@ MOST_PARTS = 16  # of a chunk
 # Bytes of a part's maps beside those of the chunk's logits. A teacher's cached words have 2.5, and
 # parts so short that the product that is saved is lost in them (bench/notes/row_programs.md)
 MOST_OF_PARTS = 2
-PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
+PART_BYTES = 3 * 2**29  # that a part's launches and tails are counted as: 0.4 ms of an H200
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
