@@ -15,6 +15,7 @@ from hypothesis import settings
 from tests.support import quick
 from torch_streamkl import checks
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
+from torch_streamkl.rows import op
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
 settings.load_profile("streamkl")
@@ -58,6 +59,12 @@ def _what_stays_is_no_garbage() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _row_programs_are_not_repeated() -> None:
+    """A test that changes how they are computed meets no launches that another one recorded."""
+    op._calls.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +15,10 @@ from torch import Tensor
 
 from tests.support.interpreter import INTERPRETED, inside, quiet
 from tests.support.problems import CASES, Spec, build
-from torch_streamkl import checks
+from torch_streamkl import checks, row_program
 from torch_streamkl.attention import ops, sites
+from torch_streamkl.launches import repeated
+from torch_streamkl.launches.repeated import Repeated
 
 pytestmark = quiet
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -197,7 +203,7 @@ def test_what_cannot_be_written_down_is_not_recorded() -> None:
     elsewhere = torch.ones(2, 2, 24)
 
     def another_operation(*given: Tensor | None) -> list[Tensor]:
-        return [site._run_forward(*given)[0].exp()]
+        return [site._run_forward(*given)[0].sinh()]
 
     def read_on_the_host(*given: Tensor | None) -> list[Tensor]:
         value = site._run_forward(*given)[0]
@@ -220,7 +226,7 @@ def test_a_program_that_does_not_run_is_given_up(caplog: pytest.LogCaptureFixtur
     site, tensors = _recorded_site("cpu")
     call = site._forward
     assert isinstance(call, sites.Repeated)
-    call.settle(sites._First(call, fails))
+    call.settle(repeated._First(call, fails))
     for _ in range(2):
         for x, y in zip(call(*tensors), site._run_forward(*tensors), strict=True):
             assert torch.equal(x, y)
@@ -233,7 +239,7 @@ def test_a_program_that_does_not_run_is_given_up(caplog: pytest.LogCaptureFixtur
 
 @inside
 def test_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "RECORDS", False)
+    monkeypatch.setattr(repeated, "RECORDS", False)
     site, _ = _recorded_site("cpu")
     assert isinstance(site._forward, sites.Repeated)
     assert site._forward._program is None
@@ -309,3 +315,174 @@ def test_one_bias_for_both_sides_is_recorded_apart() -> None:
             tensors[3 + index] = x
         call(*tensors)
     assert [each._calls for each in call._calls] == [2, 1]
+
+
+def _indexer(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Queries and keys of a teacher and of an indexer with one key head, and head weights."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    tq, tk = normal(2, 2, 37, 8), normal(2, 2, 41, 8)
+    sq, sk, w = normal(2, 4, 37, 16), normal(2, 1, 41, 16), normal(2, 4, 37).float()
+    return [tq, tk, *(x.requires_grad_() for x in (sq, sk, w))]
+
+
+def _row_program_step(tensors: list[Tensor]) -> list[Tensor]:
+    tq, tk, sq, sk, w = tensors
+
+    def kl(e: Any) -> Any:
+        p = e.t.softmax("key").sum("head")
+        p = p / p.sum("key")
+        s = (e.w * e.s.relu()).sum("head").log_softmax("key")
+        return (p * ((p + 1e-10).log() - s)).sum("key")
+
+    rows = row_program(
+        kl, dots={"t": (tq, tk), "s": (sq, sk)}, rows={"w": w}, is_causal=True, impl="triton"
+    )
+    weight = torch.linspace(-1, 2, rows.numel(), device=rows.device).view(rows.shape)
+    return [rows.detach(), *torch.autograd.grad((rows * weight).sum(), tensors[2:])]
+
+
+def _heads(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Hidden states and LM heads of student and teacher, and ids."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    tensors = [normal(24, 9), normal(72, 9), normal(24, 16), normal(72, 16)]
+    ids = torch.randint(72, (24, 5), generator=generator, device=device)
+    return [*(x.requires_grad_(i < 2) for i, x in enumerate(tensors)), ids]
+
+
+def _ghost_step(tensors: list[Tensor], reduction: str = "mean") -> list[Tensor]:
+    h, w, th, tw, ids = tensors
+
+    def divergence(e: Any) -> Any:
+        p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
+        kl = torch.where(e.top, p.exp() * (p - s), 0.0).sum("key")
+        rest_p = torch.where(e.top, 0.0, p.exp()).sum("key")
+        rest_s = torch.where(e.top, 0.0, s.exp()).sum("key")
+        return kl + rest_p * (rest_p.log() - rest_s.log())
+
+    dots, options = {"t": (th, tw), "s": (h, w)}, {"reduction": reduction, "impl": "triton"}
+    value = row_program(divergence, dots=dots, columns={"top": ids}, **options)
+    return [value.detach(), *torch.autograd.grad(value.sum() * 1.7, tensors[:2])]
+
+
+def _ghost_rows_step(tensors: list[Tensor]) -> list[Tensor]:
+    return _ghost_step(tensors, "none")
+
+
+STEPS = {  # and what they record: forward and backward, or a sum with its gradients
+    "indexer": (_indexer, _row_program_step, 2),
+    "words": (_heads, _ghost_step, 1),
+    "words, rows": (_heads, _ghost_rows_step, 2),
+}
+
+
+def check_repeated_programs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps of a row program, with and without recording, are bit-equal."""
+    from torch_streamkl.rows import op
+    from torch_streamkl.rows.triton import blocks
+
+    make, step, num_calls = STEPS[name]
+    # blocks of rows or chunks of tokens, and shares of the key head's gradient
+    monkeypatch.setattr(blocks, "_workspace", lambda problem, _: 20 * problem.num_keys * 4)
+    monkeypatch.setattr(blocks, "MEMBERS", 2)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    monkeypatch.setattr(op, "_calls", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(repeated, "RECORDS", False)
+        expected = [step(make(i, device, dtype)) for i in range(4)]
+    monkeypatch.setattr(op, "_calls", {})
+    for i, results in enumerate(expected):
+        tensors = make(i, device, dtype)
+        found = step(tensors)
+        assert all(torch.equal(x, y) for x, y in zip(found, results, strict=True))
+    kept = [weakref.ref(x) for x in tensors]
+    del tensors, found
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    calls = list(op._calls.values())
+    assert len(calls) == num_calls
+    assert all(isinstance(c, Repeated) and c._program is not None for c in calls)
+
+
+@inside
+@pytest.mark.parametrize("name", STEPS)
+def test_same_bits_of_a_row_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_repeated_programs(name, "cpu", monkeypatch)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_same_bits_of_a_row_program_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_repeated_programs(name, "cuda", monkeypatch)
+
+
+@inside
+def test_a_recording_keeps_memory_no_longer_than_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does the program: blocks that take turns in a workspace do so in both."""
+    from torch_streamkl.launches import recorded
+
+    site, tensors = _recorded_site("cpu")
+    sums: list[weakref.ref[Tensor]] = []
+
+    def blocks(*given: Tensor | None) -> list[Tensor]:
+        total = torch.zeros(2, 2, 24)
+        for _ in range(3):
+            value = site._run_forward(*given)[0]
+            part = value + value
+            assert not any(x() is not None for x in sums)
+            sums.append(weakref.ref(part))
+            total += part
+            del value, part
+        return [total]
+
+    expected = blocks(*tensors)[0]
+    sums.clear()
+    sources: list[str] = []
+    build = builtins.compile
+    monkeypatch.setattr(
+        recorded, "compile", lambda text, *rest: sources.append(text) or build(text, *rest), False
+    )
+    outputs, program = recorded.record(blocks, tensors)
+    assert program is not None
+    assert torch.equal(outputs[0], expected)
+    assert torch.equal(program(*tensors)[0], expected)
+    lines = [line.strip() for line in sources[0].splitlines()]
+    alive = most = 0
+    for line in lines:
+        alive += line.startswith("n") - (len(line.split(",")) if line.startswith("del") else 0)
+        most = max(most, alive)
+    assert most <= 6, lines  # the total, a value with both statistics, and a sum
+
+
+def test_a_copy_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`to` may be either: addresses behind it are its result's, not some way into its argument."""
+    from torch_streamkl.launches import recorded
+
+    monkeypatch.setattr(recorded, "runs_directly", lambda: True)
+    kernel = FakeKernel()
+
+    def converted(x: Tensor) -> list[Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():  # as inside of an operator
+            copies = [x.to(dtype) for dtype in (torch.float32, torch.float64)]
+            outputs = [copy[1:] for copy in copies]
+        start = functools.partial(kernel[1, 1, 1], *outputs)
+        recorded.issue(start, kernel, (1, 1, 1), tuple(outputs), (), {})
+        return outputs
+
+    outputs, program = recorded.record(converted, [torch.zeros(4, 32)])
+    assert program is not None
+    x = torch.ones(4, 32)
+    again = program(x)
+    assert again[0].data_ptr() == x[1:].data_ptr()
+    for launch, results in zip(kernel.launches, (outputs, again), strict=True):
+        assert _by_address(launch[3:]) == _by_address(tuple(results))

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 import torch_streamkl
+from bench.offline import compile_launch, record_launches
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Case, Sizes, cast, leaves
 from torch_streamkl import row_program
 from torch_streamkl.rows import blocked, closed, op
+from torch_streamkl.rows.expressions import Graph
+from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.program import Keys, Program
+from torch_streamkl.rows.trace import Tracer
 
 pytestmark = quiet
 WORDS = ("top_k_with_ghost", "cached_top_k", "z_loss", "dkd")
@@ -36,7 +41,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.rows.triton import blocks as row_blocks
 
-    monkeypatch.setattr(row_blocks, "PARTS", (8, 4))
     monkeypatch.setattr(row_blocks, "MOST_OF_PARTS", 99)  # all in chunks
     monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 30 * problem.num_keys * 8)
 
@@ -111,6 +115,80 @@ def test_kernels_where_a_weight_would_be_rounded_too_often(
 
     monkeypatch.setattr(row_blocks, "_chunks", lambda problem, out: None)
     _errors_are_naive_codes("top_k_with_ghost", "mean", "triton", torch.float32)
+
+
+@inside
+@pytest.mark.parametrize("name", WORDS)
+def test_gradients_to_values_of_rows_by_one_kernel(
+    name: str, small_workspace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are torch's, which computes what a kernel would compute in another way."""
+    from torch_streamkl.rows.triton import blocks as row_blocks
+    from torch_streamkl.rows.triton import seeds
+
+    sizes = []
+
+    def both(problem: Any, result: Any, loss: Any, *given: Any) -> dict[int, Tensor]:
+        found = kernel(problem, result, loss, *given)
+        assert seeds._source(problem.program, loss) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(seeds, "_source", lambda *_: None)
+            expected = kernel(problem, result, loss, *given)
+        assert list(found) == sorted(expected)
+        for c, x in expected.items():
+            torch.testing.assert_close(found[c], x)
+        sizes.append(found[0].shape)
+        return found
+
+    kernel = row_blocks.seeds_of
+    monkeypatch.setattr(row_blocks, "seeds_of", both)
+    case = cast(CASES[name](Sizes(rows=13, keys=71, dim=9)), torch.float32)
+    _with(name, reduction="mean", impl="triton")(**case.tensors)
+    assert {sum(size[2] for size in sizes)} <= {13, 26}  # rows of the example's one or two calls
+
+
+def test_what_a_kernel_computes_otherwise_is_torchs() -> None:
+    from torch_streamkl.rows.triton import seeds
+
+    program = _program_of_labels()
+    for op_of_loss, is_known in (("log", True), ("tanh", False), ("clamp_min", False)):
+        graph = Graph()
+        x = graph.reduction(program.outputs[0], 0)
+        args = [x, graph.const(-1.0)] if op_of_loss == "clamp_min" else [x]
+        node = graph.apply("mul", graph.apply(op_of_loss, *args), x)
+        loss = RowLoss.of_nodes(graph.nodes, node, is_literal=False)
+        assert (seeds._source(program, loss) is not None) == is_known, op_of_loss
+
+
+@outside
+@pytest.mark.parametrize("target", ["sm_75", "sm_90", "gfx942"])
+def test_compiles(target: str) -> None:
+    """Gradients to values of a block of rows, which a tensor of 16 bits weighs."""
+    from torch_streamkl.rows.triton import seeds
+
+    program, graph = _program_of_labels(), Graph()
+    x = graph.reduction(program.outputs[0], 0)
+    scaled = graph.apply("mul", graph.capture(0, "float", 0, by_key=False), graph.apply("log", x))
+    loss = RowLoss.of_nodes(graph.nodes, scaled, is_literal=True)
+    with record_launches(target) as launches:
+        heads = [torch.empty(1, 1, n, 8, device="cuda") for n in (300, 70)]
+        problem = RowProblem.of(program.text, heads)
+        result = blocked.allocate(problem, True)
+        weight = torch.empty(1, 1, 300, dtype=torch.bfloat16, device="cuda")
+        at = slice(0, 1), slice(128, 300), slice(0, 70)
+        found = seeds.seeds_of(problem, result.of_rows(*at[:2]), loss, [weight], at)
+        assert [x.shape for x in found.values()] == [(1, 1, 172)] * 2
+    (launch,) = launches
+    assert launch.grid == (2, 1, 1)
+    assert compile_launch(launch, target).spill_bytes == 0
+
+
+def _program_of_labels() -> Program:
+    tracer = Tracer((0,), (), Keys(), {})
+    x = tracer.dot(0)
+    difference = tracer.graph.apply("sub", x, tracer.reduce("logsumexp", x))
+    total = tracer.reduce("sum", tracer.graph.apply("exp", difference))
+    return tracer.program([total])
 
 
 @outside

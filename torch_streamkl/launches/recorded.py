@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -32,6 +33,24 @@ ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 # whose effect depends on their arguments' metadata and contents only, and never waits for a GPU
 _OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone", "_to_copy"}
 _OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
+# of row programs, between launches
+_OPERATIONS |= {"__and__", "__or__", "add", "add_", "addmm_", "bitwise_and", "bitwise_or"}
+_OPERATIONS |= {"clamp_max", "contiguous"}
+_OPERATIONS |= {
+    "div",
+    "eq",
+    "exp",
+    "full",
+    "gather",
+    "ge",
+    "log",
+    "lt",
+    "masked_fill",
+    "mm",
+    "neg",
+}
+_OPERATIONS |= {"scalar_tensor", "scatter_", "scatter_add_", "sub", "sum_to_size", "to", "where"}
+_ON_THE_HOST = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
 _ACTIVE = threading.local()
 
 
@@ -55,7 +74,7 @@ class Observer(Protocol):
         grid: tuple[int, int, int],
         arguments: tuple[Any, ...],
         constants: tuple[Any, ...],
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> None:
         """Launch a kernel by ``start``, which returns what was compiled, or only note it."""
 
@@ -64,6 +83,25 @@ def active() -> Observer | None:
     """Who sees the launches of this thread."""
     found: Observer | None = getattr(_ACTIVE, "observer", None)
     return found
+
+
+def issue(
+    start: Callable[[], Any],
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Launch a kernel by ``start``, seen by whoever looks.
+
+    ``constants`` are its compile-time arguments, last in its signature.
+    """
+    observer = active()
+    if observer is None:
+        start()
+    else:
+        observer.run(start, kernel, grid, arguments, constants, options)
 
 
 def record(
@@ -106,15 +144,20 @@ class Recorder(TorchDispatchMode):
         self.obstacle: str | None = None
         self._names: dict[int, str] = {}  # of tensors that are variables, by id
         self._views: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = {}
-        self._pointers: dict[int, str] = {}
-        self._alive: list[Any] = []  # an id is a name as long as its object lives
+        self._pointers: dict[int, tuple[str, str]] = {}  # and the variable of whose memory it is
+        self._count = 0  # of variables
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
+        self._read: set[str] = set()  # variables of tensors that the next line needs
+        self._last: dict[str, int] = {}  # the line that reads a variable last
+        self._beside: set[str] = set()  # variables that a side stream may still read
+        self._indent = ""  # of what is inside of a side stream
+        self._makes: dict[int, str] = {}  # of a line that does nothing else, the variable it makes
         self._by_pointer: bool | None = None
         self.parameters = [f"t{i}" for i in range(len(tensors))]
         self._inputs = [(f"t{i}", x) for i, x in enumerate(tensors) if x is not None]
         for name, x in self._inputs:
             self._names[id(x)] = name
-            self._pointers[id(x)] = f"a{name}"
-            self._alive.append(x)
+            self._pointers[id(x)] = f"a{name}", name
             if x.data_ptr() % 16:
                 self.obstacle = "a tensor that is not aligned to 16 bytes"
         self.device = self._inputs[0][1].device
@@ -123,8 +166,19 @@ class Recorder(TorchDispatchMode):
 
     def forget(self) -> None:
         """Let go of all tensors."""
-        for held in (self._views, self._alive, self._inputs):
+        for held in (self._views, self._seen, self._inputs):
             held.clear()
+
+    def _see(self, x: Tensor) -> None:
+        """An id is a name as long as its object lives, and may then be another's."""
+        if id(x) in self._seen:
+            return
+
+        def gone(_: Any, i: int = id(x)) -> None:
+            for known in (self._seen, self._names, self._views, self._pointers):
+                known.pop(i, None)
+
+        self._seen[id(x)] = weakref.ref(x, gone)
 
     # ------------------------------------------------------------------------- what happens
     def __torch_dispatch__(
@@ -145,27 +199,31 @@ class Recorder(TorchDispatchMode):
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
-        self._alive.append(out)
+        self._read = set()
         if name in ALLOCATIONS:
             self._allocation(out)
-        elif func.is_view:
+        elif func.is_view and _is_view(out, args[0]):
             parts = out if isinstance(out, (list, tuple)) else (out,)
             for position, part in enumerate(parts):
-                self._alive.append(part)
+                if part is args[0]:
+                    continue
+                self._see(part)
                 self._views.setdefault(
                     id(part), (func, args, kwargs, None if part is out else position)
                 )
         elif name in _OPERATIONS:
-            if not isinstance(out, Tensor) or out.device != self.device:
+            is_here = isinstance(out, Tensor) and out.device == self.device
+            if not is_here and name not in _ON_THE_HOST:
                 raise Unrecordable(f"{name} of another device")
             target = self._constant(func)
             arguments = [self._value(x) for x in args]
             arguments += [f"{key}={self._value(x)}" for key, x in kwargs.items()]
             call = f"{target}({', '.join(arguments)})"
             if id(out) in self._names:
-                self.lines.append(call)
+                self._line(call)
             else:
-                self.lines.append(f"{self._named(out)} = {call}")
+                self._makes[len(self.lines)] = name = self._named(out)
+                self._line(f"{name} = {call}")
         else:
             raise Unrecordable(f"the operation {name}")
 
@@ -174,7 +232,34 @@ class Recorder(TorchDispatchMode):
         if out.device != self.device:
             raise Unrecordable("an allocation on another device")
         empty = self._constant(_empty_strided(self.device), "empty")
-        self.lines.append(f"{self._named(out)} = {empty}({size}, {strides}, {dtype})")
+        self._line(f"{self._named(out)} = {empty}({size}, {strides}, {dtype})")
+
+    def _line(self, text: str) -> None:
+        for name in self._read:
+            self._last[name] = len(self.lines)
+        if self._indent:
+            self._beside |= self._read
+        self.lines.append(self._indent + text)
+
+    def told(self, what: str, stream: torch.cuda.Stream) -> None:
+        """Write down what a side stream was told; memory that it reads is kept until the join."""
+        self._read = set()
+        side, device = self._constant(stream), self.device.index
+        here = f"{self._constant(torch.cuda.current_stream)}({device})"
+        now = f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({device})"
+        match what:
+            case "fork":
+                self._line(f"{side}.wait_stream({here})")
+            case "enter":
+                self._line(f"with {self._constant(torch.cuda.stream)}({side}):")
+                self._indent = "    "
+                self._line(now)
+            case "exit":
+                self._indent = ""
+                self._line(now)
+            case _:
+                self._read, self._beside = self._beside, set()
+                self._line(f"{here}.wait_stream({side})")
 
     def run(
         self,
@@ -199,6 +284,7 @@ class Recorder(TorchDispatchMode):
         options: dict[str, int],
     ) -> None:
         by_pointer = compiled is not None  # else the interpreter ran the kernel
+        self._read = set()
         with self._keeping_obstacles():
             if by_pointer and not runs_directly():
                 raise Unrecordable("an unknown way to launch compiled kernels")
@@ -211,16 +297,18 @@ class Recorder(TorchDispatchMode):
                 function = self._constant(compiled.function)
                 metadata = self._constant(compiled.packed_metadata)
                 first = f"{grid[0]}, {grid[1]}, {grid[2]}, stream, {function}, {metadata}"
-                self.lines.append(f"{run}({first}, None, None, None, {values})")
+                self._line(f"{run}({first}, None, None, None, {values})")
             else:
                 values = ", ".join(self._value(x) for x in arguments)
                 start = self._constant(kernel[grid])
-                self.lines.append(f"{start}({values}, **{self._constant(options)})")
+                self._line(f"{start}({values}, **{self._constant(options)})")
 
     # ------------------------------------------------------------------------------- values
     def _named(self, x: Tensor) -> str:
-        name = self._names[id(x)] = f"n{len(self._names)}"
-        self._alive.append(x)
+        self._see(x)
+        name = self._names[id(x)] = f"n{self._count}"
+        self._count += 1
+        self._read.add(name)
         return name
 
     def _constant(self, value: Any, name: str | None = None) -> str:
@@ -232,6 +320,7 @@ class Recorder(TorchDispatchMode):
         """The variable that holds a tensor; a view is made when it is first needed."""
         name = self._names.get(id(x))
         if name is not None:
+            self._read.add(name)
             return name
         if id(x) not in self._views:
             raise Unrecordable("a tensor from elsewhere")
@@ -241,26 +330,33 @@ class Recorder(TorchDispatchMode):
         arguments += [f"{key}={self._value(a)}" for key, a in kwargs.items()]
         part = "" if position is None else f"[{position}]"
         name = self._named(x)
-        self.lines.append(f"{name} = {target}({', '.join(arguments)}){part}")
+        self._line(f"{name} = {target}({', '.join(arguments)}){part}")
         return name
 
     def _pointer(self, x: Tensor) -> str:
         """The variable that holds a tensor's address."""
         found = self._pointers.get(id(x))
         if found is not None:
-            return found
+            self._read.add(found[1])
+            return found[0]
         base = x
         while id(base) not in self._names:
             if id(base) not in self._views:
                 raise Unrecordable("a tensor from elsewhere")
             base = self._views[id(base)][1][0]  # the first argument of a view
+        self._see(x)
         if base is x:
             source = f"{self._tensor(x)}.data_ptr()"
         else:
-            source = f"{self._pointer(base)} + {x.data_ptr() - base.data_ptr()}"
-        name = self._pointers[id(x)] = f"p{len(self._pointers)}"
-        self._alive.append(x)
-        self.lines.append(f"{name} = {source}")
+            source, offset = self._pointer(base), x.data_ptr() - base.data_ptr()
+            if not offset:
+                self._pointers[id(x)] = source, self._names[id(base)]
+                return source
+            source = f"{source} + {offset}"
+        name = f"p{self._count}"
+        self._count += 1
+        self._pointers[id(x)] = name, self._names[id(base)]
+        self._line(f"{name} = {source}")
         return name
 
     def _value(self, x: Any) -> str:
@@ -301,6 +397,7 @@ class Recorder(TorchDispatchMode):
         if self._by_pointer is None:
             raise Unrecordable("no launch")
         results = ", ".join("None" if x is None else self._tensor(x) for x in outputs)
+        returned = {self._names[id(x)] for x in outputs if x is not None}
         addresses = [f"a{name}" for name, _ in self._inputs]
         guards = [
             f"({' | '.join(addresses)}) & 15",
@@ -308,7 +405,7 @@ class Recorder(TorchDispatchMode):
         ]
         for setting in (_precision, _is_deterministic):
             guards.append(f"{self._constant(setting)}() != {setting()!r}")
-        lines = list(self.lines)
+        lines = self._with_releases(returned)
         if self._by_pointer:
             guards.append(f"{self._constant(is_watched)}()")
         if self._by_pointer and self.device.type == "cuda":
@@ -332,6 +429,27 @@ class Recorder(TorchDispatchMode):
         program: Program = scope["program"]
         return program
 
+    def _with_releases(self, returned: set[str]) -> list[str]:
+        """The lines, and after the last that reads a tensor's memory that it is let go.
+
+        Without those whose results nothing reads.
+        """
+        ends: dict[int, list[str]] = {}
+        for name, index in self._last.items():
+            if name not in returned and name not in self.parameters:
+                ends.setdefault(index, []).append(name)
+        lines = []
+        for index, line in enumerate(self.lines):
+            gone = ends.get(index, [])
+            if self._makes.get(index) in gone:
+                gone.remove(self._makes[index])
+            else:
+                lines.append(line)
+            if gone:
+                indent = line[: len(line) - len(line.lstrip())]
+                lines.append(f"{indent}del {', '.join(gone)}")
+        return lines
+
 
 _precision = torch._C._get_float32_matmul_precision
 _is_deterministic = torch._C._get_deterministic_algorithms
@@ -349,6 +467,13 @@ def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
     found: Callable[..., Tensor]
     found = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
     return found
+
+
+def _is_view(out: Any, base: Tensor) -> bool:
+    """Whether tensors lie in another's memory: `to`, `contiguous` and `reshape` may also copy."""
+    parts = out if isinstance(out, (list, tuple)) else (out,)
+    memory = base.untyped_storage()._cdata
+    return all(part.untyped_storage()._cdata == memory for part in parts)
 
 
 def _has_tensor(x: Any) -> bool:

@@ -18,7 +18,7 @@ import functools
 import math
 from dataclasses import fields
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -246,6 +246,12 @@ def logits_of(head: Head, buffer: Tensor) -> Tensor:
     return out
 
 
+class StreamObserver(Protocol):
+    """Who wants to hear of what a side stream is told (launches/recorded.py)."""
+
+    def told(self, what: str, stream: torch.cuda.Stream) -> None: ...
+
+
 class SideStream:
     """A second stream of a GPU where it is wanted, and nothing on the CPU.
 
@@ -253,30 +259,41 @@ class SideStream:
     the other leave idle, and hides the traffic of the running sum.
     """
 
-    def __init__(self, device: torch.device, is_wanted: bool) -> None:
+    def __init__(
+        self, device: torch.device, is_wanted: bool, observer: StreamObserver | None = None
+    ) -> None:
         self.stream = _side_stream(device) if is_wanted and device.type == "cuda" else None
         self.is_busy = False
+        self.observer = observer
+
+    def _tell(self, what: str) -> None:
+        if self.observer is not None and self.stream is not None:
+            self.observer.told(what, self.stream)
 
     def fork(self) -> None:
         """What the side stream gets from here on starts after all that the current one has."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self._tell("fork")
 
     def __enter__(self) -> None:
         if self.stream is not None:
             self.is_busy = True
             self.context = torch.cuda.stream(self.stream)
             self.context.__enter__()
+            self._tell("enter")
 
     def __exit__(self, *error: Any) -> None:
         if self.stream is not None:
             self.context.__exit__(*error)
+            self._tell("exit")
 
     def join(self) -> None:
         """The current stream waits for the side stream."""
         if self.stream is not None and self.is_busy:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.is_busy = False
+            self._tell("join")
 
 
 @functools.cache

@@ -309,7 +309,7 @@ def row_gradients(
     for c in range(len(program.reductions) - 1, -1, -1):
         for jacobian, value in zip(jacobians, result.jacobians, strict=True):
             if jacobian.reduction == c and c in r:
-                value = torch.where(r[c] == 0, 0.0, r[c] * value)
+                value = torch.where(r[c] == 0, r[c], r[c] * value)  # also beside an infinity
                 accumulate(jacobian.by, value.sum(-1) if jacobian.size else value)
     return {c: x.to(problem.compute_dtype) for c, x in r.items()}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch_streamkl.rows import operations
 from torch_streamkl.rows.operations import OPERATIONS
@@ -29,8 +29,7 @@ class HeadsError(ValueError):
     """Elements with different numbers of heads meet."""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One value.
 
     ``value`` is a constant, or the number of a dot, captured tensor or reduction. ``head`` is the
@@ -45,9 +44,6 @@ class Node:
     head: int = 0
     by_key: bool = False
     is_finite: bool = True
-
-    def __hash__(self) -> int:
-        return hash((self.op, self.args, self.value, self.dtype))
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.once import differentiable_once
-from torch_streamkl.rows import derive, op, reference, tensors
+from torch_streamkl.rows import derive, op, reference, remembered, tensors
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.tensors import Columns, Inputs
-from torch_streamkl.rows.trace import Traced, Tracer, trace
+from torch_streamkl.rows.trace import POSITIONS, Traced, Tracer, trace
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -134,7 +134,7 @@ def row_program(
     )
     is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
     constants = _constants(inputs) if is_differentiated else ()
-    traced = trace(function, inputs.dot_names, inputs.capture_names, tracer, constants)
+    traced = _traced(function, inputs, tracer, constants)
     if reduction != "none" and traced.names is not None:
         raise ValueError(
             f"reduction={reduction!r} takes a function that returns one value of rows, got a dict "
@@ -172,21 +172,56 @@ def row_program(
     return finished[0] if names is None else dict(zip(names, finished, strict=True))
 
 
+_known: dict[Any, Traced] = {}
+MAX_KNOWN = 1024
+
+
+def _traced(
+    function: Callable[[Any], Any],
+    inputs: tensors.Normalised,
+    tracer: Tracer,
+    constants: Container[str],
+) -> Traced:
+    """The program of a function, which is traced once where that is known to be enough."""
+    names = inputs.dot_names, inputs.capture_names
+    own = remembered.key_of(function, frozenset([*names[0], *names[1], *POSITIONS]))
+    if own is None:
+        return trace(function, *names, tracer, constants)
+    is_constant = [name in constants for each in names for name in each]
+    metadata = tracer.dot_heads, tracer.captures, tracer.keys, *tracer.num_heads.items()
+    key = (own, *metadata, *map(tuple, names), *is_constant)
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= MAX_KNOWN:
+            _known.clear()
+        found = _known[key] = trace(function, *names, tracer, constants)
+    return found
+
+
 def _loss(traced: Traced, problem: RowProblem, reduction: str) -> RowLoss | None:
     """What each row adds, where gradients to the program's values are all that it needs."""
-    graph = Graph(list(traced.nodes))
-    (root,) = traced.wanted
     if not op.has_sum(problem):
         return None
+    learned = tuple([x.requires_grad for x in problem.captures])
+    return _loss_of(traced, reduction, problem.num_rows, learned)
+
+
+@functools.lru_cache(maxsize=256)
+def _loss_of(
+    traced: Traced, reduction: str, num_rows: int, learned: tuple[bool, ...]
+) -> RowLoss | None:
+    """The same by the number of rows, and which captured tensors need a gradient."""
+    graph = Graph(list(traced.nodes))
+    (root,) = traced.wanted
     if reduction == "mean":
-        root = graph.apply("mul", root, graph.const(1.0 / problem.num_rows))
-    numbers = dict(zip(traced.reductions, problem.program.outputs, strict=True))
+        root = graph.apply("mul", root, graph.const(1.0 / num_rows))
+    numbers = dict(zip(traced.reductions, traced.program.outputs, strict=True))
     for i in graph.used_by([root]):
         node = graph[i]
-        if node.op == "capture" and problem.captures[int(node.value)].requires_grad:
+        if node.op == "capture" and learned[int(node.value)]:
             return None
         if node.op == "reduction":
-            graph.nodes[i] = replace(node, value=numbers[int(node.value)])
+            graph.nodes[i] = node._replace(value=numbers[int(node.value)])
     return RowLoss.of_nodes(graph.nodes, root, is_literal=False)
 
 

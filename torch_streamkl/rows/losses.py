@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class RowLoss:
         found: list[Node] = []
         for i in Graph(list(nodes)).used_by([root]):
             moved[i] = len(found)
-            found.append(replace(nodes[i], args=tuple(moved[a] for a in nodes[i].args)))
+            found.append(nodes[i]._replace(args=tuple(moved[a] for a in nodes[i].args)))
         return RowLoss(tuple(found), is_literal)
 
     @functools.cached_property

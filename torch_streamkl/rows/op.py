@@ -7,15 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.nn import Parameter
 
 from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.launches.devices import require_driver
+from torch_streamkl.launches.repeated import Repeated, Tensors
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.rows import blocked, closed, named
@@ -48,6 +50,8 @@ row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 row_program_sum = torch.ops.torch_streamkl.row_program_sum.default
 IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
 CLOSED = "closed"
+MAX_CALLS = 1024
+_calls: dict[Any, Callable[..., Tensors]] = {}  # by metadata and options
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
@@ -135,13 +139,42 @@ def has_sum(problem: RowProblem) -> bool:
     return is_of_words and problem.operands[0][0].dtype != torch.float16
 
 
+def _repeated(
+    every: Sequence[Tensor],
+    options: tuple[Any, ...],
+    make: Callable[[], tuple[Callable[..., Tensors], Any]],
+) -> Callable[..., Tensors]:
+    """What computes a program of tensors like these; ``options`` are all else that it is given.
+
+    ``make`` gives it, and the module that runs in it: launches of kernels are recorded.
+    """
+    precision = torch.get_float32_matmul_precision()  # tiles of products depend on it
+    key = (options, precision, *[(x.shape, x.stride(), x.dtype, x.device, type(x)) for x in every])
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        is_plain = all(type(x) in (Tensor, Parameter) for x in every)
+        compute, module = make()
+        has_launches = module is not blocked and module is not named
+        call = _calls[key] = Repeated(compute) if is_plain and has_launches else compute
+    return call
+
+
 def _forward(
     tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str
 ) -> list[Tensor]:
-    problem = RowProblem.of(program, tensors)
-    result = _ready(problem, impl, is_differentiated).forward(problem, is_differentiated)
-    flat: list[Tensor] = result.flat
-    return flat
+    def compute(*tensors: Tensor) -> list[Tensor]:
+        problem = RowProblem.of(program, tensors)
+        result = _ready(problem, impl, is_differentiated).forward(problem, is_differentiated)
+        flat: list[Tensor] = result.flat
+        return flat
+
+    def make() -> tuple[Callable[..., Tensors], Any]:
+        return compute, _module(RowProblem.of(program, tensors), impl, is_differentiated)
+
+    call = _repeated(tensors, ("forward", program, is_differentiated, impl), make)
+    return list(call(*tensors))  # type: ignore[arg-type]  # none of them is None
 
 
 def _forward_fake(
@@ -162,11 +195,23 @@ def _backward(
     program: str,
     impl: str,
 ) -> list[Tensor]:
-    problem = RowProblem.of(program, tensors)
-    module = _ready(problem, impl, True)
-    result = saved if module is named else blocked.Result.of(problem.program, saved)
-    given = dict(zip(grad_of, grads, strict=True))
-    out = module.backward(problem, result, [given.get(c) for c in problem.program.outputs], wanted)
+    def compute(*every: Tensor) -> Tensors:
+        own, grads, saved = every[:count], every[count : count + len(grad_of)], every[first:]
+        problem = RowProblem.of(program, own)
+        module = _ready(problem, impl, True)
+        result = saved if module is named else blocked.Result.of(problem.program, saved)
+        given = dict(zip(grad_of, grads, strict=True))
+        ordered = [given.get(c) for c in problem.program.outputs]
+        found: Tensors = module.backward(problem, result, ordered, wanted)
+        return found
+
+    count, first = len(tensors), len(tensors) + len(grad_of)
+    every = (*tensors, *grads, *saved)
+
+    def make() -> tuple[Callable[..., Tensors], Any]:
+        return compute, _module(RowProblem.of(program, tensors), impl, True)
+
+    out = _repeated(every, ("backward", program, *grad_of, *wanted, impl), make)(*every)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
 
 
@@ -195,19 +240,28 @@ def _sum(
     wanted: Sequence[bool],
     impl: str,
 ) -> list[Tensor]:
-    problem, of_rows = RowProblem.of(program, tensors), RowLoss.of(loss)
-    how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
-    if how == CLOSED:
-        run = named.loss_and_gradients
-    elif _ready(problem, how, True) is blocked:
-        run = blocked.loss_and_gradients
-    else:  # of LM heads, only maps have kernels
-        from torch_streamkl.rows.triton import blocks as row_blocks
+    def make() -> tuple[Callable[..., Tensors], Any]:
+        problem = RowProblem.of(program, tensors)
+        how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
+        module = run = named if how == CLOSED else _module(problem, how, True)
+        if module is not named and module is not blocked:  # of LM heads, only maps have kernels
+            from torch_streamkl.rows.triton import blocks as row_blocks
 
-        run = row_blocks.loss_and_gradients
-    values, grads = run(problem, of_rows, row_tensors, wanted)
-    nothing = tensors[0].new_empty
-    return [values.sum(), *(nothing(0) if g is None else g for g in grads)]
+            run = row_blocks
+
+        def compute(*every: Tensor) -> Tensors:
+            own, of_rows = RowProblem.of(program, every[:count]), every[count:]
+            if how != CLOSED:
+                _ready(own, how, True)
+            values, grads = run.loss_and_gradients(own, RowLoss.of(loss), of_rows, wanted)
+            return [values.sum(), *grads]
+
+        return compute, module
+
+    count = len(tensors)
+    every = (*tensors, *row_tensors)
+    call = _repeated(every, ("sum", program, loss, *wanted, impl), make)
+    return [tensors[0].new_empty(0) if x is None else x for x in call(*every)]
 
 
 def _sum_fake(

@@ -137,7 +137,7 @@ class Program:
     def with_lowest(self, lowest: float) -> Program:
         """With a number in place of -inf."""
         nodes = (
-            replace(n, value=lowest) if n.op == "const" and n.value == -math.inf else n
+            n._replace(value=lowest) if n.op == "const" and n.value == -math.inf else n
             for n in self.nodes
         )
         return replace(self, nodes=tuple(nodes))
@@ -215,8 +215,8 @@ def canonical(program: Program) -> Program:
                 stack += waiting
                 continue
             if node.op == "reduction":
-                node = replace(node, value=number_of(int(node.value)))
-            moved[i] = graph.add(replace(node, args=tuple(moved[a] for a in args)))
+                node = node._replace(value=number_of(int(node.value)))
+            moved[i] = graph.add(node._replace(args=tuple(moved[a] for a in args)))
             stack.pop()
         return moved[index]
 

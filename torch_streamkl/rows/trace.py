@@ -316,6 +316,9 @@ _ALIASES = {"log_sigmoid": "logsigmoid", "true_divide": "div", "multiply": "mul"
             "special_xlogy": "xlogy", "truediv": "div", "rsub": "sub"}  # fmt: skip
 
 
+OPERATION_NAMES = {*_FUNCTIONS, *_ALIASES}  # that elements have as methods, and torch as functions
+
+
 def _logaddexp(x: Element, y: Any) -> Element:
     def apply(op: str, *args: Any) -> Element:
         return x._apply(op, *args)
@@ -340,7 +343,7 @@ class Elements:
             ) from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traced:
     """A program, and what is computed from its outputs for each row."""
 

@@ -131,13 +131,8 @@ class Plan:
         if not is_aligned:
             constants = tuple(map(_of_any_address, constants))
         launch = (name, kernel, grid, arguments, constants, options, is_aligned)
-        observer = recorded.active()
-        if observer is not None:
-            start = functools.partial(self._launch_on_device, *launch)
-            all_options = {**options, **COMPILE_OPTIONS}
-            observer.run(start, kernel, grid, arguments, constants, all_options)
-        else:
-            self._launch_on_device(*launch)
+        start = functools.partial(self._launch_on_device, *launch)
+        recorded.issue(start, kernel, grid, arguments, constants, {**options, **COMPILE_OPTIONS})
 
     def _launch_on_device(self, *launch: Any) -> Any:
         if self.device_index is not None and torch.cuda.current_device() != self.device_index:

@@ -88,12 +88,8 @@ def _launch(
     constants = (form_args(form or Bilinear()), helper(problem.functional.text), config)
     options = {"num_warps": num_warps, **COMPILE_OPTIONS}
     grid = (problem.num_tokens, 1, 1)
-    observer = recorded.active()
     start = functools.partial(row_kernel[grid], *arguments, *constants, **options)
-    if observer is None:
-        start()
-    else:
-        observer.run(start, row_kernel, grid, arguments, constants, options)
+    recorded.issue(start, row_kernel, grid, arguments, constants, options)
 
 
 def config_of(

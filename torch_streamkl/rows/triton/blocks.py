@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from torch_streamkl.launches import recorded
 from torch_streamkl.linear.chunks import SideStream
 from torch_streamkl.linear.problem import (
     DEFAULT_WORKSPACE_MIB,
@@ -24,7 +25,6 @@ from torch_streamkl.linear.problem import (
     even_ranges,
     even_step,
     padded,
-    ranges,
 )
 from torch_streamkl.rows import blocked, derive, losses, tile
 from torch_streamkl.rows.blocked import Result
@@ -35,16 +35,17 @@ from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import maps
 from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
 from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
+from torch_streamkl.rows.triton.seeds import seeds_of
 
 ATTENTION_WORKSPACE_MIB = 64
 BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
-PARTS = (512, 256, 128, 64, 32, 16)  # tokens of a part of a chunk
+MOST_PARTS = 16  # of a chunk
 # Bytes of a part's maps beside those of the chunk's logits. A teacher's cached words have 2.5, and
 # parts so short that the product that is saved is lost in them (bench/notes/row_programs.md)
 MOST_OF_PARTS = 2
-PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
+PART_BYTES = 3 * 2**29  # that a part's launches and tails are counted as: 0.4 ms of an H200
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
@@ -212,7 +213,8 @@ def loss_and_gradients(
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
     buffers = {i: maps.new_map(longest, problem.operands[i][0].dtype) for i in out.dots}
     q = problem.operands[0][0]
-    side = SideStream(q.device, not isinstance(q, FakeTensor))
+    observer = recorded.active()
+    side = SideStream(q.device, not isinstance(q, FakeTensor), observer)
     for chunk in chunks:
         side.join()  # the last chunk's gradients of weights read the logits' place
         rows_of = problem.of_block(batch, chunk, keys)
@@ -220,7 +222,7 @@ def loss_and_gradients(
             i: maps.multiplied(rows_of, i, part(x, batch, slice(0, rows_of.num_rows)))
             for i, x in buffers.items()
         }
-        for own in ranges(rows_of.num_rows, sizes.teacher_tokens):
+        for own in even_ranges(rows_of.num_rows, sizes.teacher_tokens, 128):
             at = (batch, slice(chunk.start + own.start, chunk.start + own.stop), keys)
             given = {i: part(x, batch, own) for i, x in logits.items()}
             _add_rows(problem, result, loss, tensors, out, at, given)
@@ -258,9 +260,7 @@ def _add_rows(
     for slots, axis in _passes(program, derive.forward_plan(program, True)):
         first.sums(slots, axis, {})
     of_rows = result.of_rows(at[0], at[1])
-    grads = losses.gradients(problem, loss, dict(enumerate(of_rows.reductions)), tensors, at)
-    ordered = [grads.get(c) for c in program.outputs]
-    seeds = row_kernels.seeds_of(problem.of_block(*at), of_rows, ordered)
+    seeds = seeds_of(problem, of_rows, loss, tensors, at)
     last = maps.Block(problem, BACKWARD, result, {}, at, {})
     last.share(first.own_maps, seeds)
     for i, node in out.captures.items():
@@ -306,16 +306,15 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
     weights = [k.numel() * k.element_size() for _, k in problem.operands]
     mine = sum(weights[i] for i in out.dots)
     best: tuple[float, Chunks | None] = (math.inf, None)
-    for share in PARTS if of_part else (0,):
-        tokens = min((room - share * of_part) // max(of_chunk, 1), problem.num_rows)
-        if tokens < max(min(share, problem.num_rows), 1):
+    for parts in range(1, MOST_PARTS + 1) if of_part else (1,):
+        tokens = min(int(room // max(of_chunk + of_part / parts, 1)), problem.num_rows)
+        if tokens < parts:
             continue
         tokens = even_step(problem.num_rows, tokens, 128)
-        share = min(share, tokens) or tokens
-        cost = -(-problem.num_rows // tokens) * 6 * mine
-        cost += -(-problem.num_rows // share) * (sum(weights) - mine + PART_BYTES)
+        num_chunks = -(-problem.num_rows // tokens)
+        cost = num_chunks * (6 * mine + parts * (sum(weights) - mine + PART_BYTES))
         if cost < best[0]:
-            best = cost, Chunks(tokens, share)
+            best = cost, Chunks(tokens, -(-tokens // parts))
     chunks = best[1]
     most = MAX_LOW_PRECISION_SUMS if element == 2 else problem.num_rows
     is_possible = chunks is not None and -(-problem.num_rows // chunks.tokens) <= most
@@ -371,6 +370,8 @@ class _Gradients:
             self._allocated(n) if need else None
             for n, need in enumerate(wanted[: len(self.tensors)])
         ]
+        # of column operands: sums of the last blocks in shares, and the batch elements of these
+        self.shares: dict[int, tuple[slice, Tensor]] = {}
 
     def _dtype(self, n: int) -> torch.dtype:
         """Where blocks add to each other, but for the matmuls of words, in float32."""
@@ -390,6 +391,8 @@ class _Gradients:
         return make(x.shape, dtype=dtype, device=x.device)
 
     def finished(self, rest: list[Tensor | None] | None) -> list[Tensor | None]:
+        for i in list(self.shares):
+            self._add_shares(i)
         found = [
             g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
         ]
@@ -443,13 +446,20 @@ class _Gradients:
             return {}
         axis = self.program.dot_heads[i]
         size = (block.problem.batch, self.problem.num_heads(axis), block.problem.num_rows)
-        return {
-            c: self.tensors[0].new_empty(size, dtype=torch.float32)
-            for c, node in self.captures.items()
-            if self.program.captures[c].kind == ROW
-            and block.nodes[node].head == axis
-            and self.first_dot[axis] == i
-        }
+        found = {}
+        for c, node in self.captures.items():
+            is_of_rows = self.program.captures[c].kind == ROW
+            if is_of_rows and block.nodes[node].head == axis and self.first_dot[axis] == i:
+                place = self._place_of(block, c)
+                found[c] = place if self._is_whole(c, axis) else place.new_empty(size)
+        return found
+
+    def _is_whole(self, i: int, axis: int) -> bool:
+        """Whether a tensor of rows has every batch element, head of an axis and row itself.
+
+        A block then has the only gradient to its rows.
+        """
+        return self.problem.captures[i].shape == self.problem.row_shape(axis)
 
     def _add_headed(self, block: maps.Block, i: int, node: int) -> set[int]:
         """Operands of a dot with heads, and the captured tensors whose gradients come with it."""
@@ -470,28 +480,50 @@ class _Gradients:
             source = maps.rows_source(self.program, i, sums, block.is_exact)
             row_kernels.launch_rows(source, block.problem, dq.shape[1], launch, given)
         for c, d in beside.items():
-            self._add_rows(block, c, d)
+            if not self._is_whole(c, axis):
+                self._add_rows(block, c, d)
         if dk is not None:
             group = given[f"group{i}"]
             shares = max(1, group // MEMBERS) if group % MEMBERS == 0 else 1
-            mine = part(dk, batch)
-            parts = mine.unsqueeze(0) if shares == 1 else mine.new_zeros(shares, *mine.shape)
+            parts = self._shares_of(i, batch, shares)
             given.update(row_kernels.operand_argument(f"db{i}", parts.select(0, 0), f"db{i}_out"))
             given.update({f"db{i}_share": parts.stride(0), "num_shares": shares, "ADD": True})
             launch = block.launch_of("dk", axis)
             source = maps.columns_source(self.program, i, block.is_exact)
             num_heads = dk.shape[1] * shares
             row_kernels.launch_columns(source, block.problem, num_heads, launch, given)
-            if shares > 1:
-                mine += parts.sum(0)
         return set(beside)
+
+    def _shares_of(self, i: int, batch: slice, shares: int) -> Tensor:
+        """Where blocks of these batch elements add to the gradient of a column operand."""
+        dk = self.out[2 * i + 1]
+        assert dk is not None
+        if shares == 1:
+            return part(dk, batch).unsqueeze(0)
+        if i in self.shares and self.shares[i][0] != batch:
+            self._add_shares(i)
+        if i not in self.shares:
+            mine = part(dk, batch)
+            self.shares[i] = batch, mine.new_zeros(shares, *mine.shape)
+        return self.shares[i][1]
+
+    def _add_shares(self, i: int) -> None:
+        batch, parts = self.shares.pop(i)
+        dk = self.out[2 * i + 1]
+        assert dk is not None
+        mine = part(dk, batch)
+        mine += parts.sum(0)
+
+    def _place_of(self, block: maps.Block, i: int) -> Tensor:
+        """Where a block adds to the gradient of a tensor of rows."""
+        target = self.out[2 * len(self.problem.operands) + i]
+        assert target is not None
+        return part(target, block.at[0], ALL, block.at[1])
 
     def _add_rows(self, block: maps.Block, i: int, d: Tensor) -> None:
         """The gradient of a block to a tensor of rows."""
-        target = self.out[2 * len(self.problem.operands) + i]
-        assert target is not None
-        into = part(target, block.at[0], ALL, block.at[1])
-        into += d.sum_to_size(into.shape)
+        into = self._place_of(block, i)
+        into += d if d.shape == into.shape else d.sum_to_size(into.shape)
 
     def add_capture(self, block: maps.Block, i: int, node: int) -> None:
         """The sum of a node's elements over what a captured tensor does not have."""

@@ -17,8 +17,15 @@ from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.kernels.row_state import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
+from torch_streamkl.launches import recorded
 from torch_streamkl.launches.devices import gpu_limit, gpu_of
-from torch_streamkl.launches.launch import ceil_div, dot_precision, matmul_limit, padded_dim
+from torch_streamkl.launches.launch import (
+    COMPILE_OPTIONS,
+    ceil_div,
+    dot_precision,
+    matmul_limit,
+    padded_dim,
+)
 from torch_streamkl.launches.tiles import (
     LEAST,
     Operands,
@@ -394,5 +401,13 @@ def start(
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
     }
-    given = {name: every[name] for name in source.arguments}
-    compiled(source)[(programs,)](**given, **launch.options(), enable_fp_fusion=True)
+    given = tuple([every[name] for name in source.arguments])
+    count = len(given) - source.num_constants
+    kernel, grid, options = compiled(source), (programs, 1, 1), _options(launch)
+    run = functools.partial(kernel[grid], *given, **options)
+    recorded.issue(run, kernel, grid, given[:count], given[count:], options)
+
+
+@functools.cache
+def _options(launch: TritonLaunch) -> dict[str, Any]:
+    return {**launch.options(), **COMPILE_OPTIONS}

@@ -133,7 +133,8 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
         w.line(f"carried{slot} = store_blocks({given}, j, num_keys, {size})")
         return
     score = w.scaled(node) if kind == LOGSUMEXP else None
-    if score is None or score.factor <= 0.0:
+    is_folded = score is not None and score.factor > 0.0
+    if score is None or not is_folded:
         x, factor = w.kept(node, LOW, is_masked), 1.0
     else:  # the largest dot product is that of the largest score
         x, factor = f"tl.where(keep, {score.dot}, {LOW})" if is_masked else score.dot, score.factor
@@ -143,11 +144,11 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
         w.line(f"base{slot} = tl.where(new{slot} == {LOW}, 0.0, new{slot})")
         w.line(f"sum{slot} *= tl.math.exp2((peak{slot} - base{slot}) * {LOG2E!r})")
         # elements that a mask may have made alike, and large, are subtracted as they are
-        scale = "" if factor == 1.0 else f" * {LOG2E!r}"
+        scale = f" * {LOG2E!r}" if is_folded else ""
         w.line(f"shift{slot} = over_lanes(base{slot}{scale}, BLOCK_N, LANES, WIDTH)")
-        terms = f"tl.math.exp2(y{slot} * {factor * LOG2E!r} - shift{slot})"
-        if factor == 1.0:
-            terms = f"tl.math.exp2((y{slot} - shift{slot}) * {LOG2E!r})"
+        terms = f"tl.math.exp2((y{slot} - shift{slot}) * {LOG2E!r})"
+        if is_folded:
+            terms = f"tl.math.exp2(y{slot} * {factor * LOG2E!r} - shift{slot})"
         w.line(f"sum{slot} += lane_sums({terms}, LANES, WIDTH)")
     w.line(f"peak{slot} = new{slot}")
 

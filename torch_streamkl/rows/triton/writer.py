@@ -22,11 +22,12 @@ INF = "float('inf')"
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's text, the name of its function, and its arguments in order."""
+    """A kernel's text, the name of its function, and its arguments in order, constants last."""
 
     text: str
     name: str
     arguments: tuple[str, ...]
+    num_constants: int
 
 
 @dataclass(frozen=True)
@@ -457,7 +458,7 @@ class Writer:
         head = ", ".join([*self.arguments, *(f"{c}: tl.constexpr" for c in constants)])
         body = "\n".join(self.lines)
         text = f"@triton.jit\ndef {name}({head}):\n{body}\n"
-        return Source(text, name, (*self.arguments, *constants))
+        return Source(text, name, (*self.arguments, *constants), len(constants))
 
 
 def used_by(nodes: Sequence[Node], wanted: Sequence[int]) -> list[int]:

@@ -1,0 +1,105 @@
+"""Gradients to values of rows where the loss is known: one kernel, in a thread for each row.
+
+Plain torch takes forty launches for them, each of which waits for the one before, between the sums
+and the gradients of every part of a chunk of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_streamkl.launches.launch import ceil_div
+from torch_streamkl.launches.tiles import TritonLaunch
+from torch_streamkl.rows import derive, losses
+from torch_streamkl.rows.blocked import Result
+from torch_streamkl.rows.expressions import Graph
+from torch_streamkl.rows.losses import RowLoss
+from torch_streamkl.rows.operations import OPERATIONS
+from torch_streamkl.rows.problem import RowProblem, Slices, part
+from torch_streamkl.rows.program import Program
+from torch_streamkl.rows.triton import launches as row_kernels
+from torch_streamkl.rows.triton.writer import Source
+
+ROWS = TritonLaunch(128, 1, 4, 1)
+# that a kernel computes as torch does, NaN and infinities included
+EXACT = {"add", "sub", "mul", "mul0", "div", "div0", "neg", "float", "log", "exp", "where"}
+EXACT |= {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "detach"}
+
+
+def seeds_of(
+    problem: RowProblem,
+    result: Result,
+    loss: RowLoss,
+    tensors: Sequence[Tensor],
+    at: Slices,
+) -> dict[int, Tensor]:
+    """The gradient to every reduction of a block, of the loss that its rows add to."""
+    program = problem.program
+    source = _source(program, loss)
+    if source is None:
+        grads = losses.gradients(problem, loss, dict(enumerate(result.reductions)), tensors, at)
+        ordered = [grads.get(c) for c in program.outputs]
+        return row_kernels.seeds_of(problem.of_block(*at), result, ordered)
+    num_rows = at[1].stop - at[1].start
+    out = result.reductions[0].new_empty(len(program.reductions), 1, 1, num_rows)
+    arguments: dict[str, Any] = {"num_rows": num_rows, "out": out}
+    arguments |= {f"r{c}": x for c, x in enumerate(result.reductions)}
+    arguments |= {f"j{k}": x for k, x in enumerate(result.jacobians)}
+    for i, x in enumerate(tensors):
+        mine = part(x, at[0], slice(None), at[1])
+        arguments |= {f"t{i}": mine, f"t{i}_m": 0 if mine.shape[2] == 1 else mine.stride(2)}
+    blocks = ceil_div(num_rows, ROWS.block_m)
+    row_kernels.start(source, ROWS, blocks, 1, blocks, arguments)
+    return dict(enumerate(out.unbind(0)))
+
+
+@functools.lru_cache(maxsize=256)
+def _source(program: Program, loss: RowLoss) -> Source | None:
+    """The kernel's text; None where it would not compute what torch does."""
+    nodes, slopes = loss.slopes
+    arguments, lines = ["num_rows", "out"], []
+
+    def take(*names: str) -> None:
+        arguments.extend(name for name in names if name not in arguments)
+
+    for i in Graph(list(nodes)).used_by(list(slopes.values())):
+        node = nodes[i]
+        number = int(node.value) if node.op in ("reduction", "capture") else 0
+        match node.op:
+            case "const":
+                lines.append(f"v{i} = tl.full([BLOCK_M], float('{node.value!r}'), tl.float32)")
+            case "reduction":
+                take(f"r{number}")
+                lines.append(f"v{i} = tl.load(r{number} + m, mask=inside, other=0.0)")
+            case "capture":
+                take(f"t{number}", f"t{number}_m")
+                cast = {"float": ".to(tl.float32)", "bool": " != 0", "int": ""}[node.dtype]
+                place = f"t{number} + m * t{number}_m"
+                lines.append(f"v{i} = tl.load({place}, mask=inside, other=0){cast}")
+            case op if op in EXACT:
+                values = [f"v{a}" for a in node.args]
+                lines.append(f"v{i} = {OPERATIONS[op].triton.format(*values)}")
+            case _:
+                return None
+    count = len(program.reductions)
+    for c in range(count):
+        value = f"v{slopes[c]}.to(tl.float64)" if c in slopes else "0.0 * m.to(tl.float64)"
+        lines.append(f"d{c} = {value}")
+    jacobians = derive.forward_plan(program, True).jacobians
+    for c in range(count - 1, -1, -1):
+        for k, jacobian in enumerate(jacobians):
+            if jacobian.reduction == c:
+                take(f"j{k}")
+                lines.append(f"x = tl.load(j{k} + m, mask=inside, other=0.0)")
+                lines.append(f"d{jacobian.by} += tl.where(d{c} == 0, 0.0, d{c} * x)")
+    for c in range(count):
+        lines.append(f"tl.store(out + {c} * num_rows + m, d{c}.to(tl.float32), mask=inside)")
+    head = ["m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)", "inside = m < num_rows"]
+    body = "\n    ".join([*head, *lines])
+    name = "row_program_seeds"
+    text = f"@triton.jit\ndef {name}({', '.join(arguments)}, BLOCK_M: tl.constexpr):\n    {body}\n"
+    return Source(text, name, (*arguments, "BLOCK_M"), 1)
