@@ -130,7 +130,8 @@ def _shards(divergence: str) -> None:
     functional = named(divergence).text
     whole = linear_ops.problem_of(*tensors, functional=functional, labels=labels)[0]
     shards = [whole.of_words(slice(*cut)) for cut in ((0, 1500), (1500, 3001))]
-    logits = [[head.hidden @ head.weight.t() for head in shard.heads] for shard in shards]
+    # multiplied by the CPU: initcheck sees copies, and nothing of what cuBLAS writes (NOT_OURS)
+    logits = [[(x.hidden.cpu() @ x.weight.t().cpu()).cuda() for x in y.heads] for y in shards]
     parts = torch.empty(3, num_fields(whole), 100, device="cuda")
     for shard, pair, part in zip(shards, logits, parts, strict=False):
         shard_kernels.state(shard, *pair, part)
