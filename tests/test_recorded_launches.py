@@ -160,7 +160,7 @@ def _shape_of(x: Any) -> Any:
     """A launch's arguments without what differs from call to call: addresses."""
     if isinstance(x, tuple):
         return tuple(map(_shape_of, x))
-    return "address" if isinstance(x, int) and x > 2**32 else x
+    return "address" if isinstance(x, int) and x > 2**24 else x  # also of a heap below 4 GiB
 
 
 @inside

@@ -171,7 +171,7 @@ FUSED: dict[str, Callable[..., Tensor]] = {
 STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "other masks": (
         lambda s, t, keep: rows(s[keep][:2], t[~keep][:2]).sum(),
-        "unknown size|equal",
+        "unknown size|equal|sizes are read from tensors",  # the last with torch 2.11
     ),
     "entries of some words": (
         lambda s, t: kd(

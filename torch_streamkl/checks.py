@@ -79,6 +79,8 @@ def has_batched_gradients() -> bool:
 
     Those are tensors of an older vmap, which none of functorch's functions know.
     """
+    if torch.compiler.is_compiling():  # compiled autograd cannot trace the question
+        return False
     is_on: bool = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
     return is_on
 

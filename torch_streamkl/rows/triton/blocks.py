@@ -42,10 +42,11 @@ BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MOST_PARTS = 16  # of a chunk
-# Bytes of a part's maps beside those of the chunk's logits. A teacher's cached words have 2.5, and
-# parts so short that the product that is saved is lost in them (bench/notes/row_programs.md)
-MOST_OF_PARTS = 2
-PART_BYTES = 3 * 2**29  # that a part's launches and tails are counted as: 0.4 ms of an H200
+# Bytes of a part's maps beside those of the chunk's logits, at most: beyond, parts would be so
+# short that the product that is saved is lost in them. A teacher's cached words have 2.5, and win
+# (bench/notes/row_programs.md)
+MOST_OF_PARTS = 3
+PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
