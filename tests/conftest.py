@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support import quick
+from tests.support import covering, quick
 from torch_streamkl import checks
 from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
 from torch_streamkl.rows import op
@@ -29,8 +29,10 @@ quick.sites_are_fused_whatever_their_size()
 FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_option")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: at the end, one process would wait for the other's."""
+    covering.mark_slow(items)
     items.sort(key=lambda item: not item.name.startswith(FIRST))
 
 

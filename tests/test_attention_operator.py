@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.covering import every
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, checks, inductor_options
@@ -78,7 +79,7 @@ def arguments_of(spec: Spec) -> tuple[Any, ...]:
 
 # ----------------------------------------------------------------------------------------- opcheck
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(4, CASES))
 def test_opcheck(name: str) -> None:
     args, kwargs = operator_arguments(name)
     torch.library.opcheck(ops.attention_kl, args, kwargs)
@@ -351,9 +352,21 @@ def test_export_round_trip(tmp_path: Any) -> None:
         torch.testing.assert_close(loaded(*call), Loss()(*call))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("is_linear", [True, False])
-@pytest.mark.parametrize("options", [inductor_options, None])
+@pytest.mark.parametrize(
+    ("options", "is_linear", "autocast"),
+    [
+        (inductor_options, True, False),
+        (None, False, True),
+        *(
+            pytest.param(options, is_linear, autocast, marks=pytest.mark.slow)
+            for options, is_linear, autocast in (
+                (inductor_options, True, True), (inductor_options, False, False),
+                (inductor_options, False, True), (None, True, True), (None, True, False),
+                (None, False, False),
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_compiled_graphs_call_operators_without_autograd(
     options: Any, autocast: bool, is_linear: bool
 ) -> None:

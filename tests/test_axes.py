@@ -482,7 +482,9 @@ def random_program(data: st.DataObject) -> tuple[Callable[..., Tensor], list[Ten
     return program, inputs
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"]
+)
 def test_random_heads(dynamic: bool) -> None:
     fused: list[bool] = []
 

@@ -56,11 +56,11 @@ def problem_of(seqlen: int = 33, dtype: torch.dtype = torch.float32, **options: 
     "spec",
     [
         MASKED,
-        replace(MASKED, seqlen_q=1, seqlen_k=63),
+        pytest.param(replace(MASKED, seqlen_q=1, seqlen_k=63), marks=pytest.mark.slow),
         replace(MASKED, score_size=200.0, seqlen_q=64, seqlen_k=127),
-        replace(MASKED, strides="padded", layout="bnhd"),
+        pytest.param(replace(MASKED, strides="padded", layout="bnhd"), marks=pytest.mark.slow),
         replace(MASKED, dtype=torch.bfloat16),
-        replace(MASKED, dtype=torch.float16),
+        pytest.param(replace(MASKED, dtype=torch.float16), marks=pytest.mark.slow),
     ],
     ids=["odd", "one_query", "extreme", "strided", "bfloat16", "float16"],
 )

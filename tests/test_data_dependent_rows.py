@@ -17,6 +17,7 @@ from torch import Tensor
 
 import torch_streamkl
 from tests.support.bodies import inductor_without_code
+from tests.support.covering import every
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -123,7 +124,7 @@ def run(loss: Loss, keeps_none: bool = False, **options: Any) -> Report:
     return report
 
 
-@pytest.mark.parametrize("loss", [*ONE_GRAPH, *NESTED], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", every(2, [*ONE_GRAPH, *NESTED]), ids=lambda f: f.__name__)
 def test_fused_under_enable(loss: Loss) -> None:
     if loss in NESTED and not MENDS_NESTED_BREAKS:
         pytest.skip("torch before 2.13 cannot mend a break in a called function")

@@ -40,7 +40,9 @@ def _run(*command: str | Path, cwd: Path, **variables: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("editable", [False, True], ids=["install", "editable"])
+@pytest.mark.parametrize(
+    "editable", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["install", "editable"]
+)
 def test_backend_is_found_by_name(tmp_path: Path, editable: bool) -> None:
     installed = Path(torch.__file__).parents[1]
     # looked up, not imported: setuptools gives up its own distutils in a process that imports pip

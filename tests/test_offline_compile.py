@@ -25,7 +25,7 @@ from torch_streamkl.linear import problem as linear_problem
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
 SQUARES = "(P-S)*(P-S)"
 JS = named("js").text
-# every kernel has every form and head_dim once without these, which `make test-slow` compiles
+# every kernel, and every form of values or of gradients, is there once without these
 slow = pytest.mark.slow
 
 
@@ -96,15 +96,16 @@ HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
 
 # one of each kind of matrix unit; the others are in docs/gpus.csv
 KINDS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# test_offline_matrix.py compiles the same kernels for GPUs of these kinds, and expects its record
-SAMPLED = ("sm_80", "gfx942")
 
 
+# test_offline_matrix.py compiles the same kernels for GPUs of two of these kinds, and expects its
+# record; other tests here compile kernels like them for sm_90
 @pytest.mark.parametrize(
-    "target", [pytest.param(t, marks=slow) if t in SAMPLED else t for t in KINDS]
+    ("target", "head_dim"),
+    [("sm_100", 64), *(pytest.param(target, 128, marks=slow) for target in KINDS)],
 )
-def test_portable(target: str) -> None:
-    launches = portable_launches(target)
+def test_portable(target: str, head_dim: int) -> None:
+    launches = portable_launches(target, head_dim)
     assert len(launches) == 3
     for launch in launches:
         built = compile_launch(launch, target)
@@ -186,7 +187,8 @@ def test_elements_that_lie_together(is_aligned: bool, monkeypatch: pytest.Monkey
         assert ("ld.global.b16" in built.asm["ptx"]) == (not is_aligned), launch.kernel.__name__
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=slow)])
+@slow  # test_offline_matrix.py has one of another GPU
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_full_float32(head_dim: int) -> None:
     # operands of these products lie in registers: shared by two loops they took 4.7 KB of stack
     for launch in portable_launches("sm_90", head_dim, torch.float32):
@@ -285,11 +287,12 @@ def without_tables(launches: list[Launch]) -> list[Launch]:
 @pytest.mark.parametrize(
     ("head_dim", "divergence", "options", "seqlen"),
     [
-        (128, "forward_kl", {"window_right": 0}, 1024),
+        pytest.param(128, "forward_kl", {"window_right": 0}, 1024, marks=slow),
         pytest.param(128, "forward_kl", {}, 1024, marks=slow),
         pytest.param(64, "reverse_kl", {"has_lengths": True}, 1024, marks=slow),
         (128, CLAMPED, OTHER_SIDES | {"window_right": 0, "is_packed": True}, 1024),
-        (128, CLAMPED, WINDOW | {"has_lengths": True}, 1024),
+        (64, "forward_kl", WINDOW | {"has_lengths": True}, 1024),
+        pytest.param(128, CLAMPED, WINDOW | {"has_lengths": True}, 1024, marks=slow),
         pytest.param(64, CLAMPED, {}, 8192, marks=slow),
         pytest.param(128, "forward_kl", {}, 8192, marks=slow),
         pytest.param(128, "forward_kl", {"has_mask": True}, 1024, marks=slow),
@@ -301,7 +304,7 @@ def without_tables(launches: list[Launch]) -> list[Launch]:
         pytest.param(64, "tv", WINDOW, 1024, marks=slow),
         (256, "forward_kl", {"window_right": 0}, 1024),
         pytest.param(192, CLAMPED, WINDOW | {"has_lengths": True}, 1024, marks=slow),
-        (64, "reverse_kl", {"has_bias": True}, 1024),
+        pytest.param(64, "reverse_kl", {"has_bias": True}, 1024, marks=slow),
         pytest.param(128, "forward_kl", {"has_bias": True}, 1024, marks=slow),
     ],
 )
@@ -335,9 +338,9 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
 @pytest.mark.parametrize(
     ("head_dim", "divergence", "options", "seqlen", "of_student"),
     [
-        (128, "forward_kl", {"window_right": 0}, 1024, True),
-        (64, "reverse_kl", WINDOW | {"has_lengths": True}, 1024, True),
-        (64, "forward_kl", {"window_right": 0}, 1, False),
+        pytest.param(128, "forward_kl", {"window_right": 0}, 1024, True, marks=slow),
+        pytest.param(64, "reverse_kl", WINDOW | {"has_lengths": True}, 1024, True, marks=slow),
+        pytest.param(64, "forward_kl", {"window_right": 0}, 1, False, marks=slow),
         pytest.param(128, "forward_kl", {"window_right": 0}, 1, False, marks=slow),
         pytest.param(64, CLAMPED, {"window_right": 0}, 1024, True, marks=slow),
         (128, CLAMPED, OTHER_SIDES, 1024, True),
@@ -347,7 +350,7 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         pytest.param(64, "reverse_kl", {"has_mask": True}, 1024, True, marks=slow),
         (64, JS, {"has_mask": True}, 1024, True),
         pytest.param(128, JS, {}, 1024, True, marks=slow),
-        (64, SQUARES, {}, 1024, True),
+        pytest.param(64, SQUARES, {}, 1024, True, marks=slow),
         pytest.param(128, SQUARES, {}, 1024, True, marks=slow),
         (256, "forward_kl", {"window_right": 0}, 1024, True),
         pytest.param(192, CLAMPED, {"is_packed": True}, 1024, False, marks=slow),
@@ -428,9 +431,14 @@ def head(width: int) -> linear_problem.Head:
 @pytest.mark.parametrize(
     ("target", "divergence"),
     [
-        *((target, "forward_kl") for target in KINDS),
+        ("gfx942", "forward_kl"),
         ("sm_90", "tv"),
-        *(pytest.param(target, "tv", marks=slow) for target in KINDS if target != "sm_90"),
+        *(
+            pytest.param(target, divergence, marks=slow)
+            for target in KINDS
+            for divergence in ("forward_kl", "tv")
+            if (target, divergence) not in (("gfx942", "forward_kl"), ("sm_90", "tv"))
+        ),
     ],
 )
 def test_rows_of_logits(target: str, divergence: str) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
+from tests.support.covering import every
 from torch_streamkl.fx_passes.explain import explain
 from torch_streamkl.rows import blocked
 
@@ -154,17 +155,17 @@ def test_forms(form: Any, gradient: str) -> None:
     pooled(form, inputs(gradient))
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(3, FORMS, 0), ids=lambda f: f.__name__)
 def test_without_gradient(form: Any) -> None:
     pooled(form, inputs(), training=False)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(3, FORMS, 1), ids=lambda f: f.__name__)
 def test_through_aot_autograd(form: Any) -> None:
     pooled(form, inputs(), inner="aot_eager")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(3, FORMS, 2), ids=lambda f: f.__name__)
 def test_with_sizes_that_vary(form: Any) -> None:
     assert not compare(form, inputs(), dynamic=True).check().report.failures
 
@@ -175,7 +176,7 @@ def test_narrow_types(form: Any, dtype: torch.dtype) -> None:
     compare(form, inputs("all", dtype)).check()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(3, FORMS, 0), ids=lambda f: f.__name__)
 def test_large_scores(form: Any) -> None:
     pooled(form, inputs("all", spread=4.0), largest_score=100.0)
 

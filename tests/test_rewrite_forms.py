@@ -207,9 +207,9 @@ def test_one_dynamic_graph_serves_other_lengths() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        Program(mask="tril_min", spelling="log_ratio"),
+        pytest.param(Program(mask="tril_min", spelling="log_ratio"), marks=pytest.mark.slow),
         Program(mask="pad_1e4", call="KLDivLoss_flat", uses_values=True),
-        Program(spelling="js", gradient="both"),
+        pytest.param(Program(spelling="js", gradient="both"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
+from tests.support.covering import every
 from torch_streamkl.fx_passes.explain import explain
 from torch_streamkl.rows import blocked
 
@@ -194,17 +195,17 @@ def test_forms(form: Any, gradient: str) -> None:
     streamed(form, inputs(gradient))
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(3, FORMS, 0), ids=lambda f: f.__name__)
 def test_without_gradient(form: Any) -> None:
     streamed(form, inputs(), training=False)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(3, FORMS, 1), ids=lambda f: f.__name__)
 def test_through_aot_autograd(form: Any) -> None:
     streamed(form, inputs("all"), inner="aot_eager")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(3, FORMS, 2), ids=lambda f: f.__name__)
 def test_with_sizes_that_vary(form: Any) -> None:
     outcome = compare(form, inputs("all"), dynamic=True).check()
     assert not outcome.report.failures

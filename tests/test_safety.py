@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from tests.support.comparing import compare
+from tests.support.covering import only
 from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
 from torch_streamkl.fx_passes import backend
@@ -160,7 +161,7 @@ def test_more_nodes_than_are_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    only([torch.float64], [torch.float64, torch.float32, torch.bfloat16]),
 )
 def test_attention_beside_the_loss_compiles(dtype: torch.dtype) -> None:
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.support import comparing
 from tests.support.comparing import Outcome, refusals
+from tests.support.covering import every
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 5, 7, 4
 TOKENS, WIDTH, WORDS = 6, 4, 9
@@ -179,13 +180,13 @@ def random_chains(seed: int, steps: dict[str, Change]) -> tuple[list[list[str]],
     return [chains[0], chains[draw.randint(0, 3) == 0]], draw.choice(sorted(LOSSES))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", every(3, range(40)))
 def test_random_chain_on_maps(seed: int) -> None:
     chains, loss = random_chains(seed, OF_MAPS)
     check(compare(*of_maps(chains, loss, seed)))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", every(3, range(40), 1))
 def test_random_chain_on_heads(seed: int) -> None:
     chains, loss = random_chains(seed, OF_HEADS)
     check(compare(*of_heads(chains, loss, seed)))
@@ -335,7 +336,7 @@ def name_of(case: Case) -> str:
     return "-".join([*case.student, case.loss])
 
 
-@pytest.mark.parametrize("case", ON_MAPS, ids=name_of)
+@pytest.mark.parametrize("case", every(2, ON_MAPS), ids=name_of)
 def test_order_on_maps(case: Case) -> None:
     check_case(case, of_maps(case.chains, case.loss, 1))
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 import torch_streamkl
 from tests.support import quick
+from tests.support.covering import every, only
 from tests.support.distilled_step import HEADS, WIDTH, Step, gradients
 from tests.support.hard_programs import PROGRAMS, make_inputs
 from torch_streamkl.distributed import trace_fully_shard
@@ -94,7 +95,12 @@ def expected_gradients(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("inner", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+    ("inner", "dynamic"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
 )
 def test_maps_of_different_buckets(
     small_buckets: None, graphs: list[bool], inner: str, dynamic: bool
@@ -141,7 +147,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in REFUSED])
+@pytest.mark.parametrize("name", every(5, [name for name in PROGRAMS if name not in REFUSED]))
 def test_hard_programs_are_split(small_buckets: None, name: str) -> None:
     def run(chosen: str, options: dict[str, Any] | None = None) -> list[Tensor | None]:
         torch._dynamo.reset()
@@ -199,7 +205,7 @@ def test_explain_a_wrapped_module(small_buckets: None, graphs: list[bool]) -> No
     assert (report.num_fused, len(report.sites)) == (2, 2)
 
 
-@pytest.mark.parametrize("front_end", ["inductor_options", "enable"])
+@pytest.mark.parametrize("front_end", only(["enable"], ["inductor_options", "enable"]))
 def test_maps_of_different_buckets_inside_inductor(small_buckets: None, front_end: str) -> None:
     """Inductor gets the parts; its passes do not, as the whole was rewritten before."""
     step, x = step_and_input(torch.float32)

@@ -6,8 +6,13 @@ the rules. A program that ought to fuse must also do that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
 import pytest
 
+from tests.support.covering import every, quick_rows
 from tests.support.misleading.registry import FAULTS, PROGRAMS
 from tests.support.misleading_programs import judge
 
@@ -24,7 +29,28 @@ WITH_INDUCTOR = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+def _names() -> Iterator[Any]:
+    """Programs of a table are rows of a product: tests/support/covering.py.
+
+    Of the others all that provoke a fault are quick, and every second of their neighbours; those
+    of hard_programs.py are in test_safety.py.
+    """
+    neighbours = 0
+    for table, group in groupby(PROGRAMS.values(), lambda p: p.place[:1]):
+        programs = list(group)
+        quick = set(range(len(programs)))
+        if table:
+            quick = quick_rows([p.place[1:] for p in programs])
+        for i, p in enumerate(programs):
+            if not table and not p.fault:
+                neighbours += 1
+                if p.name.startswith("hard_") or neighbours % 2:
+                    quick.discard(i)
+        for i, p in enumerate(programs):
+            yield pytest.param(p.name, marks=[] if i in quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", list(_names()))
 def test_equals_eager(name: str) -> None:
     program = PROGRAMS[name]
     # AOTAutograd takes its time with symbolic sizes, and has seen the program with numbers
@@ -35,9 +61,9 @@ def test_equals_eager(name: str) -> None:
         assert verdict.num_fused >= program.fuses, verdict.reasons
 
 
-@pytest.mark.parametrize(("name", "front_end"), WITH_INDUCTOR.items())
-def test_equals_eager_with_inductor(name: str, front_end: str) -> None:
-    verdict = judge(PROGRAMS[name], inner="inductor", front_end=front_end)
+@pytest.mark.parametrize("name", every(3, WITH_INDUCTOR))
+def test_equals_eager_with_inductor(name: str) -> None:
+    verdict = judge(PROGRAMS[name], inner="inductor", front_end=WITH_INDUCTOR[name])
     assert not verdict.difference, verdict.difference
 
 

@@ -42,7 +42,9 @@ class Module(LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.pair.student.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("compiled_part", ["module", "training_step"])
+@pytest.mark.parametrize(
+    "compiled_part", [pytest.param("module", marks=pytest.mark.slow), "training_step"]
+)
 def test_training_step(tmp_path: Path, compiled_part: str) -> None:
     def flow(compiles: bool) -> Run:
         module: Any = Module()

@@ -146,10 +146,11 @@ def row(name: str, report: Report) -> str:
 
 
 # An LM head reads what any encoder gives (Gemma2's is the one with a softcap), Qwen3's maps are
-# made like Llama's, and DeiT's like ViT's: `make test-integrations` has them all.
+# made like Llama's, and DeiT's like ViT's; test_libraries.py has maps of BERT and Llama,
+# test_examples.py of ViT, and the test below of Gemma2. `make test-integrations` has them all.
 ALIKE = (
-    "BERT, logits", "ModernBERT, logits", "Llama, logits", "Qwen3, maps", "Qwen3, logits",
-    "DeiT, maps", "Whisper, logits",
+    "BERT, maps", "Llama, maps", "Gemma2, maps", "ViT, maps", "DeiT, maps", "Qwen3, maps",
+    "BERT, logits", "ModernBERT, logits", "Llama, logits", "Qwen3, logits", "Whisper, logits",
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def step_of(model: nn.Module, wanted_by: nn.Module) -> Any:
     return step
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lora_on_attention(checkpointing: bool) -> None:
     """The LM head is frozen: the operator makes no gradient of it."""
 
@@ -106,7 +106,7 @@ def test_trainer_with_checkpointing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "modules"), [
-    ("plain", ("lm_head",)),
+    pytest.param("plain", ("lm_head",), marks=pytest.mark.slow),
     ("autocast", ("q_proj", "v_proj", "lm_head")),
     pytest.param("autocast", ("lm_head",), marks=pytest.mark.slow),
     *(

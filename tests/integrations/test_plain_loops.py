@@ -176,6 +176,7 @@ def test_accumulation() -> None:
     assert_all_fused(compare_runs(flow), 1)
 
 
+@pytest.mark.slow  # test_exported.py, test_compile_cache.py and test_readme.py generate code
 @pytest.mark.generates_code
 def test_with_generated_code() -> None:
     def flow(compiles: bool) -> Run:

@@ -45,7 +45,7 @@ def trained(trainer: Any, module: nn.Module, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize("options", [
-    {},
+    pytest.param({}, marks=pytest.mark.slow),
     pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
     pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
@@ -103,6 +103,7 @@ def test_loss_in_compute_loss(tmp_path: Path, chosen: str) -> None:
     assert_all_fused(compare_runs(flow))
 
 
+@pytest.mark.slow  # test_plain_loops.py resumes too
 def test_save_and_resume(tmp_path: Path) -> None:
     """Two steps, a checkpoint, and two more of a trainer that begins from it."""
 

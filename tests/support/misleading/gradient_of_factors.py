@@ -85,6 +85,7 @@ def _register_sides() -> None:
                         f"{kind}_{name}_{of}_{how}",
                         fn,
                         f"{operands} {learned}",
+                        place=("sides", f"{kind}_{name}", of, how),
                         **({"fault": fault} if fault else {}),
                     )
 

@@ -82,8 +82,11 @@ for _fault, _masks in MASKS.items():
         def _static(q, k, qt, kt, mask=_mask):
             return masked(q, k, qt, kt, mask(*_sizes(q, k)))
 
-        register(f"mask_{_name}", _static, "q k qt kt", fault=_fault)
-        register(f"mask_{_name}_dynamic", _static, "q k qt kt", fault=_fault, dynamic=True)
+        for _kind in ("", "_dynamic"):
+            register(
+                f"mask_{_name}{_kind}", _static, "q k qt kt", fault=_fault,
+                dynamic=bool(_kind), place=("masks", _name, _kind),
+            )  # fmt: skip
 
 
 @misleading(
@@ -197,8 +200,11 @@ for _name, _mask, _fuses in (
     def _right(q, k, qt, kt, mask=_mask):
         return masked(q, k, qt, kt, mask(*_sizes(q, k)))
 
-    register(f"mask_{_name}", _right, "q k qt kt", fuses=1 if _fuses else None)
-    register(f"mask_{_name}_dynamic", _right, "q k qt kt", dynamic=True)
+    for _kind in ("", "_dynamic"):
+        register(
+            f"mask_{_name}{_kind}", _right, "q k qt kt", fuses=1 if _fuses and not _kind else None,
+            dynamic=bool(_kind), place=("masks", _name, _kind),
+        )  # fmt: skip
 
 
 def _window(n: int, m: int, width: int) -> Tensor:

@@ -15,14 +15,16 @@ for _kind, _arguments in (("map", "q k qt kt"), ("head", "h w ht wt")):
             return spelling(a @ b.mT * 0.3, at @ bt.mT * 0.3).sum(-1)
 
         narrow = {"dtype": torch.float32} if "fp32" in _name else {}
-        register(f"{_kind}_{_name}", _rows, _arguments, fuses=1, **narrow)
+        _place = ("losses", _kind, _name)
+        register(f"{_kind}_{_name}", _rows, _arguments, fuses=1, place=_place, **narrow)
 
     for _name, _call in programs.CALLS.items():
 
         def _loss(a, b, at, bt, call=_call):
             return call(a @ b.mT * 0.3, at @ bt.mT * 0.3)
 
-        register(f"{_kind}_{_name}", _loss, _arguments, fuses=1)
+        _place = ("losses", _kind, _name)
+        register(f"{_kind}_{_name}", _loss, _arguments, fuses=1, place=_place)
 
 
 @plain(fuses=1)

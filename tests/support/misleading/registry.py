@@ -140,6 +140,7 @@ class Program:
     dtype: torch.dtype = torch.float64
     dtypes: dict[str, torch.dtype] | None = None  # of single arguments
     dynamic: bool = False
+    place: tuple[str, ...] = ()  # in a table: its name and the value on each axis
 
     def inputs(self) -> list[Tensor]:
         return [self._input(name) for name in self.arguments]

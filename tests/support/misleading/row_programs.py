@@ -67,7 +67,8 @@ for _how in ("no_grad", "detach"):
                 return fn(q, k, qt, kt, kb, how)
 
             _label = f"row_program_{_how}_of_{_name}_{'both' if _also else 'student'}"
-            register(_label, _program, "q k qt kt kb", also=_also)
+            _place = ("edges", _how, _name, _also)
+            register(_label, _program, "q k qt kt kb", also=_also, place=_place)
 
 
 # ------------------------------------------------------------ weights, masks and where they act
@@ -405,8 +406,9 @@ for _name, _operation in _OPERATIONS.items():
         s, t = operation(student(q, k)), student(qt, kt)
         return (kb * t.softmax(-1) * s).sum(-1).square().mean()
 
-    register(f"row_program_of_{_name}", _of_student, "q k qt kt kb")
-    register(f"row_program_of_{_name}_alone", _without_softmax, "q k qt kt kb")
+    for _kind, _fn in (("", _of_student), ("_alone", _without_softmax)):
+        _label, _place = f"row_program_of_{_name}{_kind}", ("operations", _name, _kind)
+        register(_label, _fn, "q k qt kt kb", place=_place)
 
 
 # ------------------------------------------------------------ what stands behind and beside

@@ -258,9 +258,13 @@ for _dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.flo
     def _logits(h, w, ht, wt, dtype=_dtype):
         return kd(h @ w.T, _rounded(ht @ wt.T, dtype))
 
-    register(f"probabilities_through_{_of}", _probabilities, "q k qt kt", fault="W10")
-    register(f"scores_through_{_of}", _scores, "q k qt kt", fault="W10")
-    register(f"logits_through_{_of}", _logits, "h w ht wt", fault="W10")
+    for _what, _fn, _arguments in (
+        ("probabilities", _probabilities, "q k qt kt"),
+        ("scores", _scores, "q k qt kt"),
+        ("logits", _logits, "h w ht wt"),
+    ):
+        _place = ("casts", _of, _what)
+        register(f"{_what}_through_{_of}", _fn, _arguments, fault="W10", place=_place)
 
 
 @misleading("W10")

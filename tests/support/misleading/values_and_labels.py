@@ -93,6 +93,7 @@ for _low in (torch.float16, torch.bfloat16):
             fault="X5",
             dtype=torch.float32,
             dtypes={"v": _low},
+            place=("wide maps", str(_low), _name),
         )
 
 

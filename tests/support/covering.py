@@ -1,0 +1,99 @@
+"""Which rows of a product `make test` takes; the others are marked slow.
+
+Most mistakes need one value of one axis, or two of two. Of a test with three axes or more the rows
+in which any two values meet are quick, of one with two axes those in which every value occurs, and
+whatever catches a planted fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FAULTS = Path(__file__).parents[2] / "docs" / "planted_faults.md"
+
+
+def quick_rows(rows: Sequence[Sequence[Hashable]], kept: Collection[int] = ()) -> set[int]:
+    """Rows that have every combination of values that any row has, and those of ``kept``.
+
+    Each is the one with most combinations that are new: of several the first, or where only values
+    count the one with rarer values.
+    """
+    strength = max(1, min(2, len(rows[0]) - 1))
+    left = {i: set(combinations(enumerate(row), strength)) for i, row in enumerate(rows)}
+    uses: Counter[Any] = Counter()
+    chosen = set(kept)
+
+    def choose(row: int) -> None:
+        chosen.add(row)
+        uses.update(enumerate(rows[row]))
+        new = left.pop(row)
+        for other in list(left):
+            left[other] -= new
+            if not left[other]:
+                del left[other]
+
+    for row in kept:
+        if row in left:
+            choose(row)
+
+    def worth(row: int) -> tuple[int, int]:
+        common = sum(uses[x] for x in enumerate(rows[row])) if strength == 1 else 0
+        return len(left[row]), -common
+
+    while left:
+        choose(max(left, key=worth))
+    return chosen
+
+
+def _catching() -> set[str]:
+    """Tests that the table of planted faults names."""
+    return set(re.findall(r"`([^`\n]+::[^`\n]+)` \|$", FAULTS.read_text(), re.MULTILINE))
+
+
+def mark_slow(items: Sequence[pytest.Item]) -> None:
+    """Tests of products; those for a GPU run where there is one, all of them."""
+    products: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        marked = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        if hasattr(item, "callspec") and not marked:
+            products[item.nodeid.split("[")[0]].append(item)
+    catching = _catching()
+    for cases in products.values():
+        rows = _rows(cases)
+        if len(rows[0]) < 2:
+            continue
+        kept = [i for i, x in enumerate(cases) if x.nodeid.removeprefix("tests/") in catching]
+        quick = quick_rows(rows, kept)
+        for i, case in enumerate(cases):
+            if i not in quick:
+                case.add_marker(pytest.mark.slow)
+
+
+def _rows(cases: list[Any]) -> list[tuple[Hashable, ...]]:
+    """Values on the axes; arguments of one decorator are one axis, as is a fixture's parameter."""
+    marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
+    axes = [x.replace(" ", "").split(",") if isinstance(x, str) else list(x) for x in marks]
+    named = {name for axis in axes for name in axis}
+    axes += [[name] for name in cases[0].callspec.params if name not in named]
+    columns = [[tuple(id(c.callspec.params[n]) for n in axis) for c in cases] for axis in axes]
+    return list(zip(*(x for x in columns if len(set(x)) > 1), strict=True)) or [()]
+
+
+def every(step: int, values: Iterable[Any], first: int = 0) -> list[Any]:
+    """Parameters of which every ``step``-th is quick, where other quick tests have all of them."""
+    return [
+        pytest.param(x, marks=[] if i % step == first else [pytest.mark.slow])
+        for i, x in enumerate(values)
+    ]
+
+
+def only(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of which those in ``quick`` are; the others are alike, or take much longer."""
+    return [pytest.param(x, marks=[] if x in quick else [pytest.mark.slow]) for x in values]
