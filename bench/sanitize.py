@@ -19,6 +19,7 @@ checked in the compiled code (tests/test_offline_compile.py).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -27,7 +28,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -112,13 +113,30 @@ def _packed(impl: str) -> None:
     torch.autograd.grad(value.sum(), tensors)
 
 
+@contextlib.contextmanager
+def _multiplied_by_cpu() -> Iterator[None]:
+    """initcheck sees copies, and nothing of what cuBLAS writes (NOT_OURS)."""
+
+    def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        found = torch.matmul(a.detach().cpu(), b.detach().cpu()).to(a.device)
+        return found if out is None else out.copy_(found)
+
+    with (
+        mock.patch.object(torch, "mm", product),
+        mock.patch.object(Tensor, "__matmul__", product),
+        mock.patch.object(Tensor, "addmm_", lambda out, a, b: out.add_(a @ b)),
+    ):
+        yield
+
+
 def _linear(divergence: str, strategy: str) -> None:
     tensors = [_random(n, 64) for n in (100, 3001, 100, 3001)]
-    loss = linear_kl(
-        *tensors, divergence=divergence, strategy=strategy, reduction="mean",
-        labels=_random(100, dtype=torch.int64),
-    )  # fmt: skip
-    torch.autograd.grad(loss, tensors)
+    labels = _random(100, dtype=torch.int64)
+    with _multiplied_by_cpu():
+        loss = linear_kl(
+            *tensors, divergence=divergence, strategy=strategy, reduction="mean", labels=labels
+        )
+        torch.autograd.grad(loss, tensors)
 
 
 def _shards(divergence: str) -> None:
@@ -130,8 +148,8 @@ def _shards(divergence: str) -> None:
     functional = named(divergence).text
     whole = linear_ops.problem_of(*tensors, functional=functional, labels=labels)[0]
     shards = [whole.of_words(slice(*cut)) for cut in ((0, 1500), (1500, 3001))]
-    # multiplied by the CPU: initcheck sees copies, and nothing of what cuBLAS writes (NOT_OURS)
-    logits = [[(x.hidden.cpu() @ x.weight.t().cpu()).cuda() for x in y.heads] for y in shards]
+    with _multiplied_by_cpu():
+        logits = [[x.hidden @ x.weight.t() for x in y.heads] for y in shards]
     parts = torch.empty(3, num_fields(whole), 100, device="cuda")
     for shard, pair, part in zip(shards, logits, parts, strict=False):
         shard_kernels.state(shard, *pair, part)
@@ -148,13 +166,14 @@ def _row_programs(work: str) -> None:
     sizes = Sizes(rows=150, keys=200, heads=4, kv_heads=2, tokens=100, words=3001, width=64, top=9)
     for more in (False, True):
         function, given = row_program_of(work, more, 64, sizes, _random)
-        value = row_program(function, is_causal=work not in OF_WORDS, impl="triton", **given)
         tensors = [x for pair in given["dots"].values() for x in pair]
         tensors += [
             x for kind in ("rows", "keys", "pairs") for x in given.get(kind, {}).values()
             if x.requires_grad
         ]  # fmt: skip
-        torch.autograd.grad(value.sum(), tensors)
+        with _multiplied_by_cpu():
+            value = row_program(function, is_causal=work not in OF_WORDS, impl="triton", **given)
+            torch.autograd.grad(value.sum(), tensors)
 
 
 def _portable_forms() -> None:
