@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites
+from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites, sites_alone
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     _disable_saved_tensors_hooks_during_tracing,
     later,
@@ -89,14 +89,18 @@ def streamkl(
     Inductor.
     """
     ours, theirs = split_options(options or {})
+    report = Report()
     if not ddp.is_part_of_a_rewritten_graph():
-        rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"))
+        is_usual = mode in (None, "default") and not theirs and _is_inductor_as_it_is()
+        report = rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"), may_run_alone=is_usual)
     inner = ours["streamkl.inner"]
     if inner == "eager":
         return gm.forward
     if inner == "aot_eager":
         aot_eager = later("torch._dynamo.backends.debugging", "aot_eager")
         return aot_eager(gm, list(example_inputs))
+    if sites_alone.NOTE in report.notes:
+        return sites_alone.runs_alone(gm).forward  # type: ignore[union-attr]  # as it said
     list_mode_options = later("torch._inductor", "list_mode_options")
     compile_fx = later("torch._inductor.compile_fx", "compile_fx")
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
@@ -217,9 +221,25 @@ def _check_options(ours: dict[str, Any]) -> CheckOptions:
     )
 
 
+def _is_inductor_as_it_is() -> bool:
+    """Whether nothing is configured that a graph would miss which Inductor does not get."""
+    config = torch._inductor.config
+    passes = (
+        config.joint_custom_pre_pass, config.joint_custom_post_pass,
+        config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass,
+        without_ours(config.pre_grad_custom_pass),
+    )  # fmt: skip
+    graphs = config.triton.cudagraphs or config.cpp_wrapper
+    return not graphs and all(not x for x in passes)
+
+
 def rewrite_and_report(
-    gm: fx.GraphModule, ours: dict[str, Any], cpp_wrapper: bool | None = None
+    gm: fx.GraphModule,
+    ours: dict[str, Any],
+    cpp_wrapper: bool | None = None,
+    may_run_alone: bool = False,
 ) -> Report:
+    """``may_run_alone``: a graph with nothing to compile runs without Inductor, and is noted."""
     min_mib = ours["streamkl.min_mib"]
     # a checkpoint around the call counts what is saved, and its hooks may read it
     with _disable_saved_tensors_hooks_during_tracing():
@@ -231,7 +251,9 @@ def rewrite_and_report(
             is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
             row_programs=ours["streamkl.row_programs"],
         )
-    if report.num_fused and ours["streamkl.inner"] == "inductor":
+    if may_run_alone and report.num_fused and sites_alone.runs_alone(gm) is not None:
+        report.notes.append(sites_alone.NOTE)
+    elif report.num_fused and ours["streamkl.inner"] == "inductor":
         if cpp_wrapper is None:
             cpp_wrapper = bool(torch._inductor.config.cpp_wrapper)
         if cpp_wrapper:

@@ -35,6 +35,7 @@ STAGES = (
     "gradients_in_forward",
     "inductor_once",
     "inductor_passes",
+    "sites_alone",
     "backend",
     "leaves",
     "explain",

@@ -41,6 +41,24 @@ def attention_kl(
     return rows
 
 
+class Call:
+    """Rows of one call in a graph that runs without a compiler.
+
+    Tensors have the same metadata in every call; those that are absent are None.
+    """
+
+    def __init__(self, options: tuple[Any, ...]) -> None:
+        self.options = options
+        self._sites: dict[Any, Site] = {}
+        self.__name__ = "attention_kl"  # in the graph's code
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor:
+        if is_plain(tensors):
+            return attention_kl(tensors, self.options, self._sites)
+        rows: Tensor = ops.attention_kl(*tensors, *self.options)[0]
+        return rows
+
+
 class _AttentionKL(torch.autograd.Function):
     # Autograd looks at every argument, and takes a tuple as one. So it gets those tensors again
     # that it has to know of.

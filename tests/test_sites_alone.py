@@ -1,0 +1,238 @@
+"""A graph with nothing to compile beside its sites runs without Inductor, as eager code does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from torch_streamkl.attention import direct
+from torch_streamkl.fx_passes import backend, sites_alone
+from torch_streamkl.fx_passes.reporting.report import Report
+
+Loss = Callable[..., Tensor]
+LEAST_SCORE = torch.finfo(torch.float32).min
+LEAST = {"streamkl.min_mib": 0, "streamkl.strict": True}
+
+
+@pytest.fixture(autouse=True)
+def _on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU stands for the GPU."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(sites_alone, "DEVICE", "cpu")
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("Inductor is called")
+
+    monkeypatch.setattr(backend, "later", refuse)
+
+
+def maps(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, mask: Tensor | None = None) -> Any:
+    groups = sq.shape[1] // sk.shape[1]
+    sk, tk = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (sk, tk))
+    scores = [q @ k.mT / q.shape[-1] ** 0.5 for q, k in ((sq, sk), (tq, tk))]
+    return scores if mask is None else [x.masked_fill(~mask, LEAST_SCORE) for x in scores]
+
+
+def kl(*inputs: Tensor) -> Tensor:
+    s, t = maps(*inputs)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
+
+
+def weighted(*inputs: Tensor) -> Tensor:
+    *given, weight = inputs
+    s, t = maps(*given)
+    rows = (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
+    return (rows * weight).sum() / weight.sum()
+
+
+def masked(*inputs: Tensor) -> Tensor:
+    s, t = maps(*inputs)
+    return F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+def two_layers(*inputs: Tensor) -> Tensor:
+    return kl(*inputs[:4]) + 0.5 * kl(*inputs[4:])
+
+
+def of_a_frozen_teacher(*inputs: Tensor) -> Tensor:
+    s, t = maps(*inputs)
+    return F.kl_div(s.log_softmax(-1), t.detach().softmax(-1), reduction="batchmean")
+
+
+def tokens_are_second(*inputs: Tensor) -> Tensor:
+    return kl(*(x.transpose(1, 2) for x in inputs))
+
+
+def inputs_of(heads: int = 4, kv_heads: int = 4, layers: int = 1) -> list[Tensor]:
+    counts = [heads, kv_heads] * (2 * layers)
+    return [torch.randn(2, n, 9, 8).requires_grad_() for n in counts]
+
+
+def results(function: Loss, inputs: list[Tensor]) -> list[Tensor | None]:
+    value = function(*inputs)
+    learning = [x for x in inputs if x.requires_grad]
+    return [value.detach(), *torch.autograd.grad(value, learning, allow_unused=True)]
+
+
+def compiled(function: Loss, **options: Any) -> Loss:
+    options = {**LEAST, **options}
+    return torch.compile(function, backend="streamkl", dynamic=False, options=options)
+
+
+CASES: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
+    "mean": (kl, inputs_of),
+    "grouped heads": (kl, lambda: inputs_of(4, 2)),
+    "weighted rows": (weighted, lambda: [*inputs_of(), torch.rand(2, 4, 9)]),
+    "mask": (masked, lambda: [*inputs_of(), torch.arange(9).view(1, 1, 1, 9) < 7]),
+    "two layers": (two_layers, lambda: inputs_of(layers=2)),
+    "teacher detached": (of_a_frozen_teacher, inputs_of),
+    "as many heads as tokens": (tokens_are_second, lambda: inputs_of(9, 9)),
+    "heads second": (kl, lambda: [_heads_second(x) for x in inputs_of()]),
+}
+
+
+def _heads_second(x: Tensor) -> Tensor:
+    """As a model has them: [batch, tokens, heads, head_dim], transposed."""
+    return x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("name", CASES)
+def test_equals_eager(name: str) -> None:
+    loss, make = CASES[name]
+    inputs = make()
+    function, exact = compiled(loss), results(loss, inputs)
+    for _ in range(3):  # launches are recorded by the second call
+        torch.testing.assert_close(results(function, inputs), exact)
+    others = [x.detach().clone().requires_grad_(x.requires_grad) for x in make()]
+    torch.testing.assert_close(results(function, others), results(loss, others))
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_no_dispatcher_and_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def seen(*given: Any) -> Tensor:
+        calls.append(given)
+        return called(*given)
+
+    called = direct.attention_kl
+    monkeypatch.setattr(direct, "attention_kl", seen)
+    inputs = inputs_of()
+    compiled(kl)(*inputs)
+    ((tensors, _, _),) = calls
+    assert all(x is y for x, y in zip(tensors, inputs, strict=False))
+
+
+def report_of(loss: Loss) -> Report:
+    """As explain() has it."""
+    with backend.collected() as report:
+        compiled(loss, **{"streamkl.inner": "eager"})(*inputs_of())
+    assert report.num_fused == 1
+    return report
+
+
+def test_the_report_says_it() -> None:
+    assert sites_alone.NOTE in report_of(kl).notes
+
+
+def operands_are_scaled(*inputs: Tensor) -> Tensor:
+    return kl(inputs[0].exp(), *inputs[1:])
+
+
+def part_has_no_gradients(*inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = inputs[0].sum()
+    return kl(*inputs) * factor
+
+
+def many_operations(*inputs: Tensor) -> Tensor:
+    value = kl(*inputs)
+    for i in range(sites_alone.MAX_OPERATIONS):
+        value = value * value + i
+    return value
+
+
+@pytest.mark.parametrize("loss", [operands_are_scaled, part_has_no_gradients, many_operations])
+def test_what_inductor_compiles(loss: Loss) -> None:
+    assert sites_alone.NOTE not in report_of(loss).notes
+
+
+@pytest.mark.parametrize(
+    "options", [{"cpp_wrapper": True}, {"triton.cudagraphs": True}, {"max_autotune": False}]
+)
+def test_options_are_for_inductor(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "later", _meets)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Inductor is asked"):
+        compiled(kl, **options)(*inputs_of())
+
+
+def test_configured_passes_are_for_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "later", _meets)
+    configured = torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None)
+    with (
+        configured,
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Inductor is asked"),
+    ):
+        compiled(kl)(*inputs_of())
+
+
+def _meets(*_: Any) -> Any:
+    raise RuntimeError("Inductor is asked")
+
+
+def test_sizes_that_vary() -> None:
+    function = torch.compile(kl, backend="streamkl", dynamic=True, options=LEAST)
+    with backend.collected() as report:
+        inputs = inputs_of()
+        torch.testing.assert_close(results(function, inputs), results(kl, inputs))
+    assert report.num_fused == 1 and sites_alone.NOTE not in report.notes
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_second_derivative_is_refused() -> None:
+    inputs = inputs_of()
+    (grad, *_) = torch.autograd.grad(compiled(kl)(*inputs), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        torch.autograd.grad(grad.sum(), inputs)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_around_it() -> None:
+    """What runs a compiled function in another way than once, forward and backward."""
+    inputs, function = inputs_of(), compiled(kl)
+    exact = results(kl, inputs)
+    again = results(lambda *x: checkpoint(function, *x, use_reentrant=False), inputs)
+    torch.testing.assert_close(again, exact)
+    with torch.no_grad():
+        torch.testing.assert_close(function(*inputs), exact[0])
+    value = function(*inputs)
+    for _ in range(2):
+        found = torch.autograd.grad(value, inputs, retain_graph=True)
+        torch.testing.assert_close(list(found), exact[1:])
+    several = torch.autograd.grad(value, inputs, torch.tensor([1.0, -2.0]), is_grads_batched=True)
+    torch.testing.assert_close([x[0] for x in several], exact[1:])
+    torch.testing.assert_close([x[1] for x in several], [-2 * x for x in exact[1:]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low, high = results(function, inputs), results(kl, inputs)
+    torch.testing.assert_close(low, high, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_compiled_autograd() -> None:
+    inputs, function = inputs_of(), compiled(kl)
+    exact = results(kl, inputs)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for _ in range(2):
+            torch.testing.assert_close(results(function, inputs), exact)
