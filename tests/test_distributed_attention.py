@@ -248,12 +248,9 @@ def sequences_that_ranks_share(me: Rank) -> None:
 
 @on_ranks
 def keys_that_go_around(me: Rank) -> None:
-    """Divergences, windows of any size beside chunks, gradients of one side, grouped heads."""
+    """Divergences, gradients of one side, grouped heads."""
     for divergence in ("reverse_kl", "cross_entropy", "jeffreys"):
         _context_parallel(Problem(me, 1, divergence=divergence, is_causal=True), method="ring")
-    for window in ((0, None), (3, None), (9, 1), (None, 12), (17, 17), (1, 0), (0, 0)):
-        for balance in ("head_tail", None):
-            _context_parallel(Problem(me, 2, window=window), method="ring", load_balance=balance)
     # rows all of whose keys are beyond a length
     lengths = torch.tensor([1, SEQLEN - 1], device=me.device)
     _context_parallel(Problem(me, key_lengths=lengths, window=(2, 2)), method="ring")
@@ -268,6 +265,14 @@ def keys_that_go_around(me: Rank) -> None:
     )
     value.backward()
     assert all((x.grad is not None) == (name in names) for name, x in inputs.items())
+
+
+@on_ranks
+def windows_that_go_around(me: Rank) -> None:
+    """Of any size beside a chunk's."""
+    for window in ((0, None), (3, None), (9, 1), (None, 12), (17, 17), (1, 0), (0, 0)):
+        for balance in ("head_tail", None):
+            _context_parallel(Problem(me, 2, window=window), method="ring", load_balance=balance)
 
 
 @on_ranks
@@ -439,6 +444,7 @@ def context_parallel_refusals(me: Rank) -> None:
 ON_THREE_RANKS = [
     "sequences_that_ranks_share",
     "keys_that_go_around",
+    "windows_that_go_around",
     "packed_sequences",
     "context_parallel_collectives",
 ]

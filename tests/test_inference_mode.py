@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,33 @@ from torch import Tensor
 from tests.counterexamples.test_row_programs import judge, tensors
 from torch_streamkl.fx_passes import backend
 
+# a product that nothing reads: in plain torch 2.11 AOTAutograd raises, and nothing runs any more
+PLAIN = """
+import torch
+
+def metric(q, k, r, s):
+    with torch.inference_mode():
+        scores, _ = q @ k.mT, r @ s.mT
+        return -(scores.softmax(-1) * scores.log_softmax(-1)).sum(-1).mean()
+
+try:
+    torch.compile(metric, backend="aot_eager")(*torch.randn(4, 3, 3).requires_grad_())
+except Exception as error:
+    print(error)
+torch.ones(2) + 1
+"""
+
+
+def _why_not() -> str:
+    """Of a torch whose AOTAutograd leaves the mode open, which breaks every later test."""
+    if torch.__version__ >= "2.13":
+        return ""
+    run = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True)
+    return f"plain torch breaks: {run.stderr.strip()[-200:]}" if run.returncode else ""
+
+
+WHY_NOT = _why_not()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "divergence": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
     "squares": lambda s, t: ((s.softmax(-1) - t.softmax(-1)) ** 2).sum(-1),
