@@ -236,3 +236,24 @@ def test_compiled_autograd() -> None:
     with torch._dynamo.config.patch(compiled_autograd=True):
         for _ in range(2):
             torch.testing.assert_close(results(function, inputs), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as a part of a CUDA graph that the user records."""
+    monkeypatch.setattr(sites_alone, "DEVICE", "cuda")
+    loss, make = CASES[name]
+    inputs = [x.detach().cuda().requires_grad_(x.requires_grad) for x in make()]
+    function, exact = compiled(loss), results(loss, inputs)
+    for _ in range(3):
+        torch.testing.assert_close(results(function, inputs), exact, rtol=1e-3, atol=1e-5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(function, inputs)
+    with torch.no_grad():
+        inputs[0].mul_(0.5)
+    graph.replay()
+    torch.testing.assert_close(found, results(loss, inputs), rtol=1e-3, atol=1e-5)
