@@ -86,6 +86,7 @@ class Task(NamedTuple):
     IS_PACKED: bool
     PLAIN: bool  # the gradient is FORM.TS (P - S): no logarithms, and the teacher's mass is 1
     CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
+    SQUARES: float  # the gradient is own (SQUARES (other - own) - key_sum) if not 0: no logarithms
     FOLDED: bool  # NOTE [Folded gradients]
     FORM: Any
     GROUP_SIZE: int  # of dK: query heads of one of its SHARES, which share a key head on each side
@@ -308,7 +309,7 @@ def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr, bias=0.0, bias
     if TASK.OWN_BIAS:
         x += bias.to(gl.float32) * bias_scale
     x = x - along(kept, tiles, slot, OWN_LSE, layout, TASK)
-    if TASK.PLAIN:
+    if TASK.PLAIN or TASK.SQUARES != 0.0:
         x = exp2(x)
     return x
 
@@ -339,6 +340,8 @@ def second_half(
                 d = d - x
         else:
             d = d - x
+    elif TASK.SQUARES != 0.0:
+        d = x * ((exp2(y) - x) * TASK.SQUARES - along(kept, tiles, slot, KEY_SUM, layout, TASK))
     else:
         log_t = y if TASK.STUDENT else x
         log_s = x if TASK.STUDENT else y

@@ -377,7 +377,7 @@ def _gradient(
                 _group(own), _group(other), *_masks(problem)[:5],
                 *_mask_blocks(prepared, rows), *scales,
             ),
-            (None if task.PLAIN or plan.helper is None else _helper(problem, plan), task),
+            (None if _needs_no_helper(task, plan) else _helper(problem, plan), task),
             options,
             (grad, *_mask_tensors(problem)),
         )  # fmt: skip
@@ -392,7 +392,7 @@ def _gradient(
             *scales,
             _bias(own), _bias(other), LOG2E / problem.temperature,
         ),
-        (None if task.PLAIN else plan.helper, task),
+        (None if _needs_no_helper(task, plan) else plan.helper, task),
         options,
         (grad, *_mask_tensors(problem)),
     )  # fmt: skip
@@ -408,6 +408,10 @@ def _task_of(
         ("task", student, rows, adds),
         lambda: _task(problem, plan, own, other, student, rows, adds),
     )
+
+
+def _needs_no_helper(task: bwd.Task, plan: Plan) -> bool:
+    return task.PLAIN or task.SQUARES != 0.0 or plan.helper is None
 
 
 def _rows_of_block(task: bwd.Task) -> int:
@@ -448,8 +452,9 @@ def _task(
 ) -> bwd.Task:
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
+    squares = -2.0 * (problem.functional.squares or 0.0)
     launch = hopper_backward_launch(
-        own.head_dim, other.head_dim, has_logarithms=not plain, adds=adds
+        own.head_dim, other.head_dim, has_logarithms=not (plain or squares), adds=adds
     )
     if problem.mask is not None:
         launch = HOPPER_MASKED
@@ -474,6 +479,7 @@ def _task(
         IS_PACKED=problem.is_packed,
         PLAIN=plain,
         CLAMP=clamp or 0.0,
+        SQUARES=squares,
         FOLDED=plain and not rows,
         FORM=plan.form,
         GROUP_SIZE=1 if rows else group // num_shares,
