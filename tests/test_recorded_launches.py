@@ -36,6 +36,7 @@ ONE_OF_EACH = [
     "gqa",
     "head_mean",
     "split_keys",
+    "bias",
 ]
 
 
@@ -43,7 +44,9 @@ def _programs() -> list[Any]:
     """Of all sites that eager calls have left: what was recorded, None where nothing could be."""
     kept = [site for verdict in checks._verdicts.values() for site in verdict.kept.values()]
     calls = [c for site in kept for c in (site._forward, *site._backward.values())]
-    return [call._program for call in calls]
+    # with biases one of two was called, as they are the same or not
+    both = [c._calls if isinstance(c, sites.RepeatedByBias) else (c,) for c in calls]
+    return [call._program for pair in both for call in pair if call._calls]
 
 
 def check_repeated_calls(spec: Spec, impl: str, device: str, monkeypatch: Any) -> None:
@@ -63,7 +66,7 @@ def check_repeated_calls(spec: Spec, impl: str, device: str, monkeypatch: Any) -
 
 
 @inside
-@pytest.mark.parametrize("name", only(["js", "varlen_causal", "split_keys"], ONE_OF_EACH))
+@pytest.mark.parametrize("name", only(["js", "varlen_causal", "split_keys", "bias"], ONE_OF_EACH))
 def test_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one batch element: what is recorded is the same of more, and a GPU runs them all."""
     check_repeated_calls(replace(CASES[name], batch=1), "triton", "cpu", monkeypatch)
