@@ -21,6 +21,7 @@ from torch_streamkl import attention_kl, linear_kl
 
 ROOT = Path(__file__).parents[1]
 SCALE = 0.3
+QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # its C++ takes half of the time
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
 # On a CPU a package holds names of operators: who loads it has to know them. On a GPU it holds our
@@ -149,7 +150,7 @@ def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
     package = torch._inductor.aoti_compile_and_package(
         exported,
         package_path=str(tmp_path / "loss.pt2"),
-        inductor_configs=torch_streamkl.inductor_options(strict=True),
+        inductor_configs=QUICKLY | torch_streamkl.inductor_options(strict=True),
     )
     saved = tmp_path / "tensors"
     x = batch(device)
@@ -169,7 +170,7 @@ def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
     package = torch._inductor.aoti_compile_and_package(
         joint,
         package_path=str(tmp_path / "step.pt2"),
-        inductor_configs=torch_streamkl.inductor_options(),
+        inductor_configs=QUICKLY | torch_streamkl.inductor_options(),
     )
     saved = tmp_path / "tensors"
     x = batch(device, 56 if dynamic else 40)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.comparing import compare
+from tests.support.covering import every
 from tests.support.modules import compare_step
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -74,7 +75,7 @@ def _step(
     ("family", "padding"),
     [
         pytest.param("Bert", "none", marks=pytest.mark.slow),
-        ("Bert", "right"),
+        pytest.param("Bert", "right", marks=pytest.mark.slow),
         pytest.param("Llama", "none", marks=pytest.mark.slow),
         ("Llama", "left"),
         pytest.param("Qwen2", "left", marks=pytest.mark.slow),
@@ -154,7 +155,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", every(2, LOSSES))
 def test_losses_on_logits(name: str) -> None:
     """Logits of the same graph go into the library's own code: fused or not, eager's results."""
     generator = torch.Generator().manual_seed(0)

@@ -45,12 +45,12 @@ def _heads() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """An indexer of many heads on one key head; captured tensors of every kind."""
     given: dict[str, Any] = {
         "dots": {
-            "t": (_leaf(2, 2, 37, 5), _leaf(2, 2, 41, 5)),
-            "s": (_leaf(2, 4, 37, 3), _leaf(2, 1, 41, 3)),
+            "t": (_leaf(2, 2, 21, 5), _leaf(2, 2, 41, 5)),
+            "s": (_leaf(2, 4, 21, 3), _leaf(2, 1, 41, 3)),
         },
-        "rows": {"w": _leaf(2, 4, 37), "temperature": _leaf(2, 1, 37)},
+        "rows": {"w": _leaf(2, 4, 21), "temperature": _leaf(2, 1, 21)},
         "keys": {"key": torch.rand(1, 1, 41, dtype=torch.float64).requires_grad_()},
-        "pairs": {"bias": _leaf(2, 1, 37, 41)},
+        "pairs": {"bias": _leaf(2, 1, 21, 41)},
     }
 
     def kl(e: Any) -> Any:
@@ -90,8 +90,8 @@ def _words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
 def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Sums over blocks of an LM head's words, whose gradients come by blocks of words."""
     given: dict[str, Any] = {
-        "dots": {"t": (_leaf(51, 7), _leaf(520, 7)), "s": (_leaf(51, 260), _leaf(520, 260))},
-        "rows": {"w": _leaf(51)},
+        "dots": {"t": (_leaf(27, 7), _leaf(520, 7)), "s": (_leaf(27, 260), _leaf(520, 260))},
+        "rows": {"w": _leaf(27)},
     }
 
     def sums(e: Any) -> Any:
