@@ -21,7 +21,6 @@ from torch_streamkl import attention_kl, linear_kl
 
 ROOT = Path(__file__).parents[1]
 SCALE = 0.3
-QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # its C++ takes half of the time
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
 # On a CPU a package holds names of operators: who loads it has to know them. On a GPU it holds our
@@ -150,7 +149,7 @@ def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
     package = torch._inductor.aoti_compile_and_package(
         exported,
         package_path=str(tmp_path / "loss.pt2"),
-        inductor_configs=QUICKLY | torch_streamkl.inductor_options(strict=True),
+        inductor_configs=torch_streamkl.inductor_options(strict=True),
     )
     saved = tmp_path / "tensors"
     x = batch(device)
@@ -159,8 +158,9 @@ def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
     assert_equal(found, device, tmp_path)
 
 
+@pytest.mark.slow  # half a minute; the test above has a package, that below gradients in C++
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
     """One graph with the backward in it, for one length and for all of a range."""
     step = Step(is_naive=False).to(device)
@@ -170,7 +170,7 @@ def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
     package = torch._inductor.aoti_compile_and_package(
         joint,
         package_path=str(tmp_path / "step.pt2"),
-        inductor_configs=QUICKLY | torch_streamkl.inductor_options(),
+        inductor_configs=torch_streamkl.inductor_options(),
     )
     saved = tmp_path / "tensors"
     x = batch(device, 56 if dynamic else 40)

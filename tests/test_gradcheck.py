@@ -24,7 +24,7 @@ PACKED = ((2, 4), (3, 1))
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
-@pytest.mark.parametrize("name", every(2, CASES))
+@pytest.mark.parametrize("name", every(3, CASES))
 def test_attention(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 8)  # several blocks of each kind
     monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 3)

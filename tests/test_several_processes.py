@@ -120,7 +120,7 @@ def test_maps_of_different_buckets(
     assert len(graphs) > 2
     assert all(graphs)
     # with dynamic shapes Dynamo may begin again, after the first graph was reported
-    assert report.num_fused == len(report.sites) == (4 if dynamic else 2)
+    assert report.num_fused == len(report.sites) == (4 if dynamic and inner != "eager" else 2)
     if dtype == torch.float32:
         assert not report.remaining
     for got, expected in zip(gradients(step), expected_gradients(dtype), strict=True):

@@ -128,6 +128,7 @@ def test_save_and_resume(tmp_path: Path) -> None:
     assert_all_fused(compare_runs(flow, changes_rtol=1e-2))
 
 
+@pytest.mark.slow  # test_peft.py has autocast too
 def test_autocast(tmp_path: Path) -> None:
     """Under bf16 eager's logits are rounded, and ours never: losses agree to that rounding.
 

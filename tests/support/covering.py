@@ -96,9 +96,12 @@ def _rows(cases: list[Any]) -> tuple[list[list[str]], list[tuple[Hashable, ...]]
 
 
 def every(step: int, values: Iterable[Any], first: int = 0) -> list[Any]:
-    """Parameters of which every ``step``-th is quick, where other quick tests have all of them."""
+    """Parameters (tuples are rows) of which every ``step``-th is quick: others are like it."""
     return [
-        pytest.param(x, marks=[] if i % step == first else [pytest.mark.slow])
+        pytest.param(
+            *(x if isinstance(x, tuple) else (x,)),
+            marks=[] if i % step == first else [pytest.mark.slow],
+        )
         for i, x in enumerate(values)
     ]
 
