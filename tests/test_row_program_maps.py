@@ -90,8 +90,8 @@ def _words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
 def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Sums over blocks of an LM head's words, whose gradients come by blocks of words."""
     given: dict[str, Any] = {
-        "dots": {"t": (_leaf(27, 7), _leaf(520, 7)), "s": (_leaf(27, 260), _leaf(520, 260))},
-        "rows": {"w": _leaf(27)},
+        "dots": {"t": (_leaf(51, 7), _leaf(520, 7)), "s": (_leaf(51, 260), _leaf(520, 260))},
+        "rows": {"w": _leaf(51)},
     }
 
     def sums(e: Any) -> Any:
