@@ -15,8 +15,9 @@ test: $(VENV)/.test $(VENV)/.libraries
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
-# What `make test` leaves out: more sizes, GPUs, placements and libraries of what it has one of, and all
-# kernels in the interpreter again with sums of integers that overflow found.
+# What `make test` leaves out: more sizes, GPUs, placements and libraries of what it has one of, most rows with
+# symbolic sizes or through AOTAutograd, more random programs, and all kernels in the interpreter again with sums
+# of integers that overflow found.
 test-slow: $(VENV)/.test $(VENV)/.libraries
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(PYTEST_ARGS)

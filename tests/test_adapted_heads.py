@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.support.bodies import inductor_without_code
 from tests.support.comparing import Outcome, compare, refusals
+from tests.support.covering import every
 
 ROWS, WIDTH, TEACHER, VOCAB, RANK = 7, 12, 20, 50, 3
 Logits = Callable[..., Tensor]
@@ -74,7 +75,7 @@ def fused(program: Any, given: list[Tensor], **options: Any) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", every(2, FORMS))
 @pytest.mark.parametrize("trains_w", [False, True])
 def test_forms(form: str, trains_w: bool) -> None:
     def loss(x, w, a, b, bias, xt, wt, labels):  # type: ignore[no-untyped-def]
@@ -204,7 +205,7 @@ def loss_of(form: Logits) -> Callable[..., Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("form", ROW_PROGRAMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", every(2, ROW_PROGRAMS), ids=lambda form: form.__name__)
 def test_is_a_row_program(form: Logits) -> None:
     """Several products that meet: the operators of divergences take one and an adapter."""
     outcome = compare(loss_of(form), inputs(), inner="aot_eager").check()

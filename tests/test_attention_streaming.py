@@ -49,15 +49,25 @@ def test_dtype(name: str, dtype: torch.dtype) -> None:
     check(call.value_and_gradients("streaming"), budget(call))
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_any_call() -> None:
+def _any_call(num_calls: int) -> None:
     @given(specs(dtypes=DTYPES))
-    @settings(max_examples=150)
+    @settings(max_examples=num_calls)
     def any_call(spec: Spec) -> None:
         call = build(spec)
         check(call.value_and_gradients("streaming"), budget(call))
 
     any_call()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_any_call() -> None:
+    _any_call(70)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_blocks")
+def test_more_calls() -> None:
+    _any_call(150)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from torch import Tensor
 from tests.support.comparing import compare, refusals
 
 B, N, M, D = 2, 5, 7, 4
-NUM_RANDOM = 16
 
 
 def normal(*shape: int) -> Tensor:
@@ -483,13 +482,18 @@ def random_program(data: st.DataObject) -> tuple[Callable[..., Tensor], list[Ten
 
 
 @pytest.mark.parametrize(
-    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"]
+    ("dynamic", "num_programs"),
+    [
+        (False, 8),
+        pytest.param(False, 16, marks=pytest.mark.slow),
+        # with symbolic sizes a program takes five times as long to compile
+        pytest.param(True, 4, marks=pytest.mark.slow),
+    ],
 )
-def test_random_heads(dynamic: bool) -> None:
+def test_random_heads(dynamic: bool, num_programs: int) -> None:
     fused: list[bool] = []
 
-    # with symbolic sizes a program takes five times as long to compile
-    @settings(max_examples=NUM_RANDOM // 4 if dynamic else NUM_RANDOM, database=None)
+    @settings(max_examples=num_programs, database=None)
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         program, inputs = random_program(data)

@@ -105,6 +105,9 @@ def test_changed_code_or_option_is_a_miss_and_the_same_a_hit(tmp_path: Path) -> 
 
 def test_every_source_file_is_part_of_the_key(tmp_path: Path) -> None:
     package = _copy_of_the_package(tmp_path)
+    for path in package.rglob("*"):
+        if path.is_file():  # as many files, of a few bytes each: every one is read for every other
+            path.write_bytes(path.read_bytes()[-40:])
     seen = {passes.digest_of(package)}
     assert passes.digest_of(package) in seen
     files = [path for path in package.rglob("*") if path.is_file()]

@@ -16,6 +16,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
+from tests.support.covering import every
 from tests.support.problems import CASES, Spec, build
 from tests.support.tolerances import budget, check
 from tests.test_panels import linear_problem
@@ -169,7 +170,7 @@ def test_without_a_compiler_it_says_so_once_and_runs_the_blocks(
     assert torch.equal(rows.value, out.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float32]), ids=str)
 def test_rows_of_words(dtype: torch.dtype) -> None:
     wide = [torch.randn(13, 128, dtype=torch.float64)[:, :70] for _ in range(2)]
     wide = [x.to(dtype).double() for x in wide]  # what both start from

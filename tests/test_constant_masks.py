@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import torch_streamkl
+from tests.support.covering import only
 
 N = 32
 
@@ -70,11 +73,21 @@ def check(loss, dynamic: bool) -> str:
     return report.sites[0].form
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("lookup", ["row", "batch"])
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("kind", "is_known"),
-    [("one sequence", True), ("from 3 on", True), ("packed", False)],
+    ("kind", "is_known", "lookup", "dynamic"),
+    [
+        pytest.param(*kind, lookup, dynamic, marks=[] if i in (2, 5, 8) else slow)
+        for i, (kind, lookup, dynamic) in enumerate(
+            product(
+                [("one sequence", True), ("from 3 on", True), ("packed", False)],
+                ["row", "batch"],
+                [False, True],
+            )
+        )
+    ],
 )
 def test_lookups_of_positions(kind: str, is_known: bool, lookup: str, dynamic: bool) -> None:
     form = check(loss_with(kind, lookup), dynamic)
@@ -83,14 +96,14 @@ def test_lookups_of_positions(kind: str, is_known: bool, lookup: str, dynamic: b
     assert ("masked" not in form) == is_known, form
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("lookup", ["shifted", "halved"])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("lookup", only(["halved"], ["shifted", "halved"]))
 def test_other_lookups_stay_masks(lookup: str, dynamic: bool) -> None:
     assert "masked" in check(loss_with("one sequence", lookup), dynamic)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("kind", ["every other", "backwards"])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("kind", only(["backwards"], ["every other", "backwards"]))
 def test_every_position_a_sequence(kind: str, dynamic: bool) -> None:
     """Positions that jump everywhere: a token sees only itself."""
     form = check(loss_with(kind), dynamic)

@@ -158,8 +158,9 @@ def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
     assert_equal(found, device, tmp_path)
 
 
+@pytest.mark.slow  # half a minute; the test above has a package, that below gradients in C++
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
     """One graph with the backward in it, for one length and for all of a range."""
     step = Step(is_naive=False).to(device)

@@ -19,20 +19,20 @@ from tests.fuzz.tree import Program
 from tests.support.covering import every
 from torch_streamkl.fx_passes.analysis.registry import RULES
 
-NUM_PROGRAMS, PART = 100, 20
+NUM_PROGRAMS, PART = 100, 10
 EAGER: dict[str, Any] = {"inner": "eager"}
 
 
-@pytest.mark.parametrize("first", every(2, range(0, NUM_PROGRAMS, PART)))
+@pytest.mark.parametrize("first", every(5, range(0, NUM_PROGRAMS, PART)))
 def test_random_programs(first: int) -> None:
     outcome = fuzz(range(first, first + PART), EAGER)
     assert not outcome.failures, "\n".join(map(str, outcome.failures))
     assert outcome.counts["fused"] > 0, outcome.summary()
 
 
-@pytest.mark.parametrize("first", every(2, range(5000, 5010, 5)))
+@pytest.mark.parametrize("first", every(3, range(5000, 5009, 3)))
 def test_random_programs_through_aot_autograd(first: int) -> None:
-    outcome = fuzz(range(first, first + 5), {"inner": "aot_eager"})
+    outcome = fuzz(range(first, first + 3), {"inner": "aot_eager"})
     assert not outcome.failures, "\n".join(map(str, outcome.failures))
 
 
@@ -50,7 +50,7 @@ def test_a_wrong_rule_is_found_and_shrunk() -> None:
 
     outcome = Outcome()
     with mock.patch.dict(RULES, {neg: keeps_the_sign}):
-        for first in range(0, 200, 2):  # few: every program that fails is shrunk
+        for first in range(74, 200, 2):  # few: every one that fails is shrunk
             outcome.add(fuzz(range(first, first + 2), EAGER))
             if outcome.failures:
                 break

@@ -24,7 +24,7 @@ PACKED = ((2, 4), (3, 1))
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(3, CASES))
 def test_attention(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 8)  # several blocks of each kind
     monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 3)
@@ -51,7 +51,7 @@ OF_PANELS = [n for n in CASES if "mean" not in n and n not in NOT_OF_PANELS]
 
 
 @pytest.mark.usefixtures("bodies_as_written")
-@pytest.mark.parametrize("name", every(3, OF_PANELS))
+@pytest.mark.parametrize("name", every(5, OF_PANELS))
 def test_panels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiled graphs run on a CPU, without compiling it."""
     monkeypatch.setattr(panels, "PANEL_ELEMENTS", 20)
@@ -94,7 +94,7 @@ def test_linear(name: str, impl: str, strategy: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("bodies_as_written")
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", every(2, LINEAR))
 def test_linear_panels(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_panels, "BLOCK_ELEMENTS", 5)
     monkeypatch.setattr(linear_ops, "rows_of", lambda *_: linear_panels)

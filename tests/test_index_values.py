@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import compare
+from tests.support.covering import every
 
 N, M = 40, 48
 
@@ -77,7 +78,7 @@ def inputs(n: int = N, m: int = M) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("name", every(2, SLICES))
 def test_slices(name: str, dynamic: bool) -> None:
     outcome = compare(program(SLICES[name]), inputs(), dynamic=dynamic).check()
     kind = "row_program" if name == "every other row" else "attention_kl"  # it is no band
@@ -85,12 +86,12 @@ def test_slices(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", EXTENTS_OF_ONE)
+@pytest.mark.parametrize("name", every(2, EXTENTS_OF_ONE))
 def test_extents_of_one(name: str, dynamic: bool) -> None:
     compare(program(EXTENTS_OF_ONE[name]), inputs(), dynamic=dynamic).check()
 
 
-@pytest.mark.parametrize("name", dtype_masks(torch.int64))
+@pytest.mark.parametrize("name", every(2, dtype_masks(torch.int64)))
 @pytest.mark.parametrize(
     ("dtype", "dynamic"),
     [(torch.bfloat16, False), (torch.uint8, False), (torch.int8, True), (torch.bfloat16, True)],

@@ -86,7 +86,7 @@ def test_one_head_over_concatenated_features(
             assert apart <= 16 * eps * b.grad.double().norm()
 
 
-@pytest.mark.parametrize("words", [1, 63, 257])
+@pytest.mark.parametrize("words", [pytest.param(1, marks=pytest.mark.slow), 7, 63, 257])
 def test_blocks_of_words(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward by blocks of words and of tokens has the gradients of one block."""
     labels, weight = torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.float64)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import compare, refusals
+from tests.support.covering import every
 from tests.support.programs import Program
 
 Case = Callable[..., Any]
@@ -259,7 +260,7 @@ LEFT_ALONE: list[tuple[Case, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"), LEFT_ALONE, ids=lambda x: getattr(x, "__name__", "")
+    ("program", "reason"), every(2, LEFT_ALONE), ids=lambda x: getattr(x, "__name__", "")
 )
 def test_is_left_alone_for_a_reason(program: Case, reason: str) -> None:
     outcome = compare(program, Program().inputs()).check()
@@ -286,7 +287,7 @@ ROW_PROGRAMS: list[tuple[Case, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"), ROW_PROGRAMS, ids=lambda x: getattr(x, "__name__", "")
+    ("program", "reason"), every(2, ROW_PROGRAMS), ids=lambda x: getattr(x, "__name__", "")
 )
 def test_is_a_row_program_for_a_reason(program: Case, reason: str) -> None:
     outcome = compare(program, Program().inputs()).check()

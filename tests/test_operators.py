@@ -278,7 +278,7 @@ SIZES = st.sampled_from([1, 2, 5, 17])
 
 def test_fakes_of_attention() -> None:
     @given(specs(dtypes=DTYPES, sizes=SIZES), st.tuples(*[st.booleans()] * 4))
-    @settings(max_examples=100)
+    @settings(max_examples=50)
     def any_call(spec: Any, wanted: tuple[bool, ...]) -> None:
         args = detached(arguments_of(spec))
         check_fake(ops.attention_kl, args)
@@ -317,7 +317,7 @@ def test_fakes_of_row_programs() -> None:
     )
 
     @given(names, sizes)
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     def any_call(name: str, sizes: Sizes) -> None:
         args = example_arguments(name, sizes)
         check_fake(rows_op.row_program, ([x.detach() for x in args[0]], *args[1:]))

@@ -170,7 +170,7 @@ def test_with_sizes_that_vary(form: Any) -> None:
     assert not compare(form, inputs(), dynamic=True).check().report.failures
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
 def test_narrow_types(form: Any, dtype: torch.dtype) -> None:
     compare(form, inputs("all", dtype)).check()

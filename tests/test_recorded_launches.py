@@ -328,8 +328,9 @@ def _indexer(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    tq, tk = normal(2, 2, 37, 8), normal(2, 2, 41, 8)
-    sq, sk, w = normal(2, 4, 37, 16), normal(2, 1, 41, 16), normal(2, 4, 37).float()
+    b, m, n = (2, 37, 41) if device == "cuda" else (1, 13, 21)  # which takes minutes elsewhere
+    tq, tk = normal(b, 2, m, 8), normal(b, 2, n, 8)
+    sq, sk, w = normal(b, 4, m, 16), normal(b, 1, n, 16), normal(b, 4, m).float()
     return [tq, tk, *(x.requires_grad_() for x in (sq, sk, w))]
 
 
@@ -356,8 +357,9 @@ def _heads(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    tensors = [normal(24, 9), normal(72, 9), normal(24, 16), normal(72, 16)]
-    ids = torch.randint(72, (24, 5), generator=generator, device=device)
+    n = 24 if device == "cuda" else 13
+    tensors = [normal(n, 9), normal(72, 9), normal(n, 16), normal(72, 16)]
+    ids = torch.randint(72, (n, 5), generator=generator, device=device)
     return [*(x.requires_grad_(i < 2) for i, x in enumerate(tensors)), ids]
 
 

@@ -24,7 +24,7 @@ NAMES = list(CASES)
 # what differs most in the kernels that are written; the others are marked slow
 QUICK = ("forward_kl", "weighted_keys", "indexer", "top_k_with_ghost", "causal", "mask")
 slow = pytest.mark.slow
-SMALL = Sizes(batch=1, heads=2, rows=33, keys=70, dim=7)
+SMALL = Sizes(batch=1, heads=2, rows=19, keys=70, dim=7)
 
 
 def _unless(name: str, quick: Sequence[str]) -> list[pytest.MarkDecorator]:
@@ -116,7 +116,7 @@ def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.rows.triton import launches as row_kernels
 
     monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
-    dots = _operands(rows=37)  # tiles have 16
+    dots = _operands(rows=21)  # tiles have 16
     double = {n: tuple(x.double() for x in pair) for n, pair in dots.items()}
     truth = _compare(double, "blocked", **MASKS[name])
     same = _compare(dots, "blocked", **MASKS[name])
@@ -135,7 +135,7 @@ def _check(
 @inside
 def test_every_captured_tensor_gets_its_gradient() -> None:
     differentiated = (("rows", "row"), ("keys", "key"), ("pairs", "bias"))
-    dots = _operands(rows=37)
+    dots = _operands(rows=21)
     truth, same, got = (
         _compare(
             {n: tuple(x.to(t) for x in pair) for n, pair in dots.items()}, impl, differentiated
@@ -160,7 +160,7 @@ def test_sums_over_blocks_of_keys(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
     if name in ("window", "causal", "left"):  # tiles without a mask have a loop of their own
         monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
-    _check_blocks(_operands(40), BLOCKS[name], MASKS[name])
+    _check_blocks(_operands(24), BLOCKS[name], MASKS[name])
 
 
 def _check_blocks(dots: dict[str, Any], size: int, options: dict[str, Any]) -> None:

@@ -45,12 +45,12 @@ def _heads() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """An indexer of many heads on one key head; captured tensors of every kind."""
     given: dict[str, Any] = {
         "dots": {
-            "t": (_leaf(2, 2, 37, 5), _leaf(2, 2, 41, 5)),
-            "s": (_leaf(2, 4, 37, 3), _leaf(2, 1, 41, 3)),
+            "t": (_leaf(2, 2, 21, 5), _leaf(2, 2, 41, 5)),
+            "s": (_leaf(2, 4, 21, 3), _leaf(2, 1, 41, 3)),
         },
-        "rows": {"w": _leaf(2, 4, 37), "temperature": _leaf(2, 1, 37)},
+        "rows": {"w": _leaf(2, 4, 21), "temperature": _leaf(2, 1, 21)},
         "keys": {"key": torch.rand(1, 1, 41, dtype=torch.float64).requires_grad_()},
-        "pairs": {"bias": _leaf(2, 1, 37, 41)},
+        "pairs": {"bias": _leaf(2, 1, 21, 41)},
     }
 
     def kl(e: Any) -> Any:

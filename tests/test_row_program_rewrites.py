@@ -190,7 +190,7 @@ def streamed(program: Any, given: list[Any], **options: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("gradient", ["student", "teacher", "all"])
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", every(2, FORMS), ids=lambda f: f.__name__)
 def test_forms(form: Any, gradient: str) -> None:
     streamed(form, inputs(gradient))
 
@@ -211,7 +211,7 @@ def test_with_sizes_that_vary(form: Any) -> None:
     assert not outcome.report.failures
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
 def test_narrow_types(form: Any, dtype: torch.dtype) -> None:
     compare(form, inputs("all", dtype)).check()
@@ -465,7 +465,7 @@ LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"), LEFT_ALONE, ids=lambda x: getattr(x, "__name__", "")
+    ("program", "reason"), every(2, LEFT_ALONE), ids=lambda x: getattr(x, "__name__", "")
 )
 def test_is_left_alone(program: Any, reason: str) -> None:
     outcome = compare(program, inputs("all")).check()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tests.support.covering import only
 from torch_streamkl import row_program
 from torch_streamkl.rows import blocked, op
 from torch_streamkl.rows.program import Program
@@ -152,7 +153,7 @@ POINTWISE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", only(set(POINTWISE) - {"three levels"}, POINTWISE))
 def test_gradcheck(name: str, impl: str) -> None:
     dots = _maps()
     captures = {"row": _leaf(2, 1, 3), "key": _leaf(1, 2, 5), "pair": _leaf(1, 1, 3, 5)}

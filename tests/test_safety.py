@@ -22,6 +22,8 @@ from torch_streamkl.fx_passes.planning import candidates, plan
 from torch_streamkl.fx_passes.planning import masks as mask_plan
 from torch_streamkl.fx_passes.reporting.report import Report
 
+slow = pytest.mark.slow
+
 
 def _run(fn: object) -> list[object]:
     """All results, inputs as they are afterwards, and gradients of the floating results."""
@@ -37,21 +39,29 @@ def _run(fn: object) -> list[object]:
     return [*plain, *(x.detach() for x in inputs), *grads]
 
 
-def _compiled(given: Program) -> tuple[list[object], list[Report]]:
+def _compiled(given: Program, inner: str) -> tuple[list[object], list[Report]]:
     torch._dynamo.reset()
     reports: list[Report] = []
     backend.REPORTS.append(reports.append)
     try:
-        options = {"options": {"streamkl.inner": "aot_eager"}, **given.compile_options}
+        options = {"options": {"streamkl.inner": inner}, **given.compile_options}
         return _run(torch.compile(given.fn, backend="streamkl", **options)), reports
     finally:
         backend.REPORTS.remove(reports.append)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(name: str) -> None:
+# AOTAutograd takes as long as all before it: it gets every third
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        pytest.param(name, inner, marks=[] if (inner == "eager") == (i % 3 != 1) else slow)
+        for i, name in enumerate(PROGRAMS)
+        for inner in ("eager", "aot_eager")
+    ],
+)
+def test_program(name: str, inner: str) -> None:
     given = PROGRAMS[name]
-    results, reports = _compiled(given)
+    results, reports = _compiled(given, inner)
     expected = _run(given.fn)
     assert not any(r.failures for r in reports)
     assert len(results) == len(expected)

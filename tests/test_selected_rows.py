@@ -236,7 +236,7 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", every(2, FUSED))
 def test_fused(name: str) -> None:
     outcome = run(FUSED[name]).check()
     sites = len(outcome.report.sites)
@@ -244,7 +244,7 @@ def test_fused(name: str) -> None:
     assert outcome.num_fused == sites == (BATCH if "a sample" in name else 1), outcome.report
 
 
-@pytest.mark.parametrize("name", every(3, FUSED))
+@pytest.mark.parametrize("name", every(8, FUSED))
 def test_sizes_that_are_symbols(name: str) -> None:
     """Whatever fuses of them."""
     run(FUSED[name], dynamic=True).check()
@@ -258,7 +258,7 @@ def test_fused_with_symbols(name: str) -> None:
     assert outcome.num_fused == 1, outcome.report
 
 
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("name", every(2, STAYS))
 def test_stays(name: str) -> None:
     program, reason = STAYS[name]
     outcome = run(program).check()
@@ -333,7 +333,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("program", WRITES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("program", every(2, WRITES), ids=lambda f: f.__name__)
 def test_what_selects_rows_is_written(program: Callable[..., Tensor]) -> None:
     outcome = run(program).check()
     assert outcome.num_fused == WRITES[program], outcome.report

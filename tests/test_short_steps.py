@@ -25,7 +25,7 @@ TINY = ShortStep(
 def test_a_step_is_the_same_in_both_ways(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     # strict: a KL that is not fused is an error
-    quickly = partial(steps.with_streamkl, **{"streamkl.inner": "aot_eager"})
+    quickly = partial(steps.with_streamkl, **{"streamkl.inner": "eager"})
     monkeypatch.setitem(steps.PROVIDERS, "streamkl", quickly)
     step = replace(TINY, objective=objective)
     rows = steps.run_step(step, 8, 2, ["eager", "streamkl"], Turns(CPU, 3, 1))

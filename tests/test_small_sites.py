@@ -112,7 +112,7 @@ def weighted(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
     return (F.kl_div(got, wanted, reduction="none") * weight).sum(-1).mean()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_row_programs_have_a_least_size_of_their_own(
     dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

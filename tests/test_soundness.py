@@ -6,14 +6,14 @@ the rules. A program that ought to fuse must also do that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import pytest
 
-from tests.support.covering import every, quick_rows
-from tests.support.misleading.registry import FAULTS, PROGRAMS
+from tests.support.covering import every, only, quick_rows
+from tests.support.misleading.registry import FAULTS, PROGRAMS, Program
 from tests.support.misleading_programs import judge
 
 # compiled by Inductor as well, with one of the two front ends each: one for every stage
@@ -27,41 +27,62 @@ WITH_INDUCTOR = {
     "labels_change_between_losses_that_are_not_trained": "backend",
     "table_renormalised_between": "inductor_options",
 }
+QUICK_WITH_INDUCTOR = ("scale_exp_shared_dynamic", "mean_of_four_heads_against_two")
 
 
 def _names() -> Iterator[Any]:
-    """Programs of a table are rows of a product: tests/support/covering.py.
+    """Programs of a table are rows of a product, of which every value is in a quick one.
 
-    Of the others all that provoke a fault are quick, and every second of their neighbours; those
-    of hard_programs.py are in test_safety.py.
+    Of the others all that provoke a fault are quick. Of masks all that do so with numbers as
+    sizes, and one for every fault with symbols. Of those that provoke none every second row of a
+    table and every fourth of the others; those of hard_programs.py are in test_safety.py.
     """
-    neighbours = 0
     for table, group in groupby(PROGRAMS.values(), lambda p: p.place[:1]):
         programs = list(group)
         quick = set(range(len(programs)))
-        if table:
-            quick = quick_rows([p.place[1:] for p in programs])
-        for i, p in enumerate(programs):
-            if not table and not p.fault:
-                neighbours += 1
-                if p.name.startswith("hard_") or neighbours % 2:
-                    quick.discard(i)
+        if table == ("masks",):
+            quick = {i for i in quick if not programs[i].dynamic} | _firsts(programs)
+        elif table:
+            quick = quick_rows([p.place[1:] for p in programs], most=1)
+        neighbours = [i for i in sorted(quick) if not programs[i].fault]
+        hard = {i for i in neighbours if programs[i].name.startswith("hard_")}
+        left = [i for i in neighbours if i not in hard]
+        quick -= {*neighbours} - {*left[:: 2 if table else 4]}
         for i, p in enumerate(programs):
             yield pytest.param(p.name, marks=[] if i in quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("name", list(_names()))
-def test_equals_eager(name: str) -> None:
+def _firsts(programs: Sequence[Program]) -> set[int]:
+    """One program of every fault, and one of none, with symbolic sizes."""
+    found: dict[str, int] = {}
+    for i, p in enumerate(programs):
+        if p.dynamic:
+            found.setdefault(p.fault, i)
+    return set(found.values())
+
+
+def check(name: str, inner: str) -> None:
     program = PROGRAMS[name]
-    # AOTAutograd takes its time with symbolic sizes, and has seen the program with numbers
-    through_aot = program.fault and not program.dynamic
-    verdict = judge(program, inner="aot_eager" if through_aot else "eager")
+    verdict = judge(program, inner=inner)
     assert not verdict.difference, f"{FAULTS.get(program.fault, name)}: {verdict.difference}"
     if program.fuses is not None:
         assert verdict.num_fused >= program.fuses, verdict.reasons
 
 
-@pytest.mark.parametrize("name", every(3, WITH_INDUCTOR))
+@pytest.mark.parametrize("name", list(_names()))
+def test_equals_eager(name: str) -> None:
+    check(name, "eager")
+
+
+# which takes its time with symbolic sizes, and has seen those programs with numbers
+@pytest.mark.parametrize(
+    "name", every(12, [p.name for p in PROGRAMS.values() if p.fault and not p.dynamic])
+)
+def test_equals_eager_through_aot_autograd(name: str) -> None:
+    check(name, "aot_eager")
+
+
+@pytest.mark.parametrize("name", only(QUICK_WITH_INDUCTOR, WITH_INDUCTOR))
 def test_equals_eager_with_inductor(name: str) -> None:
     verdict = judge(PROGRAMS[name], inner="inductor", front_end=WITH_INDUCTOR[name])
     assert not verdict.difference, verdict.difference

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.covering import every
 from tests.support.misleading.registry import student
 from tests.support.misleading_programs import difference, run
 from torch_streamkl.fx_passes import backend
@@ -63,7 +64,7 @@ INTEGERS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", every(2, INTEGERS))
 def test_nothing_is_an_integer_but_counts(name: str) -> None:
     made, sites = INTEGERS[name]
 
@@ -188,7 +189,7 @@ OF_LSE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_LSE)
+@pytest.mark.parametrize("name", every(2, OF_LSE))
 def test_the_log_sum_exp_of_a_row_without_keys(name: str) -> None:
     """It is minus infinity, also where elements of unmasked scores meet it."""
 
@@ -217,7 +218,7 @@ COMPARED: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", every(3, COMPARED))
 def test_comparisons_in_rows_without_keys(name: str) -> None:
     """Eager compares NaN there; a comparison that 0 passes as NaN does is a row program."""
     compare, sites = COMPARED[name]
@@ -245,7 +246,7 @@ OF_LOGARITHMS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_LOGARITHMS)
+@pytest.mark.parametrize("name", every(2, OF_LOGARITHMS))
 def test_readers_of_logarithms_that_underflow(name: str) -> None:
     function, sites = OF_LOGARITHMS[name]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,10 +91,11 @@ def outcome_of(seed: int) -> Outcome:
     return compare(scope["loss"], inputs(), options=options, dynamic=dynamic)
 
 
-def test_random_row_losses() -> None:
+@pytest.mark.parametrize("num_seeds", [15, pytest.param(30, marks=pytest.mark.slow)])
+def test_random_row_losses(num_seeds: int) -> None:
     moved = 0
-    for seed in range(30):
+    for seed in range(num_seeds):
         outcome = outcome_of(seed)
         assert not outcome.mismatch(), f"seed {seed}\n{program(seed)}\n{outcome.mismatch()}"
         moved += any(IN_FORWARD in site.runs for site in outcome.report.sites)
-    assert 5 <= moved < 30  # both happen
+    assert num_seeds // 6 <= moved < num_seeds  # both happen

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
+from tests.support.covering import every
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.reporting import execution
@@ -132,7 +133,7 @@ CASTS: dict[str, tuple[Program, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("name", every(2, CASTS))
 def test_casts_of_selected_entries(name: str) -> None:
     cast, sites = CASTS[name]
     judge(
@@ -161,7 +162,7 @@ FOREACH: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("name", FOREACH)
+@pytest.mark.parametrize("name", every(2, FOREACH))
 def test_lists_of_tensors_that_are_written(name: str) -> None:
     judge(FOREACH[name], 0)
 
@@ -180,7 +181,7 @@ NO_ROW: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_ROW)
+@pytest.mark.parametrize("name", every(2, NO_ROW))
 def test_mean_of_no_row(name: str) -> None:
     """Its value is eager's NaN, and the head has a gradient of 0 as in eager: a step goes on."""
     outcome = judge(NO_ROW[name], 1)
@@ -214,7 +215,7 @@ def some_words(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
     return rows(s[keep].masked_fill(others, -1e9), t[keep].masked_fill(others, -1e9)).sum()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", every(2, [False, True]))
 def test_kernels_that_are_chosen_by_size(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     judge(some_words, 1, dynamic)
     chosen: list[object] = []

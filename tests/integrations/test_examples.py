@@ -25,6 +25,7 @@ LIBRARIES = {  # what each needs beside tqdm
 
 SLOW = (
     "trl_gkd",
+    "hf_trainer",
     "accelerate_loop",
     "peft_lora",
     "lightning_module",

@@ -145,12 +145,13 @@ def row(name: str, report: Report) -> str:
     return f"| {name} | {report.num_fused} of {len(report.sites)} | {left} |"
 
 
-# An LM head reads what any encoder gives (Gemma2's is the one with a softcap), Qwen3's maps are
-# made like Llama's, and DeiT's like ViT's; test_libraries.py has maps of BERT and Llama,
-# test_examples.py of ViT, and the test below of Gemma2. `make test-integrations` has them all.
+# An LM head reads what any encoder gives, Qwen3's maps are made like Llama's, and DeiT's like
+# ViT's; test_libraries.py has maps of Llama, test_examples.py of ViT, and the test below of
+# Gemma2. Whisper's cross-attention takes longest. `make test-integrations` has them all.
 ALIKE = (
+    "Whisper, cross-attention",
     "BERT, maps", "Llama, maps", "Gemma2, maps", "ViT, maps", "DeiT, maps", "Qwen3, maps",
-    "BERT, logits", "ModernBERT, logits", "Llama, logits", "Qwen3, logits", "Whisper, logits",
+    "ModernBERT, logits", "Llama, logits", "Qwen3, logits", "Gemma2, logits", "Whisper, logits",
 )  # fmt: skip
 
 

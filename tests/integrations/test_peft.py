@@ -48,7 +48,8 @@ def step_of(model: nn.Module, wanted_by: nn.Module) -> Any:
     return step
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # the adapters of the test of LM heads are on attention too
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_on_attention(checkpointing: bool) -> None:
     """The LM head is frozen: the operator makes no gradient of it."""
 

@@ -90,9 +90,8 @@ def _with_compute_loss(folder: Path, **options: Any) -> tuple[Any, nn.Module]:
     return trainer, model
 
 
-@pytest.mark.parametrize("chosen", [
-    "inductor", pytest.param("streamkl", marks=pytest.mark.slow)
-])  # fmt: skip
+@pytest.mark.slow  # the test of TRL's loss below compiles compute_loss too
+@pytest.mark.parametrize("chosen", ["inductor", "streamkl"])
 def test_loss_in_compute_loss(tmp_path: Path, chosen: str) -> None:
     def flow(compiles: bool) -> Run:
         trainer, model = _with_compute_loss(tmp_path)
@@ -129,6 +128,7 @@ def test_save_and_resume(tmp_path: Path) -> None:
     assert_all_fused(compare_runs(flow, changes_rtol=1e-2))
 
 
+@pytest.mark.slow  # test_peft.py has autocast too
 def test_autocast(tmp_path: Path) -> None:
     """Under bf16 eager's logits are rounded, and ours never: losses agree to that rounding.
 

@@ -19,13 +19,18 @@ import pytest
 FAULTS = Path(__file__).parents[2] / "docs" / "planted_faults.md"
 
 
-def quick_rows(rows: Sequence[Sequence[Hashable]], kept: Collection[int] = ()) -> set[int]:
-    """Rows that have every combination of values that any row has, and those of ``kept``.
+def quick_rows(
+    rows: Sequence[Sequence[Hashable]],
+    kept: Collection[int] = (),
+    costly: Collection[tuple[int, Hashable]] = (),
+    most: int = 2,
+) -> set[int]:
+    """Rows that have every combination of ``most`` values that any has, and those of ``kept``.
 
     Each is the one with most combinations that are new: of several the first, or where only values
-    count the one with rarer values.
+    count the one with rarer values. A value that is ``costly`` (axis, value) counts four times.
     """
-    strength = max(1, min(2, len(rows[0]) - 1))
+    strength = max(1, min(most, len(rows[0]) - 1))
     left = {i: set(combinations(enumerate(row), strength)) for i, row in enumerate(rows)}
     uses: Counter[Any] = Counter()
     chosen = set(kept)
@@ -44,7 +49,9 @@ def quick_rows(rows: Sequence[Sequence[Hashable]], kept: Collection[int] = ()) -
             choose(row)
 
     def worth(row: int) -> tuple[int, int]:
-        common = sum(uses[x] for x in enumerate(rows[row])) if strength == 1 else 0
+        if strength > 1:
+            return len(left[row]), 0
+        common = sum(uses[x] * (4 if x in costly else 1) for x in enumerate(rows[row]))
         return len(left[row]), -common
 
     while left:
@@ -66,30 +73,35 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
             products[item.nodeid.split("[")[0]].append(item)
     catching = _catching()
     for cases in products.values():
-        rows = _rows(cases)
-        if len(rows[0]) < 2:
+        axes, rows = _rows(cases)
+        if len(axes) < 2:
             continue
+        symbolic = [(i, (id(True),)) for i, axis in enumerate(axes) if axis == ["dynamic"]]
         kept = [i for i, x in enumerate(cases) if x.nodeid.removeprefix("tests/") in catching]
-        quick = quick_rows(rows, kept)
+        quick = quick_rows(rows, kept, symbolic)
         for i, case in enumerate(cases):
             if i not in quick:
                 case.add_marker(pytest.mark.slow)
 
 
-def _rows(cases: list[Any]) -> list[tuple[Hashable, ...]]:
-    """Values on the axes; arguments of one decorator are one axis, as is a fixture's parameter."""
+def _rows(cases: list[Any]) -> tuple[list[list[str]], list[tuple[Hashable, ...]]]:
+    """Axes and values on them; arguments of one decorator are one axis, as is a fixture's."""
     marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
     axes = [x.replace(" ", "").split(",") if isinstance(x, str) else list(x) for x in marks]
     named = {name for axis in axes for name in axis}
     axes += [[name] for name in cases[0].callspec.params if name not in named]
     columns = [[tuple(id(c.callspec.params[n]) for n in axis) for c in cases] for axis in axes]
-    return list(zip(*(x for x in columns if len(set(x)) > 1), strict=True)) or [()]
+    used = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    return [axes[i] for i in used], list(zip(*(columns[i] for i in used), strict=True))
 
 
 def every(step: int, values: Iterable[Any], first: int = 0) -> list[Any]:
-    """Parameters of which every ``step``-th is quick, where other quick tests have all of them."""
+    """Parameters (tuples are rows) of which every ``step``-th is quick: others are like it."""
     return [
-        pytest.param(x, marks=[] if i % step == first else [pytest.mark.slow])
+        pytest.param(
+            *(x if isinstance(x, tuple) else (x,)),
+            marks=[] if i % step == first else [pytest.mark.slow],
+        )
         for i, x in enumerate(values)
     ]
 

@@ -115,14 +115,14 @@ def _of_new_processes(
     with tempfile.TemporaryDirectory() as folder:
         # a process that ended itself says so by what is missing
         with contextlib.suppress(torch.multiprocessing.ProcessExitedException):
-            _start(_process, (size, device, modules, names, folder), size, device)
+            start(_process, (size, device, modules, names, folder), size, device)
         files = [Path(folder) / f"{rank}.pt" for rank in range(size)]
         found = [torch.load(file) if file.exists() else {} for file in files]
     begun = [name for name in names if any(name in of_rank for of_rank in found)]
     return {name: [of_rank.get(name, "did not run") for of_rank in found] for name in begun}
 
 
-def _start(function: Any, arguments: tuple[Any, ...], size: int, device: str) -> None:
+def start(function: Any, arguments: tuple[Any, ...], size: int, device: str) -> None:
     """Start processes and wait for them.
 
     Those without a GPU are forked from one that has imported what all of them need and has done
