@@ -236,3 +236,65 @@ def test_compiled_autograd() -> None:
     with torch._dynamo.config.patch(compiled_autograd=True):
         for _ in range(2):
             torch.testing.assert_close(results(function, inputs), exact)
+
+
+def rows_of(*inputs: Tensor) -> Tensor:
+    s, t = maps(*inputs)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+
+
+def rows_with_a_key(*inputs: Tensor) -> Tensor:
+    s, t = maps(*inputs)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1, keepdim=True)
+
+
+def of_bits(*inputs: Tensor) -> Tensor:
+    *given, bits = inputs
+    return (rows_of(*given) * bits.view(torch.float32)).sum()
+
+
+def written(*inputs: Tensor) -> Tensor:
+    *given, weight, total = inputs
+    torch.mul(weight, 2, out=total)
+    return kl(*given)
+
+
+BY_INDUCTOR: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
+    "other bits": (of_bits, lambda: [*inputs_of(), torch.rand(2, 4, 9).view(torch.int32)]),
+    "written": (written, lambda: [*inputs_of(), torch.rand(2, 4, 9), torch.zeros(2, 4, 9)]),
+    "view of rows": (rows_with_a_key, inputs_of),
+}
+
+
+@pytest.mark.parametrize("name", BY_INDUCTOR)
+def test_equals_eager_by_inductor(name: str) -> None:
+    loss, make = BY_INDUCTOR[name]
+    inputs = make()
+    with backend.collected() as report:
+        found = compiled(loss)(*inputs)
+    assert report.num_fused == 1 and sites_alone.NOTE not in report.notes
+    seen = [x.clone() for x in inputs]
+    torch.testing.assert_close(found, loss(*inputs))
+    torch.testing.assert_close(seen, inputs)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_rows_are_tensors_of_their_own() -> None:
+    """They may be written to in place, as what eager code sums."""
+    inputs, weight = inputs_of(), torch.rand(2, 4, 9).requires_grad_()
+    function = compiled(rows_of)
+    with torch.no_grad():
+        rows, exact = function(*inputs), rows_of(*inputs)
+    torch.testing.assert_close(rows.mul_(weight), exact.mul_(weight))
+    assert function(*inputs).detach_().is_leaf
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_what_is_logged_shares_memory() -> None:
+    def logged(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        value = kl(*inputs)
+        return value, value.detach()
+
+    loss, log = torch.compile(logged, backend="streamkl", options=LEAST)(*inputs_of())
+    assert loss.requires_grad and not log.requires_grad
+    assert loss.data_ptr() == log.data_ptr()
