@@ -135,13 +135,14 @@ def _shorten(node: fx.Node) -> None:
         return
     if x.shape == y.shape and x.stride() == y.stride():
         for user in list(node.users):
-            if user.op != "output" or base.op != "placeholder":  # whose view is the user's
+            if user.op != "output" or not _is_of_input(base):  # whose view is the user's
                 user.replace_input_with(node, base)
     elif length > 1 and x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous():
         with node.graph.inserting_before(node):
             view = node.graph.call_method("view", (base, tuple(y.shape)))
         view.meta = node.meta
-        node.replace_all_uses_with(view)
+        # strides of dimensions of one may be other ones
+        node.replace_all_uses_with(view, delete_user_cb=lambda user: user.op != "output")
 
 
 def _results_are_apart(graph: fx.Graph) -> bool:

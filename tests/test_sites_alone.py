@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,15 @@ def test_configured_passes_are_for_inductor(monkeypatch: pytest.MonkeyPatch) -> 
         compiled(kl)(*inputs_of())
 
 
+def test_what_is_stored_is_inductors(tmp_path: Path) -> None:
+    options: Any = LEAST
+    function = torch.compile(kl, backend="streamkl", fullgraph=True, options=options)
+    inputs = inputs_of()
+    stored = function.aot_compile((tuple(inputs), {}))
+    stored.save_compiled_function(str(tmp_path / "loss"))
+    torch.testing.assert_close(results(stored, inputs), results(kl, inputs))
+
+
 def _meets(*_: Any) -> Any:
     raise RuntimeError("Inductor is asked")
 
@@ -298,3 +308,16 @@ def test_what_is_logged_shares_memory() -> None:
     loss, log = torch.compile(logged, backend="streamkl", options=LEAST)(*inputs_of())
     assert loss.requires_grad and not log.requires_grad
     assert loss.data_ptr() == log.data_ptr()
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_views_of_inputs_are_results() -> None:
+    def returned(*inputs: Tensor) -> tuple[Tensor, ...]:
+        teacher = inputs[2].detach()
+        return kl(*inputs), teacher, teacher.view(inputs[2].shape), inputs[3].view(2, 4, 9, 8)
+
+    inputs: list[Any] = inputs_of()
+    function: Any = torch.compile(returned, backend="streamkl", options=LEAST)
+    _, teacher, view, key = function(*inputs)
+    assert teacher is not view and teacher.data_ptr() == view.data_ptr()
+    assert key is not inputs[3] and key._base is inputs[3]
