@@ -230,7 +230,16 @@ def _is_inductor_as_it_is() -> bool:
         without_ours(config.pre_grad_custom_pass),
     )  # fmt: skip
     graphs = config.triton.cudagraphs or config.cpp_wrapper
-    return not graphs and all(not x for x in passes)
+    return not graphs and not _is_to_be_stored() and all(not x for x in passes)
+
+
+def _is_to_be_stored() -> bool:
+    """Whether what is compiled is written to a file, as of aot_compile(): Inductor's can be."""
+    settings = (
+        (torch._functorch.config, "bundled_autograd_cache"),
+        (torch._dynamo.config, "caching_precompile"),
+    )
+    return any(getattr(config, name, False) for config, name in settings)
 
 
 def rewrite_and_report(

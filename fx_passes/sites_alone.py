@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.direct import Call
 from torch_streamkl.fx_passes.fx_utils.copies import copied
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, name_of
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, name_of, nodes_in
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 DEVICE = "cuda"  # a CPU's blocks are compiled, too
@@ -45,6 +46,8 @@ def runs_alone(gm: fx.GraphModule) -> fx.GraphModule | None:
     for node in list(graph.nodes):
         if _is_chain_end(node):
             _shorten(node)
+    if not _results_are_apart(graph):
+        return None
     graph.eliminate_dead_code()
     calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     if len(calls) > len(sites) + MAX_OPERATIONS:
@@ -75,7 +78,7 @@ def _is_plain(node: fx.Node, num_rows: int) -> bool:
         return False
     if node.op == "placeholder" or _site_of(node) is not None or _is_view(node):
         return True
-    if node.op not in ("call_function", "call_method"):
+    if has_effect(node):  # as of an argument `out`
         return False
     return name_of(node) == "detach" or (name_of(node) in ON_ROWS and value.numel() <= num_rows)
 
@@ -91,7 +94,10 @@ def _site_of(node: fx.Node) -> fx.Node | None:
 def _is_view(node: fx.Node) -> bool:
     is_call = node.op in ("call_function", "call_method")
     is_of_one = len(node.all_input_nodes) == 1 and node.all_input_nodes[0] is node.args[0]
-    return is_call and is_of_one and name_of(node) in VIEWS and is_view(node)
+    if not is_call or not is_of_one or name_of(node) not in VIEWS or not is_view(node):
+        return False
+    x, y = example(node.all_input_nodes[0]), example(node)
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype == y.dtype
 
 
 def _call_directly(site: fx.Node) -> bool:
@@ -128,11 +134,34 @@ def _shorten(node: fx.Node) -> None:
     if x.storage_offset() != y.storage_offset():
         return
     if x.shape == y.shape and x.stride() == y.stride():
-        others = [user for user in node.users if user.op != "output"]  # that is a view of its own
-        for user in others:
-            user.replace_input_with(node, base)
+        for user in list(node.users):
+            if user.op != "output" or not _is_of_input(base):  # whose view is the user's
+                user.replace_input_with(node, base)
     elif length > 1 and x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous():
         with node.graph.inserting_before(node):
             view = node.graph.call_method("view", (base, tuple(y.shape)))
         view.meta = node.meta
-        node.replace_all_uses_with(view)
+        # strides of dimensions of one may be other ones
+        node.replace_all_uses_with(view, delete_user_cb=lambda user: user.op != "output")
+
+
+def _results_are_apart(graph: fx.Graph) -> bool:
+    """Whether no two results share memory that the replaced code's did not.
+
+    A view of what was computed may stand for a tensor of its own, which may be written to in
+    place. Those of inputs, and what is detached, are the user's.
+    """
+    results = [x for x in nodes_in(graph.output_node().args) if not _is_of_input(x)]
+    return len(set(results)) == len(results) and not any(_is_view(_attached(x)) for x in results)
+
+
+def _is_of_input(node: fx.Node) -> bool:
+    while node.op != "placeholder" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _attached(node: fx.Node) -> fx.Node:
+    while name_of(node) == "detach":
+        node = node.all_input_nodes[0]
+    return node

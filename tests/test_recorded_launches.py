@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import gc
 import weakref
@@ -16,7 +17,7 @@ from torch import Tensor
 from tests.support.covering import only
 from tests.support.interpreter import INTERPRETED, inside, quiet
 from tests.support.problems import CASES, Spec, build
-from torch_streamkl import checks, row_program
+from torch_streamkl import attention_kl, checks, row_program
 from torch_streamkl.attention import ops, sites
 from torch_streamkl.launches import repeated
 from torch_streamkl.launches.repeated import Repeated
@@ -91,6 +92,23 @@ def _recorded_site(device: str) -> tuple[sites.Site, list[Tensor | None]]:
     for _ in range(3):
         site.forward(*tensors)
     return site, tensors
+
+
+@inside
+def test_gradients_of_another_layout() -> None:
+    """A loss may weight rows in one step and sum them in the next."""
+    inputs = [x.transpose(1, 2).requires_grad_() for x in _tensors("cpu", 1, 17, 2, 16)]
+
+    def gradients(impl: str, is_sum: bool, is_packed: bool) -> list[Tensor]:
+        hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.contiguous, lambda x: x)
+        with hooks if is_packed else contextlib.nullcontext():
+            rows = attention_kl(*inputs, reduction="none", impl=impl)
+        loss = rows.sum() if is_sum else rows @ torch.arange(17.0)
+        return list(torch.autograd.grad(loss.sum(), inputs))
+
+    checks._verdicts.clear()
+    for step in [(False, False)] * 3 + [(True, False), (False, True), (True, True)]:
+        torch.testing.assert_close(gradients("triton", *step), gradients("streaming", *step))
 
 
 class FakeKernel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,15 @@ def test_configured_passes_are_for_inductor(monkeypatch: pytest.MonkeyPatch) -> 
         compiled(kl)(*inputs_of())
 
 
+def test_what_is_stored_is_inductors(tmp_path: Path) -> None:
+    options: Any = LEAST
+    function = torch.compile(kl, backend="streamkl", fullgraph=True, options=options)
+    inputs = inputs_of()
+    stored = function.aot_compile((tuple(inputs), {}))
+    stored.save_compiled_function(str(tmp_path / "loss"))
+    torch.testing.assert_close(results(stored, inputs), results(kl, inputs))
+
+
 def _meets(*_: Any) -> Any:
     raise RuntimeError("Inductor is asked")
 
@@ -257,3 +267,78 @@ def test_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs[0].mul_(0.5)
     graph.replay()
     torch.testing.assert_close(found, results(loss, inputs), rtol=1e-3, atol=1e-5)
+
+
+def rows_of(*inputs: Tensor) -> Tensor:
+    s, t = maps(*inputs)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+
+
+def rows_with_a_key(*inputs: Tensor) -> Tensor:
+    s, t = maps(*inputs)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1, keepdim=True)
+
+
+def of_bits(*inputs: Tensor) -> Tensor:
+    *given, bits = inputs
+    return (rows_of(*given) * bits.view(torch.float32)).sum()
+
+
+def written(*inputs: Tensor) -> Tensor:
+    *given, weight, total = inputs
+    torch.mul(weight, 2, out=total)
+    return kl(*given)
+
+
+BY_INDUCTOR: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
+    "other bits": (of_bits, lambda: [*inputs_of(), torch.rand(2, 4, 9).view(torch.int32)]),
+    "written": (written, lambda: [*inputs_of(), torch.rand(2, 4, 9), torch.zeros(2, 4, 9)]),
+    "view of rows": (rows_with_a_key, inputs_of),
+}
+
+
+@pytest.mark.parametrize("name", BY_INDUCTOR)
+def test_equals_eager_by_inductor(name: str) -> None:
+    loss, make = BY_INDUCTOR[name]
+    inputs = make()
+    with backend.collected() as report:
+        found = compiled(loss)(*inputs)
+    assert report.num_fused == 1 and sites_alone.NOTE not in report.notes
+    seen = [x.clone() for x in inputs]
+    torch.testing.assert_close(found, loss(*inputs))
+    torch.testing.assert_close(seen, inputs)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_rows_are_tensors_of_their_own() -> None:
+    """They may be written to in place, as what eager code sums."""
+    inputs, weight = inputs_of(), torch.rand(2, 4, 9).requires_grad_()
+    function = compiled(rows_of)
+    with torch.no_grad():
+        rows, exact = function(*inputs), rows_of(*inputs)
+    torch.testing.assert_close(rows.mul_(weight), exact.mul_(weight))
+    assert function(*inputs).detach_().is_leaf
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_what_is_logged_shares_memory() -> None:
+    def logged(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        value = kl(*inputs)
+        return value, value.detach()
+
+    loss, log = torch.compile(logged, backend="streamkl", options=LEAST)(*inputs_of())
+    assert loss.requires_grad and not log.requires_grad
+    assert loss.data_ptr() == log.data_ptr()
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_views_of_inputs_are_results() -> None:
+    def returned(*inputs: Tensor) -> tuple[Tensor, ...]:
+        teacher = inputs[2].detach()
+        return kl(*inputs), teacher, teacher.view(inputs[2].shape), inputs[3].view(2, 4, 9, 8)
+
+    inputs: list[Any] = inputs_of()
+    function: Any = torch.compile(returned, backend="streamkl", options=LEAST)
+    _, teacher, view, key = function(*inputs)
+    assert teacher is not view and teacher.data_ptr() == view.data_ptr()
+    assert key is not inputs[3] and key._base is inputs[3]

@@ -642,6 +642,18 @@ FAULTS = (
         "if x.shape == y.shape:",
         "test_sites_alone.py",
     ),
+    Fault(
+        "fx_passes/sites_alone.py",
+        "isinstance(y, Tensor) and x.dtype == y.dtype",
+        "isinstance(y, Tensor)",
+        "test_sites_alone.py",
+    ),
+    Fault(
+        "fx_passes/sites_alone.py",
+        "if not _results_are_apart(graph):",
+        "if False:",
+        "test_sites_alone.py",
+    ),
     # ---------------------------------------------------------------------------- distributed
     Fault(
         SHARDS,

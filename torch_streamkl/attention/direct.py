@@ -8,6 +8,7 @@ operator still does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,12 +71,16 @@ class _AttentionKL(torch.autograd.Function):
         value, student_stats, teacher_stats = ops.without_autocast(site.forward, *tensors)
         ctx.save_for_backward(student_stats, teacher_stats, *tensors)
         ctx.site = site
+        # a hook may return another layout than it got, as save_on_cpu(pin_memory=True) does
+        ctx.layouts = _layouts(tensors) if _saved_tensors_hooks(False) is not None else None
         ctx.set_materialize_grads(False)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         site, needs, saved = ctx.site, ctx.needs_input_grad[2:], ctx.saved_tensors
+        if ctx.layouts is not None and ctx.layouts != _layouts(saved[2:]):
+            return (None, None, *ops.gradients(grad, needs, saved, site.options))
         if (
             needs[4]
             or needs[5]
@@ -90,3 +95,13 @@ class _AttentionKL(torch.autograd.Function):
             site.backward, needs[:4], grad, *saved
         )
         return None, None, dq, dk, teacher_dq, teacher_dk, None, None
+
+
+# where a torch does not tell whether there are hooks, layouts are always compared
+_saved_tensors_hooks: Callable[[bool], object] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ()
+)
+
+
+def _layouts(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]

@@ -61,6 +61,7 @@ class Site:
         *tensors: Tensor | None,
     ) -> Tensors:
         """Gradients to the first four tensors, None where they are not wanted."""
+        grad = grad.contiguous()  # a sum's is expanded, and launches are recorded of one layout
         call = self._backward.get(wanted)
         if call is None:
 
