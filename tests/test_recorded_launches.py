@@ -510,3 +510,9 @@ def test_a_copy_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again[0].data_ptr() == x[1:].data_ptr()
     for launch, results in zip(kernel.launches, (outputs, again), strict=True):
         assert _by_address(launch[3:]) == _by_address(tuple(results))
+
+
+def test_numbers_that_are_negated_in_memory_are_not_plain() -> None:
+    """A kernel would read their other sign."""
+    x = torch.randn(1, 1, 4, 1, dtype=torch.complex64)
+    assert checks.is_plain((x.imag, None)) and not checks.is_plain((x.imag, x.conj().imag))

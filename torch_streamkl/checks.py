@@ -66,8 +66,10 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         return False
     # a loop: a generator costs more than the rest of the function
     for x in tensors:
-        if x is not None and type(x) is not Tensor and type(x) is not Parameter:
-            return False
+        if x is None:
+            continue
+        if (type(x) is not Tensor and type(x) is not Parameter) or x.is_neg():
+            return False  # what is_neg() has the other sign in memory: the dispatcher knows
     return True
 
 
