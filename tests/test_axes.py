@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.comparing import compare, refusals
+from tests.support.covering import every
 
 B, N, M, D = 2, 5, 7, 4
 
@@ -205,7 +206,9 @@ STATIC = (
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("program", "inputs"), FUSES, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    ("program", "inputs"), every(2, FUSES), ids=lambda x: getattr(x, "__name__", "")
+)
 def test_fuses(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool) -> None:
     sizes = [float(x.detach().norm(dim=-1).max()) for x in inputs[:4]]
     largest = max(sizes[0] * sizes[1], sizes[2] * sizes[3])  # a score is no larger

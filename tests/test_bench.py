@@ -553,6 +553,7 @@ def test_base_must_be_a_commit() -> None:
         pass
 
 
+@pytest.mark.slow  # test_short_steps.py has one
 def test_end_to_end_loss_is_the_same_in_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

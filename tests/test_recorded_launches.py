@@ -67,7 +67,7 @@ def check_repeated_calls(spec: Spec, impl: str, device: str, monkeypatch: Any) -
 
 
 @inside
-@pytest.mark.parametrize("name", only(["js", "varlen_causal", "split_keys", "bias"], ONE_OF_EACH))
+@pytest.mark.parametrize("name", only(["varlen_causal", "split_keys", "bias"], ONE_OF_EACH))
 def test_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one batch element: what is recorded is the same of more, and a GPU runs them all."""
     check_repeated_calls(replace(CASES[name], batch=1), "triton", "cpu", monkeypatch)

@@ -77,6 +77,7 @@ def test_the_fastest_wins() -> None:
     assert text[2].endswith("default")
 
 
+@pytest.mark.slow
 @inside
 def test_a_launch_that_was_refused_does_not_count() -> None:
     trials, entry = tuned((DEFAULT, ""), (FAST, "out of resource: shared memory"))
@@ -100,6 +101,7 @@ def test_a_wrong_result_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "differs from the default" in trials[1].remark
 
 
+@pytest.mark.slow
 @inside
 def test_a_launch_that_raises_does_not_count_but_the_default_must_run() -> None:
     broken = TritonLaunch(24, 16, 4, 1)  # no power of two
@@ -145,6 +147,7 @@ def test_all_kernels_together_decide_about_hopper(
     assert "together: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @inside
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel; what is written is what later calls launch, with the same result."""
