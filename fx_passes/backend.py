@@ -89,18 +89,19 @@ def streamkl(
     Inductor.
     """
     ours, theirs = split_options(options or {})
-    report = Report()
+    inner = ours["streamkl.inner"]
     if not ddp.is_part_of_a_rewritten_graph():
         is_usual = mode in (None, "default") and not theirs and _is_inductor_as_it_is()
-        report = rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"), may_run_alone=is_usual)
-    inner = ours["streamkl.inner"]
+        may_run_alone = is_usual and inner != "aot_eager"  # "eager" is explain()
+        rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"), may_run_alone)
     if inner == "eager":
         return gm.forward
     if inner == "aot_eager":
         aot_eager = later("torch._dynamo.backends.debugging", "aot_eager")
         return aot_eager(gm, list(example_inputs))
-    if sites_alone.NOTE in report.notes:
-        return sites_alone.runs_alone(gm).forward  # type: ignore[union-attr]  # as it said
+    if sites_alone.ALONE in gm.meta:
+        alone: fx.GraphModule = gm.meta[sites_alone.ALONE]
+        return alone.forward
     list_mode_options = later("torch._inductor", "list_mode_options")
     compile_fx = later("torch._inductor.compile_fx", "compile_fx")
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
@@ -260,7 +261,9 @@ def rewrite_and_report(
             is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
             row_programs=ours["streamkl.row_programs"],
         )
-    if may_run_alone and report.num_fused and sites_alone.runs_alone(gm) is not None:
+    alone = sites_alone.runs_alone(gm) if may_run_alone and report.num_fused else None
+    if alone is not None:
+        gm.meta[sites_alone.ALONE] = alone
         report.notes.append(sites_alone.NOTE)
     elif report.num_fused and ours["streamkl.inner"] == "inductor":
         if cpp_wrapper is None:

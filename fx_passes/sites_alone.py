@@ -18,10 +18,17 @@ from torch_streamkl.attention import ops
 from torch_streamkl.attention.direct import Call
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, name_of, nodes_in
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    is_view,
+    name_of,
+    named_arguments,
+    nodes_in,
+)
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 DEVICE = "cuda"  # a CPU's blocks are compiled, too
+ALONE = "streamkl_alone"  # of a graph module's metadata: what runs in its place
 NOTE = "nothing is left to compile: the graph runs without Inductor"
 MAX_OPERATIONS = 8  # eager ones, which take about as long as the price of a compiled graph
 VIEWS = {
@@ -102,9 +109,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _call_directly(site: fx.Node) -> bool:
     """Let a call of the operator's first result be one without the dispatcher."""
-    arguments = ops.attention_kl._schema.arguments
-    named = dict(zip([x.name for x in arguments], site.args, strict=False)) | site.kwargs
-    given = [named.get(x.name, x.default_value) for x in arguments]
+    named = named_arguments(site)
+    given = [named.get(x.name, x.default_value) for x in ops.attention_kl._schema.arguments]
     tensors, options = given[: ops.NUM_TENSORS], given[ops.NUM_TENSORS :]
     if any(isinstance(x, (fx.Node, torch.SymInt)) for x in options):
         return False

@@ -59,9 +59,7 @@ WHOLE_HEADS = {
 
 @inside
 @pytest.mark.parametrize("keys", [27, pytest.param(16, marks=slow), pytest.param(32, marks=slow)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in WHOLE_HEADS else slow) for x in CASES]
-)
+@pytest.mark.parametrize("name", only(WHOLE_HEADS, CASES))
 def test_whole_heads(name: str, keys: int) -> None:
     """One kernel for dQ and dK: tiles have 16 keys here, and it takes two at most."""
     spec = CASES[name]

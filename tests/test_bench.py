@@ -558,7 +558,7 @@ def test_end_to_end_loss_is_the_same_in_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    quickly = partial(steps.with_streamkl, **{"streamkl.inner": "eager"})
+    quickly = partial(steps.with_streamkl, **{"streamkl.inner": "aot_eager"})
     monkeypatch.setitem(steps.PROVIDERS, "streamkl", quickly)
     pair = models.Pair("tiny", 32, 48, 4, 2, 64, (32,), teacher_layers=2, student_layers=1)
     monkeypatch.setitem(models.PAIRS, "cpu", pair)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.covering import only
 from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.attention import ops
@@ -63,9 +64,7 @@ def counted(launched: list[str]) -> dict[str, int]:
 
 
 @inside
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in QUICK else [slow]) for x in CASES]
-)
+@pytest.mark.parametrize("name", only(QUICK, CASES))
 def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.cpp_graphs import launched_by_graphs
 

@@ -278,7 +278,7 @@ SIZES = st.sampled_from([1, 2, 5, 17])
 
 def test_fakes_of_attention() -> None:
     @given(specs(dtypes=DTYPES, sizes=SIZES), st.tuples(*[st.booleans()] * 4))
-    @settings(max_examples=50)
+    @settings(max_examples=100)
     def any_call(spec: Any, wanted: tuple[bool, ...]) -> None:
         args = detached(arguments_of(spec))
         check_fake(ops.attention_kl, args)
@@ -291,7 +291,7 @@ def test_fakes_of_linear() -> None:
     flags = st.tuples(*[st.booleans()] * 10)
 
     @given(st.booleans(), st.booleans(), st.booleans(), flags, st.sampled_from(DTYPES))
-    @settings(max_examples=50)
+    @settings(max_examples=100)
     def any_call(
         labels: bool, bias: bool, adapts: bool, wanted: tuple[bool, ...], dtype: torch.dtype
     ) -> None:
@@ -317,7 +317,7 @@ def test_fakes_of_row_programs() -> None:
     )
 
     @given(names, sizes)
-    @settings(max_examples=20)
+    @settings(max_examples=40)
     def any_call(name: str, sizes: Sizes) -> None:
         args = example_arguments(name, sizes)
         check_fake(rows_op.row_program, ([x.detach() for x in args[0]], *args[1:]))

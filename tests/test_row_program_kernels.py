@@ -27,12 +27,8 @@ slow = pytest.mark.slow
 SMALL = Sizes(batch=1, heads=2, rows=19, keys=70, dim=7)
 
 
-def _unless(name: str, quick: Sequence[str]) -> list[pytest.MarkDecorator]:
-    return [] if name in quick else [slow]
-
-
 @inside
-@pytest.mark.parametrize("name", [pytest.param(x, marks=_unless(x, QUICK)) for x in NAMES])
+@pytest.mark.parametrize("name", only(QUICK, NAMES))
 def test_example(name: str) -> None:
     check_errors(name, "triton", torch.float32, SMALL)
 
@@ -110,7 +106,7 @@ def _compare(
 
 
 @inside
-@pytest.mark.parametrize("name", [pytest.param(x, marks=_unless(x, QUICK)) for x in MASKS])
+@pytest.mark.parametrize("name", only(QUICK, MASKS))
 def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with 16-bit operands, whose tiles without a mask have a loop of their own."""
     from torch_streamkl.rows.triton import launches as row_kernels
