@@ -92,10 +92,10 @@ def _is_plain(node: fx.Node, num_rows: int) -> bool:
 
 def _site_of(node: fx.Node) -> fx.Node | None:
     """The site whose values a node takes."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+    site = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(site, fx.Node) or site.target is not ops.attention_kl or node.args[1] != 0:
         return None
-    site, index = node.args
-    return site if site.target is ops.attention_kl and index == 0 else None  # type: ignore[union-attr, return-value]
+    return site
 
 
 def _is_view(node: fx.Node) -> bool:
