@@ -141,18 +141,21 @@ class Outcome:
 
 
 def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
-    """Train one pair in eager mode and compiled, from the same weights on the same batches."""
+    """Train one pair in eager mode and compiled, from the same weights on the same batches.
+
+    They take turns, so that what else the machine does slows both.
+    """
     device = torch.device(args.device)
     data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
     report = torch_streamkl.explain(pair.loss(*pair.models(device)), *data[0])
-    runs = {}
-    for name in COLORS:
-        torch._dynamo.reset()
-        run = runs[name] = Run()
-        contender = Contender("eager", pair, device)
-        if name == "streamkl":  # once for all lengths
-            contender.loss_of = torch.compile(contender.loss_of, backend="streamkl")
-        for index, batch in enumerate(tqdm(data, desc=f"{pair.name}: {name}", ncols=90)):
+    torch._dynamo.reset()
+    runs = {name: Run() for name in COLORS}
+    contenders = {name: Contender("eager", pair, device) for name in runs}
+    ours = contenders["streamkl"]
+    ours.loss_of = torch.compile(ours.loss_of, backend="streamkl")  # once for all lengths
+    for index, batch in enumerate(tqdm(data, desc=f"{pair.name}: steps", ncols=90)):
+        for name, contender in contenders.items():
+            run = runs[name]
             start = time.perf_counter()
             run.losses.append(contender.backward(batch).item())
             if index == 0:  # which compiles
@@ -161,10 +164,13 @@ def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
             else:
                 run.step_ms.append((time.perf_counter() - start) * 1e3)
             contender.optimizer.step()
+    for name, contender in contenders.items():
         for seqlen in tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90):
             (batch,) = batches(1, args.batch, seqlen, args.device, pads=pair.pads)
             contender.clear(set_to_none=True)
-            run.peak[seqlen] = peak_bytes(functools.partial(contender.backward, batch), device)
+            runs[name].peak[seqlen] = peak_bytes(
+                functools.partial(contender.backward, batch), device
+            )
     return Outcome(pair.name, runs, report, args.batch)
 
 
