@@ -73,9 +73,9 @@ def tokens_are_second(*inputs: Tensor) -> Tensor:
     return kl(*(x.transpose(1, 2) for x in inputs))
 
 
-def inputs_of(heads: int = 4, kv_heads: int = 4, layers: int = 1) -> list[Tensor]:
+def inputs_of(heads: int = 4, kv_heads: int = 4, layers: int = 1, batch: int = 2) -> list[Tensor]:
     counts = [heads, kv_heads] * (2 * layers)
-    return [torch.randn(2, n, 9, 8).requires_grad_() for n in counts]
+    return [torch.randn(batch, n, 9, 8).requires_grad_() for n in counts]
 
 
 def results(function: Loss, inputs: list[Tensor]) -> list[Tensor | None]:
@@ -92,6 +92,7 @@ def compiled(function: Loss, **options: Any) -> Loss:
 CASES: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
     "mean": (kl, inputs_of),
     "grouped heads": (kl, lambda: inputs_of(4, 2)),
+    "grouped heads of one sequence": (kl, lambda: inputs_of(6, 2, batch=1)),
     "weighted rows": (weighted, lambda: [*inputs_of(), torch.rand(2, 4, 9)]),
     "mask": (masked, lambda: [*inputs_of(), torch.arange(9).view(1, 1, 1, 9) < 7]),
     "two layers": (two_layers, lambda: inputs_of(layers=2)),
@@ -119,7 +120,8 @@ def test_equals_eager(name: str) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_no_dispatcher_and_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mean", "grouped heads", "grouped heads of one sequence"])
+def test_no_dispatcher_and_no_views(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def seen(*given: Any) -> Tensor:
@@ -128,8 +130,9 @@ def test_no_dispatcher_and_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
 
     called = direct.attention_kl
     monkeypatch.setattr(direct, "attention_kl", seen)
-    inputs = inputs_of()
-    compiled(kl)(*inputs)
+    loss, make = CASES[name]
+    inputs = make()
+    compiled(loss)(*inputs)
     ((tensors, _, _),) = calls
     assert all(x is y for x, y in zip(tensors, inputs, strict=False))
 

@@ -134,7 +134,7 @@ def geometry(
         for i, d in enumerate((teacher, student))
     )
     rest = [i for i in range(len(refined)) if i != place]
-    heads = _heads(rest, sides)
+    heads = _heads(rest, refined, sides)
     batch = tuple(i for i in rest if i not in heads)
     return Geometry(tuple(refined), batch, heads, place, *sides)
 
@@ -307,11 +307,19 @@ def _axes_of_conditions(distribution: Distribution) -> Iterator[int]:
             yield from (axis for axis, _ in literal.coefficients)
 
 
-def _heads(rest: Sequence[int], sides: Sequence[SideGeometry]) -> tuple[int, ...]:
-    """The last digit, and with it those before where queries of several heads share keys."""
+def _heads(
+    rest: Sequence[int], digits: Sequence[Digit], sides: Sequence[SideGeometry]
+) -> tuple[int, ...]:
+    """The last digit, and with it those before where queries of several heads share keys.
+
+    One is left for the batch, unless they are one dimension behind another, a batch of size 1.
+    """
     heads = list(rest[-1:])
-    while len(rest) - len(heads) > 1:
+    while len(rest) > len(heads):
         first, before = heads[0], rest[-len(heads) - 1]
+        is_one_dim = 0 < digits[before].dim == digits[first].dim
+        if len(rest) - len(heads) == 1 and not is_one_dim:
+            break
         shares = (ROW_ONLY, ABSENT)
         if not any(s.kinds[first] in shares and s.kinds[before] == BOTH for s in sides):
             break
