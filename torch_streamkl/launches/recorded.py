@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import JITCallable, KernelInterface
 
+from torch_streamkl.launches import driver_calls
+
 Program = Callable[
     ..., Any
 ]  # of the tensors; None where it does not apply: call what was recorded
@@ -292,16 +294,30 @@ class Recorder(TorchDispatchMode):
                 raise Unrecordable("some kernels are compiled, others interpreted")
             self._by_pointer = by_pointer
             if by_pointer:
-                values = ", ".join(self._argument(x) for x in arguments)
-                run = self._constant(compiled.run)
-                function = self._constant(compiled.function)
-                metadata = self._constant(compiled.packed_metadata)
-                first = f"{grid[0]}, {grid[1]}, {grid[2]}, stream, {function}, {metadata}"
-                self._line(f"{run}({first}, None, None, None, {values})")
+                stream = driver_calls.Text("stream")
+                given = (*grid, stream, compiled.function, compiled.packed_metadata)
+                given += (None, None, None, *map(self._marked, arguments))
+                self._compiled(compiled.run, given)
             else:
                 values = ", ".join(self._value(x) for x in arguments)
                 start = self._constant(kernel[grid])
                 self._line(f"{start}({values}, **{self._constant(options)})")
+
+    def _compiled(self, launcher: Any, given: tuple[Any, ...]) -> None:
+        """Write a launch of a compiled kernel down, by the driver where that is known."""
+        call = driver_calls.driver_call(launcher, given)
+        if call is None:
+            values = ", ".join(self._marked_value(x, iter(())) for x in given)
+            self._line(f"{self._constant(launcher)}({values})")
+            return
+        maps = [f"m{self._count + i}" for i in range(len(call.addresses))]
+        self._count += len(maps)
+        if maps:
+            addresses = ", ".join(call.addresses)
+            self._line(f"{', '.join(maps)}, = {self._constant(call.maps)}({addresses})")
+        left = iter(maps)
+        values = ", ".join(self._marked_value(x, left) for x in call.arguments)
+        self._line(f"{self._constant(call.function)}({values})")
 
     # ------------------------------------------------------------------------------- values
     def _named(self, x: Tensor) -> str:
@@ -369,18 +385,32 @@ class Recorder(TorchDispatchMode):
             return f"{kind}({items},)" if not kind else f"{kind}({items})"
         return self._plain(x)
 
-    def _argument(self, x: Any) -> str:
-        """An argument of a compiled kernel: addresses in the place of tensors."""
+    def _marked(self, x: Any) -> Any:
+        """An argument of a compiled kernel: addresses, as text, in the place of tensors."""
         if isinstance(x, Tensor):
-            return self._pointer(x)
+            return driver_calls.Text(self._pointer(x))
         if isinstance(x, (tuple, list)) and _has_tensor(x):
-            return f"({', '.join(self._argument(each) for each in x)},)"
-        if type(x).__name__ == "TensorDescriptor":
-            template = object.__new__(type(x))
-            vars(template).update(vars(x), base=None)  # a program keeps no tensor alive
-            of = self._constant(_descriptor_of, "descriptor_of")
-            return f"{of}({self._constant(template)}, {self._tensor(x.base)})"
-        return self._plain(x)
+            return tuple([self._marked(each) for each in x])
+        if driver_calls.is_descriptor(x):
+            base = driver_calls.Base(self._pointer(x.base), x.base.data_ptr())
+            return driver_calls.with_base(x, base)  # a program keeps no tensor alive
+        return driver_calls.Text(self._plain(x))
+
+    def _marked_value(self, x: Any, maps: Iterator[str]) -> str:
+        """What is marked, as text; of tensor maps the variables that hold them."""
+        if isinstance(x, driver_calls.Text):
+            return x.text
+        if driver_calls.is_map(x):
+            return next(maps)
+        if isinstance(x, (tuple, list)):
+            items = "".join(f"{self._marked_value(each, maps)}, " for each in x)
+            return f"({items})" if isinstance(x, tuple) else f"[{items}]"
+        if driver_calls.is_descriptor(x):
+            of = self._constant(driver_calls.with_base, "with_base")
+            base = self._constant(driver_calls.Base, "Base")
+            template = self._constant(driver_calls.with_base(x, None))
+            return f"{of}({template}, {base}('', {x.base.text}))"
+        return repr(x) if x is None or type(x) in (int, bool) else self._constant(x)
 
     def _plain(self, x: Any) -> str:
         if x is None or type(x) in (int, bool):
@@ -453,12 +483,6 @@ class Recorder(TorchDispatchMode):
 
 _precision = torch._C._get_float32_matmul_precision
 _is_deterministic = torch._C._get_deterministic_algorithms
-
-
-def _descriptor_of(template: Any, base: Tensor) -> Any:
-    found = object.__new__(type(template))
-    vars(found).update(vars(template), base=base)
-    return found
 
 
 def _empty_strided(device: torch.device) -> Callable[..., Tensor]:

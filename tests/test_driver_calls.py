@@ -1,0 +1,193 @@
+"""Recorded launches call Triton's driver as its launcher does, with tensor maps that are kept."""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from torch_streamkl.launches import driver_calls, recorded
+
+nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+SIGNATURE = {"x": "tensordesc<bf16[1, 1, 64, 64]>", "p": "*fp32", "n": "i32", "C": "constexpr",
+             "y": "tensordesc<bf16[1, 1, 64, 64]>"}  # fmt: skip
+META = {
+    "swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64],
+    "fp4_padded": False,
+}  # fmt: skip
+
+
+class Driver:
+    """Stands for what Triton has compiled for its launches."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+class PyCUtensorMap:
+    """Stands for an encoded tensor map: equal where it was made of the same."""
+
+    count = 0
+
+    def __init__(self, *made_of: Any) -> None:
+        PyCUtensorMap.count += 1
+        self.made_of = made_of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PyCUtensorMap) and self.made_of == other.made_of
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    utils = SimpleNamespace(
+        fill_tma_descriptor=PyCUtensorMap, fill_tma_descriptor_tiled=PyCUtensorMap
+    )
+    monkeypatch.setattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", {10: 10})
+    active = SimpleNamespace(
+        utils=utils, allocate_default_profile_scratch=lambda *_: None, get_current_device=lambda: 0
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(driver_calls, "BuiltinFunctionType", (BuiltinFunctionType, Driver))
+    monkeypatch.setattr(recorded, "runs_directly", lambda: True)
+    PyCUtensorMap.count = 0
+    return Driver()
+
+
+def launcher_to(driver: Driver, signature: dict[str, str] = SIGNATURE, **more: Any) -> Any:
+    """Triton's launcher as it makes itself, without what only a GPU gives."""
+    found = object.__new__(nvidia.CudaLauncher)
+    meta = [META for kind in signature.values() if kind.startswith("tensordesc")]
+    vars(found).update(
+        launch=nvidia.wrap_handle_tensordesc(driver, signature, meta),
+        num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=True,
+        gsan_enabled=False, arg_annotations=b"annotations", kernel_signature=b"signature",
+    )  # fmt: skip
+    vars(found).update(more)
+    return found
+
+
+class Kernel:
+    """Stands for a compiled kernel."""
+
+    function, packed_metadata = 17, (4, 1, 0)
+
+    def __init__(self, launcher: Any) -> None:
+        self.run = launcher
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any) -> Kernel:
+            given = (*grid, 0, self.function, self.packed_metadata, None, None, None)
+            self.run(*given, *_addresses(arguments))
+            return self
+
+        return launch
+
+
+def _addresses(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_addresses, x))
+    return x.data_ptr() if isinstance(x, Tensor) else x
+
+
+def _descriptor(x: Tensor) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 64, 64])
+
+
+def _program(kernel: Kernel, *, described: bool = True) -> tuple[Any, Any]:
+    """What launches a kernel with three tensors, and the same recorded."""
+
+    def function(x: Tensor, p: Tensor, y: Tensor) -> list[Tensor]:
+        out = p.new_empty(p.shape)
+        arguments = (_descriptor(x), out, 5, 7, _descriptor(y)) if described else (p, out, 5)
+        recorded.issue(lambda: kernel[3, 2, 1](*arguments), kernel, (3, 2, 1), arguments, (), {})
+        return [out]
+
+    _, program = recorded.record(function, _tensors(0))
+    assert program is not None
+    return function, program
+
+
+def _tensors(seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x, y = (torch.randn(1, 2, 64, 64).to(torch.bfloat16) for _ in range(2))
+    return [x, torch.zeros(8), y]
+
+
+def _without_outputs(call: tuple[Any, ...], out: int) -> list[Any]:
+    """Every call allocates anew."""
+    return ["out" if x == out and type(x) is int else x for x in driver_calls._leaves(call)]
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_the_driver_is_called_as_by_the_launcher(driver: Driver, described: bool) -> None:
+    signature = SIGNATURE if described else {"p": "*fp32", "out": "*fp32", "n": "i32"}
+    function, program = _program(Kernel(launcher_to(driver, signature)), described=described)
+    every = [_tensors(i) for i in range(3)]
+    for tensors in (*every, *every):
+        driver.calls.clear()
+        (usual,), (out,) = function(*tensors), program(*tensors)
+        expected, found = driver.calls
+        assert _without_outputs(found, out.data_ptr()) == _without_outputs(
+            expected, usual.data_ptr()
+        )
+        assert out.data_ptr() in driver_calls._leaves(found)
+
+
+def test_maps_are_made_once_for_an_address(driver: Driver) -> None:
+    _, program = _program(Kernel(launcher_to(driver)))
+    every = [_tensors(i) for i in range(3)]
+    for tensors in every:
+        program(*tensors)
+    before = PyCUtensorMap.count
+    for tensors in (*every, *every):
+        program(*tensors)
+    assert PyCUtensorMap.count == before
+
+
+def test_maps_of_many_addresses_are_let_go(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_calls, "MAX_ADDRESSES", 2)
+    function, program = _program(Kernel(launcher_to(driver)))
+    every = [_tensors(i) for i in range(5)]
+    for tensors in (*every, *every):
+        driver.calls.clear()
+        (usual,), (out,) = function(*tensors), program(*tensors)
+        expected, found = driver.calls
+        assert _without_outputs(found, out.data_ptr()) == _without_outputs(
+            expected, usual.data_ptr()
+        )
+
+
+@pytest.mark.parametrize("needed", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
+def test_what_a_launch_allocates_is_left_to_the_launcher(driver: Driver, needed: str) -> None:
+    launcher = launcher_to(driver)
+    given = (1, 1, 1, 0, 17, (4, 1, 0), None, None, None)
+    bases = [driver_calls.with_base(_descriptor(x), driver_calls.Base("", x.data_ptr()))
+             for x in _tensors(0)[::2]]  # fmt: skip
+    arguments = (*given, bases[0], 0, 5, 7, bases[1])
+    assert driver_calls.driver_call(launcher, arguments) is not None
+    setattr(launcher, needed, 64)
+    assert driver_calls.driver_call(launcher, arguments) is None
+
+
+def test_an_unknown_launcher_is_called_itself(driver: Driver) -> None:
+    launcher = launcher_to(driver)
+    launch = launcher.launch
+    launcher.launch = lambda *arguments: launch(*arguments)  # which hides what it calls
+    function, program = _program(Kernel(launcher))
+    tensors = _tensors(1)
+    driver.calls.clear()
+    (usual,), (out,) = function(*tensors), program(*tensors)
+    expected, found = driver.calls
+    assert _without_outputs(found, out.data_ptr()) == _without_outputs(expected, usual.data_ptr())
