@@ -288,7 +288,8 @@ class _Work:
             column = bound[panel.batch if bound.shape[0] > 1 else 0, panel.queries]
             inputs[name] = ((column - panel.keys.start).repeat(panel.num_heads)[:, None], "r1")
         if problem.mask is not None:
-            inputs["mask"] = _tile_of(problem.mask, panel)
+            # as numbers: Inductor's vectors of booleans take twice as long as all else of a pass
+            inputs["mask"] = _tile_of(problem.mask, panel, self.dtype)
         for name, side in zip(("student", "teacher"), self._sides, strict=True):
             if side.bias is not None:
                 inputs[f"{name}_bias"] = _tile_of(side.bias, panel)
@@ -375,13 +376,13 @@ def _visible_keys(problem: AttentionProblem, queries: slice) -> slice:
     return slice(start, max(stop, start + 1))
 
 
-def _tile_of(x: Tensor, panel: Panel) -> tuple[Tensor, str]:
+def _tile_of(x: Tensor, panel: Panel, dtype: torch.dtype | None = None) -> tuple[Tensor, str]:
     """The panel's part of what broadcasts to [batch, heads, queries, keys], in two dimensions."""
     parts = (panel.heads, panel.queries, panel.keys)
     h, r, k = (
         part if size > 1 else slice(None) for part, size in zip(parts, x.shape[1:], strict=True)
     )
-    block = x[panel.batch if x.shape[0] > 1 else 0, h, r, k]
+    block = x[panel.batch if x.shape[0] > 1 else 0, h, r, k].to(dtype or x.dtype)
     keys = "k" if x.shape[3] > 1 else "1"
     if block.shape[:2] == (1, 1) and panel.num_rows > 1:
         return block.reshape(1, -1), f"1{keys}"

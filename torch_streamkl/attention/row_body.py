@@ -120,8 +120,8 @@ def _number(inputs: Inputs, name: str) -> Tensor:
 
 
 def _allowed(inputs: Inputs) -> Tensor | None:
-    """Keys that take part, [rows or 1, keys], None for all of them."""
-    allowed = inputs.get("mask")
+    """Keys that take part, [rows or 1, keys], None for all of them; a mask has 1 for those."""
+    allowed = inputs["mask"] > 0 if "mask" in inputs else None
     j = torch.arange(inputs["s"].shape[1], dtype=torch.int32, device=inputs["s"].device)[None, :]
     for name, compare in (("first", torch.ge), ("stop", torch.lt)):
         if name in inputs:
