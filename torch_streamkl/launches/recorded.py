@@ -294,9 +294,9 @@ class Recorder(TorchDispatchMode):
                 raise Unrecordable("some kernels are compiled, others interpreted")
             self._by_pointer = by_pointer
             if by_pointer:
-                stream = driver_calls.Text("stream")
-                given = (*grid, stream, compiled.function, compiled.packed_metadata)
-                given += (None, None, None, *map(self._marked, arguments))
+                first = (*grid, driver_calls.Text("stream"), compiled.function)
+                metadata = (compiled.packed_metadata, None, None, None)
+                given = (*first, *metadata, *map(self._marked, arguments))
                 self._compiled(compiled.run, given)
             else:
                 values = ", ".join(self._value(x) for x in arguments)
