@@ -16,6 +16,7 @@ import functools
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -113,6 +114,7 @@ def record(
     launched anything, where it does not apply: addresses that are not multiples of 16 bytes,
     another current device, other settings of torch, a profiler that watches Triton's launches.
     """
+    tensors = _told_apart(tensors)
     recorder = Recorder(tensors)
     with seen_by(recorder), recorder:
         outputs = function(*tensors)
@@ -122,6 +124,15 @@ def record(
         return outputs, None
     finally:
         recorder.forget()
+
+
+def _told_apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Arguments of one call, each an object of its own: in another call they may be others.
+
+    A loss may compare a model with itself, or get one gradient for two results.
+    """
+    count = Counter(id(x) for x in tensors if x is not None)
+    return [x if x is None or count[id(x)] == 1 else x.detach() for x in tensors]
 
 
 @contextmanager
