@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import JITCallable, KernelInterface
 
+from torch_streamkl.launches.devices import matmul_precision
+
 Program = Callable[
     ..., Any
 ]  # of the tensors; None where it does not apply: call what was recorded
@@ -414,7 +416,7 @@ class Recorder(TorchDispatchMode):
             f"({' | '.join(addresses)}) & 15",
             f"{self._constant(Generation)}.number != {Generation.number}",
         ]
-        for setting in (_precision, _is_deterministic):
+        for setting in (matmul_precision, _is_deterministic):
             guards.append(f"{self._constant(setting)}() != {setting()!r}")
         lines = self._with_releases(returned)
         if self._by_pointer:
@@ -462,7 +464,6 @@ class Recorder(TorchDispatchMode):
         return lines
 
 
-_precision = torch._C._get_float32_matmul_precision
 _is_deterministic = torch._C._get_deterministic_algorithms
 
 
