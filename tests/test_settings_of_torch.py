@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -108,3 +108,25 @@ def test_the_older_setting() -> None:
             assert matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@outside
+def test_references_under_autocast() -> None:
+    """Operands are cast as those of other implementations, and nothing is behind them."""
+    q, k, *teacher = _inputs(1, 2, 24, 16)
+    words = _inputs(24, 16)
+
+    def mass(e: object) -> object:
+        return (e.s.softmax("key") * e.t).sum("key")  # type: ignore[attr-defined]
+
+    dots = {"s": (q, k), "t": (teacher[0], teacher[1])}
+    calls: dict[str, Callable[[str], Tensor]] = {
+        "streaming": lambda impl: attention_kl(q, k, *teacher, impl=impl),
+        "auto": lambda impl: linear_kl(*words, impl=impl),
+        "blocked": lambda impl: row_program(mass, dots=dots, impl=impl),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        for impl, call in calls.items():
+            given, exact = call(impl), call("reference")
+            assert given.dtype == exact.dtype == torch.float32
+            torch.testing.assert_close(given, exact, rtol=2e-2, atol=2e-2)

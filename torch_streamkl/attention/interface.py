@@ -336,7 +336,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     tensors = _operands(inputs, settings)
     if settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
-        value = reference.attention_kl_rows(problem)
+        with torch.autocast(tensors[0].device.type, enabled=False):  # operands are cast
+            value = reference.attention_kl_rows(problem)
     elif plain:
         value = direct.attention_kl(tensors, options, sites)
     else:

@@ -339,9 +339,9 @@ def _per_token(
 
         value, hard = linear.rows(tensors, options, places)
     elif options["impl"] == "reference":
-        value, hard = linear_reference.linear_kl_rows(
-            linear_ops.problem_of(*tensors, **options)[0]
-        )
+        problem = linear_ops.problem_of(*tensors, **options)[0]
+        with torch.autocast(tensors[0].device.type, enabled=False):  # operands are cast
+            value, hard = linear_reference.linear_kl_rows(problem)
     else:
         value, hard, _ = linear_ops.linear_kl(*tensors, **options)
     if tensors[6] is not None:
