@@ -144,6 +144,15 @@ def test_one_gradient_for_two_results() -> None:
         torch.testing.assert_close(gradients("triton", weight), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_settings_that_are_written_to() -> None:
+    """A causal mask from this step on."""
+    tensors, is_causal = _tensors("cpu", 1, 2, 9, 16), torch.tensor(False)
+    for wanted in (False, True, False):
+        is_causal.fill_(wanted)
+        expected = attention_kl(*tensors, is_causal=wanted)
+        assert torch.equal(attention_kl(*tensors, is_causal=is_causal), expected)
+
+
 class FakeKernel:
     """Stands for a Triton kernel: keeps what the launches of its compiled kernel are given."""
 

@@ -325,10 +325,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         from torch_streamkl.distributed.attention_dtensor import prepared
 
         inputs = Inputs(*prepared(inputs, settings))
-    # a scale that is a tensor would be kept alive with the verdict
     sites: dict[Any, Any] = {}
-    scales = (settings.student_scale, settings.teacher_scale)
-    if plain and not isinstance(scales[0], Tensor) and not isinstance(scales[1], Tensor):
+    if plain:
         verdict = checks.remembered(inputs, settings, _checked_options)
         options, sites = verdict.options, verdict.kept
     else:

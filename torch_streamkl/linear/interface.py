@@ -188,6 +188,7 @@ def linear_kl(
         },
     )
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
+    checks.positive("temperature", temperature)
     options: dict[str, Any] = {
         "functional": divergence_text(
             divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
@@ -197,7 +198,6 @@ def linear_kl(
         "max_workspace_mib": 0 if max_workspace_mib is None else max_workspace_mib,
         "impl": impl,
     }
-    checks.positive("temperature", temperature)
     checks.one_of("reduction", reduction, REDUCTIONS)
     checks.one_of("strategy", strategy, STRATEGIES)
     checks.one_of("impl", impl, linear_ops.IMPLEMENTATIONS)
@@ -207,6 +207,7 @@ def linear_kl(
         ("student", student_logit_scale, student_softcap),
         ("teacher", teacher_logit_scale, teacher_softcap),
     ):
+        checks.number(f"{side}_logit_scale", scale)
         if not -math.inf < scale < math.inf:
             raise ValueError(f"{side}_logit_scale must be finite, got {scale}")
         options[f"{side}_scale"] = float(scale)
