@@ -83,9 +83,12 @@ def test_another_default_device(inner: str) -> None:
 def _precision_again() -> Iterator[None]:
     backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [x.fp32_precision for x in backends]
+    for backend in backends:  # what is set is not inherited
+        backend.fp32_precision = "none"
     yield
     for backend, precision in zip(backends, before, strict=True):
         backend.fp32_precision = precision
+    torch.get_float32_matmul_precision()  # the settings agree again
 
 
 @pytest.mark.usefixtures("_precision_again")
