@@ -359,3 +359,14 @@ def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", logger="torch_streamkl"):
         assert launch.select_implementation(problem, "auto") == "streaming"
     assert "which is slower: the kernel needs a GPU" in caplog.text
+
+
+NUMBERS = ("beta", "temperature", "student_softcap", "teacher_eps", "student_clamp")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_tensors(name: str) -> None:
+    """What is read once is not what is in it later, and has no gradient."""
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"{name} must be a number, got a tensor"):
+            attention_kl(**inputs(), **{name: torch.tensor(0.5)})

@@ -48,6 +48,13 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
+def test_the_location_under_a_default_device() -> None:
+    """A mode of torch is the innermost frame then."""
+    with torch.device("cpu"):
+        report = torch_streamkl.explain(fused, *make_inputs())
+    assert [site.location for site in report.sites] == [_line_of(fused, "kl_div")]
+
+
 def test_sites_answer_in_the_terms_of_the_user() -> None:
     report = torch_streamkl.explain(both, *make_inputs())
     assert (report.num_fused, len(report.sites)) == (1, 2)

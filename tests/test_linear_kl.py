@@ -502,3 +502,10 @@ def test_workspace_on_a_cpu(weights: int, asked: int, expected: int) -> None:
     head = Head(torch.empty(4, 512), torch.empty(1, 512).expand(weights * 2**20 // 4096, -1))
     problem = LinearProblem(head, head, named("forward_kl"))
     assert workspace_bytes(problem, asked) == expected * 2**20
+
+
+@pytest.mark.parametrize("name", ["beta", "temperature", "teacher_softcap", "student_logit_scale"])
+def test_numbers_that_are_tensors(name):
+    tensors = torch.randn(4, 5, 8)
+    with pytest.raises(TypeError, match=f"{name} must be a number, got a tensor"):
+        linear_kl(*tensors, **{name: torch.tensor(0.5, requires_grad=True)})

@@ -111,6 +111,48 @@ def test_gradients_of_another_layout() -> None:
         torch.testing.assert_close(gradients("triton", *step), gradients("streaming", *step))
 
 
+@inside
+def test_tensors_that_were_one_when_they_were_recorded() -> None:
+    """A model against itself, then against another."""
+    checks._verdicts.clear()
+    q, k, *teacher = _tensors("cpu", 1, 2, 17, 16)
+    for _ in range(3):
+        assert attention_kl(q, k, q, k, impl="triton").abs().max() < 1e-5
+    given = (q, k, *teacher)
+    expected = attention_kl(*given, impl="streaming")
+    torch.testing.assert_close(attention_kl(*given, impl="triton"), expected)
+
+
+@inside
+def test_one_gradient_for_two_results() -> None:
+    """The sum of two results has one gradient for both, and a weight in front makes it two."""
+    inputs = [x.requires_grad_() for x in _tensors("cpu", 1, 2, 16, 16)]
+
+    def of_rows(e: Any) -> Any:
+        p = e.s.softmax("key")
+        return {"squares": (p * p).sum("key"), "products": (p * e.t).sum("key")}
+
+    def gradients(impl: str, weight: float | None) -> list[Tensor]:
+        dots = {"s": (inputs[0], inputs[1]), "t": (inputs[2], inputs[3])}
+        rows = row_program(of_rows, dots=dots, impl=impl)
+        other = rows["products"] if weight is None else weight * rows["products"]
+        loss = (rows["squares"] + other) @ torch.arange(16.0)
+        return list(torch.autograd.grad(loss.sum(), inputs))
+
+    for weight in (None, None, None, 0.5, 0.25):
+        expected = gradients("blocked", weight)
+        torch.testing.assert_close(gradients("triton", weight), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_settings_that_are_written_to() -> None:
+    """A causal mask from this step on."""
+    tensors, is_causal = _tensors("cpu", 1, 2, 9, 16), torch.tensor(False)
+    for wanted in (False, True, False):
+        is_causal.fill_(wanted)
+        expected = attention_kl(*tensors, is_causal=wanted)
+        assert torch.equal(attention_kl(*tensors, is_causal=is_causal), expected)
+
+
 class FakeKernel:
     """Stands for a Triton kernel: keeps what the launches of its compiled kernel are given."""
 

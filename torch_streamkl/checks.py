@@ -47,10 +47,16 @@ def remembered(
     verdict = _verdicts.get(key)
     if verdict is None:
         verdict = Verdict(check(tensors, settings))
+        if _has_tensor(settings):  # whose value may be another one, and which would be kept alive
+            return verdict
         if len(_verdicts) >= MAX_VERDICTS:
             _verdicts.clear()
         _verdicts[key] = verdict
     return verdict
+
+
+def _has_tensor(settings: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) or (type(x) is tuple and _has_tensor(x)) for x in settings)
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
@@ -221,12 +227,23 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def number(name: str, value: object) -> None:
+    """A tensor's value would be the first one that it had, and it would get no gradient."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a number, got a tensor; .item() reads it, without a gradient: what "
+            "is learned can multiply queries or hidden states"
+        )
+
+
 def positive(name: str, value: float) -> None:
+    number(name, value)
     if not value > 0:
         raise ValueError(f"{name} must be positive, got {value}")
 
 
 def in_unit_interval(name: str, value: float) -> None:
+    number(name, value)
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
 

@@ -63,6 +63,7 @@ class Folding:
             corner[d] = min(1, size - 1)
             step = int(wide[tuple(corner)]) - int(first)
             steps.append(step)
-            index = torch.arange(size).reshape([-1 if i == d else 1 for i in range(wide.ndim)])
+            along = [-1 if i == d else 1 for i in range(wide.ndim)]
+            index = torch.arange(size, device="cpu").reshape(along)
             expected = expected + step * index
         return Affine(tuple(steps), int(first)) if torch.equal(wide, expected) else None

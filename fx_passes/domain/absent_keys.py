@@ -34,7 +34,9 @@ def drops_absent_keys(x: Elements) -> bool:
 def at_absent_key(e: Expr) -> float:
     """The value where every probability is 0 and its logarithm -inf; 0 * -inf counts as 0."""
     absent = {"P": 0.0, "logP": -math.inf}
-    tensors = {name: torch.tensor(v, dtype=torch.float64) for name, v in absent.items()}
+    tensors = {
+        name: torch.tensor(v, dtype=torch.float64, device="cpu") for name, v in absent.items()
+    }
     with unset_fake_temporarily():
         return float(evaluate(_of_one(e), tensors))
 

@@ -65,7 +65,7 @@ def in_dtype(value: float, dtype: torch.dtype) -> float | None:
     if dtype == torch.bool:
         return float(value != 0)
     if dtype.is_floating_point:
-        return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+        return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype))
     if dtype.is_complex or not math.isfinite(value) or value != int(value):
         return None
     limits = torch.iinfo(dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 UNKNOWN = "unknown location"
+_TORCH = str(Path(torch.__file__).parent) + os.sep  # modules, and modes such as a default device
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _OF_TORCH = {"torch", "_operator", "math", "builtins"}
 
@@ -113,7 +116,7 @@ def location_of(node: fx.Node) -> tuple[str, str]:
     if not trace:
         return UNKNOWN, ""
     frames = list(_FRAME.finditer(trace))
-    outside = [f for f in frames if "/torch/nn/" not in f[1] and "/torch/_" not in f[1]] or frames
+    outside = [f for f in frames if not f[1].startswith(_TORCH)] or frames
     if not outside:
         return UNKNOWN, ""
     frame = outside[-1]

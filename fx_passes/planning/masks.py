@@ -290,7 +290,7 @@ def _vanishes(e: Expr) -> bool:
         return False
     e = _of_one_distribution(e)
     for p in (1.0, 0.5, 0.1, 1e-3):
-        x = torch.tensor(p, dtype=torch.float64)
+        x = torch.tensor(p, dtype=torch.float64, device="cpu")
         f = evaluate(e, {"P": x, "S": x, "logP": x.log(), "logS": x.log()})
         if abs(float(f)) > 1e-12:
             return False

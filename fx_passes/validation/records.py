@@ -110,8 +110,8 @@ class Fingerprint:
 def _ambient() -> str:
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    precision = torch.get_float32_matmul_precision()
-    return f"{torch.is_grad_enabled()} {autocast} {precision} {torch.get_default_dtype()}"
+    precisions = [torch._C._get_fp32_precision_getter(x, "matmul") for x in ("cuda", "mkldnn")]
+    return f"{torch.is_grad_enabled()} {autocast} {precisions} {torch.get_default_dtype()}"
 
 
 def passed_before(fingerprint: Fingerprint, options: CheckOptions) -> bool:

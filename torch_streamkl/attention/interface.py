@@ -325,10 +325,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         from torch_streamkl.distributed.attention_dtensor import prepared
 
         inputs = Inputs(*prepared(inputs, settings))
-    # a scale that is a tensor would be kept alive with the verdict
     sites: dict[Any, Any] = {}
-    scales = (settings.student_scale, settings.teacher_scale)
-    if plain and not isinstance(scales[0], Tensor) and not isinstance(scales[1], Tensor):
+    if plain:
         verdict = checks.remembered(inputs, settings, _checked_options)
         options, sites = verdict.options, verdict.kept
     else:
@@ -336,7 +334,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     tensors = _operands(inputs, settings)
     if settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
-        value = reference.attention_kl_rows(problem)
+        with torch.autocast(tensors[0].device.type, enabled=False):  # operands are cast
+            value = reference.attention_kl_rows(problem)
     elif plain:
         value = direct.attention_kl(tensors, options, sites)
     else:

@@ -41,6 +41,7 @@ PANEL_ELEMENTS = 2**19  # scores of one side, of heads that share keys
 MOST_AT_ONCE = 4  # such groups of heads, one a thread
 LEAST_QUERIES = 16  # of a panel, whatever the number of keys: matmuls of fewer rows are slow
 MOST_ELEMENTS = 2**22  # of a panel of so few queries
+DEVICE = "cpu"  # of all tensors: torch.set_default_device() may say another
 CONTIGUOUS = torch.contiguous_format
 NOTHING = Wanted(False, False, False, False)
 
@@ -185,7 +186,7 @@ def _backward(
 
 def _weight_of(problem: AttentionProblem, weight: Tensor | None, rows: slice) -> Tensor:
     if weight is None:
-        return torch.ones((1, 1, 1), dtype=problem.compute_dtype)
+        return torch.ones((1, 1, 1), dtype=problem.compute_dtype, device=DEVICE)
     return weight[:, :, rows].to(problem.compute_dtype)
 
 
@@ -235,10 +236,10 @@ class _Work:
         self.tiles = [problem.student.q.new_empty(size, dtype=self.dtype) for _ in range(2)]
         self.more_tiles: list[Tensor] = []
         self.bounds = _bounds(problem)
-        self.position = torch.arange(problem.seqlen_q, dtype=self.dtype)[:, None]
+        self.position = torch.arange(problem.seqlen_q, dtype=self.dtype, device=DEVICE)[:, None]
         self.position += bottom_right_offset(problem.seqlen_q, keys)
         self.numbers: dict[int, Tensor] = {}
-        self.copies = torch.ones((1, COPIES), dtype=self.dtype)
+        self.copies = torch.ones((1, COPIES), dtype=self.dtype, device=DEVICE)
 
     def panels(self) -> Iterator[Panel]:
         """All panels, those that share keys one after the other."""
@@ -313,7 +314,7 @@ class _Work:
         fill = self.problem.mask_value
         values = (student.scale, teacher.scale, student.softcap, teacher.softcap,
                   self.problem.temperature, fill, outside)  # fmt: skip
-        return torch.tensor(values, dtype=self.dtype)
+        return torch.tensor(values, dtype=self.dtype, device=DEVICE)
 
     def _per_head(self, x: Tensor, panel: Panel) -> tuple[Tensor, str]:
         count = panel.queries.stop - panel.queries.start
@@ -350,7 +351,7 @@ def _kv_heads(side: Side, heads: slice) -> slice:
 def _bounds(problem: AttentionProblem) -> dict[str, Tensor]:
     """The first key of every query, and one behind the last, int32 [batch or 1, seqlen_q]."""
     offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
-    i = torch.arange(problem.seqlen_q, dtype=torch.int32)[None] + offset
+    i = torch.arange(problem.seqlen_q, dtype=torch.int32, device=DEVICE)[None] + offset
     bounds = {}
     if problem.window_left is not None:
         bounds["first"] = i - problem.window_left

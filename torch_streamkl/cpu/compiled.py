@@ -106,9 +106,9 @@ def compile_body(key: Key) -> Run:
     }
     with torch.inference_mode(False), torch.no_grad(), config.patch(patches):
         examples = [
-            torch.zeros(ROWS, STRIDE, dtype=dtype)[:, :KEYS]
+            torch.zeros(ROWS, STRIDE, dtype=dtype, device="cpu")[:, :KEYS]
             if padded
-            else torch.zeros(shape, dtype=dtype)
+            else torch.zeros(shape, dtype=dtype, device="cpu")
             for dtype, shape, padded in key.layouts
         ]
         graph = make_fx(traced, select_decomp_table(), tracing_mode="symbolic")(*examples)

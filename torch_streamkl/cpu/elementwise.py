@@ -44,7 +44,9 @@ def _flushed(clamped: Tensor, least: float) -> Tensor:
 
 @functools.cache
 def _exp_of(x: float, dtype: torch.dtype) -> float:
-    return float(torch.full((64,), x, dtype=dtype).exp()[0])  # as a vector is computed
+    return float(
+        torch.full((64,), x, dtype=dtype, device="cpu").exp()[0]
+    )  # as a vector is computed
 
 
 def limits(allowed: Tensor) -> Tensor:

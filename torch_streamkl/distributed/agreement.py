@@ -138,7 +138,7 @@ _HEADER = 24  # integers of a rank: a fixed number, so that unequal calls meet i
 def _gathered(
     row: list[int], group: ProcessGroup, group_name: str, device: torch.device
 ) -> list[list[int]]:
-    header = torch.tensor([*row, *[0] * (_HEADER - len(row))], dtype=torch.int64)
+    header = torch.tensor([*row, *[0] * (_HEADER - len(row))], dtype=torch.int64, device="cpu")
     header = header.to(_device_of(group, device))
     rows: Tensor = collectives.wait(collectives.all_gather(header, group.size(), group_name))
     return [list(map(int, r)) for r in rows.view(-1, _HEADER).tolist()]

@@ -48,7 +48,7 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
 
 def empty_state(parts: Tensor) -> None:
     """Write the state of rows of a rank without words."""
-    low = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf, -math.inf])
+    low = parts.new_tensor([-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf, -math.inf])
     parts.copy_(low[: parts.shape[0], None])
 
 

@@ -98,7 +98,11 @@ def apply(op: str, *args: Expr) -> Expr:
         raise ValueError(f"{op} takes {ARITY[op]} arguments, got {len(args)}")
     if all(a.op == "const" for a in args):
         return const(
-            float(_evaluate_node(op, [torch.tensor(a.value, dtype=torch.float64) for a in args]))
+            float(
+                _evaluate_node(
+                    op, [torch.tensor(a.value, dtype=torch.float64, device="cpu") for a in args]
+                )
+            )
         )
     a, b = args[0], args[-1]
     match op:
@@ -498,7 +502,11 @@ class Functional:
         nothing = {"P": 0.0, "S": 0.0, "logP": -math.inf, "logS": -math.inf}
         with unset_fake_temporarily():  # a fake operator may be the first to ask
             absent = evaluate(
-                expr, {k: torch.tensor(v, dtype=torch.float64) for k, v in nothing.items()}
+                expr,
+                {
+                    k: torch.tensor(v, dtype=torch.float64, device="cpu")
+                    for k, v in nothing.items()
+                },
             ).item()
         factor = squares(expr)
         student_grad, teacher_grad = (

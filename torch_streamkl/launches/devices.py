@@ -67,6 +67,17 @@ def gpu_limit(device: torch.device) -> str | None:
     return f"needs compute capability 7.5 or above, got {gpu.name} of {gpu.capability}"
 
 
+def matmul_precision() -> str:
+    """ "tf32" where float32 products of a GPU may be rounded to it, anything else where not.
+
+    torch.get_float32_matmul_precision() says the same, but raises where a program has used the
+    settings of torch.backends that replace it, as ``torch.backends.fp32_precision = "tf32"``.
+    """
+    # torch.backends.cuda.matmul.fp32_precision, without the 2 us that its modules take
+    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    return precision
+
+
 @functools.cache
 def require_driver() -> None:
     """Raises where Triton cannot launch on GPUs that are here, before anything is computed.

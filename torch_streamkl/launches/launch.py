@@ -18,6 +18,7 @@ from torch_streamkl.launches.devices import (
     device_name,
     gpu_limit,
     gpu_of,
+    matmul_precision,
     multiprocessors,
     require_driver,
 )
@@ -742,7 +743,7 @@ def hint_of(n: int | torch.SymInt) -> int:
 
 def dot_precision(x: torch.Tensor) -> str:
     """float32 products follow torch's matmul precision where the GPU can: full by default."""
-    if x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+    if x.dtype != torch.float32 or matmul_precision() != "tf32":
         return "ieee"
     can = x.device.type != "cuda" or gpu_of(x.device).multiplies_tf32
     return "tf32" if can else "ieee"

@@ -16,6 +16,7 @@ import functools
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from torch_streamkl.launches import driver_calls
+from torch_streamkl.launches.devices import matmul_precision
 
 Program = Callable[
     ..., Any
@@ -115,6 +117,7 @@ def record(
     launched anything, where it does not apply: addresses that are not multiples of 16 bytes,
     another current device, other settings of torch, a profiler that watches Triton's launches.
     """
+    tensors = _told_apart(tensors)
     recorder = Recorder(tensors)
     with seen_by(recorder), recorder:
         outputs = function(*tensors)
@@ -124,6 +127,15 @@ def record(
         return outputs, None
     finally:
         recorder.forget()
+
+
+def _told_apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Arguments of one call, each an object of its own: in another call they may be others.
+
+    A loss may compare a model with itself, or get one gradient for two results.
+    """
+    count = Counter(id(x) for x in tensors if x is not None)
+    return [x if x is None or count[id(x)] == 1 else x.detach() for x in tensors]
 
 
 @contextmanager
@@ -433,7 +445,7 @@ class Recorder(TorchDispatchMode):
             f"({' | '.join(addresses)}) & 15",
             f"{self._constant(Generation)}.number != {Generation.number}",
         ]
-        for setting in (_precision, _is_deterministic):
+        for setting in (matmul_precision, _is_deterministic):
             guards.append(f"{self._constant(setting)}() != {setting()!r}")
         lines = self._with_releases(returned)
         if self._by_pointer:
@@ -481,7 +493,6 @@ class Recorder(TorchDispatchMode):
         return lines
 
 
-_precision = torch._C._get_float32_matmul_precision
 _is_deterministic = torch._C._get_deterministic_algorithms
 
 

@@ -188,6 +188,7 @@ def linear_kl(
         },
     )
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
+    checks.positive("temperature", temperature)
     options: dict[str, Any] = {
         "functional": divergence_text(
             divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
@@ -197,7 +198,6 @@ def linear_kl(
         "max_workspace_mib": 0 if max_workspace_mib is None else max_workspace_mib,
         "impl": impl,
     }
-    checks.positive("temperature", temperature)
     checks.one_of("reduction", reduction, REDUCTIONS)
     checks.one_of("strategy", strategy, STRATEGIES)
     checks.one_of("impl", impl, linear_ops.IMPLEMENTATIONS)
@@ -207,6 +207,7 @@ def linear_kl(
         ("student", student_logit_scale, student_softcap),
         ("teacher", teacher_logit_scale, teacher_softcap),
     ):
+        checks.number(f"{side}_logit_scale", scale)
         if not -math.inf < scale < math.inf:
             raise ValueError(f"{side}_logit_scale must be finite, got {scale}")
         options[f"{side}_scale"] = float(scale)
@@ -339,9 +340,9 @@ def _per_token(
 
         value, hard = linear.rows(tensors, options, places)
     elif options["impl"] == "reference":
-        value, hard = linear_reference.linear_kl_rows(
-            linear_ops.problem_of(*tensors, **options)[0]
-        )
+        problem = linear_ops.problem_of(*tensors, **options)[0]
+        with torch.autocast(tensors[0].device.type, enabled=False):  # operands are cast
+            value, hard = linear_reference.linear_kl_rows(problem)
     else:
         value, hard, _ = linear_ops.linear_kl(*tensors, **options)
     if tensors[6] is not None:

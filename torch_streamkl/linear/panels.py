@@ -121,7 +121,7 @@ def _form(problem: LinearProblem, weights: RowWeights | None, wanted: Wanted) ->
 def _numbers(problem: LinearProblem) -> Tensor:
     student, teacher = problem.heads
     values = (student.scale, teacher.scale, student.softcap, teacher.softcap, problem.temperature)
-    return torch.tensor(values, dtype=problem.compute_dtype)
+    return torch.tensor(values, dtype=problem.compute_dtype, device="cpu")
 
 
 def _inputs(
@@ -139,7 +139,7 @@ def _inputs(
 
 def _weights(problem: LinearProblem, weights: RowWeights, part: slice) -> Described:
     """Factors of the rows' gradients, 0 for those that do not count."""
-    zero = torch.zeros(problem.num_tokens, dtype=problem.compute_dtype)
+    zero = torch.zeros(problem.num_tokens, dtype=problem.compute_dtype, device="cpu")
     value = zero if weights.value is None else weights.value
     inputs: Described = {"row_weight": (value[part, None], "r1")}
     if problem.labels is not None:

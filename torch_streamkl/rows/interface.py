@@ -155,7 +155,8 @@ def row_program(
             total: Tensor = op.row_program_sum(*arguments)[0]
             return differentiable_once(total, inputs.tensors)
     if impl == "reference":
-        results = reference.forward(problem)
+        with torch.autocast(problem.operands[0][0].device.type, enabled=False):
+            results = reference.forward(problem)
     else:
         if is_differentiated:  # whatever has no derivative is an error before anything runs
             derive.forward_plan(program, True)

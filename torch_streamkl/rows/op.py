@@ -16,7 +16,7 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from torch_streamkl.checks import has_batched_gradients
-from torch_streamkl.launches.devices import require_driver
+from torch_streamkl.launches.devices import matmul_precision, require_driver
 from torch_streamkl.launches.repeated import Repeated, Tensors
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
@@ -148,7 +148,7 @@ def _repeated(
 
     ``make`` gives it, and the module that runs in it: launches of kernels are recorded.
     """
-    precision = torch.get_float32_matmul_precision()  # tiles of products depend on it
+    precision = matmul_precision()  # tiles of products depend on it
     key = (options, precision, *[(x.shape, x.stride(), x.dtype, x.device, type(x)) for x in every])
     call = _calls.get(key)
     if call is None:

@@ -55,7 +55,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 def of_numbers(op: str, values: list[float]) -> float:
     """A pointwise operation on constants."""
-    tensors: list[Any] = [torch.tensor(v, dtype=torch.float64) for v in values]
+    tensors: list[Any] = [torch.tensor(v, dtype=torch.float64, device="cpu") for v in values]
     if op == "where":
         tensors[0] = tensors[0].bool()
     return float(OPERATIONS[op].run(*tensors))

@@ -22,6 +22,7 @@ from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.launches import launch_table, recorded
+from torch_streamkl.launches.devices import matmul_precision
 from torch_streamkl.launches.launch import (
     COMPILE_OPTIONS,
     HopperLaunch,
@@ -201,7 +202,7 @@ def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
 def _key(problem: AttentionProblem) -> Any:
     s, t = problem.student, problem.teacher
     return (
-        s.q.device, torch.get_float32_matmul_precision(), problem.functional.text,
+        s.q.device, matmul_precision(), problem.functional.text,
         s.scale, s.softcap, t.scale, t.softcap, problem.temperature, problem.mask_value,
         problem.window_left, problem.window_right, problem.head_mean,
         problem.max_seqlen_q, problem.max_seqlen_k, has_one_bias(problem),

@@ -1,0 +1,135 @@
+"""Settings of a process: a program runs as it would without them, where they do not concern it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.interpreter import INTERPRETED, inside, outside, quiet
+from torch_streamkl import attention_kl, linear_kl, row_program
+from torch_streamkl.launches.devices import matmul_precision
+
+pytestmark = quiet
+IMPL = "triton" if INTERPRETED else "auto"
+
+
+def _maps(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
+    mask = torch.ones(24, 24, dtype=torch.bool, device=q.device).tril()
+    student = (q @ k.mT).masked_fill(~mask, -1e9).log_softmax(-1)
+    teacher = (teacher_q @ teacher_k.mT).masked_fill(~mask, -1e9).softmax(-1)
+    return F.kl_div(student, teacher, reduction="batchmean")
+
+
+def _words(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+    student = (x @ weight.T).log_softmax(-1)
+    return F.kl_div(student, (teacher_x @ teacher_weight.T).softmax(-1), reduction="batchmean")
+
+
+LOSSES = {_maps: (1, 2, 24, 16), _words: (24, 16)}
+
+
+def _inputs(*shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator, device="cpu") for _ in range(4)]
+    return [x.requires_grad_(i < 2) for i, x in enumerate(made)]
+
+
+def _compare_compiled(inner: str) -> None:
+    options = {"streamkl.inner": inner, "streamkl.min_mib": 0, "streamkl.strict": True}
+    for loss, shape in LOSSES.items():
+        torch._dynamo.reset()
+        inputs = _inputs(*shape)
+        step = torch.compile(loss, backend="streamkl", options=options)
+        for function in (step, loss):
+            function(*inputs).backward()
+        compiled, expected = step(*inputs), loss(*inputs)
+        torch.testing.assert_close(compiled, expected)
+        given = torch.autograd.grad(compiled, inputs[:2])
+        torch.testing.assert_close(given, torch.autograd.grad(expected, inputs[:2]))
+
+
+def _compare_operators() -> None:
+    q, k, *teacher = _inputs(1, 2, 24, 16)
+    rows = attention_kl(q, k, *teacher, is_causal=True, impl=IMPL)
+    expected = attention_kl(q, k, *teacher, is_causal=True, impl="reference")
+    torch.testing.assert_close(rows, expected, rtol=1e-3, atol=1e-3)
+    torch.autograd.grad(rows.sum(), (q, k))
+    x, w, y, v = _inputs(24, 16)
+    linear_kl(x, w, y, v, reduction="mean", impl=IMPL).backward()
+
+    def squares(e: object) -> object:
+        return ((e.s - e.t) ** 2).sum("key")  # type: ignore[attr-defined]
+
+    impl = IMPL if INTERPRETED else "blocked"
+    dots = {"s": (q, k), "t": (teacher[0], teacher[1])}
+    values = row_program(squares, dots=dots, is_causal=True, impl=impl)
+    torch.autograd.grad(values.sum(), (q, k))
+
+
+@outside
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_another_default_device(inner: str) -> None:
+    """Tensors of an operator are where its arguments are."""
+    with torch.device("meta"):
+        _compare_compiled(inner)
+        _compare_operators()
+
+
+@pytest.fixture
+def _precision_again() -> Iterator[None]:
+    backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [x.fp32_precision for x in backends]
+    for backend in backends:  # what is set is not inherited
+        backend.fp32_precision = "none"
+    yield
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
+    torch.get_float32_matmul_precision()  # the settings agree again
+
+
+@pytest.mark.usefixtures("_precision_again")
+@pytest.mark.parametrize("owner", [torch.backends, torch.backends.cuda.matmul])
+def test_precisions_of_backends(owner: object) -> None:
+    """What replaces torch.set_float32_matmul_precision(), whose getter raises behind it."""
+    assert matmul_precision() != "tf32"
+    owner.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    assert matmul_precision() == "tf32"
+    _compare_operators()
+    if not INTERPRETED:
+        _compare_compiled("aot_eager")
+
+
+@inside
+def test_the_older_setting() -> None:
+    try:
+        for name, precision in (("high", "tf32"), ("medium", "tf32"), ("highest", "ieee")):
+            torch.set_float32_matmul_precision(name)
+            assert matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@outside
+def test_references_under_autocast() -> None:
+    """Operands are cast as those of other implementations, and nothing is behind them."""
+    q, k, *teacher = _inputs(1, 2, 24, 16)
+    words = _inputs(24, 16)
+
+    def mass(e: object) -> object:
+        return (e.s.softmax("key") * e.t).sum("key")  # type: ignore[attr-defined]
+
+    dots = {"s": (q, k), "t": (teacher[0], teacher[1])}
+    calls: dict[str, Callable[[str], Tensor]] = {
+        "streaming": lambda impl: attention_kl(q, k, *teacher, impl=impl),
+        "auto": lambda impl: linear_kl(*words, impl=impl),
+        "blocked": lambda impl: row_program(mass, dots=dots, impl=impl),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        for impl, call in calls.items():
+            given, exact = call(impl), call("reference")
+            assert given.dtype == exact.dtype == torch.float32
+            torch.testing.assert_close(given, exact, rtol=2e-2, atol=2e-2)
