@@ -85,6 +85,18 @@ def test_against_the_blocks_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got, x, rtol=1e-9, atol=1e-10)
 
 
+def test_gradients_of_biased_scores_with_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Inductor cannot compile where they are written over the products."""
+    monkeypatch.setattr(compiled, "_warn_once", _refuse)
+    options = {"mask_value": -1e4, "window_right": 0, "student_softcap": 2.0, "temperature": 2.0}
+    problem = problem_of(35, student_bias=torch.randn(1, 3, 1, 35), **options)
+    weight = torch.randn(2, 3, 35)
+    _, stats = panels.forward(problem)
+    expected = blocked.forward_with_gradients(problem, weight, STUDENT)[2]
+    for got, x in zip(panels.backward(problem, stats, weight, STUDENT), expected, strict=True):
+        torch.testing.assert_close(got, x, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("always_compiled")
 def test_rows_with_infinities() -> None:
     """A row without keys is 0, one that the student excludes is infinite, and nothing is NaN."""

@@ -29,7 +29,7 @@ from torch_streamkl.attention.problem import (
 )
 from torch_streamkl.attention.row_body import (
     COPIES,
-    EXPONENTIALS,
+    WORKSPACE,
     RowForm,
     rows_backward,
     rows_forward,
@@ -153,11 +153,11 @@ def _forward(
             inputs = work.inputs(panel)
             if weight is not None:
                 inputs["row_weight"] = _of_rows(weight, panel)
-            inputs |= work.exponentials(panel)
+            inputs |= work.workspace(panel)
             (out,) = work.run(rows_forward, form, inputs)
             shape = (panel.num_heads, -1, 5)
             results[:, :, rows][panel.batch, panel.heads, panel.queries] = out.view(shape)
-            work.add_gradients(panel)
+            work.add_gradients(panel, work.tiles)
     value, *rest = results.unbind(-1)
     stats = RowStatistics(torch.stack(rest[:2]), torch.stack(rest[2:]))
     return value.contiguous(), stats, (sums[0], sums[1], sums[2], sums[3])
@@ -179,8 +179,9 @@ def _backward(
             inputs = work.inputs(panel)
             inputs["row_weight"] = _of_rows(weight, panel)
             inputs["statistics"] = (known.reshape(-1, 4), "r4")
+            inputs |= work.workspace(panel)
             work.run(rows_backward, form, inputs)
-            work.add_gradients(panel)
+            work.add_gradients(panel, work.more_tiles)
     return sums
 
 
@@ -302,12 +303,12 @@ class _Work:
                 inputs[f"{name}_sink"] = self._per_head(side.sink, panel)
         return inputs
 
-    def exponentials(self, panel: Panel) -> Described:
-        """Where `rows_forward` keeps them: tiles that every call allocates are page faults."""
+    def workspace(self, panel: Panel) -> Described:
+        """A tile more for each side: ones that every call allocates are page faults."""
         shape = (panel.num_rows, panel.num_keys)
         self.more_tiles = self.more_tiles or [torch.empty_like(x) for x in self.tiles]
         parts = (tile[: math.prod(shape)].view(shape) for tile in self.more_tiles)
-        return {name: (x, "rk") for name, x in zip(EXPONENTIALS, parts, strict=True)}
+        return {name: (x, "rk") for name, x in zip(WORKSPACE, parts, strict=True)}
 
     def _numbers_of(self, outside: int) -> Tensor:
         student, teacher = self._sides
@@ -327,9 +328,10 @@ class _Work:
             raise NotCompiledError
         return tuple(run([x.contiguous() for x, _ in inputs.values()]))
 
-    def add_gradients(self, panel: Panel) -> None:
-        """Products of the gradients that the body has left in place of the dot products."""
-        for i, d_dots in enumerate(self.blocks):
+    def add_gradients(self, panel: Panel, tiles: list[Tensor]) -> None:
+        """Products of the gradients to the dot products, which the body has left in ``tiles``."""
+        for i, (block, tile) in enumerate(zip(self.blocks, tiles, strict=True)):
+            d_dots = tile[: block.numel()].view(block.shape)
             dq, d_keys = self.sums[2 * i], self.d_keys[i]
             if dq is not None:
                 out = dq[panel.batch, panel.heads, panel.queries]

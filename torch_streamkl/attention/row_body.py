@@ -30,7 +30,8 @@ Inputs = dict[str, Tensor]
 # Of the input "numbers", in this order:
 NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature",
            "mask_value", "outside")  # fmt: skip
-EXPONENTIALS = ("student_e", "teacher_e")  # tiles for them
+# a tile of each side: exponentials of `rows_forward`, gradients of `rows_backward`
+WORKSPACE = ("student_workspace", "teacher_workspace")
 COPIES = 16  # elements of the input "copies", which are 1: one or two vectors
 
 
@@ -75,7 +76,7 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     outside = _number(inputs, "outside") if form.fills else None
     student, teacher = (
         softmax(x.x, inputs.get(f"{name}_sink"), x.level, outside, inputs["copies"], inputs[e])
-        for name, x, e in zip(("student", "teacher"), (s, t), EXPONENTIALS, strict=True)
+        for name, x, e in zip(("student", "teacher"), (s, t), WORKSPACE, strict=True)
     )
     functional = Functional.of(form.functional)
     f, h, g = functional.terms("fhg", variables_of(student, teacher))
@@ -87,15 +88,20 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     value, h_sum, g_sum = sums
     weight = inputs.get("row_weight")
     if weight is not None and form.student:
-        _store_gradient(inputs, 0, h, student.p * h_sum, s.slope, weight, form, allowed)
+        d = _gradient(inputs, 0, h, student.p * h_sum, s.slope, weight, form, allowed)
+        inputs["s"].copy_(d)
     if weight is not None and form.teacher:
-        _store_gradient(inputs, 1, g, teacher.p * g_sum, t.slope, weight, form, allowed)
+        d = _gradient(inputs, 1, g, teacher.p * g_sum, t.slope, weight, form, allowed)
+        inputs["t"].copy_(d)
     rows = (value, student.lse, h_sum, teacher.lse, g_sum)
     return (torch.cat(rows, dim=1),)
 
 
 def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Overwrites dot products by their gradients, from the "statistics" of `rows_forward`."""
+    """Gradients to the dot products, from the "statistics" of `rows_forward`, to tiles for them.
+
+    In the dot products' own place Inductor cannot compile some forms of biased scores.
+    """
     allowed = _allowed(inputs)
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
     lse_s, h_sum, lse_t, g_sum = inputs["statistics"].split(1, dim=1)
@@ -105,9 +111,11 @@ def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     terms = Functional.of(form.functional).terms(names, variables_of(student, teacher))
     weight = inputs["row_weight"]
     if form.student:
-        _store_gradient(inputs, 0, terms[0], student.p * h_sum, s.slope, weight, form, allowed)
+        d = _gradient(inputs, 0, terms[0], student.p * h_sum, s.slope, weight, form, allowed)
+        inputs[WORKSPACE[0]].copy_(d)
     if form.teacher:
-        _store_gradient(inputs, 1, terms[-1], teacher.p * g_sum, t.slope, weight, form, allowed)
+        d = _gradient(inputs, 1, terms[-1], teacher.p * g_sum, t.slope, weight, form, allowed)
+        inputs[WORKSPACE[1]].copy_(d)
     return ()
 
 
@@ -229,7 +237,7 @@ def _with_keys_outside(
     ]
 
 
-def _store_gradient(
+def _gradient(
     inputs: Inputs,
     side: int,
     term: Tensor,
@@ -238,7 +246,7 @@ def _store_gradient(
     weight: Tensor,
     form: RowForm,
     allowed: Tensor | None,
-) -> None:
+) -> Tensor:
     """The term minus a key's share of the terms' sum, times what leads to the dot product."""
     factor = weight * _number(inputs, ("student_scale", "teacher_scale")[side])
     if form.has_temperature:
@@ -246,6 +254,4 @@ def _store_gradient(
     d = (term - share) * factor
     if slope is not None:
         d = d * slope
-    if allowed is not None:
-        d = torch.where(allowed, d, 0.0)
-    inputs["st"[side]].copy_(d)
+    return d if allowed is None else torch.where(allowed, d, 0.0)
