@@ -276,6 +276,35 @@ def test_boolean_and_additive_masks_that_are_inputs() -> None:
     fused(loss, [*inputs, keep, torch.randn(1, 4, n, n, generator=make)])
 
 
+# a tensor that varies along some of [batch, key heads, heads of a group, queries, keys]
+SHARED_KEYS = [
+    ((1, 2, 1, 1, 7), 1), ((1, 2, 1, 5, 7), 1), ((1, 2, 3, 5, 7), 1),
+    ((1, 1, 3, 1, 7), 1), ((1, 1, 3, 5, 7), 1), ((1, 1, 1, 5, 7), 1), ((2, 2, 1, 5, 7), 2),
+    ((2, 2, 3, 1, 7), 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+@pytest.mark.parametrize(("size", "batch"), SHARED_KEYS)
+def test_masks_of_heads_that_share_keys(size: tuple[int, ...], batch: int, kind: str) -> None:
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, x: Tensor) -> Tensor:
+        maps = []
+        for q, k in ((sq, sk), (tq, tk)):
+            scores = (q @ k.repeat_interleave(3, 1).mT).unflatten(1, (2, 3))
+            scores = scores + x if kind == "bias" else scores.masked_fill(x > 1.0, -1e9)
+            maps.append(scores.flatten(1, 2))
+        s, t = maps
+        rows = (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
+        return rows.mean()
+
+    queries, keys = ((batch, 6, 5, 4), (batch, 2, 7, 4))
+    inputs = [
+        torch.randn(size).requires_grad_(i < 2) for i, size in enumerate([queries, keys] * 2)
+    ]
+    outcome = fused(loss, [*inputs, torch.randn(size)])
+    assert [site.kind for site in outcome.report.sites] == ["attention_kl"], str(outcome.report)
+
+
 def test_sizes_of_queries_and_keys_differ() -> None:
     def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
         n, m = sq.shape[2], sk.shape[2]

@@ -133,3 +133,19 @@ def test_references_under_autocast() -> None:
             given, exact = call(impl), call("reference")
             assert given.dtype == exact.dtype == torch.float32
             torch.testing.assert_close(given, exact, rtol=2e-2, atol=2e-2)
+
+
+@outside
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("on", [False, True])
+def test_meta_tensors_know_no_autocast(on: bool, impl: str) -> None:
+    q, words = torch.randn(1, 2, 24, 16, device="meta"), torch.randn(24, 16, device="meta")
+    with torch.autocast("cpu", torch.bfloat16, enabled=on):
+        rows = attention_kl(q, q, q, q, impl=impl)
+        tokens = linear_kl(words, words, words, words, impl=impl)
+        sums = row_program(lambda e: e.s.softmax("key").sum("key"), dots={"s": (q, q)}, impl=impl)
+    assert [(x.device.type, x.shape) for x in (rows, tokens, sums)] == [
+        ("meta", (1, 2, 24)),
+        ("meta", (24,)),
+        ("meta", (1, 2, 24)),
+    ]

@@ -59,6 +59,12 @@ def _has_tensor(settings: tuple[Any, ...]) -> bool:
     return any(isinstance(x, Tensor) or (type(x) is tuple and _has_tensor(x)) for x in settings)
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for a tensor's device. Meta tensors have none, and asking raises."""
+    is_any: bool = torch._C._is_any_autocast_enabled()
+    return is_any and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a call on these tensors is ordinary eager execution that nothing observes."""
     if (

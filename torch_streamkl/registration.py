@@ -72,6 +72,14 @@ def _without_autocast(op: Any, device: str) -> Any:
     return call
 
 
+def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` as the dispatcher runs an operator, on a device of any type."""
+    if not torch._C._is_any_autocast_enabled():
+        return function(*args)
+    with torch._C._DisableAutocast():
+        return function(*args)
+
+
 def register_no_double_backward(lib: Library, name: str) -> None:
     """The gradient of ``<name>_backward`` is an error that says what to use."""
 

@@ -27,12 +27,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.domain.layout import Dim, Layout, Piece, axes_of
-from torch_streamkl.fx_passes.domain.masks import AxisCondition
+from torch_streamkl.fx_passes.domain.masks import AxisCondition, AxisTensor
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_zero, quotient, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_zero, quotient, same
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 
@@ -240,7 +240,11 @@ def _kinds(
 
 def _has(operand: TensorRef, piece: Piece) -> bool:
     """Whether an operand varies along a digit of an axis."""
-    return any(p.axis == piece.axis and _overlaps(p, piece) for d in operand.layout for p in d)
+    return _holds(operand.layout, piece)
+
+
+def _holds(layout: Layout, piece: Piece) -> bool:
+    return any(p.axis == piece.axis and _overlaps(p, piece) for d in layout for p in d)
 
 
 def _overlaps(held: Piece, piece: Piece) -> bool:
@@ -313,8 +317,10 @@ def _heads(
     """The last digit, and with it those before where queries of several heads share keys.
 
     One is left for the batch, unless they are one dimension behind another, a batch of size 1.
+    And as many are as a mask or bias asks for that varies along some of them only.
     """
-    heads = list(rest[-1:])
+    heads = tuple(rest[-1:])
+    found = [heads]
     while len(rest) > len(heads):
         first, before = heads[0], rest[-len(heads) - 1]
         is_one_dim = 0 < digits[before].dim == digits[first].dim
@@ -323,5 +329,29 @@ def _heads(
         shares = (ROW_ONLY, ABSENT)
         if not any(s.kinds[first] in shares and s.kinds[before] == BOTH for s in sides):
             break
-        heads.insert(0, before)
-    return tuple(heads)
+        heads = (before, *heads)
+        found.append(heads)
+    if len(found) == 1:
+        return heads
+    long = [i for i in rest if not is_one(digits[i].size)]
+    varying = [
+        [
+            piece is not None and _holds(x, piece)
+            for piece in (digits[i].pieces[side] for i in long)
+        ]
+        for side, s in enumerate(sides)
+        for x in _beside_scores(s.distribution)
+    ]
+
+    def is_whole(heads: tuple[int, ...]) -> bool:
+        start = sum(i not in heads for i in long)
+        return all(len(set(part)) <= 1 for v in varying for part in (v[:start], v[start:]))
+
+    return next((x for x in reversed(found) if is_whole(x)), heads)
+
+
+def _beside_scores(distribution: Distribution) -> Iterator[Layout]:
+    """Layouts of the masks and biases that are tensors."""
+    form = read(distribution.scores)
+    yield from (x.layout for x in form.mask if isinstance(x, AxisTensor))
+    yield from (bias.tensor.layout for bias in form.biases)

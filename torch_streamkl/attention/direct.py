@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.sites import Site
 from torch_streamkl.checks import is_plain
+from torch_streamkl.registration import without_autocast
 
 
 def attention_kl(
@@ -38,7 +39,7 @@ def attention_kl(
         apply = super(torch.autograd.Function, _AttentionKL).apply
         value: Tensor = apply(tensors, site, *inputs)
         return value
-    rows: Tensor = ops.without_autocast(site.forward, *tensors)[0]
+    rows: Tensor = without_autocast(site.forward, *tensors)[0]
     return rows
 
 
@@ -68,7 +69,7 @@ class _AttentionKL(torch.autograd.Function):
         ctx: Any, tensors: tuple[Tensor | None, ...], site: Site, *_inputs: Tensor | None
     ) -> Tensor:
         value: Tensor
-        value, student_stats, teacher_stats = ops.without_autocast(site.forward, *tensors)
+        value, student_stats, teacher_stats = without_autocast(site.forward, *tensors)
         ctx.save_for_backward(student_stats, teacher_stats, *tensors)
         ctx.site = site
         # a hook may return another layout than it got, as save_on_cpu(pin_memory=True) does
@@ -91,9 +92,7 @@ class _AttentionKL(torch.autograd.Function):
             grads = ops.gradients(grad, needs, saved, site.options, site.backward)
             return (None, None, *grads)
         # the usual call, without what the others need
-        dq, dk, teacher_dq, teacher_dk = ops.without_autocast(
-            site.backward, needs[:4], grad, *saved
-        )
+        dq, dk, teacher_dq, teacher_dk = without_autocast(site.backward, needs[:4], grad, *saved)
         return None, None, dq, dk, teacher_dq, teacher_dk, None, None
 
 

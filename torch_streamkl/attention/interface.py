@@ -12,6 +12,7 @@ from torch_streamkl import checks
 from torch_streamkl.attention import direct, ops, reference
 from torch_streamkl.divergences.names import divergence_text
 from torch_streamkl.launches.launch import IMPLEMENTATIONS
+from torch_streamkl.registration import without_autocast
 
 LAYOUTS = ("bhnd", "bnhd")
 PACKED = "packed"  # [total, num_heads, head_dim], of attention_kl_varlen
@@ -334,8 +335,7 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     tensors = _operands(inputs, settings)
     if settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
-        with torch.autocast(tensors[0].device.type, enabled=False):  # operands are cast
-            value = reference.attention_kl_rows(problem)
+        value = without_autocast(reference.attention_kl_rows, problem)  # operands are cast
     elif plain:
         value = direct.attention_kl(tensors, options, sites)
     else:
@@ -363,7 +363,7 @@ def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         q_s = (q_s * settings.student_scale).to(q_s.dtype)
     if isinstance(settings.teacher_scale, Tensor):
         q_t = (q_t * settings.teacher_scale).to(q_t.dtype)
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q_s.device.type):
+    if checks.is_autocast(q_s):
         q_s, k_s, q_t, k_t = (_autocast(x) for x in (q_s, k_s, q_t, k_t))
     optional = inputs[4:]
     for x in optional:

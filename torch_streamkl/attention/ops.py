@@ -24,7 +24,12 @@ from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Si
 from torch_streamkl.checks import is_plain
 from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.registration import (
+    NAMESPACE,
+    register,
+    register_no_double_backward,
+    without_autocast,
+)
 
 _lib = Library(NAMESPACE, "DEF")
 
@@ -330,14 +335,6 @@ def _with_options(
 ) -> tuple[Tensor | None, ...]:
     student_stats, teacher_stats, *tensors = saved
     return wanted_gradients(grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
-
-
-def without_autocast(implementation: Any, *args: Any) -> Any:
-    """What the dispatcher does for the operator (see registration.py)."""
-    if not torch._C._is_any_autocast_enabled():
-        return implementation(*args)
-    with torch._C._DisableAutocast():
-        return implementation(*args)
 
 
 def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch_streamkl.divergences.names import divergence_text
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import reference as linear_reference
 from torch_streamkl.once import differentiable_once
+from torch_streamkl.registration import without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -341,8 +342,9 @@ def _per_token(
         value, hard = linear.rows(tensors, options, places)
     elif options["impl"] == "reference":
         problem = linear_ops.problem_of(*tensors, **options)[0]
-        with torch.autocast(tensors[0].device.type, enabled=False):  # operands are cast
-            value, hard = linear_reference.linear_kl_rows(problem)
+        value, hard = without_autocast(
+            linear_reference.linear_kl_rows, problem
+        )  # operands are cast
     else:
         value, hard, _ = linear_ops.linear_kl(*tensors, **options)
     if tensors[6] is not None:
@@ -367,7 +369,7 @@ def _denominator(counted: Tensor | None, reduction: str, tokens: tuple[int, ...]
 
 def _as_matmul_operand(x: Tensor) -> Tensor:
     """What autocast would make of it."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if checks.is_autocast(x) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
@@ -400,7 +402,7 @@ def _check_head(
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if 0 in (x.shape[1:] if is_shard and x is weight else x.shape):
             raise ValueError(f"{name} must have no empty dimension, got shape {tuple(x.shape)}")
-    if hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type):
+    if not checks.is_autocast(hidden):
         checks.same("dtype", {f"{side}_hidden": hidden.dtype, f"{side}_weight": weight.dtype})
     checks.same("width", {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]})
     if weight.stride(0) != 1 and weight.stride(1) != 1:

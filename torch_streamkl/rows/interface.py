@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.once import differentiable_once
+from torch_streamkl.registration import without_autocast
 from torch_streamkl.rows import derive, op, reference, remembered, tensors
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
@@ -155,8 +156,7 @@ def row_program(
             total: Tensor = op.row_program_sum(*arguments)[0]
             return differentiable_once(total, inputs.tensors)
     if impl == "reference":
-        with torch.autocast(problem.operands[0][0].device.type, enabled=False):
-            results = reference.forward(problem)
+        results = without_autocast(reference.forward, problem)
     else:
         if is_differentiated:  # whatever has no derivative is an error before anything runs
             derive.forward_plan(program, True)
