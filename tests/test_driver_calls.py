@@ -128,19 +128,22 @@ def _without_outputs(call: tuple[Any, ...], out: int) -> list[Any]:
     return ["out" if x == out and type(x) is int else x for x in driver_calls._leaves(call)]
 
 
+def _compare(driver: Driver, function: Any, program: Any, tensors: list[Tensor]) -> None:
+    """The driver is called alike by both."""
+    driver.calls.clear()
+    (usual,), (out,) = function(*tensors), program(*tensors)
+    expected, found = driver.calls
+    assert _without_outputs(found, out.data_ptr()) == _without_outputs(expected, usual.data_ptr())
+    assert out.data_ptr() in driver_calls._leaves(found)
+
+
 @pytest.mark.parametrize("described", [True, False])
 def test_the_driver_is_called_as_by_the_launcher(driver: Driver, described: bool) -> None:
     signature = SIGNATURE if described else {"p": "*fp32", "out": "*fp32", "n": "i32"}
     function, program = _program(Kernel(launcher_to(driver, signature)), described=described)
     every = [_tensors(i) for i in range(3)]
     for tensors in (*every, *every):
-        driver.calls.clear()
-        (usual,), (out,) = function(*tensors), program(*tensors)
-        expected, found = driver.calls
-        assert _without_outputs(found, out.data_ptr()) == _without_outputs(
-            expected, usual.data_ptr()
-        )
-        assert out.data_ptr() in driver_calls._leaves(found)
+        _compare(driver, function, program, tensors)
 
 
 def test_maps_are_made_once_for_an_address(driver: Driver) -> None:
@@ -161,12 +164,7 @@ def test_maps_of_many_addresses_are_let_go(
     function, program = _program(Kernel(launcher_to(driver)))
     every = [_tensors(i) for i in range(5)]
     for tensors in (*every, *every):
-        driver.calls.clear()
-        (usual,), (out,) = function(*tensors), program(*tensors)
-        expected, found = driver.calls
-        assert _without_outputs(found, out.data_ptr()) == _without_outputs(
-            expected, usual.data_ptr()
-        )
+        _compare(driver, function, program, tensors)
 
 
 @pytest.mark.parametrize("needed", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
@@ -186,8 +184,4 @@ def test_an_unknown_launcher_is_called_itself(driver: Driver) -> None:
     launch = launcher.launch
     launcher.launch = lambda *arguments: launch(*arguments)  # which hides what it calls
     function, program = _program(Kernel(launcher))
-    tensors = _tensors(1)
-    driver.calls.clear()
-    (usual,), (out,) = function(*tensors), program(*tensors)
-    expected, found = driver.calls
-    assert _without_outputs(found, out.data_ptr()) == _without_outputs(expected, usual.data_ptr())
+    _compare(driver, function, program, _tensors(1))

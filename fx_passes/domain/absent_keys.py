@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from torch_streamkl.divergences.functional import Expr, apply, evaluate
+from torch_streamkl.divergences.functional import Expr, apply, evaluate, exact
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ScoreKey
 from torch_streamkl.fx_passes.domain.values import Elements
@@ -34,9 +32,7 @@ def drops_absent_keys(x: Elements) -> bool:
 def at_absent_key(e: Expr) -> float:
     """The value where every probability is 0 and its logarithm -inf; 0 * -inf counts as 0."""
     absent = {"P": 0.0, "logP": -math.inf}
-    tensors = {
-        name: torch.tensor(v, dtype=torch.float64, device="cpu") for name, v in absent.items()
-    }
+    tensors = {name: exact(v) for name, v in absent.items()}
     with unset_fake_temporarily():
         return float(evaluate(_of_one(e), tensors))
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torch_streamkl.divergences.functional import exact
 from torch_streamkl.fx_passes.domain.masks import (
     Affine,
     BoolTensor,
@@ -65,7 +66,7 @@ def in_dtype(value: float, dtype: torch.dtype) -> float | None:
     if dtype == torch.bool:
         return float(value != 0)
     if dtype.is_floating_point:
-        return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype))
+        return float(exact(value).to(dtype))
     if dtype.is_complex or not math.isfinite(value) or value != int(value):
         return None
     limits = torch.iinfo(dtype)

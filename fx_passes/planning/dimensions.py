@@ -214,7 +214,9 @@ def _averaged(distribution: Distribution, operands: Sequence[TensorRef]) -> tupl
         for part in _refined(Digit(0, p.size, (p, None)), (operands, ()))
     ]
     _, keys = operands
-    return tuple(sorted((p for p in pieces if p is not None), key=lambda p: not _has(keys, p)))
+    return tuple(
+        sorted((p for p in pieces if p is not None), key=lambda p: not _has(keys.layout, p))
+    )
 
 
 def _operands(distribution: Distribution) -> tuple[TensorRef, TensorRef]:
@@ -230,7 +232,7 @@ def _operands(distribution: Distribution) -> tuple[TensorRef, TensorRef]:
 def _kinds(
     operands: tuple[TensorRef, TensorRef], digits: Sequence[Digit], side: int
 ) -> tuple[str, ...]:
-    rows, keys = operands
+    rows, keys = (x.layout for x in operands)
     names = {(True, True): BOTH, (True, False): ROW_ONLY, (False, True): KEY_ONLY}
     pieces = [d.pieces[side] for d in digits]
     return tuple(
@@ -238,12 +240,8 @@ def _kinds(
     )
 
 
-def _has(operand: TensorRef, piece: Piece) -> bool:
-    """Whether an operand varies along a digit of an axis."""
-    return _holds(operand.layout, piece)
-
-
-def _holds(layout: Layout, piece: Piece) -> bool:
+def _has(layout: Layout, piece: Piece) -> bool:
+    """Whether a tensor varies along a digit of an axis."""
     return any(p.axis == piece.axis and _overlaps(p, piece) for d in layout for p in d)
 
 
@@ -335,10 +333,7 @@ def _heads(
         return heads
     long = [i for i in rest if not is_one(digits[i].size)]
     varying = [
-        [
-            piece is not None and _holds(x, piece)
-            for piece in (digits[i].pieces[side] for i in long)
-        ]
+        [piece is not None and _has(x, piece) for piece in (digits[i].pieces[side] for i in long)]
         for side, s in enumerate(sides)
         for x in _beside_scores(s.distribution)
     ]

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from torch_streamkl.divergences.functional import ZERO, Expr, Functional, apply, evaluate
+from torch_streamkl.divergences.functional import ZERO, Expr, Functional, apply, evaluate, exact
 from torch_streamkl.fx_passes.domain.layout import Piece
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,
@@ -290,7 +288,7 @@ def _vanishes(e: Expr) -> bool:
         return False
     e = _of_one_distribution(e)
     for p in (1.0, 0.5, 0.1, 1e-3):
-        x = torch.tensor(p, dtype=torch.float64, device="cpu")
+        x = exact(p)
         f = evaluate(e, {"P": x, "S": x, "logP": x.log(), "logS": x.log()})
         if abs(float(f)) > 1e-12:
             return False

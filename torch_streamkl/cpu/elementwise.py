@@ -44,9 +44,8 @@ def _flushed(clamped: Tensor, least: float) -> Tensor:
 
 @functools.cache
 def _exp_of(x: float, dtype: torch.dtype) -> float:
-    return float(
-        torch.full((64,), x, dtype=dtype, device="cpu").exp()[0]
-    )  # as a vector is computed
+    vector = torch.full((64,), x, dtype=dtype, device="cpu")  # as a vector is computed
+    return float(vector.exp()[0])
 
 
 def limits(allowed: Tensor) -> Tensor:

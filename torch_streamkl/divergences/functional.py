@@ -77,6 +77,11 @@ def const(value: float) -> Expr:
     return Expr("const", (), float(value))
 
 
+def exact(value: float) -> Tensor:
+    """A number in float64, on the CPU whatever the default device is."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
 SMALLEST_LIFT = 2.0**-100  # of `is_lifted`
 ZERO, ONE = const(0.0), const(1.0)
 FLOOR_OF_EXP = -1e30  # an exponent whose exponential is 0 in every dtype we compute in
@@ -97,13 +102,7 @@ def apply(op: str, *args: Expr) -> Expr:
     if len(args) != ARITY[op]:
         raise ValueError(f"{op} takes {ARITY[op]} arguments, got {len(args)}")
     if all(a.op == "const" for a in args):
-        return const(
-            float(
-                _evaluate_node(
-                    op, [torch.tensor(a.value, dtype=torch.float64, device="cpu") for a in args]
-                )
-            )
-        )
+        return const(float(_evaluate_node(op, [exact(a.value) for a in args])))
     a, b = args[0], args[-1]
     match op:
         case "add" if a == ZERO:
@@ -501,13 +500,7 @@ class Functional:
                 guarded = GuardedBilinear(inner, floors[LOG_P], floors[LOG_S])
         nothing = {"P": 0.0, "S": 0.0, "logP": -math.inf, "logS": -math.inf}
         with unset_fake_temporarily():  # a fake operator may be the first to ask
-            absent = evaluate(
-                expr,
-                {
-                    k: torch.tensor(v, dtype=torch.float64, device="cpu")
-                    for k, v in nothing.items()
-                },
-            ).item()
+            absent = evaluate(expr, {k: exact(v) for k, v in nothing.items()}).item()
         factor = squares(expr)
         student_grad, teacher_grad = (
             mixture_terms(expr)

@@ -68,7 +68,7 @@ def gpu_limit(device: torch.device) -> str | None:
 
 
 def matmul_precision() -> str:
-    """ "tf32" where float32 products of a GPU may be rounded to it, anything else where not.
+    """As torch.backends names it: "tf32" where float32 products of a GPU may be rounded to that.
 
     torch.get_float32_matmul_precision() says the same, but raises where a program has used the
     settings of torch.backends that replace it, as ``torch.backends.fp32_precision = "tf32"``.

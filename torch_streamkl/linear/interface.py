@@ -342,9 +342,8 @@ def _per_token(
         value, hard = linear.rows(tensors, options, places)
     elif options["impl"] == "reference":
         problem = linear_ops.problem_of(*tensors, **options)[0]
-        value, hard = without_autocast(
-            linear_reference.linear_kl_rows, problem
-        )  # operands are cast
+        # operands are cast
+        value, hard = without_autocast(linear_reference.linear_kl_rows, problem)
     else:
         value, hard, _ = linear_ops.linear_kl(*tensors, **options)
     if tensors[6] is not None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torch_streamkl.divergences.functional import exact
+
 if TYPE_CHECKING:
     from torch_streamkl.rows.expressions import Graph
 
@@ -55,7 +57,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 def of_numbers(op: str, values: list[float]) -> float:
     """A pointwise operation on constants."""
-    tensors: list[Any] = [torch.tensor(v, dtype=torch.float64, device="cpu") for v in values]
+    tensors: list[Any] = [exact(v) for v in values]
     if op == "where":
         tensors[0] = tensors[0].bool()
     return float(OPERATIONS[op].run(*tensors))
