@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -61,8 +62,8 @@ def _compare_operators() -> None:
     x, w, y, v = _inputs(24, 16)
     linear_kl(x, w, y, v, reduction="mean", impl=IMPL).backward()
 
-    def squares(e: object) -> object:
-        return ((e.s - e.t) ** 2).sum("key")  # type: ignore[attr-defined]
+    def squares(e: Any) -> Any:
+        return ((e.s - e.t) ** 2).sum("key")
 
     impl = IMPL if INTERPRETED else "blocked"
     dots = {"s": (q, k), "t": (teacher[0], teacher[1])}
@@ -93,10 +94,10 @@ def _precision_again() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_precision_again")
 @pytest.mark.parametrize("owner", [torch.backends, torch.backends.cuda.matmul])
-def test_precisions_of_backends(owner: object) -> None:
+def test_precisions_of_backends(owner: Any) -> None:
     """What replaces torch.set_float32_matmul_precision(), whose getter raises behind it."""
     assert matmul_precision() != "tf32"
-    owner.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    owner.fp32_precision = "tf32"
     assert matmul_precision() == "tf32"
     _compare_operators()
     if not INTERPRETED:
@@ -119,8 +120,8 @@ def test_references_under_autocast() -> None:
     q, k, *teacher = _inputs(1, 2, 24, 16)
     words = _inputs(24, 16)
 
-    def mass(e: object) -> object:
-        return (e.s.softmax("key") * e.t).sum("key")  # type: ignore[attr-defined]
+    def mass(e: Any) -> Any:
+        return (e.s.softmax("key") * e.t).sum("key")
 
     dots = {"s": (q, k), "t": (teacher[0], teacher[1])}
     calls: dict[str, Callable[[str], Tensor]] = {
