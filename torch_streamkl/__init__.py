@@ -1,5 +1,8 @@
 """Streaming distillation losses: fused operators and the torch.compile backend "streamkl"."""
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_streamkl.attention.interface import attention_kl, attention_kl_varlen
@@ -44,7 +47,26 @@ _LAZY = {  # public names by the module of fx_passes that has them
 def __getattr__(name: str) -> Any:
     # the operators do not need the compiler: it is imported when it is asked for
     if name in _LAZY:
-        import importlib
-
         return getattr(importlib.import_module(f"torch_streamkl.fx_passes.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'torch_streamkl' has no attribute {name!r}")
+
+
+def _import_passes_of_a_clone() -> None:
+    # An installed package has fx_passes/ inside of this folder, a clone has it next to it.
+    # In a clone this folder shadows the installed package: it has to be importable by itself.
+    # (The folder above as an entry of __path__ would make tests and bench part of the package.)
+    folder = Path(__file__).resolve().parent
+    source = folder.parent / "fx_passes" / "__init__.py"
+    if (folder / "fx_passes").is_dir() or not source.is_file():
+        return
+    name = "torch_streamkl.fx_passes"
+    spec = importlib.util.spec_from_file_location(
+        name, source, submodule_search_locations=[str(source.parent)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # an empty module: its parts are imported later
+    sys.modules[name] = globals()["fx_passes"] = module
+
+
+_import_passes_of_a_clone()
