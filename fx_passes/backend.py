@@ -26,8 +26,12 @@ from torch_streamkl.fx_passes.inductor_passes import (
     without_ours,
 )
 from torch_streamkl.fx_passes.pipeline import rewrite
+from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
+from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, large_tensors
 from torch_streamkl.fx_passes.reporting.leaving_tensors import leaving_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unrecognized import reasons_of
 from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
 
 log = logging.getLogger("torch_streamkl")
@@ -251,6 +255,7 @@ def rewrite_and_report(
 ) -> Report:
     """``may_run_alone``: a graph with nothing to compile runs without Inductor, and is noted."""
     min_mib = ours["streamkl.min_mib"]
+    shapes = ScoreShapes.of(gm)
     # a checkpoint around the call counts what is saved, and its hooks may read it
     with _disable_saved_tensors_hooks_during_tracing():
         report = rewrite(
@@ -275,13 +280,25 @@ def rewrite_and_report(
             report.notes.append(inductor_sites.WITHOUT_TABLE)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += leaving_tensors(gm.graph)
+    _list_large_tensors(gm, shapes, report)
     for observer in REPORTS:
         observer(report)
-    if report.sites or report.failures or report.outside:
+    if report.sites or report.failures or report.outside or report.elsewhere:
         log.log(logging.WARNING if ours["streamkl.explain"] else logging.INFO, "%s", report)
     if ours["streamkl.strict"] and (report.num_unfused or report.failures):
         raise UnfusedError(f"streamkl.strict: a KL site stays unfused\n{report}")
     return report
+
+
+def _list_large_tensors(gm: fx.GraphModule, shapes: ScoreShapes, report: Report) -> None:
+    """What the rewritten graph still makes and no recognized loss reads, and why."""
+    ended = break_after(gm)
+    if ended is not None:
+        report.breaks.append(ended)
+    at_break = f"the code after the graph break at {shown(ended.location)}" if ended else None
+    found = large_tensors(gm, shapes, report.remaining, at_break)
+    report.elsewhere += [made for made, _ in found]
+    report.unrecognized += reasons_of((node for _, node in found), at_break)
 
 
 ddp.rewrite_before_split(_options_of, rewrite_and_report)

@@ -67,10 +67,10 @@ from torch_streamkl.fx_passes.planning.row_readers import (
     check_readers_of_program,
     reads_products,
 )
-from torch_streamkl.fx_passes.planning.small import least_mib, why_left, why_program_is_left
+from torch_streamkl.fx_passes.planning.small import why_left, why_program_is_left
 from torch_streamkl.fx_passes.reporting.describe import describe, describe_program
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
-from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, remedy_for
 from torch_streamkl.fx_passes.reporting.remaining_tensors import large_tensors_left
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.sites import left_alone, unfused_sites
@@ -232,7 +232,7 @@ def _rewrite_graph(
             if not sites[0].fused and any(c.inner in computed for c in waiting):
                 continue  # it is fused as a divergence, below
             if sites[0].reason and computed.isdisjoint(found) and sites[0].node not in refused:
-                sites = [replace(s, reason="", left=s.reason, remedy="") for s in sites]
+                sites = [replace(s, is_required=False) for s in sites]
             fused += [site for site in sites if site.fused]
             report.sites += [site for site in sites if not site.fused]
             path += [o.inner for o in program.outputs]
@@ -349,7 +349,7 @@ def _fuse_program(
         reason, left = str(blocked), ""
     is_fused = not reason and not left
     site = Site(is_fused, "row_program", form, reason, "", node=name, left=left)
-    site = replace(site, remedy=remedy_for(reason) if reason else "")
+    site = replace(site, remedy=remedy_for(reason) if reason else FORCE_SIZE if left else "")
     places = (location_of(node) for node in nodes)
     return [replace(site, location=location, code=code) for location, code in places]
 
@@ -358,13 +358,13 @@ def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
     """The site of a divergence that is too small to be worth an operator."""
     value = example(candidate.node)
     assert isinstance(value, Tensor)
-    size = why_left(candidate, least_mib(value.device.type, min_mib))
+    size = why_left(candidate, value.device.type, min_mib)
     if not size:
         return None
     kind, form = describe(candidate.plan)
     place = location_of(candidate.node)
     left = Site(False, kind, form, "", *place, node=candidate.node.name, left=size)
-    return replace(left, remedy="faster there; streamkl.min_mib=0 fuses it all the same")
+    return replace(left, remedy=FORCE_SIZE)
 
 
 def _is_scalar(node: fx.Node) -> bool:

@@ -45,7 +45,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
 )
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
-from torch_streamkl.fx_passes.planning.small import least_attention_mib, why_maps_are_left
+from torch_streamkl.fx_passes.planning.small import why_maps_are_left
 
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
@@ -77,9 +77,9 @@ def replace_attention(
             notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
             continue
         device = _device_of(node)
-        size = why_maps_are_left(value.probabilities, least_attention_mib(device, min_mib))
+        size = why_maps_are_left(value.probabilities, device, min_mib)
         if size:
-            notes[f"the attention at {location_of(node)[0]} is left to Inductor: {size}"] = None
+            notes[f"the attention at {location_of(node)[0]} is skipped: {size}"] = None
             continue
         build = builder(node)
         try:

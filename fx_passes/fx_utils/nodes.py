@@ -15,7 +15,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_s
 
 UNKNOWN = "unknown location"
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # modules, and modes such as a default device
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _OF_TORCH = {"torch", "_operator", "math", "builtins"}
 
 
@@ -110,13 +110,18 @@ def storage_of(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata
 
 
+def in_torch(file: str) -> bool:
+    """Whether a file is torch's own code, not the user's."""
+    return file.startswith(_TORCH)
+
+
 def location_of(node: fx.Node) -> tuple[str, str]:
     """file:line, and its text, of the innermost frame of the user's code behind a node."""
     trace = node.meta.get("stack_trace")
     if not trace:
         return UNKNOWN, ""
-    frames = list(_FRAME.finditer(trace))
-    outside = [f for f in frames if not f[1].startswith(_TORCH)] or frames
+    frames = list(FRAME.finditer(trace))
+    outside = [f for f in frames if not in_torch(f[1])] or frames
     if not outside:
         return UNKNOWN, ""
     frame = outside[-1]

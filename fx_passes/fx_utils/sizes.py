@@ -74,3 +74,12 @@ def quotient(a: Size, b: Size) -> Size | None:
 def is_unknown(size: Size) -> bool:
     """Whether a size depends on data: the number of rows that a boolean index selects."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes as users read it."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.4g} {units[0]}"

@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.values import Rows
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.plan import Plan, plan
 
+# what a divergence reads that is made beside a planned operator
+DISTRIBUTIONS = MATMULS | {
+    "_softmax", "softmax", "_log_softmax", "log_softmax", "logsumexp", "kl_div",
+    "cross_entropy_loss",
+}  # fmt: skip
 Plans = Mapping[fx.Node, Plan | str]  # what computes a sum over keys, or why nothing does
 
 
@@ -79,5 +85,25 @@ def without_candidate(found: Sequence[fx.Node], candidates: Sequence[Candidate])
     """Sites that no operator is planned for."""
     handled: set[fx.Node] = set()
     for candidate in candidates:
-        handled |= {candidate.inner} | ancestors(candidate.inner)
-    return [node for node in found if node not in handled]
+        handled |= ancestors(candidate.inner)
+    values = {candidate.inner for candidate in candidates}
+    return [n for n in found if n not in handled and not _is_made_of(n, values)]
+
+
+def _is_made_of(node: fx.Node, values: set[fx.Node]) -> bool:
+    """Whether a node reads distributions only as values of planned operators.
+
+    The logarithm of a Bhattacharyya coefficient is arithmetic on rows and no second loss.
+    """
+    stack, seen, meets_value = [node], {node}, False
+    while stack:
+        current = stack.pop()
+        if current in values:
+            meets_value = True
+            continue
+        if current.op == "call_function" and name_of(current) in DISTRIBUTIONS:
+            return False
+        new = [a for a in current.all_input_nodes if a not in seen]
+        seen.update(new)
+        stack += new
+    return meets_value

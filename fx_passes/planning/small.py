@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 
 from torch_streamkl.fx_passes.domain.values import Elements
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, bytes_text, expression
 from torch_streamkl.fx_passes.planning.candidates import Candidate
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 
@@ -59,7 +59,7 @@ def why_program_is_left(plan: RowPlan, device: str, given: float | None) -> str:
         mib += math.prod(n for n in sizes if n is not None) * ELEMENT / MIB
     if mib >= least:
         return ""
-    return f"{_hint(axes.extent(plan.groups.keys))} keys, {mib:.2g} MiB"
+    return too_small(mib, "products", least, device, given, "custom losses")
 
 
 def _hint(size: Size) -> int | None:
@@ -70,20 +70,37 @@ def _hint(size: Size) -> int | None:
     return None if hint is None else int(hint)
 
 
-def why_left(candidate: Candidate, least: float) -> str:
-    """Why a site is left to Inductor, or nothing; sizes that vary are fused."""
-    return why_maps_are_left(candidate.plan.rows.elements, least)
+def why_left(candidate: Candidate, device: str, given: float | None) -> str:
+    """Why a loss is skipped, or nothing; dynamic shapes are fused."""
+    mib, least = _mib_of(candidate.plan.rows.elements), least_mib(device, given)
+    if mib is None or mib >= least:
+        return ""
+    is_head = all(call.is_head for call in candidate.plan.calls)
+    return too_small(mib, "logits" if is_head else "scores", least, device, given, "losses")
 
 
-def why_maps_are_left(elements: Elements, least: float) -> str:
-    """The same of all maps that a value has elements of."""
+def why_maps_are_left(elements: Elements, device: str, given: float | None) -> str:
+    """The same of attention that is left over."""
+    mib, least = _mib_of(elements), least_attention_mib(device, given)
+    if mib is None or mib >= least:
+        return ""
+    return too_small(mib, "scores", least, device, given, "attention")
+
+
+def _mib_of(elements: Elements) -> float | None:
     sizes = elements.shape
     if not all(isinstance(n, int) for n in sizes):
-        return ""
-    mib = math.prod(sizes) * len(elements.parts) * ELEMENT / MIB
-    if mib >= least:
-        return ""
-    return f"{sizes[elements.key_dim]} keys, {mib:.2g} MiB"
+        return None
+    return math.prod(sizes) * len(elements.parts) * ELEMENT / MIB
+
+
+def too_small(
+    mib: float, what: str, least: float, device: str, given: float | None, kind: str
+) -> str:
+    """A size and the threshold that it is below of, and where that comes from."""
+    name = {"cuda": "GPU", "cpu": "CPU"}.get(device, device)
+    origin = f"{name} threshold for {kind}" if given is None else "streamkl.min_mib"
+    return f"{bytes_text(mib * MIB)} of {what} < {bytes_text(least * MIB)} ({origin})"
 
 
 def why_small(plan: RowPlan) -> str:

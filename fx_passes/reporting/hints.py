@@ -9,6 +9,8 @@ import torch
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 
+FORCE_SIZE = 'Force with {"streamkl.min_mib": 0}'
+FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (
     "; fully_shard breaks graphs at every module that it is applied to: compile "

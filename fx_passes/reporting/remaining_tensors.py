@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
@@ -17,24 +17,46 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_view,
     location_of,
     name_of,
+    num_bytes,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import expression, same
+from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, expression, is_one, same
 from torch_streamkl.fx_passes.reporting.report import Remaining
 
 ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
+
+
+SMALLER = 8  # times, and a tensor is no longer as large as the scores that it is made of
 
 
 def _plain(shape: Sequence[object]) -> tuple[object, ...]:
     return tuple(size if isinstance(size, int) else str(size) for size in shape)
 
 
-def _unread(graph: fx.Graph) -> set[fx.Node]:
+def unread_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What no result needs: every compiler drops it."""
     unread: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not has_effect(node) and all(user in unread for user in node.users):
             unread.add(node)
     return unread
+
+
+def readers_text(
+    node: fx.Node, unread: Collection[fx.Node] = (), read_by: str | None = None
+) -> str:
+    """Who reads a tensor, and what a user could do about an output.
+
+    ``read_by`` says who reads the outputs, where that is not the caller of a compiled function.
+    """
+    readers = [u for u in node.users if u not in unread]
+    names = sorted({name_of(u).split(".")[-1] for u in readers if u.op != "output"})
+    said = [f"read by {', '.join(names)}"] if names else []
+    is_output = any(u.op == "output" for u in readers)
+    if is_output and read_by is not None:
+        said.append(f"read by {read_by}")
+    elif is_output:
+        said.append(f"returned by your function; drop it to save {bytes_text(num_bytes(node))}")
+    return ", ".join(said) or "nothing reads it"
 
 
 def large_tensors_left(
@@ -49,7 +71,7 @@ def large_tensors_left(
     product of the same operands that other code makes again is.
     """
     remaining = []
-    unread = _unread(graph)
+    unread = unread_nodes(graph)
     of_scores: set[fx.Node] = set()
     ordered = _read_by_order(graph, unread)
     again = _made_again(graph, sizes, recognised, outer)
@@ -61,15 +83,31 @@ def large_tensors_left(
         if (node in again or (node in sizes and node in of_scores)) and node not in unread:
             value = example(node)
             assert isinstance(value, Tensor)
-            users = ", ".join(sorted({name_of(u) for u in node.users}))
-            reason = f"still used by {users}"
+            if _is_vector(value) or (node in sizes and _is_far_smaller(sizes[node], recognised)):
+                continue
+            reason = readers_text(node, unread)
             blocked = recognised.reasons.get(sizes[node]) if node in sizes else None
             if blocked:
                 reason += f" ({blocked})"
             location, _ = location_of(node)
             cause = ordered.get(node) or _of_an_input(node)
-            remaining.append(Remaining(node.name, _plain(value.shape), location, reason, cause))
+            shape = _plain(value.shape)
+            size = num_bytes(node)
+            remaining.append(Remaining(node.name, shape, location, reason, cause, size))
     return remaining
+
+
+def _is_vector(value: Tensor) -> bool:
+    return sum(not is_one(n) for n in value.shape) < 2
+
+
+def _is_far_smaller(inner: fx.Node, recognised: Recogniser) -> bool:
+    """Whether it is far smaller than any scores that it is made of, such as means over queries."""
+    made = _num_elements(inner)
+    scores = [_num_elements(a) for a in ancestors(inner) if is_origin(a, recognised)]
+    return isinstance(made, int) and bool(scores) and all(
+        isinstance(n, int) and made * SMALLER <= n for n in scores
+    )
 
 
 def _made_again(

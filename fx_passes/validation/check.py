@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
 from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
 from torch_streamkl.fx_passes.validation.compare import (
     Slack,
@@ -70,7 +72,7 @@ class Verdict:
 
     def __str__(self) -> str:
         return self.difference or (
-            f"not checked: {self.not_checked}" if self.not_checked else PASSED
+            f"check skipped: {self.not_checked}" if self.not_checked else PASSED
         )
 
 
@@ -154,10 +156,13 @@ def _affordable_sizes(
         allowed = min((bytes_allowed(d, options) for d in devices), default=math.inf)
         seconds = seconds_needed(region.before, sizes)
         if needed > allowed:
-            refusal = refusal or f"{_bytes(needed)}"
+            limits = f"{bytes_text(needed)} > {bytes_text(allowed)} limit. {FORCE_CHECK}"
+            refusal = refusal or limits
         elif seconds > budget.left:
-            took = f"about {max(seconds, 0.1):.1f} s"
-            refusal = refusal or f"{took}; streamkl.verify_max_seconds={options.max_seconds:g}"
+            limit = f"{options.max_seconds:g} s limit"
+            if budget.left < options.max_seconds:
+                limit += " for the whole graph"
+            refusal = refusal or f"~{max(seconds, 0.1):.2g} s > {limit}. {FORCE_CHECK}"
         else:
             return sizes
     raise NotChecked(refusal)
@@ -263,11 +268,3 @@ class _NotTelling(Exception):
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:120] if str(error) else ""
-
-
-def _bytes(count: float) -> str:
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"

@@ -1,0 +1,47 @@
+"""Where Dynamo ended graphs: no loss is seen across such a line, so the report names it."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from typing import Any
+
+from torch import fx
+
+from torch_streamkl.fx_passes.fx_utils.nodes import FRAME, in_torch
+from torch_streamkl.fx_passes.reporting.report import GraphBreak
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
+_MAX_KNOWN = 256
+# by the lines of all functions that were running: the code after a break is known by those
+_KNOWN: dict[tuple[str, int], GraphBreak] = {}
+
+
+def break_after(gm: fx.GraphModule) -> GraphBreak | None:
+    """The graph break that ended a graph of Dynamo's, None where it is the whole function."""
+    cause: Any = getattr(gm, "compile_subgraph_reason", None)
+    if cause is None or not getattr(cause, "graph_break", False):
+        return None
+    frames = [f for f in getattr(cause, "user_stack", None) or () if not in_torch(f.filename)]
+    reason = str(getattr(cause, "reason", "")).strip().splitlines()
+    if not frames:
+        return None
+    inner = frames[-1]
+    code = (inner.line or "").strip()
+    found = GraphBreak(f"{inner.filename}:{inner.lineno}", code, reason[0] if reason else "")
+    while len(_KNOWN) >= _MAX_KNOWN:
+        _KNOWN.pop(next(iter(_KNOWN)))
+    for frame in frames:
+        _KNOWN[frame.filename, frame.lineno or 0] = found
+    return found
+
+
+def break_before(node: fx.Node) -> GraphBreak | None:
+    """The graph break after which a node's code goes on, None where there was none."""
+    for file, _, function in reversed(FRAME.findall(node.meta.get("stack_trace") or "")):
+        resumed = _RESUMED.match(function)
+        if resumed is not None:
+            line = int(resumed[2])
+            known = _KNOWN.get((file, line))
+            return known or GraphBreak(f"{file}:{line}", linecache.getline(file, line).strip(), "")
+    return None

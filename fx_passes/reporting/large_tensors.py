@@ -1,0 +1,245 @@
+"""Every score- or logit-sized tensor that a graph materializes, whatever made or reads it.
+
+The analysis of losses follows what it recognizes. This looks at sizes alone, so that the report
+never passes over what the analysis does not know: products of two matrices that are much larger
+than both, targets scattered into zeros, masks of that size, and what is computed from them, in
+the bodies of custom autograd.Functions and checkpoints as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import MATMULS, OPERAND_VIEWS
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    location_of,
+    name_of,
+    num_bytes,
+    storage_of,
+)
+from torch_streamkl.fx_passes.reporting.leaving_tensors import VOCABULARY_PER_WIDTH
+from torch_streamkl.fx_passes.reporting.remaining_tensors import readers_text, unread_nodes
+from torch_streamkl.fx_passes.reporting.report import Remaining
+
+MUCH_LARGER = 2  # times what a product of two activations is computed from
+EXPANDED = 4  # times the operands of a broadcast operation, or the ids of a scattered target
+UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides: taken for large
+PRODUCTS = MATMULS | {"cdist", "tensordot", "_scaled_mm", "inner"}
+SCATTERS = {"one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+WRITES = {"setitem", "__setitem__", "index_put", "index_put_"}
+BROADCASTS = {"mul", "sub", "add", "truediv", "div", "minimum", "maximum", "pow"}
+OF_ROWS = {"softmax", "log_softmax", "logsumexp"}
+LOSSES = {"cross_entropy", "kl_div"}  # which make a tensor of their input's size inside
+READS_ROWS = OF_ROWS | LOSSES | {"sort", "topk", "argsort"}
+_VIEWS = OPERAND_VIEWS - {"repeat_interleave"}
+_STEPS = 12  # from a product to its softmax
+
+
+def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    """The graph and those of its bodies, which higher-order operators run."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield module.graph
+
+
+@dataclass
+class ScoreShapes:
+    """Shapes of the score- and logit-sized tensors that the user's program makes."""
+
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+
+    @staticmethod
+    def of(gm: fx.GraphModule) -> ScoreShapes:
+        found = ScoreShapes()
+        for graph in graphs_of(gm):
+            for node in graph.nodes:
+                value = _written_target(node)
+                if value is None and is_origin(node):
+                    value = example(node)
+                if isinstance(value, Tensor):
+                    found.shapes.add(_squeezed(value))
+        return found
+
+    def holds(self, value: Tensor) -> bool:
+        return _squeezed(value) in self.shapes
+
+
+def large_tensors(
+    gm: fx.GraphModule,
+    known: ScoreShapes,
+    listed: Sequence[Remaining] = (),
+    at_break: str | None = None,
+) -> list[tuple[Remaining, fx.Node]]:
+    """What the graph makes of these sizes, but for what is ``listed`` already.
+
+    ``at_break`` is where a graph break ends the graph, if one does.
+    """
+    rest = Counter((x.name, x.location, x.shape) for x in listed)
+    found = []
+    for graph in graphs_of(gm):
+        unread = unread_nodes(graph)
+        for node in _made(graph, known, unread):
+            value = example(node)
+            assert isinstance(value, Tensor)
+            shape = tuple(n if isinstance(n, int) else str(n) for n in value.shape)
+            location = location_of(node)[0]
+            key = (node.name, location, shape)
+            if rest[key] > 0:
+                rest[key] -= 1
+                continue
+            is_body = graph is not gm.graph
+            reason = readers_text(node, unread, "the code around it" if is_body else at_break)
+            made = Remaining(node.name, shape, location, reason, "", num_bytes(node))
+            found.append((made, node))
+    return found
+
+
+def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator[fx.Node]:
+    """Nodes with memory of their own that is as large as scores."""
+    sizes: dict[fx.Node, int] = {}  # of the scores that a node is computed from
+    memory = {storage_of(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        before = max((sizes.get(a, 0) for a in node.all_input_nodes), default=0)
+        value = example(node)
+        if not isinstance(value, Tensor):
+            if before:
+                sizes[node] = before
+            continue
+        size = numel(value)
+        follows = before and name_of(node) not in PRODUCTS and 2 * size >= before
+        if not (follows or is_origin(node) or known.holds(value)) or is_vector(value):
+            continue
+        sizes[node] = size
+        storage = storage_of(node)
+        if storage in memory if storage is not None else name_of(node) in _VIEWS:
+            continue
+        memory.add(storage)
+        if node not in unread:
+            yield node
+
+
+def _written_target(node: fx.Node) -> Tensor | None:
+    """The tensor made in the graph into which a few entries of each row are written."""
+    target = node.args[0] if node.args else None
+    if name_of(node) not in WRITES or not isinstance(target, fx.Node):
+        return None
+    value = example(target)
+    if not isinstance(value, Tensor) or is_vector(value) or target.op == "placeholder":
+        return None
+    if any(isinstance(example(a), Tensor) for a in target.all_input_nodes):
+        return None
+    given = [x for a in node.all_input_nodes[1:] if isinstance(x := example(a), Tensor)]
+    is_dense = numel(value) >= EXPANDED * max(map(numel, given), default=numel(value))
+    return value if is_dense else None
+
+
+def is_origin(node: fx.Node) -> bool:
+    """Whether a node makes a score- or logit-sized tensor of smaller ones, or of an input."""
+    value = example(node)
+    if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
+        return False
+    name = name_of(node)
+    inputs = [x for a in node.all_input_nodes if isinstance(x := example(a), Tensor)]
+    if name in OF_ROWS:
+        return not is_vector(value) and _is_of_an_input(node)
+    if is_vector(value) or not inputs:
+        return False
+    size, largest = numel(value), max(map(numel, inputs))
+    if name in SCATTERS:
+        given = [numel(x) for x in inputs if x.shape != value.shape]
+        return bool(given) and size >= EXPANDED * max(given)
+    if not value.is_floating_point() or len(inputs) < 2:
+        return False
+    if name in PRODUCTS:
+        return _is_large_product(node, inputs)
+    is_outer = not any(is_vector(x) for x in inputs)
+    return name in BROADCASTS and is_outer and size >= EXPANDED * largest
+
+
+def _is_large_product(node: fx.Node, inputs: Sequence[Tensor]) -> bool:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    if name_of(node) in ("addmm", "baddbmm"):
+        inputs = inputs[1:]
+    if any(is_vector(x) for x in inputs[:2]):
+        return False  # an outer product, such as the angles of rotary positions
+    rows, columns = inputs[0], inputs[1]
+    size = numel(value)
+    if size > numel(rows) and _feeds_rows(node):
+        return True
+    is_vocabulary = columns.dim() == 2 and (
+        _hint(value.shape[-1]) >= VOCABULARY_PER_WIDTH * _hint(rows.shape[-1])
+    )
+    is_weight = isinstance(columns, torch.nn.Parameter)
+    larger = size >= MUCH_LARGER * max(numel(rows), numel(columns))
+    return is_vocabulary or (larger and not is_weight)
+
+
+def _feeds_rows(node: fx.Node) -> bool:
+    """Whether a softmax, or what else needs whole rows, reads a product up to a few steps."""
+    frontier, value = [(node, 0)], example(node)
+    assert isinstance(value, Tensor)
+    seen = {node}
+    while frontier:
+        current, steps = frontier.pop()
+        for user in current.users:
+            if name_of(user) in READS_ROWS:
+                return True
+            made = example(user)
+            if user in seen or steps == _STEPS or not isinstance(made, Tensor):
+                continue
+            if name_of(user) not in PRODUCTS and numel(made) * 2 >= numel(value):
+                seen.add(user)
+                frontier.append((user, steps + 1))
+    return False
+
+
+def _is_of_an_input(node: fx.Node) -> bool:
+    """Whether the values along a row come from an input as they are, and from no product."""
+    value, current = example(node), node
+    for _ in range(_STEPS):
+        before = [
+            a
+            for a in current.all_input_nodes
+            if isinstance(x := example(a), Tensor) and isinstance(value, Tensor)
+            and numel(x) >= numel(value)
+        ]  # fmt: skip
+        if not before:
+            return False
+        current = before[0]
+        if current.op == "placeholder":
+            return True
+        if name_of(current) in PRODUCTS:
+            return False
+    return False
+
+
+def is_vector(value: Tensor) -> bool:
+    return sum(_hint(n) != 1 for n in value.shape) < 2
+
+
+def numel(value: Tensor) -> int:
+    size = 1
+    for n in value.shape:
+        size *= _hint(n)
+    return size
+
+
+def _squeezed(value: Tensor) -> tuple[int, ...]:
+    return tuple(n for n in map(_hint, value.shape) if n != 1)
+
+
+def _hint(size: object) -> int:
+    """A size, or what a dynamic one was when the graph was made."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint  # type: ignore[attr-defined]
+    return UNKNOWN_SIZE if hint is None else int(hint)

@@ -1,0 +1,219 @@
+"""The report as text: a headline, a line a loss and a line for what remains; and all details."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
+
+if TYPE_CHECKING:
+    from torch_streamkl.fx_passes.reporting.report import (
+        GraphBreak,
+        Outside,
+        Remaining,
+        Report,
+        Site,
+    )
+
+Item = TypeVar("Item")
+NOTHING_REMAINS = "No score- or logit-sized tensor remains."
+NO_LOSS = "no distillation loss recognized"
+NOT_KNOWN = "what remains is not known"
+DETAILS = "report.details()"
+_MAX_REASONS = 3  # of tensors that no recognized loss reads
+
+
+def short(report: Report) -> str:
+    """The headline, one line a loss, one line for what remains."""
+    lines = [headline(report)]
+    for index, (site, count) in enumerate(alike(report.sites), 1):
+        verdict = verdict_of(site) + (f" {count}x" if count > 1 else "")
+        lines.append(f"{index:>3}. {verdict:<10} {shown(site.location)}  {in_short(site)}")
+    lines += _remaining_in_short(report)
+    lines += _leaving_in_short(report.outside)
+    if any(not site.fused and not site.left for site in report.sites) or report.elsewhere:
+        lines += [_break_text(b) for b in report.breaks]
+    lines += _not_analysed(report)
+    return "\n".join(lines)
+
+
+def details(report: Report) -> str:
+    """All that is known of every loss and of every tensor that remains."""
+    lines = [headline(report)]
+    for index, (site, count) in enumerate(alike(report.sites), 1):
+        lines += [f"{index:>3}. {line}" if i == 0 else line for i, line in _table(site, count)]
+    lines += _remaining_in_full(report)
+    lines += _leaving(report.outside)
+    lines += [_break_text(b) for b in report.breaks]
+    lines += [f"note: {note}" for note, _ in alike(report.notes)]
+    lines += _not_analysed(report)
+    return "\n".join(lines)
+
+
+def headline(report: Report) -> str:
+    if not report.sites:
+        return f"streamkl: {NO_LOSS}"
+    total = len(report.sites)
+    head = f"streamkl: {report.num_fused} of {total} {'loss' if total == 1 else 'losses'} fused"
+    num_skipped = sum(bool(site.left) for site in report.sites)
+    if num_skipped:
+        head += f", {num_skipped} skipped"
+    if report.quadratic_bytes_saved:
+        kinds = {_unit(site) for site in report.sites if site.fused}
+        of = " and ".join(sorted(kinds, reverse=True))
+        head += f", {bytes_text(report.quadratic_bytes_saved)} of {of} not materialized"
+    return head
+
+
+def verdict_of(site: Site) -> str:
+    return "fused" if site.fused else "skipped" if site.left else "not fused"
+
+
+def _unit(site: Site) -> str:
+    """What the loss would be computed of."""
+    return {"linear_kl": "logits", "row_program": "products"}.get(site.kind, "scores")
+
+
+def in_short(site: Site) -> str:
+    if site.fused:
+        also = f" + {site.also}" if site.also else ""
+        checked = site.check
+        if checked and not checked.startswith(CHECK_SKIPPED):
+            checked = "check passed"
+        warning = f"warning: {site.warning}" if site.warning else ""
+        return "; ".join(filter(None, (f"{_form(site)}{also}", checked, warning)))
+    what = f"{_form(site)}: {site.left}" if site.left else _reason(site)
+    return _with_hint(what, site.remedy)
+
+
+def _form(site: Site) -> str:
+    return f"{site.kind}: {site.form}" if site.form else ""
+
+
+def _reason(site: Site) -> str:
+    return site.reason + (f" ({shown(site.blocked_at)})" if site.blocked_at else "")
+
+
+def _with_hint(what: str, hint: str) -> str:
+    if not hint:
+        return what
+    return f"{what}. {hint}" if hint.startswith("Force") else f"{what}. Hint: {hint}"
+
+
+CHECK_SKIPPED = "check skipped"
+
+
+def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
+    """The lines of a loss that occurs ``count`` times, such as in every layer."""
+    verdict = verdict_of(site) + (f" {count}x" if count > 1 else "")
+    rows = [("code", site.code), ("form", _form(site)), ("also", site.also)]
+    if site.fused:
+        rows += [("runs", site.runs), ("check", site.check.removeprefix("check "))]
+        each = " each" if count > 1 else ""
+        rows.append(("saved", bytes_text(site.quadratic_bytes_saved) + each))
+    elif site.left:
+        rows.append(("skipped", site.left))
+    else:
+        rows.append(("reason", _reason(site)))
+        rows.append(("at", site.blocked_code))
+    rows += [("hint", site.remedy), ("warning", site.warning)]
+    yield 0, f"{verdict:<14}{shown(site.location)}"
+    yield from enumerate((f"     {name:<9} {text}" for name, text in rows if text), 1)
+
+
+def _all_remaining(report: Report) -> list[Remaining]:
+    return [*report.remaining, *report.elsewhere]
+
+
+def _remaining_in_short(report: Report) -> Iterator[str]:
+    found = _all_remaining(report)
+    if not found:
+        yield from _nothing_remains(report)
+        return
+    largest = max(found, key=lambda x: x.num_bytes)
+    what = f"largest: {_tensor(largest)}" if len(found) > 1 else _tensor(largest)
+    yield f"{remaining_text(len(found))}, {bytes_text(report.remaining_bytes)}; {what}"
+    if report.elsewhere:
+        reasons = [text for text, _ in alike(report.unrecognized)]
+        yield from (f"     {text}" for text in reasons[:_MAX_REASONS])
+    yield f"     ({DETAILS})"
+
+
+def _remaining_in_full(report: Report) -> Iterator[str]:
+    found = _all_remaining(report)
+    if not found:
+        yield from _nothing_remains(report)
+        return
+    yield f"{remaining_text(len(found))}, {bytes_text(report.remaining_bytes)}:"
+    for title, tensors in (
+        ("read by losses", report.remaining),
+        ("not read by a recognized loss", report.elsewhere),
+    ):
+        if tensors:
+            yield f"  {title}:"
+        for x, count in alike([replace(x, name="") for x in tensors]):
+            yield f"     {f'{count} of ' if count > 1 else ''}{_tensor(x)}"
+    yield from (f"     {text}" for text, _ in alike(report.unrecognized))
+
+
+def _nothing_remains(report: Report) -> Iterator[str]:
+    if report.is_complete and not report.outside:
+        yield NOTHING_REMAINS
+
+
+def _tensor(x: Remaining) -> str:
+    shape = " x ".join(str(s) for s in x.shape)
+    size = f" ({bytes_text(x.num_bytes)})" if x.num_bytes else ""
+    why = "; ".join(filter(None, (x.reason, x.cause)))
+    return f"[{shape}]{size} {shown(x.location)}: {why}"
+
+
+def _break_text(b: GraphBreak) -> str:
+    return f"graph break at {shown(b.location)}: {b.code or b.reason}"
+
+
+def _leaving_in_short(outside: Sequence[Outside]) -> Iterator[str]:
+    """A loss on these is not fused, and nobody else would say so."""
+    if outside:
+        num_bytes = sum(x.num_bytes for x in outside)
+        what = " and ".join(dict.fromkeys(x.what for x in outside))
+        yield (
+            f"The compiled function returns {what} ({bytes_text(num_bytes)}): a distillation "
+            "loss outside of it is not fused. Hint: compile what computes the loss, such as "
+            "compute_loss"
+        )
+
+
+def _leaving(outside: Sequence[Outside]) -> Iterator[str]:
+    yield from _leaving_in_short(outside)
+    for x, count in alike(outside):
+        shape = " x ".join(str(s) for s in x.shape)
+        times = f"{count} of " if count > 1 else ""
+        yield f"     {times}{x.what} [{shape}], {bytes_text(x.num_bytes)} {shown(x.location)}"
+
+
+def _not_analysed(report: Report) -> Iterator[str]:
+    if report.not_analysed:
+        count = report.not_analysed
+        yield f"{'1 graph was' if count == 1 else f'{count} graphs were'} not analysed: {NOT_KNOWN}."
+    yield from (f"analysis failed, graph left as it is: {text}" for text in report.failures)
+
+
+def alike(items: Sequence[Item]) -> list[tuple[Item, int]]:
+    """Equal items once, in order of appearance, with their number."""
+    return list(Counter(items).items())
+
+
+def shown(location: str) -> str:
+    """A location relative to the working directory when it is below it."""
+    return location.removeprefix(os.getcwd() + os.sep)
+
+
+def remaining_text(count: int) -> str:
+    """How many large tensors remain, as a sentence without its end."""
+    one = count == 1
+    return f"{count} score- or logit-sized tensor{'' if one else 's'} remain{'s' if one else ''}"

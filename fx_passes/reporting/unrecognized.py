@@ -1,0 +1,123 @@
+"""Why a score- or logit-sized tensor is part of no recognized loss, in the user's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
+from torch_streamkl.fx_passes.reporting.large_tensors import (
+    LOSSES,
+    OF_ROWS,
+    PRODUCTS,
+    SCATTERS,
+    numel,
+)
+from torch_streamkl.fx_passes.reporting.remaining_tensors import ORDERED
+from torch_streamkl.fx_passes.reporting.text import shown
+
+SELECTS = {"gather", "index_select", "take_along_dim", "getitem", "masked_select", "index"}
+COMPARES = {
+    "cosine_similarity", "normalize", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pow", "square", "cdist",
+}  # fmt: skip
+SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "nll_loss"}
+
+
+def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
+    """One sentence for every group of tensors that meet the same reader.
+
+    ``at_break`` is where a graph break ends the graph, if one does.
+    """
+    found: dict[str, None] = {}
+    said: set[fx.Node] = set()
+    for node in nodes:
+        if node in said:
+            continue
+        reader, path = _telling_reader(node)
+        said.update(path)
+        if reader is not None:
+            said |= descendants([reader])
+        sentence = _sentence(node, reader, path, at_break)
+        if sentence:
+            found[sentence] = None
+    return list(found)
+
+
+def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The first reader that is more than arithmetic per entry, and what lies between."""
+    value = example(node)
+    path, queue, fallback = [node], [node], None
+    while queue:
+        current = queue.pop(0)
+        for user in current.users:
+            if user in path:
+                continue
+            if user.op == "output":
+                fallback = fallback or user
+                continue
+            if _is_telling(user):
+                return user, path
+            made = example(user)
+            if isinstance(made, Tensor) and isinstance(value, Tensor):
+                if numel(made) * 2 < numel(value):
+                    fallback = fallback or user
+                    continue
+            path.append(user)
+            queue.append(user)
+    return fallback, path
+
+
+def _is_telling(user: fx.Node) -> bool:
+    name = name_of(user)
+    known = name in ORDERED | PRODUCTS | COMPARES | LOSSES | SCATTERS | {"gather"}
+    return known or isinstance(user.target, torch._ops.HigherOrderOperator)
+
+
+def _sentence(
+    node: fx.Node, reader: fx.Node | None, path: list[fx.Node], at_break: str | None
+) -> str:
+    rows = next((n for n in path if name_of(n) in OF_ROWS), None)
+    first = rows or node
+    where = f"{_called(first)} at {shown(location_of(first)[0])}"
+    if reader is None:
+        return f"{where} is read by nothing that the analysis knows"
+    if reader.op == "output":
+        if reader.graph.owning_module is not None and at_break:
+            return f"{where} is read by {at_break}"
+        return f"{where} is returned by the compiled function"
+    name, at = _called(reader), shown(location_of(reader)[0])
+    feeds = f"{where} feeds {name} at {at}"
+    kind = name_of(reader)
+    if kind in ORDERED:
+        return f"{feeds}, which needs whole rows"
+    if isinstance(reader.target, torch._ops.HigherOrderOperator):
+        return f"{where} goes into {name} at {at}"
+    if kind in PRODUCTS:
+        what = "attention probabilities" if rows is not None else "scores"
+        return f"{feeds}: {what} that are compared with no other distribution"
+    if kind in ("gather", "getitem", "index_select", "take_along_dim"):
+        return f"{feeds}, which reads single entries of each row"
+    if kind in SCATTERS:
+        return f"{where} is a dense target, written by {name}"
+    if kind == "cross_entropy":
+        return f"{feeds}: cross-entropy with labels alone, no teacher's distribution"
+    if kind in COMPARES and rows is None:
+        return f"{feeds} without a softmax: no divergence"
+    if rows is None:
+        return f"{feeds} without a softmax: no divergence"
+    return f"{feeds}: one distribution alone, or compared by code that is no known divergence"
+
+
+_HIGHER_ORDER = {
+    "autograd_function_apply": "a custom autograd.Function",
+    "tag_activation_checkpoint": "a checkpoint",
+    "wrap_with_autocast": "an autocast region",
+}
+
+
+def _called(node: fx.Node) -> str:
+    name = name_of(node).split(".")[-1]
+    return _HIGHER_ORDER.get(name, name)
