@@ -2,7 +2,7 @@
 
 An encoder pair (BERT, padded batch) and a causal decoder pair (Llama, grouped heads), built from a
 configuration with random weights, read real text as bytes. Both train a few steps twice, in eager
-mode and compiled. What comes out: the report of every KL site, the largest difference of loss and
+mode and compiled. What comes out: the report of every loss, the largest difference of loss and
 gradients, time and peak memory of a step, and a picture.
 """
 
@@ -241,7 +241,7 @@ def main() -> None:
         not site.fused for r in reports for site in r.sites
     ):
         raise SystemExit(
-            "a KL site stayed unfused or a quadratic tensor remains: see the reports above"
+            "a loss is not fused or a score- or logit-sized tensor remains: see the reports above"
         )
 
 

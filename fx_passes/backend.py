@@ -26,12 +26,9 @@ from torch_streamkl.fx_passes.inductor_passes import (
     without_ours,
 )
 from torch_streamkl.fx_passes.pipeline import rewrite
-from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
-from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, large_tensors
 from torch_streamkl.fx_passes.reporting.leaving_tensors import leaving_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
-from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.fx_passes.reporting.unrecognized import reasons_of
+from torch_streamkl.fx_passes.reporting.scan import Scan
 from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
 
 log = logging.getLogger("torch_streamkl")
@@ -54,7 +51,7 @@ REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
 
 class UnfusedError(RuntimeError):
-    """Raised with ``streamkl.strict`` when a KL site of the graph stays as it is."""
+    """Raised with ``streamkl.strict`` when a loss of the graph is not fused."""
 
 
 @contextmanager
@@ -78,7 +75,7 @@ def streamkl(
 ) -> Callable[..., Any]:
     """torch.compile backend: rewrite Dynamo's graph, then compile it with Inductor.
 
-    Options: ``streamkl.strict`` raises `UnfusedError` when a KL site stays unfused,
+    Options: ``streamkl.strict`` raises `UnfusedError` when a loss is not fused,
     ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
     graph ("inductor", "aot_eager" or "eager"; with the last the report describes what Inductor
     would run), ``streamkl.deterministic`` is that argument of `attention_kl`. ``streamkl.verify``
@@ -255,7 +252,7 @@ def rewrite_and_report(
 ) -> Report:
     """``may_run_alone``: a graph with nothing to compile runs without Inductor, and is noted."""
     min_mib = ours["streamkl.min_mib"]
-    shapes = ScoreShapes.of(gm)
+    scan = Scan(gm)
     # a checkpoint around the call counts what is saved, and its hooks may read it
     with _disable_saved_tensors_hooks_during_tracing():
         report = rewrite(
@@ -280,25 +277,14 @@ def rewrite_and_report(
             report.notes.append(inductor_sites.WITHOUT_TABLE)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += leaving_tensors(gm.graph)
-    _list_large_tensors(gm, shapes, report)
+    scan.add_to(report, gm)
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures or report.outside or report.elsewhere:
         log.log(logging.WARNING if ours["streamkl.explain"] else logging.INFO, "%s", report)
     if ours["streamkl.strict"] and (report.num_unfused or report.failures):
-        raise UnfusedError(f"streamkl.strict: a KL site stays unfused\n{report}")
+        raise UnfusedError(f"streamkl.strict: a loss is not fused\n{report}")
     return report
-
-
-def _list_large_tensors(gm: fx.GraphModule, shapes: ScoreShapes, report: Report) -> None:
-    """What the rewritten graph still makes and no recognized loss reads, and why."""
-    ended = break_after(gm)
-    if ended is not None:
-        report.breaks.append(ended)
-    at_break = f"the code after the graph break at {shown(ended.location)}" if ended else None
-    found = large_tensors(gm, shapes, report.remaining, at_break)
-    report.elsewhere += [made for made, _ in found]
-    report.unrecognized += reasons_of((node for _, node in found), at_break)
 
 
 ddp.rewrite_before_split(_options_of, rewrite_and_report)

@@ -91,7 +91,7 @@ def enable(
     ``inductor_options()`` work as outside, with their own options.
 
     Args:
-        strict: raise `UnfusedError` when a KL site of a graph stays unfused.
+        strict: raise `UnfusedError` when a loss of a graph is not fused.
         explain: log the report of every graph.
         deterministic: that argument of `attention_kl`.
         verify: ``streamkl.verify`` of the backend.

@@ -17,7 +17,7 @@ _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """Trace ``fn(*args, **kwargs)`` as torch.compile would and report every KL-like site.
+    """Trace ``fn(*args, **kwargs)`` as torch.compile would and report every loss.
 
     The function runs once, rewritten but not compiled by Inductor. It is not changed: what it
     was compiled to before stays, and no cache is read or written. ``fn`` may be a module or a

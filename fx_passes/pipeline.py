@@ -1,4 +1,4 @@
-"""rewrite(gm): find the KL sites of a Dynamo graph and replace each by a streaming operator.
+"""rewrite(gm): find the losses of a Dynamo graph and replace each by a streaming operator.
 
 Stages: capture -> analysis -> planning -> lowering -> followup -> validation, each a folder.
 A graph of DTensors goes through them as one of whole tensors (`sharded`).
@@ -89,7 +89,7 @@ def rewrite(
     is_compiled: bool = True,
     row_programs: bool = True,
 ) -> Report:
-    """Rewrite a Dynamo graph module in place and report every KL-like site.
+    """Rewrite a Dynamo graph module in place and report every loss.
 
     ``outside`` is what reads the module's results where it is the body of a checkpoint.
     ``is_compiled`` says whether Inductor compiles what is left: the report depends on it.

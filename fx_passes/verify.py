@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.explain import in_a_new_frame
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_flatten, tree_map, tree_unflatten
 from torch_streamkl.fx_passes.leaves import closed_over, modules_of, uncompiled
 from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.reporting.text import losses_text
 from torch_streamkl.fx_passes.validation.compare import MULTIPLE, distance, largest
 from torch_streamkl.fx_passes.validation.running import NARROW, default_dtype, weights
 
@@ -60,7 +61,7 @@ class Verification:
         width = max([6, *(len(x.name) for x in self.results)])
         titles = ("eager", "compiled", "float64", "eager off", "compiled off")
         lines = [
-            f"streamkl: {verdict}, {self.report.num_fused} KL sites fused",
+            f"streamkl: {verdict}, {losses_text(self.report.num_fused)} fused",
             f"{'':{width}}" + "".join(f"{title:>14}" for title in titles),
         ]
         for x in self.results:

@@ -220,7 +220,7 @@ def test_strict_and_explain(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     with torch_streamkl.enable(explain=True), caplog.at_level(logging.WARNING):
         assert num_fused(unfused) == 1
-    assert "1 of 2 KL sites fused" in caplog.text
+    assert "1 of 2 losses fused" in caplog.text
 
 
 @pytest.mark.parametrize("front_end", ["backend", "inductor_options"])

@@ -82,7 +82,7 @@ def _step(
     ],
 )
 def test_transformers_attention(family: str, padding: str) -> None:
-    """Both sites fuse, nothing quadratic remains, loss and all gradients are eager's."""
+    """Both sites fuse, nothing score-sized remains, loss and all gradients are eager's."""
     ids = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     if padding == "left":

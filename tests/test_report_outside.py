@@ -50,7 +50,7 @@ def test_logits_and_maps_that_leave() -> None:
         ("attention map", (2, TOKENS, TOKENS), 2 * TOKENS * TOKENS * 4),
     ]
     assert all(__file__ in x.location for x in report.outside)
-    text = str(report)
+    text = report.details()
     assert "compile what computes the loss, such as compute_loss" in text
     assert f"logits [2 x {TOKENS} x {WORDS}], 4.5 KiB tests" in text
 
@@ -80,7 +80,7 @@ def test_hard_labels_that_keep_the_logits(smoothing: float) -> None:
     report = report_of(loss, torch.randn(2, TOKENS, WIDTH), labels)
     assert report.num_fused == 1
     assert bool(report.notes) == bool(smoothing) == bool(report.remaining)
-    assert ("label smoothing" in str(report)) == bool(smoothing)
+    assert ("label smoothing" in report.details()) == bool(smoothing)
 
 
 def selected(x: Tensor, y: Tensor, weight: Tensor, rows: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ FORMS: list[Callable[..., Tensor]] = [
 
 
 def streamed(program: Any, given: list[Any], **options: Any) -> Outcome:
-    """Compare, and require that all of it is in row programs and nothing quadratic is left."""
+    """Compare, and require that all of it is in row programs and nothing score-sized is left."""
     outcome = compare(program, given, **options).check()
     kinds = {site.kind for site in outcome.report.sites if site.fused}
     assert kinds == {"row_program"}, str(outcome.report)

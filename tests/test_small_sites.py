@@ -16,6 +16,8 @@ from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.planning import small
 from torch_streamkl.fx_passes.reporting.report import Report
 
+SKIPPED = "48 KiB of scores < 48.48 KiB (streamkl.min_mib)"
+SKIPPED_PROGRAM = "48 KiB of products < 48.48 KiB (CPU threshold for custom losses)"
 SIZE = 2 * (2 * 3 * 32 * 32) * 4 / 2**20  # MiB of both maps
 
 
@@ -48,11 +50,10 @@ def report_of(
 
 def test_smaller_than_the_option_is_left_and_reported() -> None:
     report = report_of(min_mib=SIZE * 1.01)
-    assert [(site.fused, site.left) for site in report.sites] == [(False, "32 keys, 0.047 MiB")]
+    assert [(site.fused, site.left) for site in report.sites] == [(False, SKIPPED)]
     assert report.num_unfused == 0  # strict
-    assert "left to Inductor: 32 keys, 0.047 MiB" in str(report)
-    assert "streamkl.min_mib=0 fuses it" in str(report)
-    assert "0 of 1 KL sites fused" in str(report)
+    assert f'{SKIPPED}. Force with {{"streamkl.min_mib": 0}}' in str(report)
+    assert "0 of 1 loss fused" in str(report)
 
 
 @pytest.mark.parametrize("least", [0, SIZE, None])
@@ -90,7 +91,7 @@ def test_small_attention_is_left_where_that_was_measured(monkeypatch: pytest.Mon
     monkeypatch.setattr(small, "LEAST_ATTENTION_MIB", {"cpu": 1.0})
     report = report_of(attention)
     assert report.num_fused == 1
-    assert "is left to Inductor: 32 keys, 0.023 MiB" in str(report)
+    assert "is skipped: 24 KiB of scores < 1 MiB (CPU threshold for attention)" in report.details()
     assert report.remaining_quadratic > 0
     everything = report_of(attention, min_mib=0)
     assert everything.num_fused == 1
@@ -120,7 +121,7 @@ def test_row_programs_have_a_least_size_of_their_own(
     monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", {"cpu": SIZE * 1.01})
     assert report_of(dynamic=dynamic).num_fused == 1  # a divergence
     report = report_of(weighted, dynamic=dynamic)
-    assert [(site.fused, site.left) for site in report.sites] == [(False, "32 keys, 0.047 MiB")]
+    assert [(site.fused, site.left) for site in report.sites] == [(False, SKIPPED_PROGRAM)]
     assert report.num_unfused == 0  # strict
     for fuses in ({"cpu": SIZE}, {"cuda": 1e6}):
         monkeypatch.setattr(small, "LEAST_PROGRAM_MIB", fuses)

@@ -72,7 +72,7 @@ def test_right_programs_agree(program: str) -> None:
     assert result.ok, result
     assert result.report.num_fused == 1
     assert {"output 0", "gradient of argument 0"} <= names(result)
-    assert "results agree, 1 KL sites fused" in str(result)
+    assert "results agree, 1 loss fused" in str(result)
     assert all(len(line) < 120 for line in str(result).splitlines())
 
 

@@ -103,7 +103,7 @@ def large_tensors(
 def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator[fx.Node]:
     """Nodes with memory of their own that is as large as scores."""
     sizes: dict[fx.Node, int] = {}  # of the scores that a node is computed from
-    memory = {storage_of(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    memory = {_memory_of(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
@@ -118,7 +118,7 @@ def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator
         if not (follows or is_origin(node) or known.holds(value)) or is_vector(value):
             continue
         sizes[node] = size
-        storage = storage_of(node)
+        storage = _memory_of(node)
         if storage in memory if storage is not None else name_of(node) in _VIEWS:
             continue
         memory.add(storage)
@@ -220,6 +220,14 @@ def _is_of_an_input(node: fx.Node) -> bool:
         if name_of(current) in PRODUCTS:
             return False
     return False
+
+
+def _memory_of(node: fx.Node) -> int | None:
+    """Identity of a tensor's memory, None where it has none of its own to compare."""
+    try:
+        return storage_of(node)
+    except (NotImplementedError, RuntimeError):  # of torch.func's wrappers
+        return None
 
 
 def is_vector(value: Tensor) -> bool:

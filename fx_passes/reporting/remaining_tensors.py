@@ -105,8 +105,10 @@ def _is_far_smaller(inner: fx.Node, recognised: Recogniser) -> bool:
     """Whether it is far smaller than any scores that it is made of, such as means over queries."""
     made = _num_elements(inner)
     scores = [_num_elements(a) for a in ancestors(inner) if is_origin(a, recognised)]
-    return isinstance(made, int) and bool(scores) and all(
-        isinstance(n, int) and made * SMALLER <= n for n in scores
+    return (
+        isinstance(made, int)
+        and bool(scores)
+        and all(isinstance(n, int) and made * SMALLER <= n for n in scores)
     )
 
 

@@ -78,6 +78,7 @@ class Report:
     elsewhere: list[Remaining] = field(default_factory=list)  # that no recognized loss reads
     unrecognized: list[str] = field(default_factory=list)  # why those belong to no loss
     breaks: list[GraphBreak] = field(default_factory=list)
+    not_scanned: list[str] = field(default_factory=list)  # why what remains is not known
 
     @property
     def num_fused(self) -> int:
@@ -104,7 +105,7 @@ class Report:
     @property
     def is_complete(self) -> bool:
         """Whether everything was analysed: else what remains is not known."""
-        return not (self.not_analysed or self.failures)
+        return not (self.not_analysed or self.failures or self.not_scanned)
 
     def extend(self, other: Report) -> None:
         self.sites += other.sites
@@ -115,6 +116,7 @@ class Report:
         self.not_analysed += other.not_analysed
         self.elsewhere += other.elsewhere
         self.unrecognized += other.unrecognized
+        self.not_scanned += other.not_scanned
         self.breaks += [x for x in other.breaks if x not in self.breaks]
 
     def __str__(self) -> str:

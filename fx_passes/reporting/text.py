@@ -57,8 +57,7 @@ def details(report: Report) -> str:
 def headline(report: Report) -> str:
     if not report.sites:
         return f"streamkl: {NO_LOSS}"
-    total = len(report.sites)
-    head = f"streamkl: {report.num_fused} of {total} {'loss' if total == 1 else 'losses'} fused"
+    head = f"streamkl: {report.num_fused} of {losses_text(len(report.sites))} fused"
     num_skipped = sum(bool(site.left) for site in report.sites)
     if num_skipped:
         head += f", {num_skipped} skipped"
@@ -199,7 +198,9 @@ def _leaving(outside: Sequence[Outside]) -> Iterator[str]:
 def _not_analysed(report: Report) -> Iterator[str]:
     if report.not_analysed:
         count = report.not_analysed
-        yield f"{'1 graph was' if count == 1 else f'{count} graphs were'} not analysed: {NOT_KNOWN}."
+        graphs = "1 graph was" if count == 1 else f"{count} graphs were"
+        yield f"{graphs} not analysed: {NOT_KNOWN}."
+    yield from (f"{NOT_KNOWN}: {text}" for text in report.not_scanned)
     yield from (f"analysis failed, graph left as it is: {text}" for text in report.failures)
 
 
@@ -211,6 +212,10 @@ def alike(items: Sequence[Item]) -> list[tuple[Item, int]]:
 def shown(location: str) -> str:
     """A location relative to the working directory when it is below it."""
     return location.removeprefix(os.getcwd() + os.sep)
+
+
+def losses_text(count: int) -> str:
+    return "1 loss" if count == 1 else f"{count} losses"
 
 
 def remaining_text(count: int) -> str:

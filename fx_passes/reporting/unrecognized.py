@@ -85,7 +85,7 @@ def _sentence(
     if reader is None:
         return f"{where} is read by nothing that the analysis knows"
     if reader.op == "output":
-        if reader.graph.owning_module is not None and at_break:
+        if at_break:
             return f"{where} is read by {at_break}"
         return f"{where} is returned by the compiled function"
     name, at = _called(reader), shown(location_of(reader)[0])

@@ -14,7 +14,7 @@ import torch._dynamo.config
 from tests.corpus.naive_losses import ALL_CASES, AOT_EAGER_STRIDE_ISSUE
 from tests.support.comparing import Outcome, compare
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
-from torch_streamkl.fx_passes.reporting.report import remaining_text
+from torch_streamkl.fx_passes.reporting.text import remaining_text
 
 NAMES = [case["name"] for case in ALL_CASES]
 

@@ -170,7 +170,7 @@ def compare_runs(
 
 
 def assert_all_fused(report: Report, num_sites: int | None = None) -> None:
-    """Every site of every graph, and nothing quadratic is left."""
+    """Every site of every graph, and nothing score-sized is left."""
     assert not report.failures, report
     assert report.num_fused == len(report.sites) > 0, report
     assert not report.remaining_quadratic, report

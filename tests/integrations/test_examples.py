@@ -43,8 +43,8 @@ def test_example(
     monkeypatch.setattr(sys, "argv", [name, "--steps", "4"])
     runpy.run_module(f"examples.{name}", run_name="__main__")
     printed = capsys.readouterr().out
-    assert "1 of 1 KL sites fused" in printed, printed
-    assert "No quadratic tensor remains" in printed, printed
+    assert "1 of 1 loss fused" in printed, printed
+    assert "No score- or logit-sized tensor remains" in printed, printed
     assert printed.count("ms a step") == printed.count("MiB above what is held") == 2
 
 

@@ -181,7 +181,8 @@ def test_softcapped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_table() -> None:
     rows = [row(name, distilled(name)) for name in MODELS]
     title = (
-        f"| transformers {transformers.__version__} | KL sites fused | quadratic tensors left |"
+        f"| transformers {transformers.__version__} | losses fused "
+        "| score- or logit-sized tensors left |"
     )
     table = "\n".join([BEGIN, title, "| --- | --- | --- |", *rows, END])
     text = PAGE.read_text()

@@ -1,0 +1,50 @@
+"""Adds to a report what a rewritten graph still materializes, and where a graph break ended it."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
+from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, large_tensors
+from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unrecognized import reasons_of
+
+log = logging.getLogger("torch_streamkl.report")
+
+
+class Scan:
+    """Which sizes a graph's scores and logits have, taken before the graph is rewritten.
+
+    A program compiles whatever goes wrong here: the report then says that it does not know.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.failure = ""
+        self.shapes = ScoreShapes()
+        try:
+            self.shapes = ScoreShapes.of(gm)
+        except Exception as error:
+            self._failed(error)
+
+    def add_to(self, report: Report, gm: fx.GraphModule) -> None:
+        """``gm`` is the rewritten graph."""
+        try:
+            ended = break_after(gm)
+            if ended is not None:
+                report.breaks.append(ended)
+            at = f"the code after the graph break at {shown(ended.location)}" if ended else None
+            found = large_tensors(gm, self.shapes, report.remaining, at)
+            report.elsewhere += [made for made, _ in found]
+            in_graph = [node for _, node in found if node.graph is gm.graph]
+            report.unrecognized += reasons_of(in_graph, at)
+        except Exception as error:
+            self._failed(error)
+        if self.failure:
+            report.not_scanned.append(self.failure)
+
+    def _failed(self, error: Exception) -> None:
+        log.warning("the large tensors of a graph are not known", exc_info=True)
+        self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
