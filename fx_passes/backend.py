@@ -55,8 +55,15 @@ class UnfusedError(RuntimeError):
 
 
 @contextmanager
-def collected() -> Iterator[Report]:
-    """What is reported meanwhile, in one report."""
+def reports() -> Iterator[Report]:
+    """Collect the reports of all graphs that are compiled meanwhile in one.
+
+    Whatever compiles them: ``backend="streamkl"``, `inductor_options`, `enable` in a trainer::
+
+        with torch_streamkl.reports() as report:
+            step(batch)
+        print(report)
+    """
     report = Report()
     observer = report.extend
     REPORTS.append(observer)
@@ -64,6 +71,9 @@ def collected() -> Iterator[Report]:
         yield report
     finally:
         REPORTS.remove(observer)
+
+
+collected = reports  # its name inside of the package
 
 
 def streamkl(

@@ -11,7 +11,7 @@ from torch_streamkl.rows.interface import row_program
 from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
-    from torch_streamkl.fx_passes.backend import inductor_options
+    from torch_streamkl.fx_passes.backend import inductor_options, reports
     from torch_streamkl.fx_passes.enable import disable, enable
     from torch_streamkl.fx_passes.explain import explain
     from torch_streamkl.fx_passes.reporting.report import Report
@@ -29,6 +29,7 @@ __all__ = [
     "explain",
     "inductor_options",
     "linear_kl",
+    "reports",
     "row_program",
     "verify",
 ]
@@ -40,6 +41,7 @@ _LAZY = {  # public names by the module of fx_passes that has them
     "enable": "enable",
     "explain": "explain",
     "inductor_options": "backend",
+    "reports": "backend",
     "verify": "verify",
 }
 

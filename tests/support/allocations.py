@@ -1,0 +1,74 @@
+"""Measures which large tensors a program materializes once its graphs are rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+import torch_streamkl
+from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.reporting.report import Report
+
+
+class Allocations(TorchDispatchMode):
+    """Shapes of the new tensors of at least ``least`` entries that operations return.
+
+    What our operators use inside is not seen: a tile is no tensor of the program.
+    """
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.shapes: list[tuple[int, ...]] = []
+        self._seen: dict[int, Tensor] = {}  # kept alive, so that no address is used again
+
+    def known(self, tensors: Sequence[Any]) -> None:
+        for x in tensors:
+            if isinstance(x, Tensor):
+                self._seen[x.untyped_storage().data_ptr()] = x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_flatten(result)[0]:
+            if isinstance(x, Tensor) and x.numel() >= self.least:
+                place = x.untyped_storage().data_ptr()
+                if place not in self._seen:
+                    self._seen[place] = x
+                    self.shapes.append(tuple(x.shape))
+        return result
+
+
+def measure(
+    fn: Callable[..., Any], inputs: Sequence[Any], least: int, **options: Any
+) -> tuple[Report, list[tuple[int, ...]]]:
+    """The report, and the shapes of large tensors made in the forward and in the backward."""
+    torch._dynamo.reset()
+    found = Allocations(least)
+    found.known(inputs)
+
+    def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        ours = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+        forward = backend.streamkl(gm, example_inputs, options=ours)
+
+        def run(*args: Any) -> Any:
+            found.known(args)
+            with found:
+                return forward(*args)
+
+        return run
+
+    with torch_streamkl.reports() as report:
+        outputs = torch.compile(fn, backend=compiler, **options)(*inputs)
+    outputs = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor) and x.requires_grad]
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    if outputs and leaves:
+        gradients = [torch.ones_like(x) for x in outputs]
+        found.known(gradients)
+        with found:
+            torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+    return report, found.shapes
