@@ -68,8 +68,13 @@ from torch_streamkl.fx_passes.planning.row_readers import (
     reads_products,
 )
 from torch_streamkl.fx_passes.planning.small import why_left, why_program_is_left
-from torch_streamkl.fx_passes.reporting.describe import describe, describe_program
-from torch_streamkl.fx_passes.reporting.execution import how_sites_run, mark_site, sum_in_any_order
+from torch_streamkl.fx_passes.reporting.describe import describe, describe_program, warning_of
+from torch_streamkl.fx_passes.reporting.execution import (
+    how_sites_run,
+    mark_site,
+    shared_with,
+    sum_in_any_order,
+)
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, remedy_for
 from torch_streamkl.fx_passes.reporting.remaining_tensors import large_tensors_left
 from torch_streamkl.fx_passes.reporting.report import Report, Site
@@ -106,7 +111,7 @@ def rewrite(
                 settings = (deterministic, verify, min_mib, readers, is_compiled, row_programs)
                 report.extend(rewrite(child, *settings))
             else:
-                reason = f"it is in the body of {owner_of(gm, name)}"
+                reason = f"it is in {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
 
         row_programs = row_programs and not has_dtensors(gm.graph)  # which they do not run on
@@ -267,12 +272,13 @@ def _rewrite_graph(
     saved = sum(num_bytes(n) for n in removed if n in sizes)
     if not deterministic:
         sum_in_any_order(graph)
-    runs = how_sites_run(graph, mode, is_compiled)
+    runs, shared = how_sites_run(graph, mode, is_compiled), shared_with(graph)
     for site in fused:
         share = saved // len(fused)
-        how = runs.get(site.node, "")
-        report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how))
-    report.sites += unfused_sites(unfused, trace, recognised, plans)
+        how, also = runs.get(site.node, ""), shared.get(site.node, "")
+        report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how, also=also))
+    of_programs = elements.reasons if elements is not None else {}
+    report.sites += unfused_sites(unfused, trace, recognised, plans, of_programs)
     report.remaining = large_tensors_left(graph, sizes, recognised, operands_of_user)
     if report.remaining:  # else it is attention whose maps nobody distils
         report.notes += kept
@@ -312,7 +318,8 @@ def _fuse(
         remedy = remedy_for(str(reason))
         return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
     node.replace_all_uses_with(replacement)
-    return Site(True, kind, form, "", location, code, node=node.name)
+    warning = warning_of(candidate.plan)
+    return Site(True, kind, form, "", location, code, node=node.name, warning=warning)
 
 
 def _fuse_program(

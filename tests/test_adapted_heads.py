@@ -71,7 +71,7 @@ def fused(program: Any, given: list[Tensor], **options: Any) -> Outcome:
     outcome = compare(program, given, **options).check()
     assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
     assert outcome.report.remaining_quadratic == 0, str(outcome.report)
-    assert "with an adapter" in outcome.report.sites[0].form
+    assert "a sum of two products" in outcome.report.sites[0].form
     return outcome
 
 

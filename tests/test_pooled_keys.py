@@ -192,7 +192,7 @@ def test_sums_of_one_map_are_one_program(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_report_says_what_runs() -> None:
-    report = str(explain(mse_of_blocks, *inputs()))
+    report = explain(mse_of_blocks, *inputs()).details()
     assert f"row_program: a sum over blocks of {SIZE} keys of the product" in report
     assert "in plain torch, by blocks of rows and keys: bounded memory, no kernels" in report
 

@@ -32,6 +32,7 @@ LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
 CALLS = {"kl_div", "cross_entropy_loss"}
 ONE_SIDE = "the scores or probabilities of one side are not made"
 NOT_MADE = "is not made from scores in this graph"
+VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
 ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 
 
@@ -100,7 +101,7 @@ def reason_of(
     for node in _near(site, "users"):
         reason = recognised.reasons.get(node) or plans.get(node)
         if isinstance(reason, str):
-            if NOT_MADE in reason:  # for a reason of its own?
+            if NOT_MADE in reason or VARIES in reason:  # for a reason of its own?
                 reason, node = _further_back(node, recognised) or (reason, node)
             return reason, _first_with(reason, node, recognised)
     for node in _near(site, "all_input_nodes"):
@@ -123,7 +124,7 @@ def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] 
     """What blocked something that the node is made of, the nearest first."""
     for earlier in _near(node, "all_input_nodes"):
         reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
-        if NOT_MADE not in reason:
+        if NOT_MADE not in reason and VARIES not in reason:
             return reason, earlier
     return None
 

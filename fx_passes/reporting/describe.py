@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-import math
-
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named, render
+from torch_streamkl.divergences.functional import Functional, render
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
+from torch_streamkl.fx_passes.reporting.spoken import is_swapped, spoken
+
+BOTH_TRAINED = ", gradients to both distributions"
+SWAPPED = (
+    "kl_div expects log-probabilities as its input and gets probabilities: "
+    "F.kl_div(input.log(), target)"
+)
 
 
 def describe(planned: Plan) -> tuple[str, str]:
     """Kind and form of a site for the report."""
     forms = []
     for call in planned.calls:
-        form = _spoken(_without_condition(call))
+        form = spoken(_without_condition(call))
         student = read(call.geometry.student.distribution.scores)
+        teacher = read(call.geometry.teacher.distribution.scores)
         if call.mask.window_left is not None:
             form += ", sliding window"
         elif call.mask.window_right is not None:
             form += ", causal" if is_zero(call.mask.window_right) else ", keys up to a diagonal"
         if any(isinstance(x, AxisExcept) for x in student.mask):
-            form += ", words left out"
-        if student.products or read(call.geometry.teacher.distribution.scores).products:
-            form += ", with an adapter"
+            form += ", entries left out"
+        if student.products or teacher.products:
+            form += ", of a sum of two products"
         if call.mask.tensors:
             form += ", masked"
         if call.geometry.teacher.distribution.averaged:
             form += ", teacher averaged over heads"
         if call.mask.stricter is not None:
             form += f", over the keys of the {('teacher', 'student')[call.mask.stricter.side]}"
+        sides = (call.geometry.student.distribution, call.geometry.teacher.distribution)
+        if all(side.trained for side in sides):
+            form += BOTH_TRAINED
         forms.append(form)
     heads = all(call.is_head for call in planned.calls)
     return "linear_kl" if heads else "attention_kl", "; ".join(forms)
+
+
+def warning_of(planned: Plan) -> str:
+    """What a user should know of a loss that is fused as it is written."""
+    is_odd = any(is_swapped(_without_condition(call)) for call in planned.calls)
+    return SWAPPED if is_odd else ""
 
 
 def _without_condition(call: Call) -> Functional:
@@ -42,21 +57,6 @@ def _without_condition(call: Call) -> Functional:
     e = call.functional.expr
     is_conditional = call.mask.stricter is not None and e.op == "where"
     return Functional.of(render(e.args[1])) if is_conditional else call.functional
-
-
-def _spoken(functional: Functional) -> str:
-    """A divergence by its name where it has one, else as the expression that is computed."""
-    guarded = functional.guarded
-    for name, text in DIVERGENCES.items():
-        known = Functional.of(text)
-        if known == functional:
-            return name
-        if guarded is not None and guarded.form == known.bilinear:
-            floors = {"teacher": guarded.teacher_floor, "student": guarded.student_floor}
-            used = {k: math.exp(v) for k, v in floors.items() if v > -math.inf}
-            clamps = [f"{side} clamped at {least:.3g}" for side, least in used.items()]
-            return ", ".join([name, *clamps])
-    return "js" if functional == named("js") else functional.text
 
 
 def describe_program(planned: RowPlan) -> str:

@@ -69,6 +69,16 @@ def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> d
     return {site: " and ".join(ways) for site, ways in found.items()}
 
 
+def shared_with(graph: fx.Graph) -> dict[str, str]:
+    """By site: what its operator also returns."""
+    heads = (linear_ops.linear_kl, linear_ops.linear_kl_sum)
+    return {
+        node.meta[SITE]: "cross-entropy with labels in the same pass"
+        for node in graph.nodes
+        if SITE in node.meta and node.target in heads and node.kwargs.get("labels") is not None
+    }
+
+
 def _how_known(call: fx.Node, is_compiled: bool) -> str:
     try:
         return _how(call, is_compiled)

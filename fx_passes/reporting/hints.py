@@ -1,8 +1,14 @@
-"""What would make a site fusable, for the common reasons why it was not."""
+"""What would make a loss fusable: for every kind of reason one hint that keeps the loss.
+
+`docs/reasons.md` is this table. A hint never asks for another loss than the one that is written:
+where only another one would fuse, the hint says what keeps the memory small, or says so.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +17,8 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 
 FORCE_SIZE = 'Force with {"streamkl.min_mib": 0}'
 FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
-_ELSEWHERE = "not made from scores in this graph|not made in this graph"
+ROW_PROGRAM = "torch_streamkl.row_program"
+_OUTSIDE = "inputs of the compiled function|not made from scores in this graph|not made in this"
 _SEVERAL_PROCESSES = (
     "; fully_shard breaks graphs at every module that it is applied to: compile "
     "torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost module "
@@ -19,93 +26,233 @@ _SEVERAL_PROCESSES = (
     'alone shards; DistributedDataParallel splits them, but for backend="streamkl" or with '
     "torch._dynamo.config.optimize_ddp = False"
 )
-_REMEDIES = (
-    (
-        _ELSEWHERE,
-        "compute the scores and softmaxes of both sides in the compiled function of the KL",
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A kind of reason, as a pattern of its text, and what to do."""
+
+    reason: str  # as the docs show it
+    pattern: str
+    hint: str
+
+
+ADVICE = (
+    Advice(
+        "a graph break lies between the logits and the loss",
+        "a graph break|after the graph break",
+        "move what breaks the graph after the loss, or before the products",
     ),
-    (
+    Advice(
+        "the logits are made outside of the checkpoint that the loss is in",
+        "of the checkpoint that",
+        "put the products into the checkpointed function too, or the loss out of it",
+    ),
+    Advice(
+        "the loss is in a custom autograd.Function",
+        "custom autograd.Function",
+        "write the loss as plain torch operations: autograd makes the same gradient",
+    ),
+    Advice(
+        "logits or probabilities are inputs of the compiled function",
+        _OUTSIDE,
+        "compute hidden @ weight.T, or q @ k.mT, and the softmaxes of both sides inside of the "
+        "compiled function",
+    ),
+    Advice(
+        "the divergence leaves the graph before it is summed over the keys",
         "leaves the graph before it is summed",
         "sum over the keys in the compiled function and return row values or the loss",
     ),
-    ("^dropout", "take the KL on the probabilities before their dropout, or set its p to 0"),
-    ("double softmax", "take softmax and log_softmax of the scores, not of probabilities"),
-    (
+    Advice(
+        "entries of rows are gathered by ids (a cached or served top-k)",
+        "^(gather|take_along_dim|index_select|index)\\b|single entries|gathered by index"
+        "|several entries of a row",
+        f"{ROW_PROGRAM}(..., columns=ids) streams losses on a few entries of each row "
+        "(docs/row-programs.md); whole rows may be selected, logits[mask]",
+    ),
+    Advice(
+        "sort, top-k, cumsum: whole rows in order",
+        "^(sort|argsort|topk|kthvalue|argmax|argmin|cumsum|cumprod|logcumsumexp|msort|median"
+        "|quantile|multinomial|the largest scores)\\b",
+        "it needs whole rows, which no streamed operator has; to keep it small, select the rows "
+        "that count before the product",
+    ),
+    Advice(
+        "dropout changes probabilities",
+        "^dropout|\\bdropout\\b",
+        "where the dropout is not meant (a teacher in training mode), call eval() or set p=0; a "
+        "loss on dropped probabilities is not streamed",
+    ),
+    Advice(
+        "double softmax",
+        "double softmax",
+        "probabilities go through a second softmax: if that is not meant, take softmax and "
+        "log_softmax of the scores",
+    ),
+    Advice(
+        "keys are masked after the softmax",
         "applied after the softmax|after the softmax are",
-        "mask the scores before the softmax, and whole rows after the sum over keys",
+        "if rows should sum to 1 over the keys that are left, mask the scores before the softmax; "
+        f"whole rows may be masked after the sum; else {ROW_PROGRAM}",
     ),
-    (
-        "vary along the keys",
-        "weights may vary over batch, heads and queries: multiply the row values after the sum",
+    Advice(
+        "weights that vary along the keys",
+        "vary along the keys multiply",
+        f"{ROW_PROGRAM} takes such weights; weights per batch, head or query fuse after the sum",
     ),
-    ("masked differently", "apply the same mask to teacher and student"),
-    ("different values", "mask teacher and student with the same value, -inf where possible"),
-    (
-        "modified in place",
-        "write to a copy, or take the KL after the write: a fused operator reads its inputs again "
-        "in the backward, but for an LM head whose loss is one weighted sum of rows; a teacher "
-        "that follows its student is updated behind that sum, or behind backward()",
+    Advice(
+        "teacher and student are masked differently",
+        "masked differently|masks that overlap|different values",
+        "if both sides should see the same keys, give both the same mask and the same value",
     ),
-    (
+    Advice(
+        "an in-place write to scores",
+        "^in-place ",
+        "write it out of place, t = t + m or masked_fill instead of masked_fill_: the same values",
+    ),
+    Advice(
+        "a tensor is modified in place",
+        "modified in place|written in place|overwritten|is written to",
+        "write to a copy, or take the loss after the write: a fused operator reads its inputs "
+        "again in the backward, but for an LM head whose loss is one weighted sum of rows; a "
+        "teacher that follows its student is updated behind that sum, or behind backward()",
+    ),
+    Advice(
+        "a bias or adapter needs a gradient",
         "needs a gradient",
         "detach the bias if it is a constant; where an adapter of the LM head trains it, make it "
         "plain LoRA of the type of the head (autocast, or autocast_adapter_dtype=False), or put "
         "the adapter on other modules",
     ),
-    (
+    Advice(
+        "scores are a sum of several products (adapters)",
         "sum of products|multiplies the scores varies along the keys",
-        "one LoRA adapter of an LM head fuses; several at a time, or a magnitude per word as of "
-        "DoRA, do not: put them on other modules",
+        "one LoRA adapter of an LM head fuses; several at a time, or a magnitude per vocabulary "
+        "entry as of DoRA, do not: put them on other modules",
     ),
-    (
+    Advice(
+        "a distribution is detached in one place and not in another",
         "detached in one place",
         "detach the distribution once and use that tensor wherever no gradient is wanted",
     ),
-    ("torch.vmap", "call the function with a batch dimension instead of mapping it"),
-    ("transform of torch.func", "compile the loss and differentiate it with backward()"),
-    ("in the body of", "take the KL outside of it, of what the body returns"),
-    ("asks for gradients", "call backward() outside of the compiled function"),
-    (
+    Advice(
+        "torch.vmap",
+        "torch.vmap",
+        "call the function with a batch dimension instead of mapping it",
+    ),
+    Advice(
+        "a transform of torch.func",
+        "transform of torch.func|forward mode",
+        "compile the loss and differentiate it with backward()",
+    ),
+    Advice(
+        "the loss is in the body of a higher-order operator",
+        "in the body of",
+        "take the loss outside of it, of what the body returns",
+    ),
+    Advice(
+        "gradients are asked for inside of the compiled code",
+        "asks for gradients",
+        "call backward() outside of the compiled function",
+    ),
+    Advice(
+        "a plain tensor beside DTensors",
         "plain tensor beside DTensors",
         "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same",
     ),
-    (
+    Advice(
+        "ranks add up parts of the softmax by hand (all_reduce)",
         "ranks add up",
-        "linear_kl(..., group=tp_group) takes the words that each rank has, and ranks exchange 24 "
-        "bytes a token; or write the loss on logits that are DTensors",
+        "linear_kl(..., group=tp_group) takes the vocabulary shard of each rank, and ranks "
+        "exchange 24 bytes a token; or write the loss on logits that are DTensors",
     ),
-    ("would gather it", "cut or place the tensor once, before the loss"),
-    ("compiles another graph", "ranks that share DTensors must compile the same loss and options"),
-    ("tensor subclass", "take the KL of plain tensors, such as the local parts of a DTensor"),
-    (
+    Advice(
+        "a DTensor would have to be gathered",
+        "would gather it",
+        "shard or place the tensor once, before the loss",
+    ),
+    Advice(
+        "ranks compile different graphs",
+        "compiles another graph",
+        "ranks that share DTensors must compile the same loss and options",
+    ),
+    Advice(
+        "a tensor subclass",
+        "tensor subclass",
+        "take the loss of plain tensors, such as the local parts of a DTensor",
+    ),
+    Advice(
+        "a size that the inputs do not have",
         "of unknown size|is not the size of any input",
         "keep that dimension static: dynamic=False, or torch._dynamo.mark_static",
     ),
-    (
+    Advice(
+        "sizes are read from tensors (.item(), .tolist())",
         "are read from tensors",
         "keep the sizes that tensors have, and mask what is beyond the lengths",
     ),
-    (
+    Advice(
+        "a Python number that changes between calls",
+        "a Python number that changes",
+        "pass it as a tensor, torch.tensor(x), or keep it constant "
+        "(torch._dynamo.config.specialize_float = True recompiles for each value)",
+    ),
+    Advice(
+        "cross-entropy with class weights, label smoothing or soft labels keeps logits",
         "class weights, label smoothing",
         "write the loss as -(p * logits.log_softmax(-1)).sum(-1), with weights per row",
     ),
-    ("padded to another", "drop the extra rows of the larger LM head instead of padding logits"),
-    (
-        "single entries|gathered by index|composite operation",
-        "select whole rows, logits[mask] or logits[positions], by tensors; keys are left out by a "
-        "mask of -inf",
+    Advice(
+        "logits are padded to another vocabulary size",
+        "padded to another",
+        "drop the extra rows of the larger LM head instead of padding logits",
     ),
-    ("only some of the keys|keys are selected", "mask the other keys with -inf"),
-    (
+    Advice(
+        "keys are sliced away after the softmax",
+        "only some of the keys|keys are selected",
+        "multiply by a 0/1 weight per key instead of slicing: the same sum, a row program",
+    ),
+    Advice(
+        "a composite operation",
+        "composite operation|^einsum",
+        "write it with matmul, softmax and sums over the last dimension",
+    ),
+    Advice(
+        "rows are selected of something else than the logits",
         "rows are selected of",
         "select rows of the logits themselves, in the order that the hidden states have",
     ),
-    ("student's probabilities are averaged", "average the teacher's heads only"),
-    (
-        "of scores$|of attention or vocabulary probabilities$",
-        "apply it to q or k before the scores, or to the row values after the sum over keys",
+    Advice(
+        "the student's probabilities are averaged over heads",
+        "student's probabilities are averaged",
+        "only a teacher's mean over heads fuses: the student's mean keeps all of its maps",
     ),
-    ("is an entropy", "an entropy alone stays as it is; together with a cross-entropy it fuses"),
+    Advice(
+        "NaN or infinity is read by the code after the loss",
+        "and eager has",
+        "test for NaN on the loss's inputs, or after the optimizer step, outside of the graph",
+    ),
+    Advice(
+        "the scores are also read by other code",
+        "are also read by",
+        "drop that reader (a metric, a returned tensor), or compute it outside of the step",
+    ),
+    Advice(
+        "an entropy alone",
+        "is an entropy",
+        "an entropy alone stays as it is; together with a cross-entropy it fuses",
+    ),
+    Advice(
+        "products that are no larger than their operands",
+        "products that are not larger",
+        "nothing to save: the products are as small as what they are computed from",
+    ),
+    Advice(
+        "an operation of scores or probabilities that no operator has",
+        "of scores$|of attention or vocabulary probabilities$",
+        f"{ROW_PROGRAM} computes sums over keys of your own functions (docs/row-programs.md)",
+    ),
 )
 
 
@@ -119,8 +266,8 @@ _BREAKS = (
     ),
     (
         "torchao",
-        "DoRA's layers of PEFT break the graph, and a magnitude per word of an LM head is no part "
-        "of the operators: LoraConfig(use_dora=False) for the LM head",
+        "DoRA's layers of PEFT break the graph, and a magnitude per vocabulary entry of an LM "
+        "head is no part of the operators: LoraConfig(use_dora=False) for the LM head",
     ),
     (
         "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
@@ -139,18 +286,36 @@ _ANY_BREAK = (
 )
 
 
+def advice_for(reason: str) -> Advice | None:
+    """The row of the table that a reason belongs to."""
+    return next((x for x in ADVICE if re.search(x.pattern, reason)), None)
+
+
 def remedy_for(reason: str) -> str:
     """Advice in the user's terms, empty where there is none."""
-    advice = next((text for pattern, text in _REMEDIES if re.search(pattern, reason)), "")
-    if re.search(f"{_ELSEWHERE}|leaves the graph", reason):
-        advice = "; ".join([advice, *_about_breaks()])
+    found = advice_for(reason)
+    hint = found.hint if found is not None else ""
+    is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))
+    if is_outside or "leaves the graph" in reason:
+        hint = "; ".join([hint, *_about_breaks()])
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return advice + _SEVERAL_PROCESSES * (distributed and bool(re.search(_ELSEWHERE, reason)))
+    return hint + _SEVERAL_PROCESSES * (distributed and is_outside)
 
 
-def _about_breaks() -> list[str]:
+def _about_breaks() -> Iterator[str]:
     """What to do about the graph breaks that there were, if there were any."""
     breaks = "\n".join(counters["graph_break"])
-    if not breaks:
-        return []
-    return [text for pattern, text in _BREAKS if re.search(pattern, breaks)] + [_ANY_BREAK]
+    if breaks:
+        yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
+        yield _ANY_BREAK
+
+
+def as_markdown() -> str:
+    """The table of `docs/reasons.md`."""
+    lines = ["| reason in the report | what to do |", "| --- | --- |"]
+    lines += [f"| {x.reason} | {_escaped(x.hint)} |" for x in ADVICE]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

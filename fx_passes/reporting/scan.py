@@ -35,6 +35,7 @@ class Scan:
             ended = break_after(gm)
             if ended is not None:
                 report.breaks.append(ended)
+                report.outside.clear()  # the code after the break reads them
             at = f"the code after the graph break at {shown(ended.location)}" if ended else None
             found = large_tensors(gm, self.shapes, report.remaining, at)
             report.elsewhere += [made for made, _ in found]

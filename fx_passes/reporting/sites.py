@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.analysis.sites import reason_of
+from torch_streamkl.fx_passes.analysis.sites import ELSEWHERE, NOT_MADE, reason_of
 from torch_streamkl.fx_passes.capture.preconditions import divergence_like
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
-from torch_streamkl.fx_passes.fx_utils.nodes import UNKNOWN, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    UNKNOWN,
+    ancestors,
+    example,
+    location_of,
+    name_of,
+)
 from torch_streamkl.fx_passes.planning.candidates import Plans
+from torch_streamkl.fx_passes.reporting.graph_breaks import break_before
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.text import shown
 
 
 def left_alone(reason: str, graph: fx.Graph) -> Report:
@@ -28,17 +39,29 @@ def left_alone(reason: str, graph: fx.Graph) -> Report:
 
 
 def unfused_sites(
-    found: Sequence[fx.Node], trace: Trace, recognised: Recogniser, plans: Plans
+    found: Sequence[fx.Node],
+    trace: Trace,
+    recognised: Recogniser,
+    plans: Plans,
+    of_programs: Mapping[fx.Node, str],
 ) -> list[Site]:
-    """Sites without an operator, each with the first thing that blocked it."""
+    """Losses without an operator, each with the first operation that none of them has.
+
+    ``of_programs`` are the nodes that row programs do not take, and why.
+    """
     sites: dict[tuple[str, str], Site] = {}
     for node in found:
         reason, blocker = reason_of(node, recognised, plans)
+        if _NO_OPERATION.search(reason):  # which a row program may have: what keeps that?
+            reason, blocker = _first_of_programs(node, of_programs) or (reason, blocker)
         origin = node_of(trace, node)
+        if _UNKNOWN_NUMBER.search(reason) and origin is not None:
+            reason = _symbolic_number(origin) or reason
         if origin is not None and _is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own words (all_reduce)"
+        reason = _with_place(reason, node, origin, recognised)
         location, code = _place(node, trace)
-        elsewhere = _place(blocker, trace)[0] if blocker is not None else location
+        elsewhere, line = _place(blocker, trace) if blocker is not None else (location, "")
         sites.setdefault(
             (location, reason),
             Site(
@@ -50,9 +73,100 @@ def unfused_sites(
                 code,
                 remedy=remedy_for(reason),
                 blocked_at="" if elsewhere == location else elsewhere,
+                blocked_code="" if elsewhere == location else line,
             ),
         )
     return list(sites.values())
+
+
+_OUTSIDE = re.compile(r"(not made (?:from scores )?in this graph).*")
+
+
+_NO_OPERATION = re.compile(
+    r"of scores$|of attention or vocabulary probabilities$|vary along the keys|row weights"
+)
+_UNKNOWN_NUMBER = re.compile(
+    r"number that is not known|row weights|neither a tensor nor a number|with a tensor"
+    "|vary along the keys"
+)
+_IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
+
+
+def _first_of_programs(
+    site: fx.Node, of_programs: Mapping[fx.Node, str]
+) -> tuple[str, fx.Node] | None:
+    """The first operation before a site that row programs do not have either, and why."""
+    made_of = ancestors(site)
+    for node, reason in of_programs.items():
+        if node in made_of and not any(a in of_programs for a in node.all_input_nodes):
+            written = _IN_PLACE.match(reason)
+            return (f"in-place {reason}" if written else reason), node
+    return None
+
+
+def _symbolic_number(origin: fx.Node) -> str:
+    """Which Python number of the user's code is symbolic, if one is."""
+    if any(isinstance(example(node), torch.SymFloat) for node in ancestors(origin)):
+        return "a Python number that changes between calls is symbolic in this graph"
+    return ""
+
+
+def _with_place(reason: str, site: fx.Node, origin: fx.Node | None, recognised: Recogniser) -> str:
+    """The reason, with where that is made which is not made in the graph, or written to."""
+    if "modified in place" in reason:
+        return _with_write(reason, site, recognised)
+    if origin is None or not _OUTSIDE.search(reason):
+        return reason
+    ended = break_before(origin)
+    if ended is not None:
+        said = f"a graph break at {shown(ended.location)} lies between"
+        said += f": {ended.code}" if ended.code else ""
+    elif not _reads_input(origin):
+        return reason.replace(ELSEWHERE, NOT_MADE)
+    elif _is_body(origin.graph):
+        said = "it is an input of the checkpoint that the loss is in"
+    else:
+        said = "it is an input of the compiled function"
+    return _OUTSIDE.sub(lambda found: f"{found[1]}: {said}", reason, count=1)
+
+
+def _with_write(reason: str, site: fx.Node, recognised: Recogniser) -> str:
+    """The reason, with the last write to what a site is made of."""
+    made_of = ancestors(site)
+    for node in reversed(recognised.trace.graph.nodes):
+        if node.op == "call_function" and any(x in made_of for x in written_by(node)):
+            place, code = _place(node, recognised.trace)
+            return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
+    return reason
+
+
+def _reads_input(site: fx.Node) -> bool:
+    """Whether a tensor as large as what a site compares is an input of its graph."""
+    values = [example(a) for a in (site, *site.all_input_nodes)]
+    sizes = [numel(x) for x in values if isinstance(x, Tensor)]
+    stack, seen, least = [site], {site}, max(sizes, default=0)
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            value = example(a)
+            if a in seen or name_of(a) in MATMULS or not isinstance(value, Tensor):
+                continue
+            if a.op == "placeholder" and numel(value) >= least:
+                return True
+            seen.add(a)
+            stack.append(a)
+    return False
+
+
+def _is_body(graph: fx.Graph) -> bool:
+    """Whether a higher-order operator runs the graph: Dynamo marks the inputs of all others."""
+    inputs = graph.find_nodes(op="placeholder")
+    owner = graph.owning_module
+    is_marked = any("grapharg" in n.meta for n in inputs)
+    return owner is not None and bool(inputs) and not is_marked and _is_of_dynamo(graph)
+
+
+def _is_of_dynamo(graph: fx.Graph) -> bool:
+    return any("example_value" in n.meta for n in graph.nodes)
 
 
 def _is_shared_by_hand(site: fx.Node) -> bool:

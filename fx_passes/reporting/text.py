@@ -36,7 +36,8 @@ def short(report: Report) -> str:
     lines += _remaining_in_short(report)
     lines += _leaving_in_short(report.outside)
     if any(not site.fused and not site.left for site in report.sites) or report.elsewhere:
-        lines += [_break_text(b) for b in report.breaks]
+        said = "\n".join(lines)
+        lines += [_break_text(b) for b in report.breaks if shown(b.location) not in said]
     lines += _not_analysed(report)
     return "\n".join(lines)
 

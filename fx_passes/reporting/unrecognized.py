@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
+from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
     OF_ROWS,
@@ -18,7 +19,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
 from torch_streamkl.fx_passes.reporting.remaining_tensors import ORDERED
 from torch_streamkl.fx_passes.reporting.text import shown
 
-SELECTS = {"gather", "index_select", "take_along_dim", "getitem", "masked_select", "index"}
+OURS = "streamkl"  # in the names of our operators
 COMPARES = {
     "cosine_similarity", "normalize", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pow", "square", "cdist",
@@ -72,6 +73,8 @@ def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
 
 def _is_telling(user: fx.Node) -> bool:
     name = name_of(user)
+    if OURS in name:
+        return True
     known = name in ORDERED | PRODUCTS | COMPARES | LOSSES | SCATTERS | {"gather"}
     return known or isinstance(user.target, torch._ops.HigherOrderOperator)
 
@@ -92,14 +95,16 @@ def _sentence(
     feeds = f"{where} feeds {name} at {at}"
     kind = name_of(reader)
     if kind in ORDERED:
-        return f"{feeds}, which needs whole rows"
+        return _hinted(f"{feeds}, which needs whole rows", kind)
     if isinstance(reader.target, torch._ops.HigherOrderOperator):
         return f"{where} goes into {name} at {at}"
+    if OURS in kind:
+        return f"{where} is dense, and read by the fused operator"
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
         return f"{feeds}: {what} that are compared with no other distribution"
     if kind in ("gather", "getitem", "index_select", "take_along_dim"):
-        return f"{feeds}, which reads single entries of each row"
+        return _hinted(f"{feeds}, which reads single entries of each row", "gather")
     if kind in SCATTERS:
         return f"{where} is a dense target, written by {name}"
     if kind == "cross_entropy":
@@ -109,6 +114,11 @@ def _sentence(
     if rows is None:
         return f"{feeds} without a softmax: no divergence"
     return f"{feeds}: one distribution alone, or compared by code that is no known divergence"
+
+
+def _hinted(sentence: str, operation: str) -> str:
+    hint = remedy_for(f"{operation} of scores")
+    return f"{sentence}. Hint: {hint}" if hint else sentence
 
 
 _HIGHER_ORDER = {

@@ -112,7 +112,7 @@ def kl_and_entropy_bonus(h, w, g, v):
     return (kl - 0.01 * entropy).mean()
 
 
-@heads(1, "R-Drop")
+@heads(2, "R-Drop")
 def r_drop(h, w, g, v):
     a, b = (h @ w.T).log_softmax(-1), ((h * 1.1) @ w.T).log_softmax(-1)
     forward = F.kl_div(a, b.exp(), reduction="batchmean")
@@ -170,14 +170,39 @@ def one_hot_target(h, w, g, v):
     return -(target * (h @ w.T).log_softmax(-1)).sum(-1).mean()
 
 
-@heads(0, "top-k of the teacher's own logits, NeMo-RL")
+@heads(1, "top-k of the teacher's own logits, NeMo-RL")
 def topk_in_graph(h, w, g, v):
     t = (g @ v.T).topk(TOP, dim=-1)
     s = (h @ w.T).log_softmax(-1).gather(-1, t.indices)
     return -(t.values.softmax(-1) * s).sum(-1).mean()
 
 
-# --------------------------------------------------------------------------- other functions of logits
+@heads(0, "cached top-k, rows and ids flattened to pairs")
+def cached_pairs(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1)
+    rows = torch.arange(TOKENS).repeat_interleave(TOP)
+    return -(TOP_LOGPROBS.exp().flatten() * s[rows, IDS.flatten()]).sum() / TOKENS
+
+
+@heads(0, "a ghost token for the tail")
+def ghost_token(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
+    rest = torch.log1p(-s.exp().sum(-1, keepdim=True).clamp(max=0.999))
+    wanted = TOP_LOGPROBS.exp()
+    wanted = torch.cat([wanted, 1 - wanted.sum(-1, keepdim=True)], -1)
+    return F.kl_div(torch.cat([s, rest], -1), wanted.clamp_min(1e-6), reduction="batchmean")
+
+
+@heads(0, "written by chunks into a preallocated tensor")
+def preallocated_chunks(h, w, g, v):
+    kept = torch.zeros(TOKENS, TOP)
+    for i in range(0, TOKENS, TOKENS // 2):
+        rows = slice(i, i + TOKENS // 2)
+        kept[rows] = (h[rows] @ w.T).log_softmax(-1).gather(-1, IDS[rows])
+    return -(TOP_LOGPROBS.exp() * kept).sum(-1).mean()
+
+
+# ------------------------------------------------------------------ other functions of logits
 @heads(0, "ULD: sorted probabilities")
 def universal_logit_distillation(h, w, g, v):
     s = (h @ w.T).softmax(-1).sort(-1, descending=True).values
@@ -195,13 +220,13 @@ def cross_entropy_alone(h, w, g, v):
     return F.cross_entropy(h @ w.T, LABELS)
 
 
-@heads(0, "focal loss")
+@heads(1, "focal loss")
 def focal(h, w, g, v):
     s = (h @ w.T).log_softmax(-1).gather(-1, LABELS[:, None])[:, 0]
     return -((1 - s.exp()) ** 2 * s).mean()
 
 
-@heads(0, "DPO with logits")
+@heads(2, "DPO with logits")
 def dpo(h, w, g, v):
     def logp(x, head):
         return (x @ head.T).log_softmax(-1).gather(-1, LABELS[:, None])[:, 0]
@@ -210,7 +235,7 @@ def dpo(h, w, g, v):
     return -F.logsigmoid(margin[::2] - margin[1::2]).mean()
 
 
-@heads(0, "policy gradient with an entropy")
+@heads(1, "policy gradient with an entropy")
 def entropy_alone(h, w, g, v):
     p = (h @ w.T).softmax(-1)
     return -(p * p.clamp_min(1e-9).log()).sum(-1).amax()
@@ -227,6 +252,40 @@ def info_nce(h, w, g, v):
     a, b = F.normalize(h, dim=-1), F.normalize(w[:TOKENS], dim=-1)
     keys = torch.cat([b, F.normalize(w, dim=-1)])
     return F.cross_entropy(a @ keys.T / 0.07, torch.arange(TOKENS))
+
+
+@heads(0, "a teacher shifted by a row, EAGLE-3")
+def shifted_teacher(h, w, g, v):
+    p = (g @ v.T).softmax(-1)
+    p = torch.cat([p[1:], torch.zeros(1, VOCAB)])
+    return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
+
+
+@heads(0, "vocabularies aligned by a slice write")
+def aligned_vocabularies(h, w, g, v):
+    t = torch.full((TOKENS, VOCAB), -1e4)
+    t[:, :150] = (g @ v.T)[:, :150]
+    return F.kl_div((h @ w.T).log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+@heads(0, "a weight of the overlap")
+def weighted_by_overlap(h, w, g, v):
+    p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
+    lam = torch.exp(-3 * torch.minimum(p, q).sum(-1).detach())
+    kl = (p * (p.clamp_min(1e-9).log() - q.clamp_min(1e-9).log())).sum(-1)
+    return (lam * kl).mean()
+
+
+@heads(0, "smooth L1 of logits")
+def smooth_l1(h, w, g, v):
+    return F.smooth_l1_loss(h @ w.T, g @ v.T)
+
+
+@heads(0, "pairs of crops by einsum, DINO")
+def crops_by_einsum(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).view(4, TOKENS // 4, VOCAB)
+    t = (g @ v.T).softmax(-1).view(4, TOKENS // 4, VOCAB)[:2]
+    return -torch.einsum("sbk,tbk->st", s, t).sum()
 
 
 # --------------------------------------------------------- what hides a loss from the compiler
@@ -289,6 +348,11 @@ def mse_of_scores(q, k, r, u):
     return (q @ k.mT - r @ u.mT).pow(2).sum().sqrt()
 
 
+@attention(0, "norm of differences of scores")
+def norm_of_scores(q, k, r, u):
+    return torch.linalg.matrix_norm(q @ k.mT - r @ u.mT).mean()
+
+
 @attention(0, "Gram matrices, DINOv3")
 def gram(q, k, r, u):
     a, b = F.normalize(q, dim=-1), F.normalize(r, dim=-1)
@@ -298,7 +362,7 @@ def gram(q, k, r, u):
     return ((s - t) ** 2).max()
 
 
-@attention(0, "an indexer that ranks")
+@attention(1, "an indexer that ranks")
 def indexer_topk(q, k, r, u):
     chosen = (r @ u.mT).sum(1).topk(8, dim=-1).indices
     s = (q @ k.mT).softmax(-1).sum(1)
@@ -329,3 +393,12 @@ def pairwise_distances(q, k, r, u):
 @attention(0, "attention alone, nothing is distilled")
 def attention_alone(q, k, r, u):
     return (((q @ k.mT).softmax(-1) @ r) * u).sum()
+
+
+@attention(0, "an indexer of Megatron-core: relu and in-place masks")
+def indexer_in_place(q, k, r, u):
+    mask = torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1)
+    t = r @ u.mT
+    t += mask
+    s = torch.relu(q @ k.mT) + mask
+    return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1)).clamp(-50, 50)).sum(-1).mean()

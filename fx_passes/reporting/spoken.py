@@ -1,0 +1,202 @@
+"""A divergence in the words of papers: recognised by its values, not by how it is written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch_streamkl.divergences.functional import DIVERGENCES, Expr, Functional
+
+_POINTS = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (0.2, 0.2), (0.9, 0.5), (1e-3, 0.4))
+_CLOSE = 1e-9
+_LARGEST_EPS = 0.1
+_BINARY: dict[str, Callable[[float, float], float]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": max,
+    "min": min,
+    "ge": lambda a, b: float(a >= b),
+    "gt": lambda a, b: float(a > b),
+    "logaddexp": lambda a, b: max(a, b) + math.log1p(math.exp(-abs(a - b))),
+}
+_UNARY: dict[str, Callable[[float], float]] = {
+    "neg": lambda a: -a, "exp": math.exp, "log": math.log, "abs": abs, "sqrt": math.sqrt
+}  # fmt: skip
+
+
+def spoken(functional: Functional) -> str:
+    """A divergence by its name where it has one, else as the sum over keys that is computed."""
+    known = _by_form(functional)
+    if known:
+        return known
+    expr = functional.expr
+    try:
+        values = [value_of(expr, p, s) for p, s in _POINTS]
+        for name, formula in _formulas(list(_constants(expr))):
+            if all(_is_close(formula(p, s), x) for (p, s), x in zip(_POINTS, values, strict=True)):
+                return name
+    except (ValueError, OverflowError, ZeroDivisionError, KeyError):
+        pass
+    return _readable(functional.expr)
+
+
+def is_swapped(functional: Functional) -> bool:
+    """Whether it is P (log P - S): what kl_div makes of probabilities as its first argument."""
+    try:
+        return any(
+            all(_is_close(value_of(functional.expr, p, s), f(p, s)) for p, s in _POINTS)
+            for f in (
+                lambda p, s: p * (math.log(p) - s),
+                lambda p, s: s * (math.log(s) - p),
+            )
+        )
+    except (ValueError, OverflowError, ZeroDivisionError, KeyError):
+        return False
+
+
+def _by_form(functional: Functional) -> str:
+    """A name that the operators have for it, with the clamps of its probabilities."""
+    guarded = functional.guarded
+    for name, text in DIVERGENCES.items():
+        known = Functional.of(text)
+        if known == functional:
+            return name
+        if guarded is not None and guarded.form == known.bilinear:
+            floors = {"teacher": guarded.teacher_floor, "student": guarded.student_floor}
+            used = {k: math.exp(v) for k, v in floors.items() if v > -math.inf}
+            clamps = [f"{side} clamped at {least:.3g}" for side, least in used.items()]
+            return ", ".join([name, *clamps])
+    return ""
+
+
+def value_of(e: Expr, p: float, s: float) -> float:
+    """The value of an expression at one key's probabilities."""
+    variables = {"P": p, "S": s, "logP": math.log(p), "logS": math.log(s), "const": e.value}
+    if e.op in variables:
+        return variables[e.op]
+    args = [value_of(a, p, s) for a in e.args]
+    if e.op == "where":
+        return args[1] if args[0] else args[2]
+    return _UNARY[e.op](*args) if e.op in _UNARY else _BINARY[e.op](*args)
+
+
+def _constants(e: Expr) -> Iterator[float]:
+    if e.op == "const":
+        yield e.value
+    for a in e.args:
+        yield from _constants(a)
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """What is added to a probability before its logarithm."""
+
+    teacher: float = 0.0
+    student: float = 0.0
+
+    def logs(self, p: float, s: float) -> tuple[float, float]:
+        return math.log(p + self.teacher), math.log(s + self.student)
+
+    def __str__(self) -> str:
+        said = [f", log({x} + {eps:g})" for x, eps in (("P", self.teacher), ("S", self.student))
+                if eps]  # fmt: skip
+        return "".join(said)
+
+
+def _formulas(
+    constants: list[float],
+) -> Iterator[tuple[str, Callable[[float, float], float]]]:
+    small = sorted({c for c in constants if 0.0 < c < _LARGEST_EPS})
+    for teacher, student in itertools.product((0.0, *small), repeat=2):
+        guard = _Guard(teacher, student)
+        for name, f in _DIRECT.items():
+            yield f"{name}{guard}", lambda p, s, f=f, g=guard: f(p, s, *g.logs(p, s))
+    for beta in _weights(constants):
+        for label, f in _MIXED.items():
+            name = label.format(beta, 1.0 - beta)
+            yield name, lambda p, s, f=f, b=beta: f(p, s, b)
+
+
+def _weights(constants: Iterable[float]) -> list[float]:
+    """Numbers that may be the weight of a mixture: as they are, or by their logarithms."""
+    found = set()
+    for c in constants:
+        for x in (c, -c, math.exp(c) if c < 0.0 else 0.0):
+            found |= {y for y in (x, 1.0 - x) if 0.0 < y < 1.0}
+    rounded = {round(x, 10) for x in found}
+    return sorted(rounded)
+
+
+def _js(p: float, s: float, b: float) -> float:
+    m = math.log(b * p + (1.0 - b) * s)
+    return b * p * (math.log(p) - m) + (1.0 - b) * s * (math.log(s) - m)
+
+
+def _is_close(a: float, b: float) -> bool:
+    return abs(a - b) <= _CLOSE * max(1.0, abs(a))
+
+
+_DIRECT: dict[str, Callable[[float, float, float, float], float]] = {
+    "forward_kl": lambda p, s, lp, ls: p * (lp - ls),
+    "reverse_kl": lambda p, s, lp, ls: s * (ls - lp),
+    "cross_entropy": lambda p, s, lp, ls: -p * ls,
+    "jeffreys": lambda p, s, lp, ls: p * (lp - ls) + s * (ls - lp),
+}
+_MIXED: dict[str, Callable[[float, float, float], float]] = {
+    "js, beta={:g}": _js,
+    "skewed forward_kl, KL(P || {0:g} P + {1:g} S)": lambda p, s, b: (
+        p * (math.log(p) - math.log(b * p + (1.0 - b) * s))
+    ),
+    "skewed reverse_kl, KL(S || {0:g} P + {1:g} S)": lambda p, s, b: (
+        s * (math.log(s) - math.log(b * p + (1.0 - b) * s))
+    ),
+    "forward_kl + reverse_kl, weights {0:g} and {1:g}": lambda p, s, b: (
+        b * p * (math.log(p) - math.log(s)) + (1.0 - b) * s * (math.log(s) - math.log(p))
+    ),
+}
+_LONGEST = 72
+
+
+def _readable(e: Expr) -> str:
+    """The sum over keys as it is computed, in the notation of formulas; never a page."""
+    text = _written(e)[0]
+    if len(text) > _LONGEST:
+        text = text[: _LONGEST - 3] + "..."
+    return f"sum of {text}"
+
+
+_SUM, _PRODUCT, _ATOM = 0, 1, 2  # how tightly the outermost operation of a text binds
+
+
+def _written(e: Expr) -> tuple[str, int]:
+    if e.op == "const":
+        return f"{e.value:g}", _ATOM if e.value >= 0 else _SUM
+    if not e.args:
+        return e.op, _ATOM
+    if e.op == "neg":
+        return f"-{_at_least(e.args[0], _PRODUCT)}", _SUM
+    if e.op in ("mul", "div"):
+        a, b = e.args
+        if e.op == "mul" and a.op == "const" and a.value == -1.0:
+            return f"-{_at_least(b, _PRODUCT)}", _SUM
+        sign = "*" if e.op == "mul" else "/"
+        right = _at_least(b, _PRODUCT if e.op == "mul" else _ATOM)
+        return f"{_at_least(a, _PRODUCT)}{sign}{right}", _PRODUCT
+    if e.op in ("add", "sub"):
+        a, b = e.args
+        left, right = _written(a)[0], _at_least(b, _PRODUCT if e.op == "sub" else _SUM)
+        if e.op == "add" and left.startswith("-") and not right.startswith("-"):
+            left, right = right, left
+        if e.op == "add" and right.startswith("-"):
+            return f"{left} - {right[1:]}", _SUM
+        return f"{left} {'+' if e.op == 'add' else '-'} {right}", _SUM
+    return f"{e.op}({', '.join(_written(a)[0] for a in e.args)})", _ATOM
+
+
+def _at_least(e: Expr, level: int) -> str:
+    text, binds = _written(e)
+    return text if binds >= level else f"({text})"
