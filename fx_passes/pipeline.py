@@ -78,7 +78,11 @@ from torch_streamkl.fx_passes.reporting.execution import (
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, remedy_for
 from torch_streamkl.fx_passes.reporting.remaining_tensors import large_tensors_left
 from torch_streamkl.fx_passes.reporting.report import Report, Site
-from torch_streamkl.fx_passes.reporting.sites import left_alone, unfused_sites
+from torch_streamkl.fx_passes.reporting.sites import (
+    left_alone,
+    reasons_of_programs,
+    unfused_sites,
+)
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.refusal import Refused, rewrite_checked
 
@@ -279,6 +283,8 @@ def _rewrite_graph(
         report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how, also=also))
     of_programs = elements.reasons if elements is not None else {}
     report.sites += unfused_sites(unfused, trace, recognised, plans, of_programs)
+    if not report.sites:
+        report.unrecognized += reasons_of_programs(of_programs, trace)
     report.remaining = large_tensors_left(graph, sizes, recognised, operands_of_user)
     if report.remaining:  # else it is attention whose maps nobody distils
         report.notes += kept

@@ -15,6 +15,8 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 _MAX_KNOWN = 256
 # by the lines of all functions that were running: the code after a break is known by those
 _KNOWN: dict[tuple[str, int], GraphBreak] = {}
+# by called functions in which their callers' graphs ended: they are compiled alone then
+_CALLED: dict[tuple[str, str], GraphBreak] = {}
 
 
 def break_after(gm: fx.GraphModule) -> GraphBreak | None:
@@ -33,15 +35,21 @@ def break_after(gm: fx.GraphModule) -> GraphBreak | None:
         _KNOWN.pop(next(iter(_KNOWN)))
     for frame in frames:
         _KNOWN[frame.filename, frame.lineno or 0] = found
+    while len(_CALLED) >= _MAX_KNOWN:
+        _CALLED.pop(next(iter(_CALLED)))
+    for frame in frames[1:]:
+        _CALLED[frame.filename, frame.name] = found
     return found
 
 
 def break_before(node: fx.Node) -> GraphBreak | None:
     """The graph break after which a node's code goes on, None where there was none."""
-    for file, _, function in reversed(FRAME.findall(node.meta.get("stack_trace") or "")):
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    for file, _, function in reversed(frames):
         resumed = _RESUMED.match(function)
         if resumed is not None:
             line = int(resumed[2])
             known = _KNOWN.get((file, line))
             return known or GraphBreak(f"{file}:{line}", linecache.getline(file, line).strip(), "")
-    return None
+    outer = next(((file, name) for file, _, name in frames if not in_torch(file)), None)
+    return _CALLED.get(outer) if outer is not None else None

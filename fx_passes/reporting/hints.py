@@ -214,6 +214,11 @@ ADVICE = (
         "multiply by a 0/1 weight per key instead of slicing: the same sum, a row program",
     ),
     Advice(
+        "scores are sliced, reshaped or flattened so that their axes mix",
+        "sliced|mixes the axes|flattened|another shape",
+        "slice or reshape the hidden states, q or k before the product: the same scores",
+    ),
+    Advice(
         "a composite operation",
         "composite operation|^einsum",
         "write it with matmul, softmax and sums over the last dimension",
@@ -231,7 +236,8 @@ ADVICE = (
     Advice(
         "NaN or infinity is read by the code after the loss",
         "and eager has",
-        "test for NaN on the loss's inputs, or after the optimizer step, outside of the graph",
+        "a fused sum may have a value where eager code has NaN: compute that operation from the "
+        "returned row values, outside of the compiled function",
     ),
     Advice(
         "the scores are also read by other code",

@@ -8,6 +8,7 @@ the bodies of custom autograd.Functions and checkpoints as well.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, OPERAND_VIEWS
+from torch_streamkl.fx_passes.capture.region import MATMULS, OPERAND_VIEWS, WALLS
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
     example,
     location_of,
     name_of,
@@ -24,7 +26,11 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     storage_of,
 )
 from torch_streamkl.fx_passes.reporting.leaving_tensors import VOCABULARY_PER_WIDTH
-from torch_streamkl.fx_passes.reporting.remaining_tensors import readers_text, unread_nodes
+from torch_streamkl.fx_passes.reporting.remaining_tensors import (
+    SMALLER,
+    readers_text,
+    unread_nodes,
+)
 from torch_streamkl.fx_passes.reporting.report import Remaining
 
 MUCH_LARGER = 2  # times what a product of two activations is computed from
@@ -53,6 +59,7 @@ class ScoreShapes:
     """Shapes of the score- and logit-sized tensors that the user's program makes."""
 
     shapes: set[tuple[int, ...]] = field(default_factory=set)
+    largest: int = 0  # entries of the largest of them
 
     @staticmethod
     def of(gm: fx.GraphModule) -> ScoreShapes:
@@ -64,7 +71,13 @@ class ScoreShapes:
                     value = example(node)
                 if isinstance(value, Tensor):
                     found.shapes.add(_squeezed(value))
+                    found.largest = max(found.largest, numel(value))
         return found
+
+    def is_far_smaller(self, shape: Sequence[object]) -> bool:
+        """Whether a tensor that is made of an input is none beside such scores: a table of it."""
+        sizes = [n if isinstance(n, int) else UNKNOWN_SIZE for n in shape]
+        return math.prod(sizes) * SMALLER <= self.largest
 
     def holds(self, value: Tensor) -> bool:
         return _squeezed(value) in self.shapes
@@ -87,6 +100,8 @@ def large_tensors(
         for node in _made(graph, known, unread):
             value = example(node)
             assert isinstance(value, Tensor)
+            if known.is_far_smaller(value.shape) and not _is_of_product(node):
+                continue
             shape = tuple(n if isinstance(n, int) else str(n) for n in value.shape)
             location = location_of(node)[0]
             key = (node.name, location, shape)
@@ -114,7 +129,7 @@ def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator
                 sizes[node] = before
             continue
         size = numel(value)
-        follows = before and name_of(node) not in PRODUCTS and 2 * size >= before
+        follows = before and name_of(node) not in PRODUCTS | WALLS and 2 * size >= before
         if not (follows or is_origin(node) or known.holds(value)) or is_vector(value):
             continue
         sizes[node] = size
@@ -148,7 +163,7 @@ def is_origin(node: fx.Node) -> bool:
         return False
     name = name_of(node)
     inputs = [x for a in node.all_input_nodes if isinstance(x := example(a), Tensor)]
-    if name in OF_ROWS:
+    if name in OF_ROWS or _is_softmax_by_hand(node):
         return not is_vector(value) and _is_of_an_input(node)
     if is_vector(value) or not inputs:
         return False
@@ -162,6 +177,10 @@ def is_origin(node: fx.Node) -> bool:
         return _is_large_product(node, inputs)
     is_outer = not any(is_vector(x) for x in inputs)
     return name in BROADCASTS and is_outer and size >= EXPANDED * largest
+
+
+def _is_softmax_by_hand(node: fx.Node) -> bool:
+    return name_of(node) == "exp" and any(name_of(u) == "sum" for u in node.users)
 
 
 def _is_large_product(node: fx.Node, inputs: Sequence[Tensor]) -> bool:
@@ -228,6 +247,10 @@ def _memory_of(node: fx.Node) -> int | None:
         return storage_of(node)
     except (NotImplementedError, RuntimeError):  # of torch.func's wrappers
         return None
+
+
+def _is_of_product(node: fx.Node) -> bool:
+    return any(name_of(a) in PRODUCTS for a in ancestors(node) if a.op != "placeholder")
 
 
 def is_vector(value: Tensor) -> bool:

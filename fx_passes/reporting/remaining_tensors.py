@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.reporting.report import Remaining
 ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
 
 
+OF_AN_INPUT = "made of an input of this size"
 SMALLER = 8  # times, and a tensor is no longer as large as the scores that it is made of
 
 
@@ -190,4 +191,4 @@ def _of_an_input(node: fx.Node) -> str:
     assert isinstance(value, Tensor)
     inputs = [example(a) for a in before if a.op in ("placeholder", "get_attr")]
     is_as_large = any(isinstance(x, Tensor) and x.shape == value.shape for x in inputs)
-    return "made of an input of this size" if is_as_large else ""
+    return OF_AN_INPUT if is_as_large else ""

@@ -8,9 +8,10 @@ from torch import fx
 
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
 from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, large_tensors
+from torch_streamkl.fx_passes.reporting.remaining_tensors import OF_AN_INPUT
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.fx_passes.reporting.unrecognized import reasons_of
+from torch_streamkl.fx_passes.reporting.unrecognized import VAGUE, reasons_of
 
 log = logging.getLogger("torch_streamkl.report")
 
@@ -37,10 +38,18 @@ class Scan:
                 report.breaks.append(ended)
                 report.outside.clear()  # the code after the break reads them
             at = f"the code after the graph break at {shown(ended.location)}" if ended else None
+            report.remaining = [
+                x
+                for x in report.remaining
+                if not (x.cause == OF_AN_INPUT and self.shapes.is_far_smaller(x.shape))
+            ]
             found = large_tensors(gm, self.shapes, report.remaining, at)
             report.elsewhere += [made for made, _ in found]
             in_graph = [node for _, node in found if node.graph is gm.graph]
-            report.unrecognized += reasons_of(in_graph, at)
+            known = bool(report.unrecognized)  # by the analysis, with the operation
+            report.unrecognized += [
+                text for text in reasons_of(in_graph, at) if not (known and text.endswith(VAGUE))
+            ]
         except Exception as error:
             self._failed(error)
         if self.failure:

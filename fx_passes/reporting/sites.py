@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.planning.candidates import Plans
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_before
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
+from torch_streamkl.fx_passes.reporting.remaining_tensors import ORDERED
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
 
@@ -53,7 +54,9 @@ def unfused_sites(
     for node in found:
         reason, blocker = reason_of(node, recognised, plans)
         if _NO_OPERATION.search(reason):  # which a row program may have: what keeps that?
-            reason, blocker = _first_of_programs(node, of_programs) or (reason, blocker)
+            other = _first_of_programs(node, of_programs)
+            if other is not None and other[0].split()[0] != reason.split()[0]:
+                reason, blocker = other
         origin = node_of(trace, node)
         if _UNKNOWN_NUMBER.search(reason) and origin is not None:
             reason = _symbolic_number(origin) or reason
@@ -82,6 +85,7 @@ def unfused_sites(
 _OUTSIDE = re.compile(r"(not made (?:from scores )?in this graph).*")
 
 
+TOLD = ORDERED | {"gather", "index", "cross_entropy_loss"}  # by what reads large tensors
 _NO_OPERATION = re.compile(
     r"of scores$|of attention or vocabulary probabilities$|vary along the keys|row weights"
 )
@@ -102,6 +106,20 @@ def _first_of_programs(
             written = _IN_PLACE.match(reason)
             return (f"in-place {reason}" if written else reason), node
     return None
+
+
+def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> list[str]:
+    """The operations that keep a graph without any loss from a row program, as sentences."""
+    found: dict[str, None] = {}
+    for node, reason in of_programs.items():
+        name = name_of(node) if node.op == "call_function" else ""
+        if not _NO_OPERATION.search(reason) or name in TOLD:
+            continue
+        if not any(a in of_programs for a in node.all_input_nodes):
+            hint = remedy_for(reason)
+            sentence = f"{reason} at {shown(_place(node, trace)[0])}"
+            found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
+    return list(found)
 
 
 def _symbolic_number(origin: fx.Node) -> str:

@@ -14,12 +14,14 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
     OF_ROWS,
     PRODUCTS,
     SCATTERS,
+    WRITES,
     numel,
 )
 from torch_streamkl.fx_passes.reporting.remaining_tensors import ORDERED
 from torch_streamkl.fx_passes.reporting.text import shown
 
 OURS = "streamkl"  # in the names of our operators
+VAGUE = ": one distribution alone, or compared by code that is no known divergence"
 COMPARES = {
     "cosine_similarity", "normalize", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pow", "square", "cdist",
@@ -75,6 +77,8 @@ def _is_telling(user: fx.Node) -> bool:
     name = name_of(user)
     if OURS in name:
         return True
+    if name in WRITES:
+        return True
     known = name in ORDERED | PRODUCTS | COMPARES | LOSSES | SCATTERS | {"gather"}
     return known or isinstance(user.target, torch._ops.HigherOrderOperator)
 
@@ -100,6 +104,8 @@ def _sentence(
         return f"{where} goes into {name} at {at}"
     if OURS in kind:
         return f"{where} is dense, and read by the fused operator"
+    if kind in WRITES:
+        return f"{where} is written into another tensor at {at}"
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
         return f"{feeds}: {what} that are compared with no other distribution"
@@ -113,7 +119,7 @@ def _sentence(
         return f"{feeds} without a softmax: no divergence"
     if rows is None:
         return f"{feeds} without a softmax: no divergence"
-    return f"{feeds}: one distribution alone, or compared by code that is no known divergence"
+    return f"{feeds}{VAGUE}"
 
 
 def _hinted(sentence: str, operation: str) -> str:

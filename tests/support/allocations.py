@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 import torch_streamkl
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 from torch_streamkl.fx_passes.reporting.report import Report
 
 
@@ -35,12 +36,17 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_flatten(result)[0]:
-            if isinstance(x, Tensor) and x.numel() >= self.least:
+            if isinstance(x, Tensor) and _capacity(x) >= self.least:
                 place = x.untyped_storage().data_ptr()
                 if place not in self._seen:
                     self._seen[place] = x
                     self.shapes.append(tuple(x.shape))
         return result
+
+
+def _capacity(x: Tensor) -> int:
+    """Entries that fit the memory of a tensor: an expanded one has few."""
+    return x.untyped_storage().nbytes() // x.element_size()
 
 
 def measure(
@@ -54,6 +60,8 @@ def measure(
     def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
         ours = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
         forward = backend.streamkl(gm, example_inputs, options=ours)
+        gm.graph.eliminate_dead_code(has_effect)  # as every compiler does
+        gm.recompile()
 
         def run(*args: Any) -> Any:
             found.known(args)

@@ -1,0 +1,170 @@
+"""No silence and no untruth: what the report says of users' losses, against what is allocated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import torch_streamkl
+from tests.corpus.naive_losses import BY_NAME
+from tests.support.allocations import Allocations, measure
+from tests.support.user_losses import USER_LOSSES
+from torch_streamkl.fx_passes.reporting.hints import advice_for
+from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.reporting.text import NOTHING_REMAINS
+
+
+def assert_true(report: Report, shapes: list[tuple[int, ...]]) -> None:
+    """The report lists large tensors where such were allocated, and only there."""
+    listed = [*report.remaining, *report.elsewhere]
+    assert bool(listed) == bool(shapes), f"allocated {shapes}\n{report.details()}"
+    assert (NOTHING_REMAINS in str(report)) == (not shapes), f"allocated {shapes}\n{report}"
+    if shapes:
+        largest = max(math.prod(shape) for shape in shapes)
+        sizes = [math.prod(n for n in x.shape if isinstance(n, int)) for x in listed]
+        assert max(sizes) >= largest, f"allocated {shapes}\n{report.details()}"
+        assert report.remaining_bytes >= largest
+        assert all(":" in x.location and x.reason for x in listed)
+
+
+@pytest.mark.parametrize("name", USER_LOSSES)
+def test_of_users(name: str) -> None:
+    loss = USER_LOSSES[name]
+    report, shapes = measure(loss.fn, loss.inputs(), loss.large)
+    assert report.num_fused >= loss.fuses, report
+    assert_true(report, shapes)
+    for site in report.sites:
+        assert site.fused or (site.reason and site.remedy), report
+    if not report.sites:
+        assert report.unrecognized, report.details()
+        assert "no distillation loss recognized" in str(report)
+    assert "0 of 0" not in str(report)
+
+
+QUICK = {
+    "attn_clamp_qmask", "megatron_cached_topk_ghost", "liger_lmhead_jsd_b0.5",
+    "tilelang_dsa_sparse",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in BY_NAME]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_of_the_corpus(name: str) -> None:
+    """Sizes of operands do not count: scores there are seldom much larger."""
+    case = BY_NAME[name]
+    inputs = case["make_inputs"](0, dtype=torch.float32)
+    eager = Allocations(1)
+    with eager:
+        case["fn"](*inputs)
+    largest = max(math.prod(shape) for shape in eager.shapes)
+    report, shapes = measure(case["fn"], inputs, largest // 2)
+    operands = {x.numel() for x in inputs if isinstance(x, torch.Tensor)}
+    if not case["has_matmul"]:
+        operands = set()
+    large = [shape for shape in shapes if math.prod(shape) not in operands]
+    says_nothing = NOTHING_REMAINS in str(report)
+    assert not (says_nothing and large), f"allocated {large}\n{report}"
+    assert report.remaining or report.elsewhere or not large, f"allocated {large}\n{report}"
+
+
+def named(name: str) -> Report:
+    torch._dynamo.reset()
+    loss = USER_LOSSES[name]
+    return torch_streamkl.explain(loss.fn, *loss.inputs())
+
+
+REASONS = {
+    "custom_function": "it is in a custom autograd.Function",
+    "checkpointed_loss": "it is an input of the checkpoint that the loss is in",
+    "printed": 'a graph break at {file}:{line} lies between: print(end="")',
+    "branch_on_values": "lies between: if s.isnan().any():",
+    "item_between": "lies between: scale = 1.0 if s.detach().amax().item() < 0 else 2.0",
+    "dropout_before_the_loss": "dropout changes the probabilities after the softmax",
+    "indexer_in_place": "in-place add_ of scores",
+    "logits_are_returned": "cumsum of attention or vocabulary probabilities",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasons_name_what_blocks(name: str) -> None:
+    report = named(name)
+    (site,) = report.sites
+    wanted = REASONS[name].partition("{file}")[0]
+    assert wanted in site.reason, report
+    if "graph break" in site.reason:
+        (ended,) = report.breaks
+        assert ended.location in site.reason or ended.code in site.reason
+
+
+UNRECOGNIZED = {
+    "universal_logit_distillation": "feeds sort at",
+    "tail_bucket": "feeds gather at",
+    "cosine": "feeds cosine_similarity at",
+    "cross_entropy_alone": "cross-entropy with labels alone",
+    "shifted_teacher": "cat of scores at",
+    "attention_alone": "attention probabilities that are compared with no other distribution",
+}
+
+
+@pytest.mark.parametrize("name", UNRECOGNIZED)
+def test_why_no_loss_was_recognized(name: str) -> None:
+    report = named(name)
+    assert not report.sites
+    assert UNRECOGNIZED[name] in str(report), report
+
+
+def test_a_loss_of_rows_is_no_second_loss() -> None:
+    report = named("bhattacharyya")
+    assert (report.num_fused, len(report.sites)) == (1, 1), report
+
+
+def test_swapped_arguments_are_warned_of() -> None:
+    (site,) = named("swapped").sites
+    assert site.fused and "kl_div expects log-probabilities" in site.warning
+
+
+def test_what_is_fused_with_a_loss_is_said() -> None:
+    (site,) = named("kl_and_cross_entropy").sites
+    assert "cross-entropy" in site.also
+
+
+def test_forms_have_names() -> None:
+    assert named("generalized_jsd").sites[0].form == "js, beta=0.5"
+    assert named("r_drop").sites[0].form == "forward_kl, gradients to both distributions"
+
+
+def test_a_symbolic_number_is_named() -> None:
+    def skewed(h: Any, w: Any, g: Any, v: Any, alpha: float) -> Any:
+        p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
+        return (p * (p.log() - (alpha * p + (1 - alpha) * q).log())).sum(-1).mean()
+
+    inputs = USER_LOSSES["cosine"].inputs()
+    torch._dynamo.reset()
+    with torch_streamkl.reports() as report:
+        compiled = torch.compile(
+            skewed, backend="streamkl", options={"streamkl.inner": "eager"}, dynamic=False
+        )
+        compiled(*inputs, 0.1)
+        assert report.sites[0].form.startswith("skewed forward_kl, KL(P || 0.1 P + 0.9 S)")
+        torch._dynamo.reset()
+        torch.compile(skewed, backend="streamkl", options={"streamkl.inner": "eager"})(
+            *inputs, 0.1
+        )
+        torch.compile(skewed, backend="streamkl", options={"streamkl.inner": "eager"})(
+            *inputs, 0.2
+        )
+    assert all(
+        site.fused or "a Python number that changes between calls" in site.reason
+        for site in report.sites
+    ), report
+
+
+def test_every_reason_of_users_is_in_the_table() -> None:
+    for name in REASONS:
+        for site in named(name).sites:
+            assert advice_for(site.reason) is not None, site.reason
