@@ -26,6 +26,7 @@ from torch_streamkl.fx_passes.inductor_passes import (
     without_ours,
 )
 from torch_streamkl.fx_passes.pipeline import rewrite
+from torch_streamkl.fx_passes.reporting import artifact
 from torch_streamkl.fx_passes.reporting.leaving_tensors import leaving_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.scan import Scan
@@ -292,6 +293,9 @@ def rewrite_and_report(
         observer(report)
     if report.sites or report.failures or report.outside or report.elsewhere:
         log.log(logging.WARNING if ours["streamkl.explain"] else logging.INFO, "%s", report)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", report.details())
+        artifact.store(report)
     if ours["streamkl.strict"] and (report.num_unfused or report.failures):
         raise UnfusedError(f"streamkl.strict: a loss is not fused\n{report}")
     return report

@@ -136,11 +136,11 @@ def _remaining_in_short(report: Report) -> Iterator[str]:
         return
     largest = max(found, key=lambda x: x.num_bytes)
     what = f"largest: {_tensor(largest)}" if len(found) > 1 else _tensor(largest)
-    yield f"{remaining_text(len(found))}, {bytes_text(report.remaining_bytes)}; {what}"
+    count, size = remaining_text(len(found)), bytes_text(report.remaining_bytes)
+    yield f"{count}, {size} ({DETAILS}); {what}"
     if report.elsewhere:
         reasons = [text for text, _ in alike(report.unrecognized)]
         yield from (f"     {text}" for text in reasons[:_MAX_REASONS])
-    yield f"     ({DETAILS})"
 
 
 def _remaining_in_full(report: Report) -> Iterator[str]:

@@ -35,6 +35,7 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
     ``at_break`` is where a graph break ends the graph, if one does.
     """
     found: dict[str, None] = {}
+    hints: dict[str, None] = {}
     said: set[fx.Node] = set()
     for node in nodes:
         if node in said:
@@ -43,10 +44,11 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
         said.update(path)
         if reader is not None:
             said |= descendants([reader])
-        sentence = _sentence(node, reader, path, at_break)
-        if sentence:
-            found[sentence] = None
-    return list(found)
+        sentence, _, hint = _sentence(node, reader, path, at_break).partition(". Hint: ")
+        found[sentence] = None
+        if hint:
+            hints[f"Hint: {hint}"] = None
+    return [*found, *hints]
 
 
 def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:

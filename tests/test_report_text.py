@@ -1,0 +1,314 @@
+# ruff: noqa: E501
+"""Every form of the report's text, as it is read; `EXPECTTEST_ACCEPT=1` writes the new ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+
+import torch_streamkl
+from tests.support.user_losses import USER_LOSSES, UserLoss
+from torch_streamkl.fx_passes.reporting import artifact
+from torch_streamkl.fx_passes.reporting.report import (
+    GraphBreak,
+    Outside,
+    Remaining,
+    Report,
+    Site,
+)
+
+
+def explained(name: str, min_mib: float = 0.0) -> Report:
+    torch._dynamo.reset()
+    loss: UserLoss = USER_LOSSES[name]
+    options = {"streamkl.inner": "eager", "streamkl.min_mib": min_mib}
+    with torch_streamkl.reports() as report:
+        torch.compile(loss.fn, backend="streamkl", options=options)(*loss.inputs())
+    return report
+
+
+def without_lines(text: str) -> str:
+    return re.sub(r"[\w/]*user_losses\.py:\d+", "loss.py:7", text)
+
+
+class Forms(expecttest.TestCase):
+    maxDiff = None
+
+    def short(self, name: str, min_mib: float = 0.0) -> str:
+        return without_lines(str(explained(name, min_mib)))
+
+    def test_fused(self) -> None:
+        self.assertExpectedInline(
+            self.short("generalized_jsd"),
+            """\
+streamkl: 1 of 1 loss fused, 360 KiB of logits not materialized
+  1. fused      loss.py:7  linear_kl: js, beta=0.5; check passed
+No score- or logit-sized tensor remains.""",
+        )
+
+    def test_fused_with_labels(self) -> None:
+        self.assertExpectedInline(
+            self.short("kl_and_cross_entropy"),
+            """\
+streamkl: 1 of 1 loss fused, 120 KiB of logits not materialized
+  1. fused      loss.py:7  linear_kl: forward_kl + cross-entropy with labels in the same pass; check passed
+No score- or logit-sized tensor remains.""",
+        )
+
+    def test_fused_with_a_warning(self) -> None:
+        self.assertExpectedInline(
+            self.short("swapped"),
+            """\
+streamkl: 1 of 1 loss fused, 120 KiB of logits not materialized
+  1. fused      loss.py:7  linear_kl: sum of P*(logP - S); check passed; warning: kl_div expects log-probabilities as its input and gets probabilities: F.kl_div(input.log(), target)
+No score- or logit-sized tensor remains.""",
+        )
+
+    def test_skipped(self) -> None:
+        self.assertExpectedInline(
+            self.short("reverse_kl", min_mib=4096),
+            """\
+streamkl: 0 of 1 loss fused, 1 skipped
+  1. skipped    loss.py:7  linear_kl: reverse_kl: 60 KiB of logits < 4 GiB (streamkl.min_mib). Force with {"streamkl.min_mib": 0}
+7 score- or logit-sized tensors remain, 210 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by log_softmax""",
+        )
+
+    def test_not_fused(self) -> None:
+        self.assertExpectedInline(
+            self.short("dropout_before_the_loss"),
+            """\
+streamkl: 0 of 1 loss fused
+  1. not fused  loss.py:7  dropout changes the probabilities after the softmax (loss.py:7). Hint: where the dropout is not meant (a teacher in training mode), call eval() or set p=0; a loss on dropped probabilities is not streamed
+12 score- or logit-sized tensors remain, 384 KiB (report.details()); largest: [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by softmax""",
+        )
+
+    def test_graph_break(self) -> None:
+        text = self.short("branch_on_values")
+        self.assertExpectedInline(
+            text.partition("; TORCH_LOGS")[0],
+            """\
+streamkl: 0 of 1 loss fused
+  1. not fused  loss.py:7  the input of kl_div is not made from scores in this graph: a graph break at loss.py:7 lies between: if s.isnan().any():. Hint: move what breaks the graph after the loss, or before the products
+5 score- or logit-sized tensors remain, 127.5 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by log_softmax
+     log_softmax at loss.py:7 is read by the code after the graph break at loss.py:7
+     softmax at loss.py:7 is read by the code after the graph break at loss.py:7""",
+        )
+
+    def test_no_loss(self) -> None:
+        self.assertExpectedInline(
+            self.short("universal_logit_distillation"),
+            """\
+streamkl: no distillation loss recognized
+8 score- or logit-sized tensors remain, 240 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by softmax
+     softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
+     softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
+     Hint: it needs whole rows, which no streamed operator has; to keep it small, select the rows that count before the product""",
+        )
+
+    def test_nothing_large(self) -> None:
+        torch._dynamo.reset()
+        report = torch_streamkl.explain(torch.sin, torch.ones(3))
+        self.assertExpectedInline(
+            str(report),
+            """\
+streamkl: no distillation loss recognized
+No score- or logit-sized tensor remains.""",
+        )
+
+    def test_details(self) -> None:
+        text = without_lines(explained("kl_and_smoothed_labels").details())
+        self.assertExpectedInline(
+            text,
+            """\
+streamkl: 1 of 1 loss fused, 90 KiB of logits not materialized
+  1. fused         loss.py:7
+     code      kl = F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
+     form      linear_kl: forward_kl
+     runs      as blocks of rows, compiled by Inductor, gradients in the forward, by chunks of tokens
+     check     same value and gradients on random inputs
+     saved     90 KiB
+1 score- or logit-sized tensor remains, 30 KiB:
+  read by losses:
+     [48 x 160] (30 KiB) loss.py:7: read by cross_entropy
+note: the cross-entropy at loss.py:7 keeps the student's logits: it has class weights, label smoothing or soft labels""",
+        )
+
+    def test_details_of_what_is_not_fused(self) -> None:
+        text = without_lines(explained("cached_topk").details())
+        self.assertExpectedInline(
+            text,
+            """\
+streamkl: 0 of 1 loss fused
+  1. not fused     loss.py:7
+     code      return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="batchmean")
+     reason    several entries of a row are gathered, and one may be there twice (loss.py:7)
+     at        s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
+     hint      torch_streamkl.row_program(..., columns=ids) streams losses on a few entries of each row (docs/row-programs.md); whole rows may be selected, logits[mask]
+2 score- or logit-sized tensors remain, 60 KiB:
+  read by losses:
+     [48 x 160] (30 KiB) loss.py:7: read by log_softmax
+     [48 x 160] (30 KiB) loss.py:7: read by gather""",
+        )
+
+    def test_everything_else(self) -> None:
+        self.assertExpectedInline(
+            str(FULL),
+            """\
+streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
+  1. fused      a.py:1  attention_kl: forward_kl, causal; check skipped: ~22 s > 1 s limit. Force with {"streamkl.verify": "always"}
+  2. not fused  a.py:2  sort of scores (a.py:3). Hint: select rows
+3 score- or logit-sized tensors remain, 1.031 MiB (report.details()); largest: [8 x s0 x 64] (1 MiB) a.py:3: read by sort; sort needs whole rows
+     softmax at a.py:6 feeds matmul at a.py:6
+The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
+graph break at a.py:7: print()
+1 graph was not analysed: what remains is not known.
+what remains is not known: ValueError: planted
+analysis failed, graph left as it is: RuntimeError: planted""",
+        )
+        self.assertExpectedInline(
+            FULL.details(),
+            """\
+streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
+  1. fused         a.py:1
+     code      kl(<q>)
+     form      attention_kl: forward_kl, causal
+     runs      as Triton kernels
+     check     skipped: ~22 s > 1 s limit. Force with {"streamkl.verify": "always"}
+     saved     1 GiB
+  2. not fused     a.py:2
+     code      kl_sorted()
+     reason    sort of scores (a.py:3)
+     at        s.sort(-1)
+     hint      select rows
+3 score- or logit-sized tensors remain, 1.031 MiB:
+  read by losses:
+     [8 x s0 x 64] (1 MiB) a.py:3: read by sort; sort needs whole rows
+  not read by a recognized loss:
+     2 of [64 x 64] (16 KiB) a.py:6: read by matmul
+     softmax at a.py:6 feeds matmul at a.py:6
+The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
+     logits [2 x 96], 768 B a.py:5
+graph break at a.py:7: print()
+note: the cross-entropy at a.py:4 keeps the logits
+1 graph was not analysed: what remains is not known.
+what remains is not known: ValueError: planted
+analysis failed, graph left as it is: RuntimeError: planted""",
+        )
+
+    def test_html(self) -> None:
+        self.assertExpectedInline(
+            FULL._repr_html_(),
+            """\
+<div class='streamkl'><b>streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized</b><table><thead><tr><th>loss</th><th>verdict</th><th>what</th></tr></thead><tbody><tr><td><code title='kl(&lt;q&gt;)'>a.py:1</code></td><td><span style='color:#1a7f37'>fused</span></td><td>attention_kl: forward_kl, causal; check skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;: &quot;always&quot;}</td></tr><tr><td><code title='kl_sorted()'>a.py:2</code></td><td><span style='color:#cf222e'>not fused</span></td><td>sort of scores (a.py:3). Hint: select rows</td></tr></tbody></table><details><summary>details</summary><pre>streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
+  1. fused         a.py:1
+     code      kl(&lt;q&gt;)
+     form      attention_kl: forward_kl, causal
+     runs      as Triton kernels
+     check     skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;: &quot;always&quot;}
+     saved     1 GiB
+  2. not fused     a.py:2
+     code      kl_sorted()
+     reason    sort of scores (a.py:3)
+     at        s.sort(-1)
+     hint      select rows
+3 score- or logit-sized tensors remain, 1.031 MiB:
+  read by losses:
+     [8 x s0 x 64] (1 MiB) a.py:3: read by sort; sort needs whole rows
+  not read by a recognized loss:
+     2 of [64 x 64] (16 KiB) a.py:6: read by matmul
+     softmax at a.py:6 feeds matmul at a.py:6
+The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
+     logits [2 x 96], 768 B a.py:5
+graph break at a.py:7: print()
+note: the cross-entropy at a.py:4 keeps the logits
+1 graph was not analysed: what remains is not known.
+what remains is not known: ValueError: planted
+analysis failed, graph left as it is: RuntimeError: planted</pre></details></div>""",
+        )
+
+
+SKIPPED_CHECK = 'check skipped: ~22 s > 1 s limit. Force with {"streamkl.verify": "always"}'
+FULL = Report(
+    sites=[
+        Site(True, "attention_kl", "forward_kl, causal", "", "a.py:1", "kl(<q>)", 2**30,
+             runs="as Triton kernels", check=SKIPPED_CHECK),
+        Site(False, "", "", "sort of scores", "a.py:2", "kl_sorted()", remedy="select rows",
+             blocked_at="a.py:3", blocked_code="s.sort(-1)"),
+    ],
+    remaining=[Remaining("s", (8, "s0", 64), "a.py:3", "read by sort", "sort needs whole rows",
+                         2**20)],
+    failures=["RuntimeError: planted"],
+    outside=[Outside("logits", (2, 96), 768, "a.py:5")],
+    notes=["the cross-entropy at a.py:4 keeps the logits"],
+    not_analysed=1,
+    elsewhere=[Remaining("t", (64, 64), "a.py:6", "read by matmul", "", 2**14)] * 2,
+    unrecognized=["softmax at a.py:6 feeds matmul at a.py:6"],
+    breaks=[GraphBreak("a.py:7", "print()", "a call of print")],
+    not_scanned=["ValueError: planted"],
+)  # fmt: skip
+
+
+def test_json_has_everything_in_the_terms_of_the_report() -> None:
+    found = json.loads(FULL.to_json(indent=1))
+    assert (found["num_losses"], found["num_fused"], found["num_not_fused"]) == (2, 1, 1)
+    assert found["bytes_saved"] == 2**30
+    assert found["bytes_remaining"] == 2**20 + 2 * 2**14
+    assert not found["is_complete"]
+    fused, unfused = found["losses"]
+    assert fused["check"] == SKIPPED_CHECK and fused["bytes_saved"] == 2**30
+    assert unfused["unsupported_at"] == "a.py:3" and unfused["hint"] == "select rows"
+    assert found["remaining"][0]["shape"] == [8, "s0", 64]
+    assert found["breaks"] == [
+        {"location": "a.py:7", "code": "print()", "reason": "a call of print"}
+    ]
+    assert json.loads(Report().to_json())["losses"] == []
+
+
+def test_extend_takes_everything() -> None:
+    report = Report()
+    report.extend(FULL)
+    assert report == FULL
+
+
+def test_reports_collects_whatever_compiles() -> None:
+    loss = USER_LOSSES["reverse_kl"]
+    torch._dynamo.reset()
+    with torch_streamkl.reports() as outer:
+        with torch_streamkl.reports() as inner:
+            torch.compile(loss.fn, backend="streamkl", options={"streamkl.inner": "eager"})(
+                *loss.inputs()
+            )
+        assert inner.num_fused == outer.num_fused == 1
+    assert "reports" in torch_streamkl.__all__
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+def test_logs_have_the_short_report_or_the_details(
+    level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(level, "torch_streamkl"):
+        explained("kl_and_smoothed_labels")
+    assert any("1 of 1 loss fused" in r.getMessage() for r in caplog.records)
+    has_details = any("code  " in r.getMessage() for r in caplog.records)
+    assert has_details == (level == "DEBUG")
+
+
+def test_tlparse_gets_an_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = []
+
+    def trace(kind: str, metadata_fn: Any, payload_fn: Any) -> None:
+        stored.append((kind, metadata_fn(), json.loads(payload_fn())))
+
+    monkeypatch.setattr(torch._logging, "trace_structured", trace)
+    report = Report()
+    artifact.store(report)
+    ((kind, metadata, payload),) = stored
+    assert (kind, metadata["name"]) == ("artifact", artifact.NAME)
+    assert payload["num_losses"] == 0
+    monkeypatch.delattr(torch._logging, "trace_structured")
+    artifact.store(report)  # a torch without it
