@@ -7,7 +7,7 @@ where only another one would fuse, the hint says what keeps the memory small, or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class Advice:
 ADVICE = (
     Advice(
         "a graph break lies between the logits and the loss",
-        "a graph break|after the graph break",
+        "a graph break at ",
         "move what breaks the graph after the loss, or before the products",
     ),
     Advice(
@@ -52,6 +52,11 @@ ADVICE = (
         "the loss is in a custom autograd.Function",
         "custom autograd.Function",
         "write the loss as plain torch operations: autograd makes the same gradient",
+    ),
+    Advice(
+        "a composite operation",
+        "composite operation|^einsum|no product of two tensors",
+        "write it with matmul, softmax and sums over the last dimension",
     ),
     Advice(
         "logits or probabilities are inputs of the compiled function",
@@ -219,11 +224,6 @@ ADVICE = (
         "slice or reshape the hidden states, q or k before the product: the same scores",
     ),
     Advice(
-        "a composite operation",
-        "composite operation|^einsum",
-        "write it with matmul, softmax and sums over the last dimension",
-    ),
-    Advice(
         "rows are selected of something else than the logits",
         "rows are selected of",
         "select rows of the logits themselves, in the order that the hidden states have",
@@ -248,11 +248,6 @@ ADVICE = (
         "an entropy alone",
         "is an entropy",
         "an entropy alone stays as it is; together with a cross-entropy it fuses",
-    ),
-    Advice(
-        "products that are no larger than their operands",
-        "products that are not larger",
-        "nothing to save: the products are as small as what they are computed from",
     ),
     Advice(
         "an operation of scores or probabilities that no operator has",
@@ -316,10 +311,10 @@ def _about_breaks() -> Iterator[str]:
         yield _ANY_BREAK
 
 
-def as_markdown() -> str:
-    """The table of `docs/reasons.md`."""
-    lines = ["| reason in the report | what to do |", "| --- | --- |"]
-    lines += [f"| {x.reason} | {_escaped(x.hint)} |" for x in ADVICE]
+def as_markdown(examples: Mapping[str, str]) -> str:
+    """The table of `docs/reasons.md`; ``examples`` names a tested program for every reason."""
+    lines = ["| reason | what to do | tested by |", "| --- | --- | --- |"]
+    lines += [f"| {x.reason} | {_escaped(x.hint)} | {examples[x.reason]} |" for x in ADVICE]
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -53,9 +53,10 @@ def unfused_sites(
     sites: dict[tuple[str, str], Site] = {}
     for node in found:
         reason, blocker = reason_of(node, recognised, plans)
-        if _NO_OPERATION.search(reason):  # which a row program may have: what keeps that?
+        # what a row program may have: what keeps that?
+        if _NO_OPERATION.search(reason) and blocker not in of_programs:
             other = _first_of_programs(node, of_programs)
-            if other is not None and other[0].split()[0] != reason.split()[0]:
+            if other is not None and other[0].split()[0] not in {reason.split()[0], *ORDERED}:
                 reason, blocker = other
         origin = node_of(trace, node)
         if _UNKNOWN_NUMBER.search(reason) and origin is not None:
@@ -105,6 +106,10 @@ def _first_of_programs(
         if node in made_of and not any(a in of_programs for a in node.all_input_nodes):
             written = _IN_PLACE.match(reason)
             return (f"in-place {reason}" if written else reason), node
+    # a sum that row programs have, and that something else keeps
+    for node, reason in of_programs.items():
+        if site in ancestors(node):
+            return reason, node
     return None
 
 
@@ -140,7 +145,11 @@ def _with_place(reason: str, site: fx.Node, origin: fx.Node | None, recognised: 
         said = f"a graph break at {shown(ended.location)} lies between"
         said += f": {ended.code}" if ended.code else ""
     elif not _reads_input(origin):
-        return reason.replace(ELSEWHERE, NOT_MADE)
+        product = next((n for n in _near(origin) if name_of(n) in MATMULS), None)
+        if product is None:
+            return reason.replace(ELSEWHERE, NOT_MADE)
+        at = shown(location_of(product)[0])
+        said = f"it comes from {name_of(product)} at {at}, which is no product of two tensors"
     elif _is_body(origin.graph):
         said = "it is an input of the checkpoint that the loss is in"
     else:
@@ -173,6 +182,17 @@ def _reads_input(site: fx.Node) -> bool:
             seen.add(a)
             stack.append(a)
     return False
+
+
+def _near(site: fx.Node) -> Iterator[fx.Node]:
+    """What a site is made of, the nearest first."""
+    queue, seen = [site], {site}
+    while queue:
+        node = queue.pop(0)
+        yield node
+        new = [a for a in node.all_input_nodes if a not in seen]
+        seen.update(new)
+        queue += new
 
 
 def _is_body(graph: fx.Graph) -> bool:

@@ -95,7 +95,8 @@ def _form(site: Site) -> str:
 
 
 def _reason(site: Site) -> str:
-    return site.reason + (f" ({shown(site.blocked_at)})" if site.blocked_at else "")
+    reason = site.reason.replace(os.getcwd() + os.sep, "")
+    return reason + (f" ({shown(site.blocked_at)})" if site.blocked_at else "")
 
 
 def _with_hint(what: str, hint: str) -> str:

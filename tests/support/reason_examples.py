@@ -1,0 +1,190 @@
+"""A program for every row of docs/reasons.md that one process on a CPU can run.
+
+Each takes hidden states and LM heads of student and teacher, or queries and keys of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.support.user_losses import USER_LOSSES
+
+EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reasons.md names
+
+# rows whose examples need several processes, other devices or libraries, and where those are
+ELSEWHERE = {
+    "gradients are asked for inside of the compiled code": "test_safety.py",
+    "a plain tensor beside DTensors": "test_rewritten_dtensors.py",
+    "ranks add up parts of the softmax by hand (all_reduce)": "test_rewritten_dtensors.py",
+    "a DTensor would have to be gathered": "test_rewritten_dtensors.py",
+    "ranks compile different graphs": "test_rewritten_dtensors.py",
+    "a tensor subclass": "test_safety.py",
+    "a bias or adapter needs a gradient": "test_adapted_heads.py",
+    "scores are a sum of several products (adapters)": "test_adapted_heads.py",
+    "logits are padded to another vocabulary size": "test_near_misses.py",
+    "cross-entropy with class weights, label smoothing or soft labels keeps logits":
+        "test_report_outside.py",
+    "sizes are read from tensors (.item(), .tolist())": "test_explain.py",
+    "a size that the inputs do not have": "test_symbolic_numbers.py",
+    "a Python number that changes between calls": "test_user_losses.py",
+    "NaN or infinity is read by the code after the loss": "test_nan_readers.py",
+}  # fmt: skip
+
+
+def example(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        EXAMPLES[reason] = fn
+        return fn
+
+    return register
+
+
+for _reason, _name in {
+    "a graph break lies between the logits and the loss": "printed",
+    "the logits are made outside of the checkpoint that the loss is in": "checkpointed_loss",
+    "the loss is in a custom autograd.Function": "custom_function",
+    "entries of rows are gathered by ids (a cached or served top-k)": "cached_topk",
+    "sort, top-k, cumsum: whole rows in order": "logits_are_returned",
+    "dropout changes probabilities": "dropout_before_the_loss",
+    "an in-place write to scores": "indexer_in_place",
+    "scores are sliced, reshaped or flattened so that their axes mix": "crops_by_einsum",
+}.items():
+    EXAMPLES[_reason] = USER_LOSSES[_name].fn
+
+
+def kl(s, t):
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+@example("logits or probabilities are inputs of the compiled function")
+def logits_are_inputs(s, k, t, u):
+    return kl(s, t)
+
+
+@example("the divergence leaves the graph before it is summed over the keys")
+def unsummed(q, k, r, u):
+    return F.kl_div((q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1), reduction="none")
+
+
+@example("torch.vmap")
+def mapped(q, k, r, u):
+    return torch.vmap(lambda a, b, c, d: kl(a @ b.mT, c @ d.mT))(q, k, r, u).sum()
+
+
+@example("a transform of torch.func")
+def transformed(q, k, r, u):
+    return torch.func.grad(lambda a: kl(a @ k.mT, r @ u.mT))(q).sum()
+
+
+@example("a distribution is detached in one place and not in another")
+def detached_once(q, k, r, u):
+    s = (q @ k.mT).softmax(-1)
+    t = (r @ u.mT).softmax(-1)
+    m = 0.5 * (s.detach() + t)
+    return (s * (s.log() - m.log())).sum(-1).mean()
+
+
+@example("double softmax")
+def softmax_twice(q, k, r, u):
+    t = (r @ u.mT).softmax(-1).softmax(-1).cumsum(-1)
+    return F.kl_div((q @ k.mT).softmax(-1).log_softmax(-1), t, reduction="sum")
+
+
+@example("teacher and student are masked differently")
+def other_masks(q, k, r, u):
+    n = q.shape[-2]
+    keep = torch.ones(n, n, dtype=torch.bool)
+    s = (q @ k.mT).masked_fill(~keep.tril(), -1e4)
+    t = (r @ u.mT).masked_fill(~keep.tril(2), -1e4)
+    return kl(s, t)
+
+
+@example("keys are masked after the softmax")
+def masked_after(q, k, r, u):
+    s, t = (q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1)
+    return F.kl_div(s, t, reduction="none").masked_fill(s < -2, 1.0).sum(-1).mean()
+
+
+@example("the student's probabilities are averaged over heads")
+def averaged_student(q, k, r, u):
+    s, t = (q @ k.mT).softmax(-1).mean(1), (r @ u.mT).softmax(-1).mean(1)
+    return F.kl_div(s.log(), t, reduction="batchmean")
+
+
+@example("weights that vary along the keys")
+def weighted_keys(q, k, r, u):
+    s, t = (q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1)
+    weights = torch.linspace(0.5, 1.5, k.shape[-2])
+    return (F.kl_div(s, t, reduction="none") * weights).sum(-1).mean()
+
+
+@example("keys are sliced away after the softmax")
+def sliced_keys(q, k, r, u):
+    s, t = (q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1)
+    return F.kl_div(s[..., 1:], t[..., 1:], reduction="sum")
+
+
+@example("an operation of scores or probabilities that no operator has")
+def erf_of_scores(q, k, r, u):
+    return kl((q @ k.mT).erf(), r @ u.mT)
+
+
+@example("a tensor is modified in place")
+def written_later(q, k, r, u):
+    key = k * 2
+    t = (r @ u.mT).softmax(-1)
+    loss = F.kl_div((q @ key.mT).log_softmax(-1), t, reduction="none").sum(-1).mean()
+    with torch.no_grad():
+        key.mul_(0.5)
+    return loss
+
+
+@example("a composite operation")
+def einsum_of_one_label(q, k, r, u):
+    s = torch.einsum("bhqd,bhkd,d->bhqk", q, k, torch.ones(q.shape[-1]))
+    return kl(s, r @ u.mT)
+
+
+@example("an entropy alone")
+def entropy_of_the_student(q, k, r, u):
+    p = (q @ k.mT).softmax(-1)
+    return (p * (p.log() - p.detach().log())).sum(-1).mean()
+
+
+@example("the loss is in the body of a higher-order operator")
+def in_a_branch(q, k, r, u):
+    def loss(q, k, r, u):
+        return kl(q @ k.mT, r @ u.mT)
+
+    return torch.cond(q.sum() > 0, loss, lambda q, k, r, u: loss(q, k, r, u) * 2, (q, k, r, u))
+
+
+@example("the scores are also read by other code")
+def scores_are_returned(q, k, r, u):
+    s, t = (q @ k.mT).relu(), (r @ u.mT).relu()
+    return kl(s, t), s, t
+
+
+@example("rows are selected of something else than the logits")
+def rows_of_masked_scores(q, k, r, u):
+    n = q.shape[-2]
+    keep = torch.ones(n, n, dtype=torch.bool).tril()
+    rows = torch.arange(0, n, 2)
+    s, t = ((x @ y.mT).masked_fill(~keep, -1e4)[:, :, rows] for x, y in ((q, k), (r, u)))
+    return kl(s, t)
+
+
+# those that only a divergence has, and no row program
+OF_DIVERGENCES = {
+    "a distribution is detached in one place and not in another",
+    "teacher and student are masked differently",
+    "keys are masked after the softmax",
+    "the student's probabilities are averaged over heads",
+    "weights that vary along the keys",
+    "keys are sliced away after the softmax",
+    "an entropy alone",
+}

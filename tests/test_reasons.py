@@ -1,0 +1,70 @@
+"""docs/reasons.md is the table of hints, and every row has a program that gets it.
+
+`python -m tests.test_reasons` writes the table.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_streamkl
+from tests.support.reason_examples import ELSEWHERE, EXAMPLES, OF_DIVERGENCES
+from tests.support.user_losses import USER_LOSSES
+from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, remedy_for
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "reasons.md"
+BEGIN, END = "<!-- reasons:begin -->\n", "<!-- reasons:end -->\n"
+_USERS = {loss.fn: loss for loss in USER_LOSSES.values()}
+
+
+def table() -> str:
+    names = {reason: f"`{fn.__name__}`" for reason, fn in EXAMPLES.items()}
+    return as_markdown({**{r: f"`{file}`" for r, file in ELSEWHERE.items()}, **names})
+
+
+@pytest.mark.parametrize("reason", EXAMPLES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_gets_its_row(reason: str) -> None:
+    fn = EXAMPLES[reason]
+    options: dict[str, Any] = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+    options["streamkl.row_programs"] = reason not in OF_DIVERGENCES
+    torch._dynamo.reset()
+    with torch_streamkl.reports() as report:
+        torch.compile(fn, backend="streamkl", options=options)(
+            *_USERS.get(fn, USER_LOSSES["gram"]).inputs()
+        )
+    left = [site for site in report.sites if not site.fused]
+    rows = [advice_for(site.reason) for site in left]
+    assert reason in [row.reason for row in rows if row is not None], report
+    assert all(site.remedy.startswith(remedy_for(site.reason)[:20]) for site in left)
+
+
+def test_every_row_has_a_program() -> None:
+    assert {row.reason for row in ADVICE} == set(EXAMPLES) | set(ELSEWHERE)
+    assert all((TESTS / file).exists() for file in ELSEWHERE.values())
+
+
+def test_the_page_is_the_table() -> None:
+    text = PAGE.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0] == table()
+
+
+def test_no_hint_asks_for_another_loss_without_saying_so() -> None:
+    for row in ADVICE:
+        changes = re.search(r"mask the other keys|average the teacher's heads only", row.hint)
+        assert not changes, row
+
+
+def main() -> None:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
