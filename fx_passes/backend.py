@@ -26,7 +26,7 @@ from torch_streamkl.fx_passes.inductor_passes import (
     without_ours,
 )
 from torch_streamkl.fx_passes.pipeline import rewrite
-from torch_streamkl.fx_passes.reporting import artifact
+from torch_streamkl.fx_passes.reporting import artifact, graph_breaks
 from torch_streamkl.fx_passes.reporting.leaving_tensors import leaving_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.scan import Scan
@@ -151,14 +151,15 @@ def _options_of(compiler: Any) -> dict[str, Any] | None:
     return split_options(arguments.get("options") or {})[0]
 
 
-def _free_cuda_graphs() -> None:
+def _forget() -> None:
+    graph_breaks.forget()
     if not torch.cuda.is_available():
         return
     later("torch._inductor.cudagraph_trees", "reset_cudagraph_trees")()
 
 
 # torch._dynamo.reset() asks every backend that was used for this
-streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]  # functions declare none
+streamkl.reset = _forget  # type: ignore[attr-defined]  # functions declare none
 
 
 def inductor_options(

@@ -53,3 +53,9 @@ def break_before(node: fx.Node) -> GraphBreak | None:
             return known or GraphBreak(f"{file}:{line}", linecache.getline(file, line).strip(), "")
     outer = next(((file, name) for file, _, name in frames if not in_torch(file)), None)
     return _CALLED.get(outer) if outer is not None else None
+
+
+def forget() -> None:
+    """Forget all graph breaks: what was compiled is compiled anew."""
+    _KNOWN.clear()
+    _CALLED.clear()

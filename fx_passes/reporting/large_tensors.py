@@ -66,7 +66,7 @@ class ScoreShapes:
         found = ScoreShapes()
         for graph in graphs_of(gm):
             for node in graph.nodes:
-                value = _written_target(node)
+                value: object = _written_target(node)
                 if value is None and is_origin(node):
                     value = example(node)
                 if isinstance(value, Tensor):

@@ -175,9 +175,10 @@ def _reads_input(site: fx.Node) -> bool:
     while stack:
         for a in stack.pop().all_input_nodes:
             value = example(a)
-            if a in seen or name_of(a) in MATMULS or not isinstance(value, Tensor):
+            if a in seen or name_of(a) in MATMULS:
                 continue
-            if a.op == "placeholder" and numel(value) >= least:
+            is_large = isinstance(value, Tensor) and numel(value) >= least
+            if a.op == "placeholder" and is_large:
                 return True
             seen.add(a)
             stack.append(a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -113,12 +114,21 @@ def _formulas(
     small = sorted({c for c in constants if 0.0 < c < _LARGEST_EPS})
     for teacher, student in itertools.product((0.0, *small), repeat=2):
         guard = _Guard(teacher, student)
-        for name, f in _DIRECT.items():
-            yield f"{name}{guard}", lambda p, s, f=f, g=guard: f(p, s, *g.logs(p, s))
+        for name, formula in _DIRECT.items():
+            yield f"{name}{guard}", functools.partial(_guarded, formula, guard)
     for beta in _weights(constants):
-        for label, f in _MIXED.items():
-            name = label.format(beta, 1.0 - beta)
-            yield name, lambda p, s, f=f, b=beta: f(p, s, b)
+        for label, mixed in _MIXED.items():
+            yield label.format(beta, 1.0 - beta), functools.partial(_at, mixed, beta)
+
+
+def _guarded(
+    formula: Callable[[float, float, float, float], float], guard: _Guard, p: float, s: float
+) -> float:
+    return formula(p, s, *guard.logs(p, s))
+
+
+def _at(formula: Callable[[float, float, float], float], beta: float, p: float, s: float) -> float:
+    return formula(p, s, beta)
 
 
 def _weights(constants: Iterable[float]) -> list[float]:
