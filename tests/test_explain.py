@@ -67,7 +67,7 @@ def test_sites_answer_in_the_terms_of_the_user() -> None:
     assert bad.location == _line_of(unfused, "kl_div")
     assert "sort of scores" in bad.reason
     assert bad.blocked_at == _line_of(unfused, "ranked =")
-    assert "to q or k before the scores" in bad.remedy
+    assert "needs whole rows" in bad.remedy
     assert report.remaining_quadratic > 0
 
 
