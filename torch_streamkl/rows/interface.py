@@ -185,17 +185,19 @@ def _traced(
 ) -> Traced:
     """The program of a function, which is traced once where that is known to be enough."""
     names = inputs.dot_names, inputs.capture_names
+    rows = inputs.row_shape or ()
+    seqlen = rows[-1] if len(rows) > 1 else None
     own = remembered.key_of(function, frozenset([*names[0], *names[1], *POSITIONS]))
     if own is None:
-        return trace(function, *names, tracer, constants)
+        return trace(function, *names, tracer, constants, seqlen)
     is_constant = [name in constants for each in names for name in each]
     metadata = tracer.dot_heads, tracer.captures, tracer.keys, *tracer.num_heads.items()
-    key = (own, *metadata, *map(tuple, names), *is_constant)
+    key = (own, *metadata, *map(tuple, names), *is_constant, seqlen)
     found = _known.get(key)
     if found is None:
         if len(_known) >= MAX_KNOWN:
             _known.clear()
-        found = _known[key] = trace(function, *names, tracer, constants)
+        found = _known[key] = trace(function, *names, tracer, constants, seqlen)
     return found
 
 
