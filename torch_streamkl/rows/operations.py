@@ -54,7 +54,7 @@ def norm(squares: Tensor) -> Tensor:
 
 
 def _softplus(x: Tensor) -> Tensor:
-    return torch.clamp_min(x, 0.0) + torch.log1p(torch.exp(-x.abs()))
+    return torch.nn.functional.softplus(x, threshold=80.0)  # exp has no overflow below
 
 
 _TYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
@@ -125,12 +125,10 @@ def _extremum(loses: str) -> Rule:
     return rule
 
 
-def _clamp_rule(compare: str) -> Rule:
+def _clamp_rule(inside: str, outside: str) -> Rule:
     def rule(g: Graph, node: int, arg: int, t: int) -> int:
-        x, bound = g[node].args
-        inside = g.apply(compare, x, bound)
-        zero = g.const(0.0)
-        return g.apply("where", inside, *((t, zero) if arg == 0 else (zero, t)))
+        takes = g.apply(inside if arg == 0 else outside, *g[node].args)
+        return g.apply("where", takes, t, g.const(0.0))
 
     return rule
 
@@ -337,8 +335,8 @@ OPERATIONS: dict[str, Operation] = {
         2, torch.maximum, _MAXIMUM, _extremum("lt"), "same", None, True, bools="or"
     ),
     # gradient 1 at the bound, which differs from maximum and minimum
-    "clamp_min": Operation(2, torch.clamp_min, _MAXIMUM, _clamp_rule("ge"), "same", bools="or"),
-    "clamp_max": Operation(2, torch.clamp_max, _MINIMUM, _clamp_rule("le"), "same", bools="and"),
+    "clamp_min": Operation(2, torch.clamp_min, _MAXIMUM, _clamp_rule("ge", "lt"), "same", bools="or"),
+    "clamp_max": Operation(2, torch.clamp_max, _MINIMUM, _clamp_rule("le", "gt"), "same", bools="and"),
     "where": Operation(3, torch.where, "tl.where({0}, {1}, {2})", _where_rule, "same"),
     "detach": Operation(1, lambda a: a.detach(), "{0}", None, "same"),
     "lt": _comparison("<", lambda a, b: a < b),

@@ -1,0 +1,230 @@
+"""Every operation of row programs, in each of its spellings, against torch on the same numbers.
+
+A spelling is one function of x and y that runs on elements and on tensors alike. The numbers are
+infinities, NaN, 0, 1, negative and ordinary ones, and all pairs of them; types are torch's, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_streamkl import row_program
+from torch_streamkl.rows import elements
+from torch_streamkl.rows.elements import ALIASES, COMPARISONS, FUNCTIONS, OPERATORS, Element
+from torch_streamkl.rows.operations import OPERATIONS
+from torch_streamkl.rows.program import PAIR, Capture, Keys
+from torch_streamkl.rows.trace import Tracer
+
+INF, NAN = math.inf, math.nan
+NUMBERS = [-INF, -30.0, -2.5, -1.0, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 3.5, 30.0, INF, NAN]
+CONSTANTS = [0.0, 1.0, 2.0, -1.0, 0.5, 3, INF, -INF]
+Spelling = Callable[[Any, Any], Any]
+
+# ------------------------------------------------------------------------------- the spellings
+
+OF_X = {
+    name: [lambda x, y, n=name: getattr(x, n)(), lambda x, y, n=name: getattr(torch, n)(x)]
+    for name in (*elements.UNARY, "square", "rsqrt", "reciprocal", "log2", "log10", "isnan",
+                 "isinf", "isfinite", "logical_not")
+    if name != "float"
+}  # fmt: skip
+OF_X["float"] = [lambda x, y: x.float() if isinstance(x, Element) else x.to(torch.float64)]
+OF_X["abs"] += [lambda x, y: abs(x), lambda x, y: torch.absolute(x)]
+OF_X["neg"] += [lambda x, y: -x, lambda x, y: +x]
+OF_X["softplus"] = [
+    lambda x, y: F.softplus(x),
+    lambda x, y: F.softplus(x, beta=2.0),
+    lambda x, y: F.softplus(x, 0.5, 3),
+    lambda x, y: F.softplus(x, threshold=1.0),
+]
+OF_X["logsigmoid"] = [lambda x, y: F.logsigmoid(x)]
+OF_X["sigmoid"] += [lambda x, y: torch.special.expit(x), lambda x, y: F.sigmoid(x)]
+OF_X["relu"] += [lambda x, y: F.relu(x)]
+OF_X["pow"] = [
+    lambda x, y, n=n: x**n for n in (0, 1, 2, 3, 4, -1, -2, -3, 0.0, 0.5, 1.5, -0.5, 2.0, 5)
+]
+OF_X["pow"] += [lambda x, y: torch.pow(x, 2.5), lambda x, y: torch.pow(x, torch.tensor(3.0))]
+OF_X["rpow"] = [
+    lambda x, y: 2**x, lambda x, y: 0.5**x, lambda x, y: 10.0**x, lambda x, y: 1**x,
+    lambda x, y: torch.pow(3.0, x), lambda x, y: torch.tensor(2.0, dtype=torch.float64) ** x,
+]  # fmt: skip
+OF_X["clamp"] = [
+    lambda x, y: x.clamp(-1.0, 1.0), lambda x, y: torch.clamp(x, min=0.0), lambda x, y: x.clip(max=2),
+    lambda x, y: x.clamp(0.5, INF),
+]  # fmt: skip
+OF_X["clamp_min"] = [lambda x, y: x.clamp_min(-1.0), lambda x, y: torch.clamp_min(x, 0.5)]
+OF_X["clamp_max"] = [lambda x, y: x.clamp_max(-1.0), lambda x, y: torch.clamp_max(x, 0.5)]
+for _special in ("expm1", "exp2", "erf", "log1p"):
+    OF_X[_special] += [lambda x, y, n=_special: getattr(torch.special, n)(x)]
+
+INFIX = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "floor_divide": operator.floordiv, "remainder": operator.mod, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq,
+    "ne": operator.ne,
+}  # fmt: skip
+
+
+def _with_numbers(f: Callable[[Any, Any], Any]) -> Iterator[Spelling]:
+    yield lambda x, y: f(x, y)
+    for number in CONSTANTS:
+        yield lambda x, y, n=number: f(x, n)
+
+
+OF_TWO: dict[str, list[Spelling]] = {}
+for _name in ("add", "sub", "mul", "div", "floor_divide", "remainder", *COMPARISONS):
+    OF_TWO[_name] = [*_with_numbers(INFIX[_name]), *_with_numbers(getattr(torch, _name))]
+    OF_TWO[_name] += [lambda x, y, f=INFIX[_name], n=n: f(n, x) for n in CONSTANTS]
+    OF_TWO[_name] += [lambda x, y, n=_name: getattr(x, n)(y)]
+OF_TWO["add"] += [lambda x, y: torch.add(x, y, alpha=2), lambda x, y: x.add(3.0, alpha=0.5)]
+OF_TWO["sub"] += [
+    lambda x, y: torch.sub(x, y, alpha=2), lambda x, y: x.subtract(y, alpha=0.5),
+    lambda x, y: 1.0 - x, lambda x, y: torch.tensor(2.0, dtype=torch.float64) - x,
+]  # fmt: skip
+OF_TWO["rsub"] = [
+    lambda x, y: torch.rsub(x, y), lambda x, y: torch.rsub(x, 2.0),
+    lambda x, y: torch.rsub(x, y, alpha=3), lambda x, y: torch.rsub(x, 1.0, alpha=2),
+]  # fmt: skip
+for _mode in ("floor", "trunc", None):
+    OF_TWO["div"] += [
+        lambda x, y, m=_mode: torch.div(x, y, rounding_mode=m),
+        lambda x, y, m=_mode: x.div(0.3, rounding_mode=m),
+    ]
+OF_TWO["div"] += [lambda x, y: 1 / x, lambda x, y: torch.true_divide(y, x)]
+OF_TWO["mul"] += [lambda x, y: torch.tensor(3.0, dtype=torch.float64) * x, lambda x, y: x * x]
+for _name in ("minimum", "maximum", "logaddexp"):
+    OF_TWO[_name] = [
+        lambda x, y, n=_name: getattr(torch, n)(x, y), lambda x, y, n=_name: getattr(x, n)(y),
+        lambda x, y, n=_name: getattr(torch, n)(y, x),
+        lambda x, y, n=_name: getattr(torch, n)(x, x),
+    ]  # fmt: skip
+OF_TWO["clamp"] = [lambda x, y: torch.clamp(x, min=y), lambda x, y: torch.clamp(x, max=y)]
+OF_TWO["xlogy"] = [
+    lambda x, y: torch.xlogy(x, y), lambda x, y: torch.xlogy(0.0, y), lambda x, y: x.xlogy(2.0),
+    lambda x, y: torch.special.xlogy(2, y),
+]  # fmt: skip
+OF_TWO["where"] = [
+    lambda x, y: torch.where(x > y, x, y), lambda x, y: torch.where(x > 0, x, 0.0),
+    lambda x, y: torch.where(y == y, -INF, x), lambda x, y: x.where(x < y, 3),
+    lambda x, y: torch.where(x != y, 2.0, 2.0),
+]  # fmt: skip
+OF_TWO["masked_fill"] = [
+    lambda x, y: x.masked_fill(y > 0, -INF), lambda x, y: torch.masked_fill(x, x.isnan(), 0.0),
+]  # fmt: skip
+for _name in ("and", "or", "xor"):
+    OF_TWO[f"logical_{_name}"] = [
+        lambda x, y, n=f"logical_{_name}": getattr(torch, n)(x, y),
+        lambda x, y, n=f"logical_{_name}": getattr(x, n)(y > 0),
+    ]
+    OF_TWO[f"bitwise_{_name}"] = [
+        lambda x, y, f=getattr(operator, f"{_name}_" if _name != "xor" else "xor"): f(x > 0, y < 1),
+        lambda x, y, n=f"bitwise_{_name}": getattr(torch, n)(x > 0, y < 1),
+        lambda x, y, f=getattr(operator, f"{_name}_" if _name != "xor" else "xor"): f(x > 0, True),
+        lambda x, y, f=getattr(operator, f"{_name}_" if _name != "xor" else "xor"): f(False, x > 0),
+    ]
+OF_TWO["bitwise_not"] = [lambda x, y: ~(x > y), lambda x, y: torch.bitwise_not(x > y)]
+TESTED = {**OF_X, **{n: [*OF_X.get(n, []), *s] for n, s in OF_TWO.items()}}
+OVER_AXES = {"sum", "mean", "logsumexp", "softmax", "log_softmax"}  # test_over_keys_and_heads
+# nodes that rules and simplifications make of others
+INSIDE = {"mul0", "div0", "log_div", "norm", "int", "float"}
+
+
+def test_every_operation_is_tested() -> None:
+    """An operation or a spelling without a case here fails."""
+    assert set(TESTED) | OVER_AXES == set(FUNCTIONS)
+    assert set(ALIASES.values()) <= set(FUNCTIONS)
+    assert set(OPERATORS.values()) <= set(FUNCTIONS)
+    graph = _tracer().graph
+    tracer = _tracer()
+    x, y = (Element(tracer, tracer.capture(i)) for i in (0, 1))
+    for spelling in itertools.chain(*TESTED.values()):
+        spelling(x, y)
+    graph = tracer.graph
+    assert {n.op for n in graph.nodes} & set(OPERATIONS) >= set(OPERATIONS) - INSIDE
+
+
+def _tracer(*dtypes: str) -> Tracer:
+    captures = tuple(Capture(PAIR, dtype, 0) for dtype in dtypes or ("float", "float"))
+    return Tracer((1,), captures, Keys(), {1: 2})
+
+
+# ------------------------------------------------------------------------------ values, gradients
+
+
+def _numbers(is_pair: bool) -> list[Tensor]:
+    pairs = list(itertools.product(NUMBERS, NUMBERS if is_pair else [1.0]))
+    x, y = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    return [x.clone().requires_grad_(), y.clone().requires_grad_()]
+
+
+def _program(spelling: Spelling, x: Tensor, y: Tensor, place: str, impl: str) -> Tensor:
+    """Of one key, with x a dot product with 1, a tensor of rows or of pairs, and y of pairs."""
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    dots = {"dot": (x[None, None, :, None] if place == "dot" else one.expand(1, 1, len(x), 1), one)}
+    rows = {"row": x[None, None]} if place == "row" else {}
+    pairs = {"y": y[None, None, :, None]} | ({"pair": x[None, None, :, None]} if place == "pair" else {})
+    # a number of a comparison is what its sum is
+    value = row_program(
+        lambda e: spelling(getattr(e, place), e.y).sum("key"),
+        dots=dots, rows=rows, pairs=pairs, impl=impl,
+    )  # fmt: skip
+    return value.flatten()
+
+
+def _gradients(value: Tensor, inputs: list[Tensor]) -> Any:
+    if not value.requires_grad:
+        return None, None
+    try:
+        return torch.autograd.grad(value.sum(), inputs, allow_unused=True)
+    except RuntimeError as error:  # torch's, of a quotient that is rounded down
+        assert "not implemented" in str(error)
+        return NotImplemented, NotImplemented
+
+
+def _differences(name: str, spelling: Spelling, place: str, impl: str) -> str:
+    """What is not torch's, empty if nothing is."""
+    inputs = _numbers(is_pair=name in OF_TWO)
+    got = _program(spelling, *inputs, place, impl)
+    expected = torch.as_tensor(spelling(*inputs)).to(torch.float64)
+    x, y = (t.detach() for t in inputs)
+    # a product is 0 where a factor is, also beside an infinity or NaN (docs/row-programs.md)
+    has_zero = (x == 0) | (y == 0) | (float(spelling(torch.tensor(2.0), torch.tensor(3.0))) == 0)
+    if name == "xlogy":
+        has_zero |= y == 1
+    is_zero = has_zero & expected.isnan() & (got == 0)
+    assert not is_zero.any() or name in ("mul", "xlogy")
+    is_right = torch.isclose(got, expected, rtol=1e-12, atol=1e-14, equal_nan=True) | is_zero
+    wrong = [("value", got, expected, ~is_right)]
+    grads = [_gradients(got, inputs), _gradients(expected, inputs)]
+    for which, a, b in zip("xy", *grads, strict=True):
+        if b is NotImplemented:
+            continue
+        a = torch.zeros_like(x) if a is None else a
+        b = torch.zeros_like(x) if b is None else b
+        # where torch's formula has no number, ours may have one
+        is_right = torch.isclose(a, b, rtol=1e-11, atol=1e-13) | b.isnan()
+        wrong.append((f"gradient to {which}", a, b, ~is_right))
+    lines = []
+    for what, a, b, places in wrong:
+        for i in places.nonzero().flatten().tolist()[:3]:
+            lines.append(f"{what} at {x[i]:g}, {y[i]:g}: {a[i]:.17g}, torch {b[i]:.17g}")
+    return "; ".join(lines)
+
+
+@pytest.mark.parametrize(("impl", "place"), [("blocked", "pair"), ("blocked", "dot"), ("reference", "row")])
+def test_numbers(impl: str, place: str) -> None:
+    found = []
+    for name, spellings in TESTED.items():
+        for i, spelling in enumerate(spellings):
+            if difference := _differences(name, spelling, place, impl):
+                found.append(f"{name}[{i}]: {difference}")
+    assert not found, "\n".join(found)
