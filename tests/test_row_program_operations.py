@@ -33,7 +33,7 @@ Spelling = Callable[[Any, Any], Any]
 
 OF_X = {
     name: [lambda x, y, n=name: getattr(x, n)(), lambda x, y, n=name: getattr(torch, n)(x)]
-    for name in (*elements.UNARY, "square", "rsqrt", "reciprocal", "log2", "log10", "isnan",
+    for name in (*elements.UNARY, "square", "sign", "rsqrt", "reciprocal", "log2", "log10", "isnan",
                  "isinf", "isfinite", "logical_not")
     if name != "float"
 }  # fmt: skip
@@ -227,4 +227,80 @@ def test_numbers(impl: str, place: str) -> None:
         for i, spelling in enumerate(spellings):
             if difference := _differences(name, spelling, place, impl):
                 found.append(f"{name}[{i}]: {difference}")
+    assert not found, "\n".join(found)
+
+
+# ------------------------------------------------------------------------------------------ types
+
+OF_TYPE = {
+    "bool": [torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])],
+    "int": [torch.tensor([-7, 0, 3, 5]), torch.tensor([2, -3, 4, 1])],
+    "float": [torch.tensor([-1.5, 0.0, 1.0, 7.0]), torch.tensor([2.0, -0.5, 1.0, 3.0])],
+}
+NUMBERS_OF_TYPE = {"bool": True, "int": 3, "float": 0.5}
+OF_TYPES: dict[str, Callable[[Any, Any], Any]] = {
+    **INFIX,
+    **{n: lambda x, y, n=n: getattr(torch, n)(x, y) for n in ("minimum", "maximum", "logical_xor",
+       "logical_and", "rsub", "xlogy")},
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "alpha": lambda x, y: torch.add(x, y, alpha=2),
+    "neg": lambda x, y: -x, "not": lambda x, y: ~x, "abs": lambda x, y: abs(x),
+    "relu": lambda x, y: torch.relu(x), "sign": lambda x, y: torch.sign(x),
+    "floor": lambda x, y: torch.floor(x), "square": lambda x, y: torch.square(x),
+    "cube": lambda x, y: x**3, "root": lambda x, y: x**0.5, "log1p": lambda x, y: torch.log1p(x),
+    "clamp": lambda x, y: x.clamp(-1, 2), "masked": lambda x, y: x.masked_fill(x == y, 0),
+    "minus": lambda x, y: 1 - x, "times": lambda x, y: x * True, "plus": lambda x, y: x + True,
+}  # fmt: skip
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, Element):
+        return x._dtype
+    return "bool" if x.dtype == torch.bool else "float" if x.is_floating_point() else "int"
+
+
+def _of_types(f: Spelling, x: Tensor, y: Any, impl: str) -> tuple[Tensor, str]:
+    """The values, and the type of the element."""
+    one = torch.ones(1, 1, 4, 1, dtype=torch.float64)
+    pairs = {"x": x[None, None, :, None]}
+    if isinstance(y, Tensor):
+        pairs["y"] = y[None, None, :, None]
+    kinds = []
+
+    def program(e: Any) -> Any:
+        value = f(e.x, e.y if isinstance(y, Tensor) else y)
+        kinds.append(_kind(value))
+        return value.sum("key")
+
+    dots = {"dot": (one, one[:, :, :1])}
+    return row_program(program, dots=dots, pairs=pairs, impl=impl).flatten(), kinds[0]
+
+
+@pytest.mark.parametrize("impl", ["blocked", "reference"])
+def test_types(impl: str) -> None:
+    """Of conditions, integers and floats on either side, elements and numbers."""
+    found = []
+    for (name, f), a, b in itertools.product(OF_TYPES.items(), OF_TYPE, OF_TYPE):
+        for x, y in ((OF_TYPE[a][0], OF_TYPE[b][1]), (OF_TYPE[a][0], NUMBERS_OF_TYPE[b])):
+            x, y = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in (x, y))
+            case = f"{name} of {a} and {b}{' number' if not isinstance(y, Tensor) else ''}"
+            try:
+                expected = f(x, y)
+            except (RuntimeError, TypeError):
+                expected = None
+            try:
+                got, kind = _of_types(f, x, y, impl)
+            except (TypeError, ValueError, NotImplementedError, RuntimeError):
+                is_ours = name in ("and", "or", "xor", "not") and "int" in (a, b)  # by bits
+                if expected is not None and not is_ours and name != "alpha":
+                    found.append(f"{case}: refused")
+                continue
+            if expected is None:
+                found.append(f"{case}: torch refuses, got {got.tolist()}")
+            elif kind != _kind(expected):
+                found.append(f"{case}: {kind}, torch {_kind(expected)}")
+            elif not torch.allclose(got, expected.double(), rtol=1e-6, equal_nan=True):
+                found.append(f"{case}: {got.tolist()}, torch {expected.tolist()}")
     assert not found, "\n".join(found)

@@ -168,22 +168,18 @@ def _condition(x: Any, where: str) -> Any:
     return x
 
 
-def _are_conditions(x: Element, *others: Any) -> bool:
-    tracer = x._tracer
-    return all(tracer.graph[_index(tracer, a)].dtype == BOOL for a in (x, *others))
-
-
 # ------------------------------------------------------------------------ arithmetic
 
-_OF_CONDITIONS = {"add", "mul", "minimum", "maximum", "div", "detach"}
-_OF_NUMBERS = {"sub", "neg", "abs", "sign", "relu", "floor", "ceil", "trunc", "remainder",
+_OF_NUMBERS = {"sub", "neg", "abs", "relu", "floor", "ceil", "trunc", "remainder",
                "floor_divide", "clamp_min", "clamp_max"}  # fmt: skip
 
 
 def _applied(op: str, x: Element, *others: Any) -> Element:
     """An operation of the table, refused where torch has none for conditions."""
-    if op in _OF_NUMBERS and _are_conditions(x, *others):
-        raise TypeError(f"{op} takes numbers, as torch's, got conditions; use & | ^ ~")
+    if op in _OF_NUMBERS:
+        are = [x._tracer.graph[_index(x._tracer, a)].dtype == BOOL for a in (x, *others)]
+        if all(are) or (op == "sub" and any(are)):
+            raise TypeError(f"{op} takes numbers, as torch's, got a condition; use & | ^ ~")
     return x._apply(op, x, *others)
 
 
@@ -205,7 +201,10 @@ def _times(x: Any, alpha: Any, tracer: Tracer) -> Any:
     number, _ = _number("alpha", alpha)
     if number == 1 and not isinstance(alpha, float):
         return x
-    return Element(tracer, _index(tracer, x))._apply("mul", x, alpha)
+    scaled = Element(tracer, _index(tracer, x))
+    if scaled._dtype == BOOL:
+        raise TypeError(f"alpha takes numbers, got a condition for alpha={alpha!r}")
+    return scaled._apply("mul", x, alpha)
 
 
 def _add(input: Element, other: Any, *, alpha: Any = 1) -> Element:
@@ -263,6 +262,14 @@ def _pow(input: Element, exponent: Any) -> Element:
     return functools.reduce(_binary("mul"), [input] * int(number), one)
 
 
+def _square(input: Element) -> Element:
+    return _pow(input, 2)
+
+
+def _sign(input: Element) -> Element:
+    return input if input._dtype == BOOL else input._apply("sign", input)
+
+
 def _rpow(exponent: Element, base: Any) -> Element:
     return _pow(Element(exponent._tracer, _index(exponent._tracer, base)), exponent)
 
@@ -304,7 +311,14 @@ def _where_self(input: Element, condition: Any, other: Any) -> Element:
 
 
 def _masked_fill(input: Element, mask: Element, value: Any) -> Element:
-    return input._apply("where", _condition(mask, "masked_fill"), value, input)
+    """The value is of the elements' type."""
+    _condition(mask, "masked_fill")
+    if not isinstance(value, Element) and input._dtype != "float":
+        number, _ = _number("the value of masked_fill", value)
+        if input._dtype == INT and number != int(number):
+            raise TypeError(f"masked_fill of integers takes an integer, got {value!r}")
+        value = bool(number) if input._dtype == BOOL else int(number)
+    return input._apply("where", mask, value, input)
 
 
 def _bitwise(op: str, symbol: str) -> Callable[..., Element]:
@@ -426,7 +440,7 @@ def _softmax(input: Element, over: Any = None, *, dim: Any = None) -> Element:
 # ------------------------------------------------------------------------ names
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-UNARY = ("exp", "exp2", "expm1", "log", "log1p", "sqrt", "abs", "sign", "floor", "ceil", "trunc",
+UNARY = ("exp", "exp2", "expm1", "log", "log1p", "sqrt", "abs", "floor", "ceil", "trunc",
          "tanh", "sigmoid", "erf", "sin", "cos", "tan", "sinh", "cosh", "relu", "detach",
          "float", "neg")  # fmt: skip
 BINARY = ("mul", "minimum", "maximum", "floor_divide", "remainder", "logaddexp", *COMPARISONS)
@@ -437,7 +451,8 @@ FUNCTIONS: dict[str, Callable[..., Element]] = {
     "sub": _sub,
     "rsub": _rsub,
     "div": _div,
-    "square": lambda input: input * input,
+    "square": _square,
+    "sign": _sign,
     "rsqrt": lambda input: 1.0 / input._apply("sqrt", input),
     "reciprocal": lambda input: 1.0 / input,
     "log2": _scaled_log(2.0),
