@@ -116,16 +116,11 @@ def row_program(
     """
     checks.one_of("impl", impl, op.IMPLEMENTATIONS)
     checks.one_of("reduction", reduction, REDUCTIONS)
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
+    given = {"dots": dots, "rows": rows, "keys": keys, "pairs": pairs, "columns": columns}
     inputs = tensors.normalised(
-        Inputs(
-            dict(dots),
-            dict(rows or {}),
-            dict(keys or {}),
-            dict(pairs or {}),
-            dict(columns or {}),
-            key_lengths,
-            mask,
-        )
+        Inputs(*(_by_name(name, x) for name, x in given.items()), key_lengths, mask)
     )
     tracer = Tracer(
         inputs.dot_heads,
@@ -155,7 +150,9 @@ def row_program(
             arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
             total: Tensor = op.row_program_sum(*arguments)[0]
             return differentiable_once(total, inputs.tensors)
-    if impl == "reference":
+    if impl == "triton":
+        op.check_kernels(problem)
+    if impl == "reference" or not problem.batch or not problem.num_rows:
         results = without_autocast(reference.forward, problem)
     else:
         if is_differentiated:  # whatever has no derivative is an error before anything runs
@@ -171,6 +168,17 @@ def row_program(
     if reduction != "none":
         return finished[0].sum() if reduction == "sum" else finished[0].mean()
     return finished[0] if names is None else dict(zip(names, finished, strict=True))
+
+
+def _by_name(argument: str, given: object) -> dict[Any, Any]:
+    """The tensors of one argument."""
+    if given is None and argument != "dots":
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{argument} must be a dict of tensors by name, got {type(given).__name__}"
+        )
+    return dict(given)
 
 
 _known: dict[Any, Traced] = {}

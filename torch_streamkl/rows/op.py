@@ -71,6 +71,17 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     return module
 
 
+def check_kernels(problem: RowProblem) -> None:
+    """``impl="triton"`` runs on a GPU, and in Triton's interpreter."""
+    from triton import knobs
+
+    device = problem.operands[0][0].device
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        raise NotImplementedError(
+            f"impl='triton' must have tensors on a GPU, got {device}; use 'blocked'"
+        )
+
+
 def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """The same, to be run."""
     module = _module(problem, impl, is_differentiated)
