@@ -26,7 +26,7 @@ IN_CI = 60
 
 
 def difference(seed: int, impl: str, device: str, dtype: torch.dtype) -> str:
-    """What is wrong with a program; "refused: ..." where an implementation says that it has none."""
+    """What is wrong with a program; "refused: ..." where an implementation does not run it."""
     import torch_streamkl
 
     drawn = Drawing(seed).drawn()
@@ -44,7 +44,9 @@ def difference(seed: int, impl: str, device: str, dtype: torch.dtype) -> str:
         other, others = drawn.arguments(dtype, device)
         naive = drawn.naive(other)
     weights = {
-        n: torch.linspace(0.5, 1.5, max(x.numel(), 1), dtype=torch.float64, device=device)[: x.numel()]
+        n: torch.linspace(0.5, 1.5, max(x.numel(), 1), dtype=torch.float64, device=device)[
+            : x.numel()
+        ]
         for n, x in expected.items()
     }
 
@@ -116,7 +118,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.interpreter and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-        os.execv(sys.executable, [sys.executable, "-m", "tests.test_drawn_row_programs", *sys.argv[1:]])
+        os.execv(
+            sys.executable, [sys.executable, "-m", "tests.test_drawn_row_programs", *sys.argv[1:]]
+        )
     is_kernel = given.interpreter or given.device != "cpu"
     impl = given.impl or ("triton" if given.interpreter else "auto" if is_kernel else "blocked")
     dtype = torch.float32 if is_kernel else torch.float64

@@ -1,4 +1,4 @@
-"""The shape of a row program's result, and its gradients, do not depend on the value of a number."""
+"""The shape of a row program's result and its gradients do not depend on a number's value."""
 
 from __future__ import annotations
 
@@ -71,7 +71,19 @@ def _plain(x: Any) -> Any:
     return x.x if isinstance(x, _Naive) else x
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "gt", "ge"):
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "pow",
+    "gt",
+    "ge",
+):
     setattr(
         _Naive,
         f"__{_name}__",
@@ -87,7 +99,7 @@ class _Names:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.25, 0, 1])
 def test_a_number(value: float, impl: str) -> None:
-    """0 in a warm-up, 1 at its end: shapes, values and gradients are those of the tensors' code."""
+    """0 in a warm-up, 1 at its end: shapes, values and gradients are the tensors' code's."""
     wrong = []
     for name, function in CASES.items():
         inputs = _inputs()
@@ -102,7 +114,8 @@ def test_a_number(value: float, impl: str) -> None:
             wrong.append(f"{name}: {tuple(got.shape)}, torch {tuple(expected.shape)}")
             continue
         grads = [
-            torch.autograd.grad(v.sum(), inputs, allow_unused=True) if v.requires_grad
+            torch.autograd.grad(v.sum(), inputs, allow_unused=True)
+            if v.requires_grad
             else (None,) * len(inputs)
             for v in (got, expected)
         ]
@@ -178,6 +191,8 @@ def test_programs_do_not_keep_what_a_number_removes() -> None:
     texts: list[str] = []
     of = RowProblem.of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowProblem, "of", staticmethod(lambda text, x: texts.append(text) or of(text, x)))
+        patch.setattr(
+            RowProblem, "of", staticmethod(lambda text, x: texts.append(text) or of(text, x))
+        )
         row_program(lambda e: (e.t + 0.0 * e.t.exp()).sum("key"), dots={"t": (q, k)})
     assert all("exp" not in text for text in texts)

@@ -101,7 +101,9 @@ class Drawn:
             hit = ids[..., None] == torch.arange(keys, device=device)
             values[name] = hit.any(-2) if w is None else (hit * w[..., None]).sum(-2)
         values["key_index"] = torch.arange(keys, device=device)[None, None, None]
-        sequence = next(iter(arguments["dots"].values()))[0].shape[-2] if self.is_of_lm_heads else rows
+        sequence = (
+            next(iter(arguments["dots"].values()))[0].shape[-2] if self.is_of_lm_heads else rows
+        )
         index = torch.arange(rows, device=device) % sequence
         values["row_index"] = index[None, None, :, None]
         default = torch.get_default_dtype()
@@ -176,7 +178,8 @@ class Drawing:
                 dots[name] = leaf(batch, h, rows, dim), leaf(batch, h // group, keys, dim)
         if not learned:
             learned.append(dots["t"][0])
-        most = max(heads[n] for n in dots)
+        of_dots = {heads[n] for n in dots}
+        most = of_dots.pop() if len(of_dots) == 1 else 1  # a tensor with heads meets one dot only
         groups = self._captures(is_words, batch, rows, keys, most, leaf)
         options = {} if is_words else self._masks(batch, rows, keys)
         self.heads = {n: heads[n] for n in dots}
@@ -245,8 +248,6 @@ class Drawing:
         """An exact element of one dot, or of a captured tensor."""
         r = self.random
         names = [n for g in self.groups.values() for n in g if n not in ("label", "flag", "top")]
-        if len(set(self.heads.values())) > 1:  # a tensor with heads meets one dot only
-            names = [n for n in names if n != "row"]
         if names and r.random() < 0.35:
             name = r.choice(names)
             return lambda e: getattr(e, name) * 1.0

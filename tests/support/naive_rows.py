@@ -1,4 +1,4 @@
-"""Row programs in plain torch: tensors whose axes have the names that a program's function uses."""
+"""Row programs in plain torch: tensors whose axes have the names that functions use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What a row program's function computes with: proxies that record what is done to them.
 
-Types are torch's: conditions, integers and floats are promoted as tensors of them would be, and a
-number of Python counts as its own type. Every spelling of an operation (operator, reversed
-operator, method, function of torch) is one function here, with the arguments that torch has.
+An operator, a reversed operator, a method and a function of torch lead to one function each, which
+functions.py has.
 """
 
 from __future__ import annotations
@@ -16,12 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torch_streamkl.rows import operations
-from torch_streamkl.rows.expressions import BOOL, INT
-from torch_streamkl.rows.program import LOGSUMEXP, SUM
+from torch_streamkl.rows.expressions import BOOL, FLOAT, INT
 
 if TYPE_CHECKING:
     from torch_streamkl.rows.trace import Tracer
+
+
+# Of elements, by torch's names; functions.py fills it
+FUNCTIONS: dict[str, Callable[..., Element]] = {}
+ALIASES = {
+    "log_sigmoid": "logsigmoid", "true_divide": "div", "multiply": "mul", "clip": "clamp",
+    "subtract": "sub", "divide": "div", "negative": "neg", "absolute": "abs", "truediv": "div",
+    "floordiv": "floor_divide", "mod": "remainder", "sgn": "sign", "fix": "trunc",
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not",
+    "special_xlogy": "xlogy", "special_expm1": "expm1", "special_exp2": "exp2",
+    "special_erf": "erf", "special_log1p": "log1p", "special_expit": "sigmoid", "expit": "sigmoid",
+    "special_softmax": "softmax", "special_log_softmax": "log_softmax",
+    "special_logsumexp": "logsumexp",
+}  # fmt: skip
 
 
 class Element:
@@ -33,12 +45,19 @@ class Element:
         self._tracer, self._index = tracer, index
 
     def _apply(self, op: str, *args: Any) -> Element:
-        indices = [_index(self._tracer, a) for a in args]
+        indices = [index_of(self._tracer, a) for a in args]
         return Element(self._tracer, self._tracer.graph.apply(op, *indices))
 
     @property
     def _dtype(self) -> str:
         return self._tracer.graph[self._index].dtype
+
+    def __pos__(self) -> Element:
+        return self
+
+    # comparisons make elements
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -50,7 +69,7 @@ class Element:
         if name.startswith("_"):
             raise AttributeError(name)
         _function(name)
-        return functools.partial(_call, "Tensor.where" if name == "where" else name, self)
+        return functools.partial(_call, "where_self" if name == "where" else name, self)
 
     @classmethod
     def __torch_function__(
@@ -62,9 +81,9 @@ class Element:
         tracer = next(x._tracer for x in every if isinstance(x, Element))
         given = dict(kwargs or {})
         if args and not isinstance(args[0], Element):
-            args = (Element(tracer, _index(tracer, args[0])), *args[1:])
+            args = (Element(tracer, index_of(tracer, args[0])), *args[1:])
         elif not args and not isinstance(given.get("input"), Element):
-            given["input"] = Element(tracer, _index(tracer, given.get("input")))
+            given["input"] = Element(tracer, index_of(tracer, given.get("input")))
         return _call(name, *args, **given)
 
     if TYPE_CHECKING:  # the operators, which are set below
@@ -87,7 +106,7 @@ class Element:
 
 
 def _cannot(name: str) -> str:
-    known = ", ".join(sorted(FUNCTIONS))
+    known = ", ".join(sorted(set(FUNCTIONS) - {"where_self", "rpow"}))
     return (
         f"a row program cannot express {name}; it has arithmetic, comparisons, & | ^ ~ and {known}"
     )
@@ -112,7 +131,7 @@ _UNSET = {"dtype": None, "out": None, "inplace": False}
 def _call(name: str, /, *args: Any, **kwargs: Any) -> Element:
     """A function on elements; arguments that it does not have are refused by name."""
     name = ALIASES.get(name, name)
-    function = _where_self if name == "Tensor.where" else FUNCTIONS[name]
+    function = FUNCTIONS[name]
     kwargs.pop("_stacklevel", None)
     for key, unset in _UNSET.items():
         if key in kwargs and (kwargs[key] is unset):
@@ -126,16 +145,16 @@ def _call(name: str, /, *args: Any, **kwargs: Any) -> Element:
     return function(*bound.args, **bound.kwargs)
 
 
-def _index(tracer: Tracer, value: Any) -> int:
+def index_of(tracer: Tracer, value: Any) -> int:
     """The node of an element or a number."""
     if isinstance(value, Element):
         if value._tracer is not tracer:
             raise ValueError("elements of two row programs cannot be combined")
         return value._index
-    return tracer.graph.const(*_number("a number that meets elements", value))
+    return tracer.graph.const(*number_of("a number that meets elements", value))
 
 
-def _number(name: str, value: Any) -> tuple[float, str]:
+def number_of(name: str, value: Any) -> tuple[float, str]:
     """A number and its type."""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     if isinstance(value, Tensor) and value.requires_grad:
@@ -152,364 +171,17 @@ def _number(name: str, value: Any) -> tuple[float, str]:
     if isinstance(given, bool):
         return float(given), BOOL
     if isinstance(given, numbers.Integral):
-        if abs(given) > 1 << 53:
+        if abs(int(given)) > 1 << 53:
             raise ValueError(f"{name} must be an integer of at most 2^53, got {given}")
         return float(given), INT
     if math.isnan(given):
         raise ValueError(f"a row program has no NaN constants, got {value!r} for {name}")
-    return float(given), "float"
+    return float(given), FLOAT
 
 
-def _condition(x: Any, where: str) -> Any:
+def condition_of(x: Any, where: str) -> Any:
     """An element that is a condition, or a truth value."""
     is_condition = x._dtype == BOOL if isinstance(x, Element) else isinstance(x, bool)
     if not is_condition:
         raise TypeError(f"{where} takes conditions, got a number; compare it first")
     return x
-
-
-# ------------------------------------------------------------------------ arithmetic
-
-_OF_NUMBERS = {"sub", "neg", "abs", "relu", "floor", "ceil", "trunc", "remainder",
-               "floor_divide", "clamp_min", "clamp_max"}  # fmt: skip
-
-
-def _applied(op: str, x: Element, *others: Any) -> Element:
-    """An operation of the table, refused where torch has none for conditions."""
-    if op in _OF_NUMBERS:
-        are = [x._tracer.graph[_index(x._tracer, a)].dtype == BOOL for a in (x, *others)]
-        if all(are) or (op == "sub" and any(are)):
-            raise TypeError(f"{op} takes numbers, as torch's, got a condition; use & | ^ ~")
-    return x._apply(op, x, *others)
-
-
-def _unary(op: str) -> Callable[..., Element]:
-    def function(input: Element) -> Element:
-        return _applied(op, input)
-
-    return function
-
-
-def _binary(op: str) -> Callable[..., Element]:
-    def function(input: Element, other: Any) -> Element:
-        return _applied(op, input, other)
-
-    return function
-
-
-def _times(x: Any, alpha: Any, tracer: Tracer) -> Any:
-    number, _ = _number("alpha", alpha)
-    if number == 1 and not isinstance(alpha, float):
-        return x
-    scaled = Element(tracer, _index(tracer, x))
-    if scaled._dtype == BOOL:
-        raise TypeError(f"alpha takes numbers, got a condition for alpha={alpha!r}")
-    return scaled._apply("mul", x, alpha)
-
-
-def _add(input: Element, other: Any, *, alpha: Any = 1) -> Element:
-    return _applied("add", input, _times(other, alpha, input._tracer))
-
-
-def _sub(input: Element, other: Any, *, alpha: Any = 1) -> Element:
-    return _applied("sub", input, _times(other, alpha, input._tracer))
-
-
-def _rsub(input: Element, other: Any, alpha: Any = 1) -> Element:
-    first = Element(input._tracer, _index(input._tracer, other))
-    return _applied("sub", first, _times(input, alpha, input._tracer))
-
-
-def _div(input: Element, other: Any, *, rounding_mode: str | None = None) -> Element:
-    match rounding_mode:
-        case None:
-            return input._apply("div", input, other)
-        case "floor":
-            return _applied("floor_divide", input, other)
-        case "trunc":
-            divisor = Element(input._tracer, _index(input._tracer, other))
-            if {input._dtype, divisor._dtype} <= {BOOL, INT}:
-                sizes = (x if x._dtype == BOOL else _applied("abs", x) for x in (input, divisor))
-                quotient = _applied("floor_divide", *sizes)
-                is_negative = (input < 0) ^ (divisor < 0)
-                return _where(is_negative, _applied("neg", quotient), quotient)
-            return _applied("trunc", input._apply("div", input, other))
-    raise ValueError(f"rounding_mode must be None, 'floor' or 'trunc', got {rounding_mode!r}")
-
-
-def _pow(input: Element, exponent: Any) -> Element:
-    tracer, graph = input._tracer, input._tracer.graph
-    if isinstance(exponent, Element):
-        base = graph.constant(input._index)
-        if base is None:
-            raise NotImplementedError(
-                "a row program cannot express pow with an exponent that varies and a base that "
-                "does, too"
-            )
-        if not 0.0 < base < math.inf:
-            raise ValueError(f"the base of a power must be positive and finite, got {base}")
-        if base == 2.0:
-            return exponent._apply("exp2", exponent)
-        return (exponent * math.log(base))._apply("exp", exponent * math.log(base))
-    number, dtype = _number("the exponent of pow", exponent)
-    if input._dtype == "float" or dtype == "float":
-        return Element(tracer, graph.power(graph.as_float(input._index), number))
-    if number < 0:
-        raise ValueError(f"integers have no negative powers, got {exponent}")
-    operations.check_power(number)
-    node = graph[input._index]
-    one = Element(tracer, graph.const(1.0, INT, node.head, node.by_key))
-    return functools.reduce(_binary("mul"), [input] * int(number), one)
-
-
-def _square(input: Element) -> Element:
-    return _pow(input, 2)
-
-
-def _sign(input: Element) -> Element:
-    return input if input._dtype == BOOL else input._apply("sign", input)
-
-
-def _rpow(exponent: Element, base: Any) -> Element:
-    return _pow(Element(exponent._tracer, _index(exponent._tracer, base)), exponent)
-
-
-def _clamp(input: Element, min: Any = None, max: Any = None) -> Element:
-    if min is None and max is None:
-        raise TypeError("clamp of an element must have a min or a max, got None for both")
-    for bound, op in ((min, "clamp_min"), (max, "clamp_max")):
-        if bound is not None:
-            input = _applied(op, input, bound)
-    return input
-
-
-def _clamp_min(input: Element, min: Any) -> Element:
-    return _applied("clamp_min", input, min)
-
-
-def _clamp_max(input: Element, max: Any) -> Element:
-    return _applied("clamp_max", input, max)
-
-
-def _reversed(function: Callable[..., Element]) -> Callable[[Element, Any], Element]:
-    def method(self: Element, other: Any) -> Element:
-        return function(Element(self._tracer, _index(self._tracer, other)), self)
-
-    return method
-
-
-# ------------------------------------------------------------------------ conditions
-
-
-def _where(condition: Element, input: Any, other: Any) -> Element:
-    return _condition(condition, "where")._apply("where", condition, input, other)  # type: ignore[no-any-return]
-
-
-def _where_self(input: Element, condition: Any, other: Any) -> Element:
-    """x.where(condition, other), as tensors have it."""
-    return input._apply("where", _condition(condition, "where"), input, other)
-
-
-def _masked_fill(input: Element, mask: Element, value: Any) -> Element:
-    """The value is of the elements' type."""
-    _condition(mask, "masked_fill")
-    if not isinstance(value, Element) and input._dtype != "float":
-        number, _ = _number("the value of masked_fill", value)
-        if input._dtype == INT and number != int(number):
-            raise TypeError(f"masked_fill of integers takes an integer, got {value!r}")
-        value = bool(number) if input._dtype == BOOL else int(number)
-    return input._apply("where", mask, value, input)
-
-
-def _bitwise(op: str, symbol: str) -> Callable[..., Element]:
-    def function(input: Element, other: Any) -> Element:
-        return input._apply(op, _condition(input, symbol), _condition(other, symbol))
-
-    return function
-
-
-def _not(input: Element) -> Element:
-    return input._apply("not", _condition(input, "~"))
-
-
-def _truth(x: Any) -> Any:
-    """Whether a number is not 0."""
-    if not isinstance(x, Element):
-        return bool(_number("a condition", x)[0])
-    return x if x._dtype == BOOL else x._apply("ne", x, 0)
-
-
-def _logical(op: str) -> Callable[..., Element]:
-    def function(input: Element, other: Any) -> Element:
-        return input._apply(op, _truth(input), _truth(other))
-
-    return function
-
-
-# ------------------------------------------------------------------------ composed
-
-
-def _softplus(input: Element, beta: Any = 1.0, threshold: Any = 20.0) -> Element:
-    """Above the threshold it is the identity."""
-    factor, bound = _number("beta", beta)[0], _number("threshold", threshold)[0]
-    if not 0.0 < factor < math.inf:
-        raise ValueError(f"beta of softplus must be positive and finite, got {beta!r}")
-    scaled = input * factor
-    smooth = scaled._apply("softplus", scaled) / factor
-    return _where(scaled > bound, input, smooth)
-
-
-def _logsigmoid(input: Element) -> Element:
-    x = -(input * 1.0)
-    return -x._apply("softplus", x)
-
-
-def _xlogy(input: Element, other: Any) -> Element:
-    log = input._apply("log", other)
-    is_nothing = (input == 0) & input._apply("le", other, 0)
-    return input._apply("mul0", input, _where(is_nothing, 0.0, log))
-
-
-def _scaled_log(base: float) -> Callable[..., Element]:
-    def function(input: Element) -> Element:
-        return input._apply("log", input) * (1.0 / math.log(base))
-
-    return function
-
-
-# ------------------------------------------------------------------------ over keys and heads
-
-_AXES = {"sum": '"key" or "head"', "mean": '"head"'}
-
-
-def _over(name: str, axis: Any, dim: Any) -> Any:
-    if axis is not None and dim is not None:
-        raise TypeError(f"{name} of an element takes one axis, got {axis!r} and {dim!r}")
-    axis = dim if axis is None else axis
-    legal = ["key"] * (name != "mean") + ["head"] * (name in _AXES)
-    if not isinstance(axis, str) or axis not in legal:
-        rule = _AXES.get(name, '"key"')
-        raise ValueError(f"{name} of an element must be over {rule}, got {axis!r}")
-    return axis
-
-
-def _sum(
-    input: Element, over: Any = None, keepdim: bool = True, *, dim: Any = None, block: Any = None
-) -> Element:
-    """Over keys, blocks of them, or heads; the axis stays, whatever ``keepdim`` says."""
-    tracer, graph = input._tracer, input._tracer.graph
-    if block is not None:
-        if (over if over is not None else dim) != "key":
-            raise ValueError(f'sum by blocks must be a sum over "key", got {over!r}')
-        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-            raise ValueError(f"block must be a positive number of keys, got {block!r}")
-        return Element(tracer, tracer.block_sum(input._index, block))
-    if _over("sum", over, dim) == "head":
-        return Element(tracer, graph.sum_heads(graph.as_float(input._index)))
-    return Element(tracer, tracer.reduce(SUM, input._index))
-
-
-def _mean(input: Element, over: Any = None, keepdim: bool = True, *, dim: Any = None) -> Element:
-    tracer, graph = input._tracer, input._tracer.graph
-    _over("mean", over, dim)
-    head = graph[input._index].head
-    total = Element(tracer, graph.sum_heads(graph.as_float(input._index)))
-    return total * (1.0 / tracer.num_heads[head]) if head else total
-
-
-def _lse(name: str, input: Element, over: Any, dim: Any) -> Element:
-    _over(name, over, dim)
-    return Element(input._tracer, input._tracer.reduce(LOGSUMEXP, input._index))
-
-
-def _logsumexp(
-    input: Element, over: Any = None, keepdim: bool = True, *, dim: Any = None
-) -> Element:
-    return _lse("logsumexp", input, over, dim)
-
-
-def _log_softmax(input: Element, over: Any = None, *, dim: Any = None) -> Element:
-    return input - _lse("log_softmax", input, over, dim)
-
-
-def _softmax(input: Element, over: Any = None, *, dim: Any = None) -> Element:
-    difference = input - _lse("softmax", input, over, dim)
-    return difference._apply("exp", difference)
-
-
-# ------------------------------------------------------------------------ names
-
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-UNARY = ("exp", "exp2", "expm1", "log", "log1p", "sqrt", "abs", "floor", "ceil", "trunc",
-         "tanh", "sigmoid", "erf", "sin", "cos", "tan", "sinh", "cosh", "relu", "detach",
-         "float", "neg")  # fmt: skip
-BINARY = ("mul", "minimum", "maximum", "floor_divide", "remainder", "logaddexp", *COMPARISONS)
-FUNCTIONS: dict[str, Callable[..., Element]] = {
-    **{name: _unary(name) for name in UNARY},
-    **{name: _binary(name) for name in BINARY},
-    "add": _add,
-    "sub": _sub,
-    "rsub": _rsub,
-    "div": _div,
-    "square": _square,
-    "sign": _sign,
-    "rsqrt": lambda input: 1.0 / input._apply("sqrt", input),
-    "reciprocal": lambda input: 1.0 / input,
-    "log2": _scaled_log(2.0),
-    "log10": _scaled_log(10.0),
-    "xlogy": _xlogy,
-    "pow": _pow,
-    "rpow": _rpow,
-    "clamp": _clamp,
-    "clamp_min": _clamp_min,
-    "clamp_max": _clamp_max,
-    "where": _where,
-    "masked_fill": _masked_fill,
-    "bitwise_and": _bitwise("and", "&"),
-    "bitwise_or": _bitwise("or", "|"),
-    "bitwise_xor": _bitwise("ne", "^"),
-    "bitwise_not": _not,
-    "logical_and": _logical("and"),
-    "logical_or": _logical("or"),
-    "logical_xor": _logical("ne"),
-    "logical_not": lambda input: ~_truth(input),
-    "isnan": lambda input: input != input,
-    "isinf": lambda input: _applied("abs", input * 1.0) == math.inf,
-    "isfinite": lambda input: _applied("abs", input * 1.0) < math.inf,
-    "softplus": _softplus,
-    "logsigmoid": _logsigmoid,
-    "sum": _sum,
-    "mean": _mean,
-    "logsumexp": _logsumexp,
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-}
-ALIASES = {
-    "log_sigmoid": "logsigmoid", "true_divide": "div", "multiply": "mul", "clip": "clamp",
-    "subtract": "sub", "divide": "div", "negative": "neg", "absolute": "abs", "truediv": "div",
-    "floordiv": "floor_divide", "mod": "remainder", "sgn": "sign", "fix": "trunc",
-    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
-    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not",
-    "special_xlogy": "xlogy", "special_expm1": "expm1", "special_exp2": "exp2",
-    "special_erf": "erf", "special_log1p": "log1p", "special_expit": "sigmoid", "expit": "sigmoid",
-    "special_softmax": "softmax", "special_log_softmax": "log_softmax",
-    "special_logsumexp": "logsumexp",
-}  # fmt: skip
-OPERATION_NAMES = {*FUNCTIONS, *ALIASES}  # that elements have as methods, and torch as functions
-
-# "binary" operators have a reversed one
-OPERATORS = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide",
-    "mod": "remainder", "pow": "pow", "and": "bitwise_and", "or": "bitwise_or",
-    "xor": "bitwise_xor",
-}  # fmt: skip
-for _name, _op in OPERATORS.items():
-    # one argument: Python gives `pow` a third
-    setattr(Element, f"__{_name}__", lambda self, other, _f=FUNCTIONS[_op]: _f(self, other))
-    setattr(Element, f"__r{_name}__", _reversed(FUNCTIONS[_op]))
-for _name in COMPARISONS:
-    setattr(Element, f"__{_name}__", lambda self, other, _f=FUNCTIONS[_name]: _f(self, other))
-for _name, _op in {"neg": "neg", "invert": "bitwise_not", "abs": "abs"}.items():
-    setattr(Element, f"__{_name}__", lambda self, _f=FUNCTIONS[_op]: _f(self))
-Element.__pos__ = lambda self: self  # type: ignore[attr-defined]
-Element.__hash__ = object.__hash__  # type: ignore[method-assign]  # comparisons make elements

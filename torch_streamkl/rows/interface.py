@@ -118,9 +118,16 @@ def row_program(
     checks.one_of("reduction", reduction, REDUCTIONS)
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
-    given = {"dots": dots, "rows": rows, "keys": keys, "pairs": pairs, "columns": columns}
     inputs = tensors.normalised(
-        Inputs(*(_by_name(name, x) for name, x in given.items()), key_lengths, mask)
+        Inputs(
+            _by_name("dots", dots),
+            _by_name("rows", rows),
+            _by_name("keys", keys),
+            _by_name("pairs", pairs),
+            _by_name("columns", columns),
+            key_lengths,
+            mask,
+        )
     )
     tracer = Tracer(
         inputs.dot_heads,

@@ -325,9 +325,7 @@ OPERATIONS: dict[str, Operation] = {
         _by(lambda g, n, x: g.apply("sinh", x)),
     ),
     "softplus": Operation(1, _softplus, _SOFTPLUS, _by(lambda g, n, x: g.apply("sigmoid", x))),
-    "relu": Operation(
-        1, torch.relu, _RELU, _relu_rule, "same", triton_int="tl.maximum({0}, 0)"
-    ),
+    "relu": Operation(1, torch.relu, _RELU, _relu_rule, "same", triton_int="tl.maximum({0}, 0)"),
     "minimum": Operation(
         2, torch.minimum, _MINIMUM, _extremum("gt"), "same", None, True, bools="and"
     ),
@@ -335,8 +333,12 @@ OPERATIONS: dict[str, Operation] = {
         2, torch.maximum, _MAXIMUM, _extremum("lt"), "same", None, True, bools="or"
     ),
     # gradient 1 at the bound, which differs from maximum and minimum
-    "clamp_min": Operation(2, torch.clamp_min, _MAXIMUM, _clamp_rule("ge", "lt"), "same", bools="or"),
-    "clamp_max": Operation(2, torch.clamp_max, _MINIMUM, _clamp_rule("le", "gt"), "same", bools="and"),
+    "clamp_min": Operation(
+        2, torch.clamp_min, _MAXIMUM, _clamp_rule("ge", "lt"), "same", bools="or"
+    ),
+    "clamp_max": Operation(
+        2, torch.clamp_max, _MINIMUM, _clamp_rule("le", "gt"), "same", bools="and"
+    ),
     "where": Operation(3, torch.where, "tl.where({0}, {1}, {2})", _where_rule, "same"),
     "detach": Operation(1, lambda a: a.detach(), "{0}", None, "same"),
     "lt": _comparison("<", lambda a, b: a < b),

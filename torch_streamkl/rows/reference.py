@@ -29,7 +29,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, function: str | float) -> Tensor:
-        return getattr(torch, function)(x) if isinstance(function, str) else x**function  # type: ignore[no-any-return]
+        out: Tensor = getattr(torch, function)(x) if isinstance(function, str) else x**function
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -149,8 +150,10 @@ def forward(problem: RowProblem) -> list[Tensor]:
 def _connected(problem: RowProblem, value: Tensor) -> Tensor:
     """With a gradient to every tensor, which may be 0, as the other implementations have it."""
     tensors = (*(x for pair in problem.operands for x in pair), *problem.captures)
-    learned = [x for x in tensors if x.requires_grad]
-    return value + sum(x[:0].sum() for x in learned).to(value.dtype) if learned else value
+    for x in tensors:
+        if x.requires_grad:
+            value = value + x[:0].sum().to(value.dtype)
+    return value
 
 
 def of_rows(

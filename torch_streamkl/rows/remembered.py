@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from torch_streamkl.rows.elements import OPERATION_NAMES
+from torch_streamkl.rows.functions import OPERATION_NAMES
 
 MODULES = (torch, torch.nn.functional, math)
 PURE = {"abs", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range"}

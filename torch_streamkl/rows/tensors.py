@@ -166,7 +166,12 @@ def _check_names(inputs: Inputs) -> None:
     seen: set[str] = set(POSITIONS)
     groups = (inputs.dots, inputs.rows, inputs.keys, inputs.pairs, inputs.columns)
     for name in (name for group in groups for name in group):
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in seen:
+        if (
+            not isinstance(name, str)
+            or not name.isidentifier()
+            or name.startswith("_")
+            or name in seen
+        ):
             raise ValueError(
                 f"names of a row program's tensors must be distinct identifiers, got {name!r}"
             )
@@ -188,7 +193,10 @@ def _operands(name: str, pair: object) -> tuple[Tensor, Tensor]:
             f"[vocab, hidden], got {tuple(q.shape)} and {tuple(k.shape)}"
         )
     # a batch may be empty, and select no rows
-    needed = {0: (q.shape[-1], *q.shape[1:2] * (k.ndim == 4)), 1: k.shape[-3 if k.ndim == 4 else -2 :]}
+    needed = {
+        0: (q.shape[-1], *q.shape[1:2] * (k.ndim == 4)),
+        1: k.shape[-3 if k.ndim == 4 else -2 :],
+    }
     for i, sizes in needed.items():
         if 0 in sizes:
             raise ValueError(

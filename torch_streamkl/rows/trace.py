@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_streamkl.rows import functions  # noqa: F401  # fills the table of elements' functions
 from torch_streamkl.rows.elements import Element
 from torch_streamkl.rows.expressions import BLOCK_SUM, BOOL, FLOAT, INT, Graph, Node
 from torch_streamkl.rows.program import (
@@ -18,7 +19,6 @@ from torch_streamkl.rows.program import (
     LOGSUMEXP,
     MAX,
     PAIR,
-    SUM,
     VALUES,
     Capture,
     Keys,
