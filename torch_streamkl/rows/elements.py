@@ -151,11 +151,12 @@ def index_of(tracer: Tracer, value: Any) -> int:
         if value._tracer is not tracer:
             raise ValueError("elements of two row programs cannot be combined")
         return value._index
-    return tracer.graph.const(*number_of("a number that meets elements", value))
+    return tracer.graph.const(*number_of("", value))
 
 
 def number_of(name: str, value: Any) -> tuple[float, str]:
     """A number and its type."""
+    for_name = f" for {name}" if name else ""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     if isinstance(value, Tensor) and value.requires_grad:
         raise TypeError(
@@ -166,16 +167,16 @@ def number_of(name: str, value: Any) -> tuple[float, str]:
     if not isinstance(given, numbers.Real):
         raise TypeError(
             "elements combine with elements and numbers; declare a tensor in rows, keys, pairs or "
-            f"columns, got {type(value).__name__} for {name}"
+            f"columns, got {type(value).__name__}{for_name}"
         )
     if isinstance(given, bool):
         return float(given), BOOL
     if isinstance(given, numbers.Integral):
         if abs(int(given)) > 1 << 53:
-            raise ValueError(f"{name} must be an integer of at most 2^53, got {given}")
+            raise ValueError(f"{name or 'a number'} must be an integer of at most 2^53, got {given}")
         return float(given), INT
     if math.isnan(given):
-        raise ValueError(f"a row program has no NaN constants, got {value!r} for {name}")
+        raise ValueError(f"a row program has no NaN constants, got {value!r}{for_name}")
     return float(given), FLOAT
 
 

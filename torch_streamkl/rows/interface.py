@@ -158,7 +158,7 @@ def row_program(
             total: Tensor = op.row_program_sum(*arguments)[0]
             return differentiable_once(total, inputs.tensors)
     if impl == "triton":
-        op.check_kernels(problem)
+        op.check_kernels(problem, is_differentiated)
     if impl == "reference" or not problem.batch or not problem.num_rows:
         results = without_autocast(reference.forward, problem)
     else:

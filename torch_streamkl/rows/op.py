@@ -71,12 +71,13 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     return module
 
 
-def check_kernels(problem: RowProblem) -> None:
+def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
     """``impl="triton"`` runs on a GPU, and in Triton's interpreter."""
     from triton import knobs
 
     device = problem.operands[0][0].device
     if device.type != "cuda" and not knobs.runtime.interpret:
+        _module(problem, "triton", is_differentiated)  # why it would not on a GPU, either
         raise NotImplementedError(
             f"impl='triton' must have tensors on a GPU, got {device}; use 'blocked'"
         )
