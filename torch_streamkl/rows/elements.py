@@ -173,7 +173,9 @@ def number_of(name: str, value: Any) -> tuple[float, str]:
         return float(given), BOOL
     if isinstance(given, numbers.Integral):
         if abs(int(given)) > 1 << 53:
-            raise ValueError(f"{name or 'a number'} must be an integer of at most 2^53, got {given}")
+            raise ValueError(
+                f"{name or 'a number'} must be an integer of at most 2^53, got {given}"
+            )
         return float(given), INT
     if math.isnan(given):
         raise ValueError(f"a row program has no NaN constants, got {value!r}{for_name}")

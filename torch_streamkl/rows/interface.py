@@ -58,17 +58,20 @@ def row_program(
 
         row_program(kl, dots={"t": (teacher_q, teacher_k), "s": (student_q, student_k)})
 
-    equals the same code on ``teacher_q @ teacher_k.mT`` and ``student_q @ student_k.mT`` with -1
-    for ``"key"``.
+    computes what the same code computes on ``teacher_q @ teacher_k.mT`` and ``student_q @
+    student_k.mT`` with -1 for ``"key"``, 1 for ``"head"`` and ``keepdim=True``, but for the three
+    rules under Numerics: rows without keys, products with 0, and logarithms of probabilities.
 
     Args:
         function: takes elements by name (``e.t``) and returns one value of rows, or a dict of
             them: what ``.sum("key")`` and ``.logsumexp("key")`` give, and what is computed from
             that. ``.sum("key", block=size)`` gives the sum over each ``size`` consecutive keys
             (fewer in the last), and is returned as it is. Elements have arithmetic,
-            comparisons, ``& | ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
+            comparisons, ``& | ^ ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
             ``sum`` and ``mean("head")``, and the usual pointwise functions as methods or of
-            torch; ``e.key_index`` and ``e.row_index`` are positions.
+            torch, with torch's arguments and type promotion. ``e.key_index`` is the position of
+            a key, ``e.row_index`` that of a query in its sequence, from 0: of LM heads along the
+            last dimension of ``[...]``.
         dots: operands by name. Attention: ``[batch, heads, seqlen_q, head_dim]`` and ``[batch,
             kv_heads, seqlen_k, head_dim]`` where kv_heads divides heads; two dots may differ in
             heads if one is summed over them before they meet. LM heads: ``[..., hidden]`` and
@@ -83,7 +86,8 @@ def row_program(
             condition whether a key is among them; or ``(ids, values)``, as the value of a key, 0
             at keys that are not among them and summed where an id is repeated. Ids outside the
             keys (-1, -100) belong to none.
-        is_causal: query i sees keys up to i + seqlen_k - seqlen_q.
+        is_causal: query i sees keys up to i + seqlen_k - seqlen_q. This, ``window``,
+            ``key_lengths`` and ``mask`` are of attention: LM heads refuse them.
         window: (left, right) keys around that position, None for no bound.
         key_lengths: ``[batch]``, the number of valid keys.
         mask: boolean, broadcastable to ``[batch, 1, seqlen_q, seqlen_k]``; True takes part. A
@@ -99,10 +103,12 @@ def row_program(
             raises.
 
     Returns:
-        float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, heads 1 after a sum
-        over heads, or of the shape of an LM head's rows; sums over blocks have ``ceil(keys /
-        size)`` of them as a last dimension; a dict where ``function`` returns one. A number with
-        a reduction.
+        float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, or of the shape of an
+        LM head's rows; sums over blocks have ``ceil(keys / size)`` of them as a last dimension; a
+        dict where ``function`` returns one. heads are those of what the value is computed from,
+        whatever numbers it is multiplied by: 1 where that is sums over heads, and tensors with
+        one head. A number with a reduction. A batch or sequence of length 0 gives no rows: a sum
+        of 0 with gradients of 0, and a mean of NaN, as torch's.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything runs: an operation that cannot
@@ -110,9 +116,11 @@ def row_program(
 
     Numerics: elements and sums are float32. Keys that are not allowed take part in no sum; in a
     row without any, sums are 0, log-sum-exps -inf and gradients 0. A product is 0 where a factor
-    is, also beside an infinity: 0 log 0 is 0, with its gradient. ``log(softmax(x))`` is
-    ``log_softmax(x)``. At ties and bounds the gradients are torch's. Gradients go to the operands
-    and to every captured tensor of numbers that requires one.
+    is, also beside an infinity or NaN of a captured tensor, a quotient, a logarithm or a number:
+    0 log 0 is 0, with its gradient. ``log(softmax(x))`` is ``log_softmax(x)``. Elsewhere
+    infinities, NaN, ties and bounds are torch's; where torch's gradient is NaN beside inputs that
+    are numbers, this one may be a number. Gradients go to the operands and to every captured
+    tensor of numbers that requires one. Under autocast operands are cast as a matmul's are.
     """
     checks.one_of("impl", impl, op.IMPLEMENTATIONS)
     checks.one_of("reduction", reduction, REDUCTIONS)
