@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_streamkl import row_program
+from torch_streamkl.fx_passes import backend
 from torch_streamkl.rows import interface
 
 X = torch.ones(2, 4, 6, 8)
@@ -193,6 +194,30 @@ def test_vmap_is_refused() -> None:
     for over in (lambda m: row_program(_square, dots={"s": (X, X)}, mask=m),):
         with pytest.raises(NotImplementedError, match="vmap over row_program"):
             torch.func.vmap(over)(mask)
+
+
+def test_batched_gradients_of_a_compiled_step() -> None:
+    """``is_grads_batched=True`` of a row program in a graph; a call of its own refuses it."""
+    torch.manual_seed(0)
+    q, k, a, b = (torch.randn(1, 2, n, 3, dtype=torch.float64) for n in (3, 4, 3, 4))
+    a.requires_grad_()
+    given = torch.randn(3, 1, 2, 3, dtype=torch.float64)
+
+    def step(q: Tensor, k: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (((q @ k.mT).softmax(-1) - (a @ b.mT).softmax(-1)).abs() ** 1.5).sum(-1)
+
+    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
+    with backend.collected() as report:
+        rows = torch.compile(step, backend="streamkl", options=options)(q, k, a, b)
+    assert report.num_fused == 1
+    found = [
+        torch.autograd.grad(x, a, given, is_grads_batched=True)[0]
+        for x in (rows, step(q, k, a, b))
+    ]
+    torch.testing.assert_close(*found)
+    own = row_program(lambda e: (e.s**3).sum("key"), dots={"s": (a, b)})
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(own, a, given, is_grads_batched=True)
 
 
 def test_positions() -> None:

@@ -160,7 +160,7 @@ def _reversed(function: Callable[..., Element]) -> Callable[[Element, Any], Elem
 
 
 def _where(condition: Element, input: Any, other: Any) -> Element:
-    return condition_of(condition, "where")._apply("where", condition, input, other)  # type: ignore[no-any-return]
+    return condition_of(condition, "where")._apply("where", condition, input, other)
 
 
 def _where_self(input: Element, condition: Any, other: Any) -> Element:

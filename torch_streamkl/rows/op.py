@@ -319,6 +319,29 @@ register(_lib, "row_program_backward", _backward, _backward_fake, _backward_flop
 register(_lib, "row_program_sum", _sum, _sum_fake, _sum_flops)
 
 
+def _batched_backward(backward: Any) -> Callable[..., list[Tensor]]:
+    """For several gradients at once, in a compiled graph: ``is_grads_batched=True``, one by one.
+
+    Those are tensors of torch's older vmap, which makes no rule of its own for lists of tensors.
+    """
+
+    def run(grads: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        # of one that is not batched, a view with a dimension of size 1
+        every = [torch._remove_batch_dim(g, level, 1, 0) for g in grads]
+        count = max(g.shape[0] for g in every)
+        each = [backward([g[i % len(g)] for g in every], *rest) for i in range(count)]
+        return [torch._add_batch_dim(torch.stack(x), 0, level) for x in zip(*each, strict=True)]
+
+    return run
+
+
+for _name in ("row_program_backward", "_row_program_backward"):
+    _operator = getattr(torch.ops.torch_streamkl, _name).default
+    _lib.impl(_name, _batched_backward(_operator), "Batched")
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, ctx.program = inputs[0], inputs[1]
     ctx.impl = inputs[3]
