@@ -1,0 +1,225 @@
+"""Every operator on a GPU that is not the current one: the same numbers as where it is.
+
+Needs two GPUs: ``pytest tests/test_other_devices.py -m gpu -vv``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import device_cases
+from tests.support.device_cases import COMPILED, STEPS, Case, Results, compiled_inputs, judged
+from torch_streamkl import attention_kl, checks, verify
+from torch_streamkl.launches import recorded, repeated
+from torch_streamkl.rows import op
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [pytest.mark.gpu, two_gpus]
+# of the tensors, and the current one
+PLACES = [("cuda:1", "cuda:0"), ("cuda:0", "cuda:1")]
+places = pytest.mark.parametrize(("device", "current"), PLACES, ids=lambda x: x[-1])
+# the second call is recorded, the third issues that; a recording serves either current device
+IS_OTHER = (True, True, True, False, True)
+
+
+@pytest.fixture(autouse=True)
+def _says_how_long(request: pytest.FixtureRequest) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    print(f"{request.node.name}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def forget() -> None:
+    checks._verdicts.clear()
+    op._calls.clear()
+
+
+@contextlib.contextmanager
+def current_device(device: str) -> Iterator[None]:
+    """Makes a device the current one; what runs inside must leave it so."""
+    index = torch.device(device).index
+    with torch.cuda.device(index):
+        yield
+        assert torch.cuda.current_device() == index
+
+
+@contextlib.contextmanager
+def nothing_on(device: str) -> Iterator[None]:
+    """Inside, nothing may be allocated on a device."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield
+    assert torch.cuda.max_memory_allocated(device) <= before, f"memory of {device}"
+
+
+def same(found: Results, expected: Results, case: Case) -> None:
+    bits = {"rtol": 0.0, "atol": 0.0} if case.is_exact else {}
+    for x, y in zip(found, expected, strict=True):
+        assert x.device == y.device
+        torch.testing.assert_close(x, y, equal_nan=True, **bits)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of a recorded program whether it applied."""
+    found: list[bool] = []
+    record = recorded.record
+
+    def watched(*arguments: Any) -> Any:
+        outputs, program = record(*arguments)
+        if program is None:
+            return outputs, None
+
+        def replay(*tensors: Tensor | None) -> Any:
+            results = program(*tensors)
+            found.append(results is not None)
+            return results
+
+        return outputs, replay
+
+    monkeypatch.setattr(recorded, "record", watched)
+    return found
+
+
+@places
+@pytest.mark.parametrize("name", STEPS)
+def test_operator(
+    name: str, device: str, current: str, replays: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = STEPS[name]
+    forget()
+    with monkeypatch.context() as patch, current_device(device):
+        patch.setattr(repeated, "RECORDS", False)
+        try:
+            expected = [case.step(seed, device) for seed in range(len(IS_OTHER))]
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+    forget()
+    with nothing_on(current):
+        for seed, is_other in enumerate(IS_OTHER):
+            with current_device(current if is_other else device):
+                same(case.step(seed, device), expected[seed], case)
+    assert all(replays)
+    assert case.is_recorded in (None, bool(replays))
+    if device == "cuda:1":
+        with current_device("cuda:0"):
+            on_first = case.step(0, "cuda:0")
+        for x, y in zip(expected[0], on_first, strict=True):
+            torch.testing.assert_close(x.cpu(), y.cpu(), equal_nan=True)
+
+
+@places
+def test_current_stream_of_the_device(device: str, current: str) -> None:
+    """Launches go to the stream that is current on the tensors' device."""
+    side = torch.cuda.Stream(device)
+    case = STEPS["attention-triton-forward_kl"]
+    with current_device(device):
+        expected = [case.step(seed, device) for seed in range(3)]
+    forget()
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn((1, 2, 256, 64), generator=make).to(device) for _ in range(4)]
+    wanted = attention_kl(*inputs, impl="triton")
+    torch.cuda.synchronize(device)
+    for seed in range(3):
+        with torch.cuda.stream(side), torch.cuda.device(current):
+            late = [torch.zeros_like(x) for x in inputs]
+            with torch.cuda.device(device):
+                torch.cuda._sleep(20_000_000)
+            for x, y in zip(late, inputs, strict=True):
+                x.copy_(y)
+            found = attention_kl(*late, impl="triton")
+        side.synchronize()
+        assert torch.equal(found, wanted)
+        with current_device(current):
+            same(case.step(seed, device), expected[seed], case)
+
+
+def test_two_threads() -> None:
+    """Each on its own device at once, as under nn.DataParallel."""
+    names = ["attention-triton-forward_kl", "attention-hopper-causal", "linear-mean"]
+    names += ["rows-indexer", "rows-heads_mean"]
+
+    def work(device: str) -> list[Results]:
+        with torch.cuda.device(torch.device(device).index):
+            found = []
+            for name in names:
+                try:
+                    found += [STEPS[name].step(seed, device) for seed in range(4)]
+                except NotImplementedError:
+                    continue
+            return found
+
+    forget()
+    expected = {device: work(device) for device, _ in PLACES}
+    forget()
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(expected, pool.map(work, expected), strict=True))
+    for device, results in expected.items():
+        for x, y in zip(found[device], results, strict=True):
+            same(x, y, STEPS[names[0]])
+
+
+def value_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> Results:
+    value = function(*inputs)
+    trained = [x for x in inputs if x.requires_grad]
+    return [value.detach(), *torch.autograd.grad(value * 1.7, trained)]
+
+
+@places
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name: str, device: str, current: str) -> None:
+    """A fused loss is right, and its check passes, whatever device is the current one."""
+    function = COMPILED[name][0]
+    torch._dynamo.reset()
+    forget()
+    compiled = torch.compile(
+        function,
+        backend="streamkl",
+        fullgraph=True,
+        options={"streamkl.strict": True, "streamkl.verify": "always", "streamkl.min_mib": 0},
+    )
+    for seed, is_other in enumerate(IS_OTHER):
+        inputs = compiled_inputs(name, seed, device)
+        with current_device(current if is_other else device):
+            found = value_and_gradients(compiled, inputs)
+        eager = value_and_gradients(function, inputs)
+        wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+        exact = value_and_gradients(function, wide)
+        for error, allowed in judged(found, eager, exact):
+            assert error <= allowed, (seed, error, allowed)
+
+
+def test_verify() -> None:
+    inputs = compiled_inputs("head", 0, "cuda:1")
+    with current_device("cuda:0"):
+        result = verify(device_cases.head_loss, *inputs)
+    assert result.ok and result.report.num_fused == 1, result
+
+
+@places
+@pytest.mark.parametrize("name", ["attention_in_a_model", "head_loss"])
+def test_cpp_wrapper(name: str, device: str, current: str) -> None:
+    """Inductor's C++ launches the portable kernels on the device of the graph."""
+    functions = {f.__name__: (key, f) for key, (f, _) in COMPILED.items()}
+    key, function = functions[name]
+    torch._dynamo.reset()
+    inputs = compiled_inputs(key, 0, device)
+    options = {"streamkl.strict": True, "cpp_wrapper": True, "streamkl.min_mib": 0}
+    compiled = torch.compile(function, backend="streamkl", fullgraph=True, options=options)
+    eager = value_and_gradients(function, inputs)
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    exact = value_and_gradients(function, wide)
+    for _ in range(2):
+        with current_device(current):
+            found = value_and_gradients(compiled, inputs)
+        for error, allowed in judged(found, eager, exact):
+            assert error <= allowed, (error, allowed)
