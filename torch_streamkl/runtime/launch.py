@@ -109,6 +109,13 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device by its index: without one, torch means the device that is current then."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def device_of(arguments: Iterable[Any]) -> torch.device:
     """The device of a kernel's tensors: that of the first, since all are on one."""
     found = _first_device(arguments)
