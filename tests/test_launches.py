@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.interpreter import inside, quiet
-from torch_streamkl import attention_kl, linear_kl, row_program
+from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.launches import recorded, repeated
 from torch_streamkl.runtime import launch as runtime
@@ -239,3 +239,80 @@ def test_shards_of_a_vocabulary(divergence: str, launched: list[Any]) -> None:
 
     sharded(problem(divergence), shards, [0, 40, 150])
     assert len(launched) >= 2 + 1 + 2
+
+
+MAPS = {
+    "student_q": (1, 2, 5, 8), "student_k": (1, 2, 9, 8), "teacher_q": (1, 2, 5, 8),
+    "teacher_k": (1, 2, 9, 8),
+}  # fmt: skip
+HEADS = {
+    "student_hidden": (5, 8), "student_weight": (9, 8), "teacher_hidden": (5, 8),
+    "teacher_weight": (9, 8),
+}  # fmt: skip
+
+
+def _offsets() -> Tensor:
+    return torch.tensor([0, 5], dtype=torch.int32)
+
+
+ATTENTION_OPTIONS: dict[str, Any] = {
+    "attn_mask": torch.ones(5, 9, dtype=torch.bool), "student_bias": torch.zeros(5, 9),
+    "teacher_bias": torch.zeros(5, 9), "student_alibi_slopes": torch.zeros(2),
+    "teacher_alibi_slopes": torch.zeros(2), "student_sink": torch.zeros(2),
+    "teacher_sink": torch.zeros(2), "key_lengths": torch.tensor([9]),
+    "row_mask": torch.ones(1, 1, 5, dtype=torch.bool), "teacher_lse": torch.zeros(1, 2, 5),
+}  # fmt: skip
+LINEAR_OPTIONS: dict[str, Any] = {
+    "student_bias": torch.zeros(9), "teacher_bias": torch.zeros(9),
+    "labels": torch.zeros(5, dtype=torch.int64), "row_mask": torch.ones(5, dtype=torch.bool),
+    "row_weight": torch.ones(5),
+}  # fmt: skip
+PACKED_OPTIONS: dict[str, Any] = {"cu_seqlens_q": _offsets(), "cu_seqlens_k": _offsets()}
+
+
+def _call(operator: str, moved: str) -> Tensor:
+    """An operator with all of its options, one of whose tensors is elsewhere."""
+
+    def given(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {k: x.to("meta") if k == moved else x for k, x in tensors.items()}
+
+    if operator == "linear_kl":
+        heads = {name: torch.randn(shape) for name, shape in HEADS.items()}
+        return linear_kl(**given(heads), **given(LINEAR_OPTIONS))
+    if operator == "attention_kl_varlen":
+        packed = {name: torch.randn(5, 2, 8) for name in MAPS}
+        longest = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+        return attention_kl_varlen(**given(packed), **given(PACKED_OPTIONS), **longest)
+    if operator == "attention_kl":
+        maps = {name: torch.randn(shape) for name, shape in MAPS.items()}
+        mean = {"head_reduction": "mean"} if moved == "teacher_lse" else {}
+        options = {k: x for k, x in ATTENTION_OPTIONS.items() if k == moved}
+        return attention_kl(**given(maps), **given(options), **mean)
+    x = given({name: torch.randn(shape) for name, shape in MAPS.items()})
+    dots = {"t": (x["teacher_q"], x["teacher_k"]), "s": (x["student_q"], x["student_k"])}
+    return row_program(
+        lambda e: (e.t * e.s).sum("key"),
+        dots=dots,
+        rows=given({"rows": torch.ones(1, 2, 5)}),
+        keys=given({"keys": torch.ones(1, 2, 9)}),
+        pairs=given({"pairs": torch.ones(1, 2, 5, 9)}),
+        columns=given({"ids": torch.zeros(1, 2, 5, 3, dtype=torch.int64)}),
+        **given({"key_lengths": torch.tensor([9])}),
+        **given({"mask": torch.ones(1, 1, 5, 9, dtype=torch.bool)}),
+    )
+
+
+TENSORS = {
+    "attention_kl": [*MAPS, *ATTENTION_OPTIONS],
+    "attention_kl_varlen": [*MAPS, *PACKED_OPTIONS],
+    "linear_kl": [*HEADS, *LINEAR_OPTIONS],
+    "row_program": [*MAPS, "rows", "keys", "pairs", "ids", "key_lengths", "mask"],
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "moved"), [(f, name) for f, names in TENSORS.items() for name in names]
+)
+def test_tensors_on_two_devices_are_refused(operator: str, moved: str) -> None:
+    with pytest.raises(ValueError, match=r"all tensors must be on one device; .* on meta"):
+        _call(operator, moved)

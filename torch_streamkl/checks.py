@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+ONE_DEVICE = "all tensors must be on one device"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -177,6 +178,10 @@ def same(what: str, values: dict[str, object]) -> None:
     """All values are equal."""
     first, *rest = values.values()
     if any(value != first for value in rest):
+        if what == "device":
+            name = next(iter(values))
+            other, device = next(item for item in values.items() if item[1] != first)
+            raise ValueError(f"{ONE_DEVICE}; {name} is on {first}, {other} on {device}")
         names, got = _listed(values), _listed([str(v) for v in values.values()])
         raise ValueError(f"{names} must share {what}, got {got}")
 
@@ -210,9 +215,7 @@ def additive(name: str, x: Tensor) -> None:
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(
-            f"{name} must be on the device of the queries, got {x.device} and {device}"
-        )
+        raise ValueError(f"{ONE_DEVICE}; {name} is on {x.device}, the operands on {device}")
 
 
 def check_vector(
