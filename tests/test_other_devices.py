@@ -1,6 +1,7 @@
 """Every operator on a GPU that is not the current one: the same numbers as where it is.
 
-Needs two GPUs: ``pytest tests/test_other_devices.py -m gpu -vv``.
+Needs two GPUs: ``pytest tests/test_other_devices.py -vv -s``. Most of the time is compilation, so
+parts of it (``-k``) run side by side in processes of their own.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.support import device_cases
 from tests.support.device_cases import COMPILED, STEPS, Case, Results, compiled_inputs, judged
-from torch_streamkl import attention_kl, checks, verify
+from torch_streamkl import attention_kl, checks, explain, verify
 from torch_streamkl.launches import recorded, repeated
 from torch_streamkl.rows import op
 
@@ -222,3 +224,56 @@ def test_cpp_wrapper() -> None:
         with current_device("cuda:0"):
             found = value_and_gradients(compiled, inputs)
         check_against_eager(function, inputs, found)
+
+
+class Head(nn.Module):
+    """A language model's head and its teacher's, which gives logits or the loss."""
+
+    def __init__(self, loss: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(64, 1000, bias=False), nn.Linear(64, 1000)
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Any:
+        if self.loss is None:
+            return self.student(x), self.teacher(x).detach()
+        teacher = self.teacher.weight
+        return self.loss(x, self.student.weight, x.detach(), teacher.detach()).reshape(1)
+
+
+def test_logits_of_data_parallel() -> None:
+    """They are gathered from threads: nothing fuses, and the report says what to do."""
+    model = nn.DataParallel(Head().to("cuda:0"))
+
+    def step(x: Tensor) -> Tensor:
+        s, t = model(x)
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    torch._dynamo.reset()
+    with current_device("cuda:0"):
+        report = explain(step, torch.randn(64, 64, device="cuda:0"))
+    print(report, dict(torch._dynamo.utils.counters["graph_break"]))
+    assert report.num_fused == 0
+    assert "nn.DataParallel" in str(report) and "torchrun" in str(report)
+
+
+def test_loss_in_replicas_of_data_parallel() -> None:
+    """A function that replicas call is compiled and fuses on the device of each."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to("cuda:0")
+
+    def gradient(**options: Any) -> Results:
+        torch._dynamo.reset()
+        loss = torch.compile(device_cases.head_loss, **options)
+        model = nn.DataParallel(Head(loss).to("cuda:0"))
+        with current_device("cuda:0"):
+            model(x).mean().backward()
+        assert model.module.student.weight.grad is not None
+        return [model.module.student.weight.grad]
+
+    try:
+        (control,) = gradient(backend="inductor")
+    except Exception as error:
+        pytest.skip(f"not without us, either: {error}")
+    (found,) = gradient(backend="streamkl", options={"streamkl.min_mib": 0})
+    torch.testing.assert_close(found, control, rtol=1e-4, atol=1e-6)

@@ -87,7 +87,7 @@ HOPPER_FORMS: dict[str, tuple[Spec, dict[str, Any]]] = {
 ATTENTION = {
     **{f"triton-{name}": attention(CASES[name]) for name in PORTABLE},
     **{f"hopper-{k}": attention(spec, "hopper", **x) for k, (spec, x) in HOPPER_FORMS.items()},
-    "auto": attention(replace(HOPPER, seqlen_q=2048, seqlen_k=2048, heads=8, batch=4), "auto"),
+    "auto": attention(replace(HOPPER, seqlen_q=2048, seqlen_k=2048, batch=1), "auto"),
 }
 
 
@@ -290,6 +290,6 @@ def judged(found: Results, eager: Results, exact: Results) -> Iterator[tuple[flo
     """The error of each result, and what it may be: twice eager's, and a few roundings."""
     for a, b, c in zip(found, eager, exact, strict=True):
         size = float(c.abs().max())
-        rounding = 16 * torch.finfo(torch.float32).eps * size
+        rounding = 32 * torch.finfo(torch.float32).eps * size
         error, of_eager = (float((x.double() - c).abs().max()) for x in (a, b))
         yield error, 2 * of_eager + rounding
