@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_THREAD = threading.local()
 _CURRENT = contextlib.nullcontext()  # where nothing has to change
 
 
@@ -39,10 +38,16 @@ class Observer(Protocol):
         """Hear of a side stream's "fork", "enter", "exit" or "join"."""
 
 
+class _Thread(threading.local):
+    observer: Observer | None = None
+
+
+_THREAD = _Thread()
+
+
 def active_observer() -> Observer | None:
     """The observer of this thread's launches."""
-    found: Observer | None = getattr(_THREAD, "observer", None)
-    return found
+    return _THREAD.observer
 
 
 @contextlib.contextmanager
@@ -78,10 +83,10 @@ def launch(
     Returns:
         The compiled kernel; None from the interpreter, and where the observer did not launch it.
     """
-    start = functools.partial(_start, kernel, grid, arguments, constants, options, compiled)
     observer = active_observer()
     if observer is None:
-        return start()
+        return _start(kernel, grid, arguments, constants, options, compiled)
+    start = functools.partial(_start, kernel, grid, arguments, constants, options, compiled)
     return observer.run(start, kernel, grid, arguments, constants, options)
 
 
@@ -126,12 +131,12 @@ def device_of(arguments: Iterable[Any]) -> torch.device:
 
 def _first_device(arguments: Iterable[Any]) -> torch.device | None:
     for x in arguments:
-        if isinstance(x, Tensor):
-            return x.device
         if isinstance(x, tuple):
             found = _first_device(x)
             if found is not None:
                 return found
+        elif isinstance(x, Tensor):
+            return x.device
         elif isinstance(base := getattr(x, "base", None), Tensor):  # of a tensor descriptor
             return base.device
     return None
