@@ -7,9 +7,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
-from examples.callbacks import Ticks, use_one_gpu
+from examples.callbacks import Ticks
 from examples.common import DEVICE, Clock, compare
 from examples.models import TOKENS, Texts, student, teacher
+from examples.one_gpu import use_one_gpu
 
 
 class Prompted(Texts):
@@ -39,13 +40,13 @@ def train(compiles: bool, clock: Clock) -> None:
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
             remove_unused_columns=False,
         )  # fmt: skip
-        use_one_gpu(arguments)
         trainer = Distillation(
             student(), arguments, train_dataset=Prompted(), callbacks=[Ticks(clock)]
         )
-        trainer.teacher_model = teacher().to(arguments.device)
+        trainer.teacher_model = teacher().to(DEVICE)
         if compiles:  # the rows with a label are selected by a mask, which needs enable()
             trainer.compute_loss = torch.compile(trainer.compute_loss)
+        use_one_gpu(arguments)
         trainer.train()
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-ONE_DEVICE = "all tensors must be on one device"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -172,6 +171,9 @@ def check_tensor(name: str, x: object, ndim: int) -> None:
         raise ValueError(
             f"the last dimension of {name} must be contiguous, got strides {x.stride()}"
         )
+
+
+ONE_DEVICE = "all tensors must be on one device"
 
 
 def same(what: str, values: dict[str, object]) -> None:

@@ -8,7 +8,6 @@ import torch
 
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.fx_utils.torch_names import counters
-from torch_streamkl.fx_passes.reporting.data_parallel import GATHERED, REMEDY
 
 _ELSEWHERE = "not made from scores in this graph|not made in this graph"
 _SEVERAL_PROCESSES = (
@@ -27,7 +26,6 @@ _REMEDIES = (
         "leaves the graph before it is summed",
         "sum over the keys in the compiled function and return row values or the loss",
     ),
-    (GATHERED, REMEDY),
     ("^dropout", "take the KL on the probabilities before their dropout, or set its p to 0"),
     ("double softmax", "take softmax and log_softmax of the scores, not of probabilities"),
     (

@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import UNKNOWN, location_of, name_of
 from torch_streamkl.fx_passes.planning.candidates import Plans
-from torch_streamkl.fx_passes.reporting.data_parallel import GATHERED, is_gathered
+from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 
@@ -38,8 +38,6 @@ def unfused_sites(
         origin = node_of(trace, node)
         if origin is not None and _is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own words (all_reduce)"
-        elif origin is not None and is_gathered(origin.graph):
-            reason = GATHERED
         location, code = _place(node, trace)
         elsewhere = _place(blocker, trace)[0] if blocker is not None else location
         sites.setdefault(
@@ -55,7 +53,7 @@ def unfused_sites(
                 blocked_at="" if elsewhere == location else elsewhere,
             ),
         )
-    return list(sites.values())
+    return data_parallel.named(sites.values(), [node_of(trace, node) for node in found])
 
 
 def _is_shared_by_hand(site: fx.Node) -> bool:
