@@ -31,13 +31,13 @@ def train(compiles: bool, clock: Clock) -> None:
             folder, max_steps=clock.num_steps, per_device_train_batch_size=4, report_to=[],
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
         )  # fmt: skip
+        use_one_gpu(arguments)
         trainer = DistillationTrainer(
             student(), arguments, train_dataset=Texts(), callbacks=[Ticks(clock)]
         )
         trainer.teacher = teacher().to(DEVICE)
         if compiles:  # torch_compile=True compiles the model alone, and the KL is outside of it
             trainer.compute_loss = torch.compile(trainer.compute_loss)
-        use_one_gpu(arguments)
         trainer.train()
 
 

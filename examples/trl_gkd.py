@@ -40,13 +40,13 @@ def train(compiles: bool, clock: Clock) -> None:
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
             remove_unused_columns=False,
         )  # fmt: skip
+        use_one_gpu(arguments)
         trainer = Distillation(
             student(), arguments, train_dataset=Prompted(), callbacks=[Ticks(clock)]
         )
         trainer.teacher_model = teacher().to(DEVICE)
         if compiles:  # the rows with a label are selected by a mask, which needs enable()
             trainer.compute_loss = torch.compile(trainer.compute_loss)
-        use_one_gpu(arguments)
         trainer.train()
 
 
