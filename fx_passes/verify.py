@@ -145,7 +145,7 @@ def _verify(
                 compiled = runner.run(compile_it(in_a_new_frame(program)), compiled=True)
             except Exception as error:
                 text = f"the compiled program raises {type(error).__name__}: {error}"
-                return Verification([Compared(text, None, None, None, 0.0, 0.0, text)], report)
+                return Verification([Compared("program", None, None, None, 0, 0, text)], report)
         try:
             exact = runner.run(program, wide=True)
         except Exception as error:
@@ -178,9 +178,9 @@ def _judged(runner: Runner, program: Callable[..., Any], runs: Runs) -> list[Com
         if not any(x.difference for x in found):
             break
         try:
-            runs.add(runner.run(program, seed=seed))
+            runs.add(runner.run(program, seed=seed), is_rounded=True)
         except Exception:  # an operation that no mode may see
-            break
+            runs.add(runner.run(program, moved=seed), is_rounded=False)
         found = compare(runs)
     return found
 

@@ -18,6 +18,7 @@ import torch_streamkl
 from tests.support.wrong_programs import PLANTED, Opaque, Output, vector
 from torch_streamkl import Verification
 from torch_streamkl.fx_passes import verify as verifying
+from torch_streamkl.fx_passes.verification.rounding import RoundedOtherwise
 
 OPTIONS: dict[str, Any] = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
 
@@ -74,6 +75,8 @@ def test_defined_values_are_compared_where_eager_is_nan(factor: float, is_right:
 
 # ------------------------------------------------------------------------------ state of a program
 class Counting(nn.Module):
+    of_class = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -85,12 +88,14 @@ class Counting(nn.Module):
         self.kinds: set[str] = set()
         self.recent: collections.deque[float] = collections.deque([0.0], maxlen=1)
         self.array = np.zeros(3)
+        self.generator = random.Random(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).square().sum()
 
 
 TOTAL = 0
+GENERATOR = torch.Generator().manual_seed(0)
 
 
 def _global(module: Counting, x: Tensor, step: int) -> None:
@@ -138,19 +143,32 @@ def _replaced(module: Counting, x: Tensor, step: int) -> None:
     module.layer.weight = nn.Parameter(module.layer.weight.detach() * step)
 
 
+def _class(module: Counting, x: Tensor, step: int) -> None:
+    Counting.of_class += step
+
+
+def _generator(module: Counting, x: Tensor, step: int) -> None:
+    module.recent[0] += sum(module.generator.random() for _ in range(step))
+
+
+def _of_torch(module: Counting, x: Tensor, step: int) -> None:
+    module.by_name["noise"] = torch.rand(step, generator=GENERATOR)
+
+
 def _attribute(module: Counting, x: Tensor, step: int) -> None:
     _attribute.calls = getattr(_attribute, "calls", 0) + step  # type: ignore[attr-defined]
 
 
 EFFECTS = [_global, _steps, _rate, _cache, _history, _by_name, _kinds, _recent, _array, _seen,
-           _replaced, _attribute]  # fmt: skip
+           _replaced, _class, _generator, _of_torch, _attribute]  # fmt: skip
 
 
 def _snapshot(module: Counting) -> Any:
     plain = {k: v for k, v in vars(module).items() if not k.startswith("_")}
     kept = {k: v.copy() if hasattr(v, "copy") else v for k, v in plain.items()}
     state = {k: (v, v.dtype, v.clone()) for k, v in module.state_dict(keep_vars=True).items()}
-    return kept, state, TOTAL, dict(vars(_attribute))
+    own = GENERATOR.get_state().tolist(), module.generator.getstate(), Counting.of_class
+    return kept, state, TOTAL, dict(vars(_attribute)), own
 
 
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda f: f.__name__.strip("_"))
@@ -329,6 +347,19 @@ def test_what_is_compiled_inside_runs_as_it_is_written() -> None:
     result = compared(lambda y: inner(y).sum(), lambda y: inner(y).sum(), x)
     assert not result.ok, result
     torch._dynamo.reset()
+
+
+def test_operations_that_no_mode_may_see_have_moved_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(RoundedOtherwise, "__torch_dispatch__", refuse)
+    torch.manual_seed(0)
+    x = (4 * torch.randn(16, 40, dtype=torch.float64)).requires_grad_()
+    assert compared(_softmax, _by_logarithms, x).ok
+    assert not compared(_softmax, lambda y: _by_logarithms(y) * (1 + 1e-12), x).ok
 
 
 def test_tensors_that_share_memory_do_so_in_every_run() -> None:

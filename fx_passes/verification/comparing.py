@@ -58,16 +58,19 @@ class Runs:
     def __post_init__(self) -> None:
         self.add_error(self.eager)
 
-    def add(self, other: Results) -> None:
+    def add(self, other: Results, *, is_rounded: bool) -> None:
+        """Another run in eager mode; with operations rounded otherwise, or arguments alone."""
         self.others.append(other)
-        self.add_error(other)
+        self.add_error(other, least=0.0 if is_rounded else 1.0)
 
-    def add_error(self, run: Results) -> None:
+    def add_error(self, run: Results, least: float = 0.0) -> None:
+        """``least``: of the roundings of a result, what its error is at least."""
         for name, z in self.exact.values.items():
             x, exact = _numbers(run.values.get(name)), _numbers(z)
             if x is None or exact is None or x.shape != exact.shape:
                 continue
             off = (x - exact).abs()
+            off = torch.maximum(off, least * _eps(run.values[name]) * exact.abs())
             off = torch.where(off.isfinite(), off, 0.0)
             self.error[name] = torch.maximum(self.error.get(name, off), off)
 
@@ -175,7 +178,7 @@ def _of_numbers(runs: Runs, name: str) -> tuple[str, str, float, int]:
     usual = torch.where(regular, z, 0.0)
     error = runs.error.get(name, torch.zeros_like(z))
     eps = _eps(raw)
-    near = ENTRY_MULTIPLE * error + eps * d.abs()
+    near = ENTRY_MULTIPLE * error + MULTIPLE * eps * d.abs()
     far = MULTIPLE * (float(error.max()) if error.numel() else 0.0) + eps * largest(usual)
     away = torch.where(regular, (y - z).abs(), 0.0)
     off = float(away.nan_to_num(nan=torch.inf).max()) if away.numel() else 0.0

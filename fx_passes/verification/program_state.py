@@ -1,8 +1,9 @@
 """Everything a program can reach besides its arguments: what it reads, and what it may change.
 
-Found are tensors and mutable objects (lists, dicts, sets, attributes, closure cells, named
-globals) of a function, of the objects that it is bound to or closes over, and of modules and
-optimizers among them. Functions and classes of installed packages are not looked into.
+Found are tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
+closure cells, named globals, generators of random numbers) of a function, of the objects that it
+is bound to or closes over, and of modules and optimizers among them. Functions and classes of
+installed packages are not looked into, and neither are attributes of imported modules.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import pickle
+import random
 import sys
+import sysconfig
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 MAX_OBJECTS = 100_000
-PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype)
+PLAIN = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, torch.dtype)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
+_STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 @dataclass
@@ -75,7 +80,10 @@ def reached_from(
         if _is_mutable(x):
             holders.append(Holder(name, x, contents(x)))
         for label, part in _parts(x):
-            waiting.append((f"{name}.{label}" if name and label else name or label, part))
+            if label:
+                waiting.append((f"{name}.{label}" if name else label, part))
+            else:  # as near as its owner: parameters get their names in modules
+                waiting.appendleft((name, part))
     return tensors, holders, iterators
 
 
@@ -103,31 +111,34 @@ def _parts(x: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(x, types.FunctionType):
             yield from ((str(i), value) for i, value in enumerate(x.__defaults__ or ()))
             yield from (x.__kwdefaults__ or {}).items()
+        elif isinstance(x, type):
+            for value in vars(x).values():
+                value = value.fget if isinstance(value, property) else value
+                yield "", getattr(value, "__func__", value)
+            yield from (("", base) for base in x.__bases__)
         elif not isinstance(x, (list, deque, dict, set)):
-            yield from (("", value) for value in _methods_of(type(x)))
+            yield "", type(x)
 
 
-def _methods_of(cls: type) -> Iterator[Any]:
-    for each in cls.__mro__:
-        for value in vars(each).values():
-            value = value.fget if isinstance(value, property) else value
-            if isinstance(value, types.FunctionType) and _is_users(value):
-                yield value
-
-
-def _is_users(fn: types.FunctionType) -> bool:
-    """Whether a function is of the user: what libraries keep for themselves is not looked at."""
-    file = fn.__code__.co_filename
+def _is_users(x: types.FunctionType | type) -> bool:
+    """Whether code is of the user: what libraries keep for themselves is not looked at."""
+    if isinstance(x, type):
+        file = getattr(sys.modules.get(x.__module__), "__file__", None) or "built in"
+        file = "" if x.__module__ == "__main__" else file
+    else:
+        file = x.__code__.co_filename
     is_installed = "site-packages" in file or "dist-packages" in file or file.startswith("<frozen")
-    is_standard = file.startswith(sys.base_prefix) and "site-packages" not in file
-    return not (is_installed or is_standard or fn.__module__.startswith("torch."))
+    is_standard = file.startswith(_STANDARD) or file == "built in"
+    return not (is_installed or is_standard or str(x.__module__).startswith("torch."))
 
 
 def _is_mutable(x: Any) -> bool:
     if isinstance(x, (list, deque, dict, set)):
         return True
-    if isinstance(x, types.FunctionType):
+    if isinstance(x, (types.FunctionType, type)):
         return _is_users(x)
+    if _random_state_of(x) is not None:
+        return True
     if isinstance(x, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
         return True
     if isinstance(x, (*PLAIN, tuple, frozenset, types.MethodType, functools.partial, Tensor)):
@@ -137,6 +148,31 @@ def _is_mutable(x: Any) -> bool:
     if type(x).__module__.partition(".")[0] in ("torch", "triton", "builtins", "threading"):
         return False
     return _is_array(x) or hasattr(x, "__dict__") or bool(_slots(x))
+
+
+def _random_state_of(x: Any) -> bytes | None:
+    """The state of a generator of random numbers; None of other objects."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(x, torch.Generator):
+        return pickle.dumps(x.get_state().tolist())
+    if isinstance(x, random.Random):
+        return pickle.dumps(x.getstate())
+    if numpy is not None and isinstance(x, numpy.random.Generator):
+        return pickle.dumps(x.bit_generator.state)
+    if numpy is not None and isinstance(x, numpy.random.RandomState):
+        return pickle.dumps(x.get_state())
+    return None
+
+
+def _set_random_state_of(x: Any, state: bytes) -> None:
+    value = pickle.loads(state)
+    if isinstance(x, random.Random):
+        x.setstate(value)
+    elif hasattr(x, "bit_generator"):
+        x.bit_generator.state = value
+    else:
+        is_torch = isinstance(x, torch.Generator)
+        x.set_state(torch.tensor(value, dtype=torch.uint8) if is_torch else value)
 
 
 def _is_array(x: Any) -> bool:
@@ -162,13 +198,24 @@ def contents(x: Any) -> dict[Any, Any]:
         return dict.fromkeys(x, True)
     if _is_array(x):
         return {"": x.tobytes()}
+    if (state := _random_state_of(x)) is not None:
+        return {"": state}
     if isinstance(x, types.FunctionType):
         return _contents_of_function(x)
+    if isinstance(x, type):
+        return {n: v for n, v in vars(x).items() if not _is_definition(n, v)}
     found = dict(getattr(x, "__dict__", {}))
     for name in _slots(x):
         if hasattr(x, name):
             found[name] = getattr(x, name)
     return found
+
+
+def _is_definition(name: str, value: Any) -> bool:
+    """Of a class: its methods and what Python keeps in it, which programs do not change."""
+    kinds = (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
+    is_pythons = name.startswith("__") or isinstance(value, (*kinds, types.GetSetDescriptorType))
+    return is_pythons or name.startswith("_abc_")
 
 
 def _contents_of_function(fn: types.FunctionType) -> dict[Any, Any]:
@@ -199,8 +246,16 @@ def put_back(x: Any, before: dict[Any, Any]) -> None:
         x[...] = torch.frombuffer(bytearray(before[""]), dtype=torch.uint8).numpy().view(
             x.dtype
         ).reshape(x.shape)  # fmt: skip
+    elif _random_state_of(x) is not None:
+        _set_random_state_of(x, before[""])
     elif isinstance(x, types.FunctionType):
         _put_back_function(x, before)
+    elif isinstance(x, type):
+        for name in contents(x).keys() - before.keys():
+            delattr(x, name)
+        for name, value in before.items():
+            if vars(x).get(name, _MISSING) is not value:
+                setattr(x, name, value)
     else:
         for name in contents(x).keys() - before.keys():
             object.__delattr__(x, name)

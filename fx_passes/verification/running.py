@@ -115,18 +115,25 @@ class Runner:
         wide: bool = False,
         finite: bool = False,
         seed: int | None = None,
+        moved: int | None = None,
         compiled: bool = False,
     ) -> Results:
-        """Everything that a run gives; ``seed`` rounds operations otherwise."""
+        """Everything that a run gives.
+
+        With ``seed`` operations are rounded otherwise, with ``moved`` the arguments are.
+        """
         self._restore()
         copied = [*self.given, *(self.others.values() if wide else ())]
         copies = _fresh_copies(copied, wide, finite)
         fresh = [self._same_if_reached(x, c) for x, c in zip(self.given, copies, strict=False)]
+        if moved is not None:
+            _move(fresh, moved)
         if wide:
             self._widen(copies[len(self.given) :])
         args, kwargs = tree_unflatten([_entrance(x) for x in fresh], self.shape)
         tensors = {**self.others, **_named(fresh)}
-        before = {name: x.detach().clone() for name, x in tensors.items()}
+        kept = {} if wide else self.saved
+        before = {n: kept[n] if n in kept else x.detach().clone() for n, x in tensors.items()}
         grads = {n: None if x.grad is None else x.grad.clone() for n, x in _leaves(tensors)}
         flat = dict(flattened((args, kwargs), "argument"))
         # what torch.compile made inside of the program runs as it was written
@@ -262,6 +269,15 @@ def _fresh_copies(given: list[Any], wide: bool, finite: bool) -> list[Any]:
         copy.streamkl_inner = x.requires_grad and not x.is_leaf  # type: ignore[attr-defined]
         made[id(x)] = copy
     return [made.get(id(x), x) for x in given]
+
+
+def _move(tensors: list[Any], seed: int) -> None:
+    """Every number of the arguments up or down by one rounding."""
+    for x in tensors:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype in (*NARROW, torch.float64):
+            draw = torch.Generator().manual_seed(seed)
+            sign = 2 * torch.randint(0, 2, x.shape, generator=draw).to(x.device, x.dtype) - 1
+            x.data.add_(x.data * sign * torch.finfo(x.dtype).eps)
 
 
 def _memory_of(x: Tensor) -> tuple[int, torch.dtype] | None:
