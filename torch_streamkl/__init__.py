@@ -11,7 +11,7 @@ from torch_streamkl.rows.interface import row_program
 from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
-    from torch_streamkl.fx_passes.backend import inductor_options
+    from torch_streamkl.fx_passes.backend import UnfusedError, inductor_options
     from torch_streamkl.fx_passes.enable import disable, enable
     from torch_streamkl.fx_passes.explain import explain
     from torch_streamkl.fx_passes.options import RewriteOptions
@@ -22,6 +22,7 @@ __all__ = [
     "LinearKL",
     "Report",
     "RewriteOptions",
+    "UnfusedError",
     "Verification",
     "__version__",
     "attention_kl",
@@ -38,6 +39,7 @@ __all__ = [
 _LAZY = {  # public names by the module of fx_passes that has them
     "Report": "reporting.report",
     "RewriteOptions": "options",
+    "UnfusedError": "backend",
     "Verification": "verify",
     "disable": "enable",
     "enable": "enable",
