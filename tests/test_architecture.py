@@ -17,6 +17,7 @@ PREFIX = "torch_streamkl.fx_passes."
 # each may import what stands before it, and itself
 STAGES = (
     "fx_utils",
+    "options",
     "domain",
     "capture",
     "analysis",
@@ -37,8 +38,8 @@ STAGES = (
     "inductor_passes",
     "sites_alone",
     "backend",
-    "leaves",
     "explain",
+    "verification",
     "verify",
     "enable",
 )
