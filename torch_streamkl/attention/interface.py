@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,8 +19,25 @@ from torch_streamkl.registration import without_autocast
 LAYOUTS = ("bhnd", "bnhd")
 PACKED = "packed"  # [total, num_heads, head_dim], of attention_kl_varlen
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
+_P = ParamSpec("_P")
 
 
+def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Calls with DTensors go through `torch_streamkl.distributed`."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
+                from torch_streamkl.distributed.attention_dtensor import attention_kl_dtensor
+
+                return attention_kl_dtensor(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_on_several_ranks
 def attention_kl(
     student_q: Tensor,
     student_k: Tensor,
@@ -170,6 +189,7 @@ def attention_kl(
     return _run(inputs, settings)
 
 
+@_on_several_ranks
 def attention_kl_varlen(
     student_q: Tensor,
     student_k: Tensor,
@@ -325,7 +345,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
         from torch_streamkl.distributed.attention_dtensor import prepared
 
-        inputs = Inputs(*prepared(inputs, settings))
+        tensors, settings = prepared(inputs, settings)
+        inputs = Inputs(*tensors)
     sites: dict[Any, Any] = {}
     if plain:
         verdict = checks.remembered(inputs, settings, _checked_options)

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_streamkl.distributed import collectives
-from torch_streamkl.distributed.agreement import agree, refused_together
+from torch_streamkl.distributed.agreement import agree, together, together_on_mesh
+from torch_streamkl.distributed.arguments import Own, described
 from torch_streamkl.distributed.placements import words_dim_of
 
 
@@ -47,21 +48,56 @@ def reshard_words(
     Raises:
         ValueError, TypeError: with the rule and the value, on every rank.
     """
+    arguments = {"weight": weight, "ranges": ranges, "like": like, "group": group}
     if isinstance(weight, DTensor):
-        dim = words_dim_of("weight", weight)
-        if dim is None:
-            raise ValueError(
-                f"weight must share its words over a mesh dimension, got {weight.placements}"
-            )
-        shared, local = weight.device_mesh.get_group(dim), weight.to_local().detach()
+        device = weight.device
+        shared: ProcessGroup = together_on_mesh(
+            weight.device_mesh,
+            device,
+            "reshard_words of a DTensor",
+            lambda: described(arguments, OWN, device),
+            lambda: _group_of(weight, ranges, like, group),
+            lambda: None,
+        )
+        local = weight.to_local().detach()
+    elif not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
     elif group is None:
         raise ValueError("a weight that is no DTensor needs a group, got None")
     else:
         shared, local = collectives.group_of(group), weight.detach()
-    moved: Tensor = refused_together(
-        shared, local.device, lambda: _exchanged(local.contiguous(), ranges, like, shared)
+    moved: Tensor = together(
+        shared,
+        local.device,
+        "reshard_words",
+        lambda: described(arguments, OWN, local.device),
+        lambda: _exchanged(local.contiguous(), ranges, like, shared),
     )
     return moved
+
+
+# this rank's words; which group it is the group itself says
+OWN: Own = {"weight": (0,), "group": None}
+
+
+def _group_of(weight: DTensor, ranges: object, like: object, group: object) -> ProcessGroup:
+    """The ranks that share the words."""
+    if group is not None:
+        raise ValueError("group is for plain tensors; a DTensor says which ranks share the words")
+    _check_wanted(ranges, like)
+    dim = words_dim_of("weight", weight)
+    if dim is None:
+        raise ValueError(
+            f"weight must share its words over a mesh dimension, got {weight.placements}"
+        )
+    return weight.device_mesh.get_group(dim)
+
+
+def _check_wanted(ranges: object, like: object) -> None:
+    if (ranges is None) == (like is None):
+        raise ValueError("give either ranges or like, got both or none of them")
+    if like is not None and not isinstance(like, DTensor):
+        raise TypeError(f"like must be a DTensor, got {type(like).__name__}")
 
 
 def _exchanged(
@@ -70,15 +106,16 @@ def _exchanged(
     like: DTensor | None,
     group: ProcessGroup,
 ) -> Tensor:
-    if (ranges is None) == (like is None):
-        raise ValueError("give either ranges or like, got both or none of them")
+    _check_wanted(ranges, like)
+    if local.ndim == 0:
+        raise ValueError("weight must have dimensions [num_words, ...], got a tensor of none")
     given = None if ranges is None else [(int(start), int(stop)) for start, stop in ranges]
     facts = agree(
         group.group_name,
         local.device,
-        {"number of elements of a word": _row(local)},
+        "reshard_words",
+        {"number of elements of a word": _row(local), "dtype of the weight": local.dtype},
         {"words": local.shape[0]},
-        {"dtype of the weight": str(local.dtype), "ranges": str(given)},
     )
     sizes = [fact["words"] for fact in facts]
     total = sum(sizes)
