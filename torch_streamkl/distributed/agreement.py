@@ -25,6 +25,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,7 @@ class _Told:
         return _Told(kind, options, arguments, {}, None if refusal is None else tuple(refusal))
 
 
+_log = logging.getLogger(__name__)
 _NUM_FIRST = 4  # integers before the sizes
 _current: ContextVar[_Call | None] = ContextVar("_current", default=None)
 _MAX_ANSWERS = 1024
@@ -218,6 +220,8 @@ def _exchanged(
             explain()
         except (ValueError, TypeError, NotImplementedError) as refusal:
             error, told = refusal, replace(told, refusal=_refusal(refusal))
+        except Exception as unexpected:  # what ranks differ in is the better message
+            _log.debug("arguments could not be tried alone", exc_info=unexpected)
     text = told.text
     sizes = [size for (size,) in _gathered([len(text)], group, device)]
     padded = _gathered([*text, *[0] * (max(sizes) - len(text))], group, device)
@@ -276,7 +280,8 @@ def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
     try:
         group._get_backend(cpu)
     except RuntimeError:
-        return device
+        is_cpu = device.type == "cpu"  # of a call without tensors, or with those of another device
+        return torch.device("cuda", torch.cuda.current_device()) if is_cpu else device
     return cpu
 
 
