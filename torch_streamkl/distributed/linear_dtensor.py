@@ -47,9 +47,10 @@ def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any
     if layout.words_dim is not None:
         local["group"] = UnsummedGroup(layout.group(layout.words_dim))
     reduction = given["reduction"]
-    if reduction != "none" and 0 in tokens:
+    is_reduced = reduction in ("sum", "mean", "batchmean")
+    if is_reduced and 0 in tokens:
         local["reduction"] = "sum"
-    elif reduction != "none" and layout.shared_rows:
+    elif is_reduced and layout.shared_rows:
         local |= {"reduction": "sum", "row_weight": _share(local, reduction, tokens, layout)}
     if 0 in own_tokens:
         local |= no_tokens.one_that_does_not_count(local)
@@ -91,6 +92,12 @@ def _checked(given: dict[str, Any]) -> Layout:
     """The layout; raises on what is not legal here, or on what only this rank can see."""
     if given["group"] is not None:
         raise ValueError("group is for plain tensors; DTensors say which ranks share the words")
+    for name in ("student_first_word", "teacher_first_word"):
+        if given[name] is not None:
+            raise ValueError(
+                f"{name} is for plain tensors with a group; DTensors say where words are, got "
+                f"{given[name]}"
+            )
     checks.number("hard_weight", given["hard_weight"])
     layout = layout_of(given)
     tokens = given["student_hidden"].shape[:-1]
