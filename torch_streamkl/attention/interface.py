@@ -345,8 +345,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
         from torch_streamkl.distributed.attention_dtensor import prepared
 
-        tensors, settings = prepared(inputs, settings)
-        inputs = Inputs(*tensors)
+        placed, settings = prepared(inputs, settings)
+        inputs = Inputs(*placed)
     sites: dict[Any, Any] = {}
     if plain:
         verdict = checks.remembered(inputs, settings, _checked_options)

@@ -238,7 +238,7 @@ def _refused(everyone: list[_Told], error: Exception | None) -> Exception:
     reasons = "; ".join(f"rank {rank}: {x[1]}" for rank, x in enumerate(refusals) if x)
     kind = getattr(builtins, first[0], None)
     known = (ValueError, TypeError, NotImplementedError, RuntimeError)
-    raised: Exception = (kind if kind in known else DisagreementError)(  # type: ignore[operator]
+    raised: Exception = (kind if kind in known else DisagreementError)(
         f"a rank refused its arguments: {reasons}"
     )
     raised.__cause__ = error

@@ -80,12 +80,12 @@ def _text(x: object, own_dims: tuple[int, ...] = ()) -> str:
 
 def _tensor(x: Tensor, own_dims: tuple[int, ...]) -> str:
     dtype = str(x.dtype).removeprefix("torch.")
-    is_dtensor = hasattr(x, "device_mesh")  # whose sizes are those of the whole tensor
-    own = () if is_dtensor else own_dims
+    mesh = getattr(x, "device_mesh", None)
+    own = own_dims if mesh is None else ()  # a DTensor's sizes are those of the whole tensor
     shape = ["any" if dim in own else str(size) for dim, size in enumerate(x.shape)]
     text = f"{x.device.type} {dtype} [{', '.join(shape)}]"
-    if is_dtensor:
+    if mesh is not None:
         placed = ", ".join(map(str, x.placements))  # type: ignore[attr-defined]
-        text = f"DTensor {text} ({placed}) on a mesh {tuple(x.device_mesh.shape)}"
+        text = f"DTensor {text} ({placed}) on a mesh {tuple(mesh.shape)}"
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     return f"{text} with a gradient" if needs_grad else text

@@ -68,8 +68,9 @@ def call_of(
     given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[interface.Inputs, interface.Settings]:
     """This rank's rows and keys as a call of `attention_kl`, packed or not."""
-    packing, packed_options = keys.packing, {}
-    tensors = {name: given[name] for name in QUERIES_AND_KEYS}
+    packing = keys.packing
+    packed_options: dict[str, Any] = {}
+    tensors: dict[str, Any] = {name: given[name] for name in QUERIES_AND_KEYS}
     if packing is not None:
         tensors = {name: x.squeeze(0).transpose(0, 1) for name, x in tensors.items()}
         tensors |= {"cu_seqlens_q": packing.cu_seqlens, "cu_seqlens_k": packing.cu_seqlens}
@@ -77,8 +78,9 @@ def call_of(
     tensors |= {"key_lengths": keys.lengths, "row_mask": row_mask}
     tensors |= {name: options.get(name) for name in SINKS}
     settings = {name: x for name, x in {**DEFAULTS, **options}.items() if name not in SINKS}
+    inputs: dict[str, Any] = {name: tensors.get(name) for name in interface.Inputs._fields}
     return (
-        interface.Inputs(**{name: tensors.get(name) for name in interface.Inputs._fields}),
+        interface.Inputs(**inputs),
         interface.Settings(
             **settings,
             **packed_options,
