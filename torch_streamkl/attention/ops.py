@@ -372,11 +372,8 @@ def _vmap(
             raise NotImplementedError(
                 f"vmap over {name} is not supported; map over q, k, masks or biases"
             )
-    batch = next(
-        a.shape[1:] if d == 0 else a.movedim(d, 0).shape[1:]
-        for a, d in zip(args[:4], in_dims, strict=False)
-        if d is not None
-    )[0]
+    q, dim = args[0], in_dims[0]
+    batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
     for index in _BATCHED:
         if index >= len(args) or args[index] is None:
             continue

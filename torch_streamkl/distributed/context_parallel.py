@@ -227,6 +227,11 @@ def _packed(
     """Rows of packed sequences: [1, heads, rows, head_dim] of queries and keys of a side."""
     assert keys.packing is not None
     num_rows, num_keys = student[0].shape[2], student[1].shape[2]
+    for name in ("student_scale", "teacher_scale"):
+        if isinstance(scale := options.get(name), Tensor) and scale.ndim > 1:
+            # it broadcasts to q, which is packed here: [rows, heads, head_dim]
+            scale = scale[(None,) * (4 - scale.ndim)].squeeze(0).transpose(0, 1)
+            options = {**options, name: scale}
     value = interface.attention_kl_varlen(
         *(x.squeeze(0).transpose(0, 1) for x in (*student, *teacher)),
         cu_seqlens_q=cu_seqlens_q,

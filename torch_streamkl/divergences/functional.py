@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import forward_ad
 
 VARIABLES = ("P", "S", "logP", "logS")
 
@@ -317,8 +318,17 @@ def _evaluate_node(op: str, args: list[Tensor]) -> Tensor:
         case "where":
             return torch.where(args[0] != 0, args[1], args[2])
         case "logaddexp":
-            return torch.logaddexp(args[0], args[1])
+            return _logaddexp(args[0], args[1])
     raise AssertionError(op)
+
+
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """log(e^a + e^b), with the derivative 0 where both are -inf; that of torch's is NaN."""
+    if not (a.requires_grad or b.requires_grad or forward_ad._current_level >= 0):
+        return torch.logaddexp(a, b)
+    absent = (a == -math.inf) & (b == -math.inf)
+    present = torch.logaddexp(a.masked_fill(absent, 0.0), b.masked_fill(absent, 0.0))
+    return present.masked_fill(absent, -math.inf)
 
 
 def evaluate(
