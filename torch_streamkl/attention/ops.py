@@ -341,7 +341,9 @@ def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -
     # dlogP_j / dsink = -exp(sink - lse) for every key j; the sum over j of df/dlogP_j is stored
     lse, key_sum = stats.unbind(0)
     grad = grad.repeat_interleave(lse.shape[1] // grad.shape[1], dim=1)
-    mass = torch.exp(sink.to(lse.dtype)[:, None] - lse * lse_unit)
+    # without any key and with a sink of -inf the log-sum-exp is -inf, too
+    lse = torch.where(lse == -math.inf, 0.0, lse * lse_unit)
+    mass = torch.exp(sink.to(lse.dtype)[:, None] - lse)
     return -(grad * key_sum * mass).sum((0, 2)).to(sink.dtype)
 
 
