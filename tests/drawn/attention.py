@@ -210,7 +210,7 @@ def _known_lse(tensors: dict[str, Tensor], options: dict[str, Any], layout: str)
 def formula(call: Drawn, given: dict[str, Tensor], naive: bool) -> Tensor:
     """The right value of a call."""
     options = call.options
-    rows = formulas.attention_rows(given, options, call.compute)
+    rows = formulas.attention_rows(given, options, call.compute, naive)
     num = rows.shape[0]
     if options.get("cu_seqlens_q") is not None:
         rows, num = rows[0], len(options["cu_seqlens_q"]) - 1

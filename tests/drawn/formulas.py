@@ -120,7 +120,10 @@ def log_softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Ten
 
 # ------------------------------------------------------------------------------- attention_kl
 def attention_rows(
-    tensors: dict[str, Tensor], options: dict[str, Any], compute: torch.dtype
+    tensors: dict[str, Tensor],
+    options: dict[str, Any],
+    compute: torch.dtype,
+    naive: bool = False,
 ) -> Tensor:
     """[batch, num_heads, seqlen_q] of tensors in one precision, in the layout of ``options``."""
     named = dict(tensors)
@@ -130,7 +133,8 @@ def attention_rows(
         if scale is not None:  # q * scale in q's dtype takes the place of q
             q = named[f"{side}_q"] * scale
             rounded = q.detach().to(options["dtype"]).to(q.dtype)
-            named[f"{side}_q"] = q + (rounded - q.detach())
+            q = q + (rounded - q.detach())
+            named[f"{side}_q"] = _GradientRounded.apply(q, options["dtype"]) if naive else q
     if options.get("cu_seqlens_q") is not None:
         return _packed(named, options, compute)
     if layout == "bnhd":

@@ -119,6 +119,8 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
         units = 8.0 + (0.0 if name == "value" else scores)
         size = _largest(want)
         atol[name] = 2 * error + size * own + units * accumulation * (inner + size)
+        if call.kind == "linear" and name.endswith("_bias"):  # of logits' gradients, rounded
+            atol[name] += torch.finfo(call.dtype).eps / 2 * inner
     return Truth(exact, atol, grad)
 
 

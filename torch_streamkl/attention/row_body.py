@@ -254,4 +254,6 @@ def _gradient(
     d = (term - share) * factor
     if slope is not None:
         d = d * slope
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    d = torch.where(weight == 0, 0.0, d)
     return d if allowed is None else torch.where(allowed, d, 0.0)
