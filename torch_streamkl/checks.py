@@ -378,19 +378,19 @@ def number(name: str, value: object) -> None:
 def finite(name: str, value: Any) -> None:
     number(name, value)
     if not -LARGEST <= value <= LARGEST:
-        raise ValueError(f"{name} must be finite in float32, got {value}")
+        raise ValueError(f"{name} must be finite in float32, got {_shown(value)}")
 
 
 def positive(name: str, value: Any) -> None:
     number(name, value)
     if not value > 0 or not SMALLEST <= value <= LARGEST:
-        raise ValueError(f"{name} must be positive and finite in float32, got {value}")
+        raise ValueError(f"{name} must be positive and finite in float32, got {_shown(value)}")
 
 
 def in_unit_interval(name: str, value: Any) -> None:
     number(name, value)
     if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+        raise ValueError(f"{name} must lie between 0 and 1, got {_shown(value)}")
 
 
 def integer(name: str, value: Any, least: int | None = None) -> None:
@@ -398,6 +398,8 @@ def integer(name: str, value: Any, least: int | None = None) -> None:
     # a bool is an int of Python; numpy's integers are numbers.Integral
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be an integer, got {_shown(value)}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit 64 bits, got {_shown(value)}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 

@@ -91,7 +91,7 @@ def _kl(
             divergence=divergence,
             temperature=temperature,
             reduction=reduction,
-            max_workspace_mib=-(-bytes_of_both // MIB),
+            max_workspace_mib=min(-(-bytes_of_both // MIB), 2**40),
         )
     except (ValueError, TypeError, NotImplementedError) as error:
         text = str(error)

@@ -474,7 +474,6 @@ def _functional(settings: Settings) -> str:
     checks.one_of("reduction", settings.reduction, REDUCTIONS)
     checks.one_of("impl", settings.impl, IMPLEMENTATIONS)
     checks.boolean("deterministic", settings.deterministic)
-    checks.boolean("is_causal", settings.is_causal)
     checks.positive("temperature", settings.temperature)
     return divergence_text(
         settings.divergence,
@@ -571,7 +570,7 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
 
 
 def _window(window: Any) -> tuple[int | None, int | None] | None:
-    """The window as a tuple, which is hashable; `window_bounds` checks what is in it."""
+    """The window as a tuple of integers, which is hashable."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -579,6 +578,9 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
             "window must be a pair (left, right) of numbers of keys, None for no bound, got "
             f"{window!r}"
         )
+    for name, bound in zip(("left", "right"), window, strict=True):
+        if bound is not None:
+            checks.integer(f"window's {name} bound", bound, 0)
     return window[0], window[1]
 
 
@@ -586,10 +588,8 @@ def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
     """Keys before and after a query's position that it sees, None for no bound."""
-    left, right = window if window is not None else (None, None)
-    for name, bound in (("left", left), ("right", right)):
-        if bound is not None:
-            checks.integer(f"window's {name} bound", bound, 0)
+    checks.boolean("is_causal", is_causal)
+    left, right = _window(window) or (None, None)
     if is_causal:
         right = 0 if right is None else min(right, 0)
     return left, right

@@ -177,11 +177,7 @@ def linear_kl(
         teacher_first_word,
     )  # fmt: skip
     of_operator = _checked(options)
-    places: Places | None = None
-    if group is not None:
-        from torch_streamkl.distributed.linear import places_of
-
-        places = places_of(group, student_first_word, teacher_first_word, impl)
+    places = _places(options)
     named: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
         "student": (student_hidden, student_weight, student_bias),
         "teacher": (teacher_hidden, teacher_weight, teacher_bias),
@@ -292,6 +288,16 @@ def _checked(options: Options) -> dict[str, Any]:
     return for_operator
 
 
+def _places(options: Options) -> Places | None:
+    """Which words this rank has, if ranks share them."""
+    if options.group is None:
+        return None
+    from torch_streamkl.distributed.linear import places_of
+
+    firsts = (options.student_first_word, options.teacher_first_word)
+    return places_of(options.group, *firsts, options.impl)
+
+
 class LinearKL(nn.Module):
     """`linear_kl` as a module: options are given once, tensors with every call.
 
@@ -309,7 +315,9 @@ class LinearKL(nn.Module):
                 raise TypeError(f"LinearKL() takes no tensors: pass {name} to each call")
             if name not in Options._fields:
                 checks.refuse_option("LinearKL", name, Options._fields)
-        _checked(Options(**self.options))
+        checked = Options(**self.options)
+        _checked(checked)
+        _places(checked)
 
     def forward(
         self,
