@@ -78,7 +78,7 @@ def test_drawn_calls(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_calls_interpreted(kind: str, seed: int) -> None:
-    call = KINDS[kind].draw(seed)
+    call = KINDS[kind].draw(seed, "interpreter")
     wrong = {impl: x for impl, x in judge(call).items() if x not in ("right", "not taken")}
     assert not wrong, f"{call}\n{wrong}"
 
@@ -99,7 +99,8 @@ def main() -> int:
     num_wrong = 0
     for i in range(given.calls):
         kind = kinds[i % len(kinds)]
-        call = KINDS[kind].draw(given.first + i // len(kinds), given.device)
+        drawn_for = "interpreter" if INTERPRETED else given.device
+        call = KINDS[kind].draw(given.first + i // len(kinds), drawn_for)
         outcomes = judge(call, given.device, given.impl)
         counts["left out: rounding decides"] += not outcomes
         for impl, outcome in outcomes.items():

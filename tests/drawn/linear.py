@@ -33,7 +33,7 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
     s = Source(seed)
     dtypes = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
     dtype = s.one_of(*(x for x in dtypes if device == "cpu" or x != torch.float64))
-    largest = 30 if device == "cpu" else 5000
+    largest = 30 if device in ("cpu", "interpreter") else 5000
     shape = s.one_of((s.whole(1, 9),), (s.whole(1, 3), s.whole(1, 4)), (s.whole(1, 12),))
     if s.chance(0.05):
         shape = s.one_of((0,), (2, 0), (0, 3))
