@@ -111,6 +111,19 @@ def options_of_shared_sequences_that_do_not_fit(me: Rank) -> None:
     same_error(me, call(teacher_sink=torch.ones(5)), "teacher_sink must have shape (6,)")
 
 
+@on_ranks
+def shared_sequences_without_rows(me: Rank) -> None:
+    for shape in ((BATCH, HEADS, 0, HEAD_DIM), (0, HEADS, 4, HEAD_DIM)):
+        for method in ("gather", "heads", "ring"):
+            x = {name: torch.randn(shape).requires_grad_() for name in NAMES}
+            scale = torch.tensor(0.5, requires_grad=True)
+            value = attention_kl_context_parallel(
+                **x, student_scale=scale, reduction="sum", mesh=me.group, method=method
+            )
+            value.backward()
+            assert value == 0 and scale.grad == 0, method
+
+
 # ------------------------------------------------------------------------------ maps on a mesh
 @on_ranks
 def learned_options_beside_maps_on_a_mesh(me: Rank) -> None:

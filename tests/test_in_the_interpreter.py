@@ -17,7 +17,8 @@ from tests.support.interpreter import outside
 
 ATTENTION = ["attention_triton_interpreted", "attention_numerics"]
 OTHERS = [
-    "inductor_kernels", "linear_kl_interpreted", "poisoned_memory", "recorded_launches",
+    "drawn_calls", "inductor_kernels", "linear_kl_interpreted", "poisoned_memory",
+    "recorded_launches",
     "row_program_kernels", "row_program_maps", "row_program_sums", "shard_kernels", "squares",
     "settings_of_torch", "tune",
 ]  # fmt: skip

@@ -243,13 +243,35 @@ def words_resharded_like_others(me: Rank) -> None:
 
 
 NAMES = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_ranks")]
+ON_THREE = ["linear_kl_of_a_group", "linear_kl_of_shared_tokens", "context_parallel_by_gathering"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def found(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    return outcomes([__name__], size=request.param)
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return outcomes([__name__])
+
+
+@pytest.fixture(scope="module")
+def found_on_three() -> dict[str, list[str]]:
+    return outcomes([__name__], size=3, names=ON_THREE)
+
+
+@pytest.fixture(scope="module")
+def all_found_on_three() -> dict[str, list[str]]:
+    return outcomes([__name__], size=3)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_raise_the_same(found: dict[str, list[str]], name: str) -> None:
+def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
     assert_passed(found, name)
+
+
+@pytest.mark.parametrize("name", ON_THREE)
+def test_on_three_ranks(found_on_three: dict[str, list[str]], name: str) -> None:
+    assert_passed(found_on_three, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_all_on_three_ranks(all_found_on_three: dict[str, list[str]], name: str) -> None:
+    assert_passed(all_found_on_three, name)

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_streamkl import checks
 
 # of an argument: dimensions in which each rank has a size of its own, or None if the argument is
 # not compared
@@ -32,6 +35,11 @@ def bound(
     """
     # a compiler does not trace caches
     signature = inspect.signature if torch.compiler.is_compiling() else _signature
+    parameters = signature(function).parameters
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    for name in kwargs:
+        if name not in parameters and not takes_any:
+            checks.refuse_option(function.__name__, name, parameters)
     call = signature(function).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments
@@ -58,11 +66,14 @@ def described(arguments: Mapping[str, Any], own: Own, device: torch.device) -> d
 
 def check_without_numbers(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raises what the call would on one rank, of tensors without numbers."""
-    whole = {
-        name: torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
-        for name, x in given.items()
-    }
-    function(**whole)
+    with FakeTensorMode():
+        whole = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            if isinstance(x, Tensor)
+            else x
+            for name, x in given.items()
+        }
+        function(**whole)
 
 
 def _text(x: object, own_dims: tuple[int, ...] = ()) -> str:

@@ -185,8 +185,8 @@ def _check_as_one_rank(
             q = given[f"{name.removesuffix('_scale')}_q"]
             device = scale.device if scale.ndim == 0 else q.device
             checks.check_broadcast(name, scale, tuple(q.shape), device)
-            if scale.is_complex():
-                raise TypeError(f"{name} must be real, got {scale.dtype}")
+            if scale.dtype not in checks.FLOAT_DTYPES:
+                raise TypeError(f"{name} must be floating point, got {scale.dtype}")
             if hasattr(scale, "device_mesh"):
                 raise TypeError(f"{name} must be a plain tensor, got a DTensor")
     interface.operator_call(*call_of(given, keys, row_mask, numbers))

@@ -120,8 +120,11 @@ def attention_kl_context_parallel(
     for name in SINKS:
         if options.get(name) is not None:
             options[name] = with_summed_gradient(options[name], ranks.name)
-    how = {"heads": _by_heads, "ring": _around, "gather": _by_rows}[method]
-    value = how(given, ranks, keys, options)
+    if 0 in student_q.shape:  # no batch or no row on any rank
+        value = interface.attention_kl(**given, **options)
+    else:
+        how = {"heads": _by_heads, "ring": _around, "gather": _by_rows}[method]
+        value = how(given, ranks, keys, options)
     if row_mask is not None:
         value = torch.where(row_mask, value, 0.0)
     if reduction == "none":

@@ -240,10 +240,18 @@ def logits_of(head: Head, buffer: Tensor) -> Tensor:
         out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))
     else:
         out = buffer[: head.hidden.shape[0], : head.num_words]
+        _clear_padding(buffer, head)
     torch.mm(head.hidden, head.weight.t(), out=out)
     if head.adapter_hidden is not None and head.adapter_weight is not None:
         out.addmm_(head.adapter_hidden, head.adapter_weight.t())
     return out
+
+
+def _clear_padding(buffer: Tensor, head: Head) -> None:
+    # oneDNN's AMX kernels multiply what lies after the end of a row by 0: NaN if the uninitialized
+    # memory there holds NaN or infinity, once the buffer is an operand (a gradient to the logits)
+    if buffer.device.type == "cpu" and buffer.dtype.itemsize == 2:
+        buffer[: head.hidden.shape[0], head.num_words :].zero_()
 
 
 class StreamObserver(Protocol):
