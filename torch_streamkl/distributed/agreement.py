@@ -37,6 +37,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_streamkl.distributed import collectives
+from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
@@ -103,7 +104,7 @@ def agree(
     options = {name: str(value) for name, value in same.items()}
     told = _Told(kind, options, {} if call is None else call.arguments, own)
     key = (group_name, device, *(tuple(x.items()) for x in (options, told.arguments, own)))
-    if _is_captured(device):
+    if is_capturing(device):
         if key not in _answers:
             raise RuntimeError(
                 "ranks cannot compare their arguments while a CUDA graph is captured: call once "
@@ -145,7 +146,7 @@ def together(
             agree(group.group_name, device, kind, {}, {})
         return result
     except Exception as error:
-        if current.has_met or _is_captured(device):
+        if current.has_met or is_capturing(device):
             raise
         told = _Told(kind, {}, current.arguments, refusal=_refusal(error))
         raised = _exchanged(told, group, device, error)[1]
@@ -176,7 +177,7 @@ def together_on_mesh(
         result = check()
     except Exception as refusal:
         error = refusal
-    if not _is_captured(device):  # nothing may wait; the same call went well before the capture
+    if not is_capturing(device):  # nothing may wait; the same call went well before the capture
         for dim in range(mesh.ndim):
             refused = None if error is None else _refusal(error)
             told = _Told(kind, {}, arguments, refusal=refused)
@@ -184,10 +185,6 @@ def together_on_mesh(
     if error is not None:
         raise error
     return result
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _refusal(error: Exception) -> tuple[str, str]:
