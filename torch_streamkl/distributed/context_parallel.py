@@ -121,7 +121,7 @@ def attention_kl_context_parallel(
         if options.get(name) is not None:
             options[name] = with_summed_gradient(options[name], ranks.name)
     if 0 in student_q.shape:  # no batch or no row on any rank
-        value = interface.attention_kl(**given, **options)
+        value = interface.attention_kl(*given.values(), **options)
     else:
         how = {"heads": _by_heads, "ring": _around, "gather": _by_rows}[method]
         value = how(given, ranks, keys, options)
