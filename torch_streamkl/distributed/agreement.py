@@ -278,7 +278,7 @@ def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
         group._get_backend(cpu)
     except RuntimeError:
         is_cpu = device.type == "cpu"  # of a call without tensors, or with those of another device
-        return torch.device("cuda", torch.cuda.current_device()) if is_cpu else device
+        return torch.device("cuda") if is_cpu else device
     return cpu
 
 
