@@ -403,9 +403,10 @@ def integer(name: str, value: Any, least: int | None = None) -> None:
     # a bool is an int of Python; numpy's integers are numbers.Integral
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be an integer, got {_shown(value)}")
-    if not -(2**63) <= value < 2**63:
+    size: Any = value  # may be symbolic: int() would fix it
+    if not -(2**63) <= size < 2**63:
         raise ValueError(f"{name} must fit 64 bits, got {_shown(value)}")
-    if least is not None and value < least:
+    if least is not None and size < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 

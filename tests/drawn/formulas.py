@@ -264,6 +264,8 @@ def linear_rows(
     labels = options.get("labels")
     if labels is None:
         return value, None
+    if bool((log_s == -INF).all(-1).any()):  # no word for a label: NaN in torch
+        raise AmbiguousError
     labels = labels.reshape(-1).long()
     counts = labels != options.get("ignore_index", -100)
     chosen = log_softmax(capped[0])[0].gather(1, labels.where(counts, 0)[:, None]).squeeze(1)

@@ -118,7 +118,9 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
         inner *= 1.0 if name == "value" else max(1.0, _largest(grad))
         units = 8.0 + (0.0 if name == "value" else scores)
         size = _largest(want)
-        atol[name] = 2 * error + size * own + units * accumulation * (inner + size)
+        if name != "value" and 4 * size > torch.finfo(call.tensors[name].dtype).max:
+            raise AmbiguousError
+        atol[name] = 2 * error + 2 * size * own + units * accumulation * (inner + size)
         if call.kind == "linear" and name.endswith("_bias"):  # of logits' gradients, rounded
             atol[name] += torch.finfo(call.dtype).eps / 2 * inner
     return Truth(exact, atol, grad)

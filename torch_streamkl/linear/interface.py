@@ -471,7 +471,9 @@ def _check_heads(named: dict[str, tuple[Tensor, Tensor, Tensor | None]], is_shar
     )
     for side, (hidden, weight, bias) in named.items():
         _check_head(side, hidden, weight, bias, is_shard)
-    leading = {f"{side}_hidden": tuple(x[0].shape[:-1]) for side, x in named.items()}
+    leading: dict[str, object] = {
+        f"{side}_hidden": tuple(x[0].shape[:-1]) for side, x in named.items()
+    }
     checks.same("leading dimensions", leading)
 
 
