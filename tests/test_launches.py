@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.interpreter import inside, quiet
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
+from torch_streamkl.fx_passes.validation import records
 from torch_streamkl.kernels.arguments import Window
-from torch_streamkl.launches import recorded, repeated
+from torch_streamkl.launches import devices, recorded, repeated
 from torch_streamkl.runtime import launch as runtime
 
 pytestmark = quiet
@@ -151,6 +152,29 @@ def test_captures_are_asked_of_the_device_of_the_tensors(
     for _ in range(3):
         repeat(x)  # would be recorded the second time
     assert len(calls) == 3 and repeat._program is None
+
+
+def test_limits_are_those_of_the_device_that_is_current_then(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without an index is another one when another one is current."""
+
+    def properties(device: torch.device) -> Any:
+        sizes = {"shared_memory_per_block_optin": 1, "multi_processor_count": 1, "warp_size": 32}
+        return SimpleNamespace(name=f"GPU {device.index}", major=9, minor=0, **sizes)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    devices.limits_of.cache_clear()
+    try:
+        for gpus.current in (0, 1, 0):
+            found = devices.gpu_of(torch.device("cuda")).name
+            assert found == f"GPU {gpus.current}"
+        assert devices.gpu_of(SECOND).name == "GPU 1"
+        # a rewrite whose check passed on one kind of GPU is checked again on another
+        assert records._device(FIRST) != records._device(SECOND)
+    finally:
+        devices.limits_of.cache_clear()
 
 
 @pytest.fixture
