@@ -65,7 +65,7 @@ def arguments_of(spec: Spec) -> tuple[Any, ...]:
     layout = interface.PACKED if spec.packed is not None else spec.layout
     settings = interface.Settings(
         *(
-            public.get(n, {"layout": layout, "impl": "streaming"}.get(n, 0))
+            public.get(n, {"is_causal": False, "deterministic": False}.get(n, 0))
             for n in interface.Settings._fields
         )
     )

@@ -64,6 +64,7 @@ class Softmax:
     p: Tensor
     lse: Tensor  # [rows, 1], -inf in a row without keys
     log_p_outside: Tensor | None = None  # [rows, 1], of one key outside of the tile
+    rest: Tensor | None = None  # [rows, 1], what rounding has taken from the log-sum-exp
 
 
 def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -215,11 +216,14 @@ def softmax(
     masses = copied(mass, copies)
     is_empty = masses == 0
     depths = torch.where(is_empty, 0.0, masses.log())
-    lse = column(torch.where(is_empty, -math.inf, bases + depths))
+    sums = bases + depths
+    lse = column(torch.where(is_empty, -math.inf, sums))
+    rest = column((bases - sums) + depths)
     depth = column(depths)
     # a probability as a quotient: the exponential of a difference would be another pass of them
     p = e * column(torch.where(is_empty, 0.0, 1.0 / masses))
-    return Softmax(shifted - depth, p, lse, None if level is None else level - base - depth)
+    log_p_outside = None if level is None else level - base - depth
+    return Softmax(shifted - depth, p, lse, log_p_outside, rest)
 
 
 def _with_keys_outside(
@@ -254,4 +258,6 @@ def _gradient(
     d = (term - share) * factor
     if slope is not None:
         d = d * slope
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    d = torch.where(weight == 0, 0.0, d)
     return d if allowed is None else torch.where(allowed, d, 0.0)

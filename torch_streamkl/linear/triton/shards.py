@@ -27,7 +27,7 @@ from torch_streamkl.linear.triton.launches import (
     head_args,
     row_args,
 )
-from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums
+from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums, rest_of
 from torch_streamkl.linear.triton.rows import state_of_words as next_state
 from torch_streamkl.runtime.launch import launch
 
@@ -187,6 +187,10 @@ def merge_kernel(
     tl.store(rows.statistics + 2 * stride + row, h_sum, mask=inside)
     tl.store(rows.statistics + 3 * stride + row, g_sum, mask=inside)
     tl.store(rows.statistics + 4 * stride + row, hard_lse, mask=inside)
+    rest_s = rest_of(total.m_s, total.l_s, lse_s)
+    rest_t = rest_of(total.m_t, total.l_t, lse_t)
+    tl.store(rows.statistics + 5 * stride + row, rest_s, mask=inside)
+    tl.store(rows.statistics + 6 * stride + row, rest_t, mask=inside)
 
 
 @triton.jit
@@ -198,10 +202,12 @@ def sums_kernel(
     stride = tl.cast(rows.statistics_stride, tl.int64)
     lse_s = tl.load(rows.statistics + row)
     lse_t = tl.load(rows.statistics + stride + row)
+    rest_s = tl.load(rows.statistics + 5 * stride + row)
+    rest_t = tl.load(rows.statistics + 6 * stride + row)
     num_words = tl.maximum(student.num_words, teacher.num_words)
     value, h_sum, g_sum = pointwise_sums(
-        student, teacher, row, num_words, rows.inv_temperature * LOG2E, lse_s, lse_t, HELPER,
-        CONFIG,
+        student, teacher, row, num_words, rows.inv_temperature * LOG2E, lse_s, lse_t, rest_s,
+        rest_t, HELPER, CONFIG,
     )  # fmt: skip
     step = tl.cast(totals_stride, tl.int64)
     tl.store(totals + row, value)
