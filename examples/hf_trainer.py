@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 from examples.callbacks import Ticks
 from examples.common import DEVICE, Clock, compare
 from examples.models import Texts, distillation_loss, student, teacher
+from examples.one_gpu import use_one_gpu
 
 
 class DistillationTrainer(Trainer):
@@ -30,6 +31,7 @@ def train(compiles: bool, clock: Clock) -> None:
             folder, max_steps=clock.num_steps, per_device_train_batch_size=4, report_to=[],
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
         )  # fmt: skip
+        use_one_gpu(arguments)
         trainer = DistillationTrainer(
             student(), arguments, train_dataset=Texts(), callbacks=[Ticks(clock)]
         )

@@ -10,6 +10,7 @@ from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from examples.callbacks import Ticks
 from examples.common import DEVICE, Clock, compare
 from examples.models import TOKENS, Texts, student, teacher
+from examples.one_gpu import use_one_gpu
 
 
 class Prompted(Texts):
@@ -39,6 +40,7 @@ def train(compiles: bool, clock: Clock) -> None:
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
             remove_unused_columns=False,
         )  # fmt: skip
+        use_one_gpu(arguments)
         trainer = Distillation(
             student(), arguments, train_dataset=Prompted(), callbacks=[Ticks(clock)]
         )
