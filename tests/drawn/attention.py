@@ -164,6 +164,7 @@ def _add_transforms(
         if s.chance(0.25):
             sink = s.normal(count) * s.one_of(1.0, 30.0)
             hidden = s.flags(count, p=0.2 if s.chance(0.2) else 0.0)
+            sink = sink.to(torch.promote_types(q.dtype, torch.float32))
             tensors[f"{side}_sink"] = sink.masked_fill(hidden, -INF)
     if s.chance(0.3):
         options["is_causal"] = True

@@ -121,7 +121,8 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
         if name != "value" and 4 * size > torch.finfo(call.tensors[name].dtype).max:
             raise AmbiguousError
         atol[name] = 2 * error + 2 * size * own + units * accumulation * (inner + size)
-        if call.kind == "linear" and name.endswith("_bias"):  # of logits' gradients, rounded
+        if name.endswith("_scale") or (call.kind == "linear" and name.endswith("_bias")):
+            # of gradients to queries or logits, which are rounded
             atol[name] += torch.finfo(call.dtype).eps / 2 * inner
     return Truth(exact, atol, grad)
 

@@ -344,7 +344,9 @@ def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -
     # without any key and with a sink of -inf the log-sum-exp is -inf, too
     lse = torch.where(lse == -math.inf, 0.0, lse * lse_unit)
     mass = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    return -(grad * key_sum * mass).sum((0, 2)).to(sink.dtype)
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    share = torch.where(grad == 0, 0.0, grad * key_sum * mass)
+    return -share.sum((0, 2)).to(sink.dtype)
 
 
 torch.library.register_autograd(

@@ -110,6 +110,8 @@ def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     student, teacher = (Softmax(x, x.exp(), x) for x in logs)
     names = "h" * form.student + "g" * form.teacher
     terms = Functional.of(form.functional).terms(names, variables_of(student, teacher))
+    if not form.fills:
+        h_sum, g_sum = sums_of_terms(form.functional, names, terms, h_sum, g_sum, allowed)
     weight = inputs["row_weight"]
     if form.student:
         d = _gradient(inputs, 0, terms[0], student.p * h_sum, s.slope, weight, form, allowed)
@@ -118,6 +120,26 @@ def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
         d = _gradient(inputs, 1, terms[-1], teacher.p * g_sum, t.slope, weight, form, allowed)
         inputs[WORKSPACE[1]].copy_(d)
     return ()
+
+
+def sums_of_terms(
+    functional: str,
+    names: str,
+    terms: list[Tensor],
+    h_sum: Tensor,
+    g_sum: Tensor,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """H and G of these terms, where they may not be those of the forward.
+
+    A term that jumps where two probabilities are equal, or one is at its clamp, may lie on the
+    other side here: the forward rounds probabilities in another way.
+    """
+    if not Functional.of(functional).has_kinks:
+        return h_sum, g_sum
+    kept = [x if allowed is None else torch.where(allowed, x, 0.0) for x in terms]
+    sums = dict(zip(names, (x.sum(-1, keepdim=True) for x in kept), strict=True))
+    return sums.get("h", h_sum), sums.get("g", g_sum)
 
 
 def variables_of(student: Softmax, teacher: Softmax) -> dict[str, Tensor]:

@@ -504,6 +504,10 @@ def _where_clamped(e: Expr, branch: int, floors: set[float]) -> Expr:
     return apply(e.op, *(_where_clamped(a, branch, floors) for a in e.args)) if e.args else e
 
 
+def _has_kinks(e: Expr) -> bool:
+    return e.op in ("where", "ge", "gt", "max", "min", "abs") or any(map(_has_kinks, e.args))
+
+
 @dataclass(frozen=True)
 class Functional:
     """A parsed divergence with everything an implementation needs of it (see the NOTEs above)."""
@@ -593,6 +597,11 @@ class Functional:
     def is_short(self) -> bool:
         """Whether its value and derivatives are expressions that `is_short` names."""
         return all(is_short(e) for e in (self.expr, self.student_grad, self.teacher_grad))
+
+    @functools.cached_property
+    def has_kinks(self) -> bool:
+        """Whether a derivative jumps, where the rounding of a probability decides."""
+        return any(_has_kinks(e) for e in (self.student_grad, self.teacher_grad))
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:

@@ -16,6 +16,7 @@ from torch_streamkl.attention.row_body import (
     Softmax,
     softcapped,
     softmax,
+    sums_of_terms,
     variables_of,
 )
 from torch_streamkl.divergences.functional import Functional
@@ -78,6 +79,7 @@ def words_backward(form: WordForm, inputs: Inputs) -> tuple[Tensor, ...]:
     student, teacher = (Softmax(x, x.exp(), x) for x in logs)
     names = "h" * form.student + "g" * form.teacher
     terms = Functional.of(form.functional).terms(names, variables_of(student, teacher))
+    h_sum, g_sum = sums_of_terms(form.functional, names, terms, h_sum, g_sum)
     if form.student:
         p = (s.y - lse_y).exp() if form.has_labels and form.has_temperature else student.p
         _store_student(form, inputs, terms[0] - student.p * h_sum, p, s)
