@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_streamkl import flop_counts
 from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites, sites_alone
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     _disable_saved_tensors_hooks_during_tracing,
@@ -47,6 +48,9 @@ OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its def
     "streamkl.row_programs": (True, False),
 }
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
+
+
+flop_counts.register(load=True)  # compiled graphs call operators without Python of ours
 
 
 class UnfusedError(RuntimeError):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from torch_streamkl import checks
+from torch_streamkl.compiler_marks import assume_constant_result
 from torch_streamkl.divergences.functional import NAMES, named
 
 
@@ -38,7 +37,7 @@ def divergence_text(
     return text
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
+@assume_constant_result
 def functional_text(
     divergence: str,
     beta: float,
