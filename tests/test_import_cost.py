@@ -1,4 +1,4 @@
-"""`import torch_streamkl` loads nothing that the operators do not need, and loses nothing by it."""
+"""`import torch_streamkl` loads what the operators need and no more, and loses nothing by it."""
 
 from __future__ import annotations
 
