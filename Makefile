@@ -66,7 +66,7 @@ clean:
 # torch first and by itself: with it in place nothing below pulls another build of it.
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=69" wheel
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch_streamkl.linear.interface import linear_kl
 from torch_streamkl.linear.problem import MIB
 
+__all__ = ["forward_kl", "reverse_kl"]
+
 
 def forward_kl(
     xs: Tensor,
