@@ -235,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.demo", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--steps", type=int, default=20, help="training steps of each way")
+    parser.add_argument("--steps", type=int, default=15, help="training steps of each way")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seqlen", type=int, default=2048 if cuda else 384)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
