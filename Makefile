@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # A GPU machine brings its own torch: `make test VENV_ARGS=--system-site-packages` uses it.
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
+# What pip says of itself, in an environment that only make uses.
+export PIP_ROOT_USER_ACTION ?= ignore
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .PHONY: everything demo test test-slow test-all test-integrations test-matrix dist bench lint clean
 
