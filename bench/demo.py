@@ -150,7 +150,7 @@ class Outcome:
 def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
     """Train one pair in eager mode and compiled, from the same weights on the same batches.
 
-    They take turns, so that what else the machine does slows both.
+    The two are interleaved, so that what else the machine does slows both.
     """
     device = torch.device(args.device)
     first, *data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
@@ -158,7 +158,7 @@ def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
     outcome = Outcome(pair.name, runs, torch_streamkl.Report(), args.batch)
     contenders = {name: Contender("eager", pair, device) for name in runs}
     ours = contenders["streamkl"]
-    options = {"streamkl.inner": args.inner}
+    options = {"streamkl.inner": args.inner, "streamkl.verify_max_seconds": 20.0}
     ours.loss_of = torch.compile(ours.loss_of, backend="streamkl", options=options)
 
     def step(name: str, batch: tuple[Tensor, Tensor]) -> float:
