@@ -13,6 +13,7 @@ from examples.callbacks import TimedTrainer
 from examples.clock import DEVICE, Clock
 from examples.common import compare
 from examples.models import Texts, distillation_loss, student, teacher
+from examples.one_gpu import use_one_gpu
 
 
 class DistillationTrainer(TimedTrainer):
@@ -34,6 +35,7 @@ def train(compiles: bool, clock: Clock) -> None:
             folder, max_steps=clock.num_steps, per_device_train_batch_size=4, report_to=[],
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
         )  # fmt: skip
+        use_one_gpu(arguments)
         trainer = DistillationTrainer(clock, student(), arguments, train_dataset=Texts())
         trainer.teacher = teacher().to(DEVICE)
         if compiles:  # torch_compile=True compiles the model alone, and the KL is outside of it

@@ -14,6 +14,7 @@ from examples.callbacks import TimedTrainer
 from examples.clock import DEVICE, Clock
 from examples.common import compare
 from examples.models import TOKENS, Texts, student, teacher
+from examples.one_gpu import use_one_gpu
 
 
 class Prompted(Texts):
@@ -43,6 +44,7 @@ def train(compiles: bool, clock: Clock) -> None:
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
             remove_unused_columns=False,
         )  # fmt: skip
+        use_one_gpu(arguments)
         trainer = Distillation(clock, student(), arguments, train_dataset=Prompted())
         trainer.teacher_model = teacher().to(DEVICE)
         if compiles:  # the rows with a label are selected by a mask, which needs enable()

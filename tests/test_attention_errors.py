@@ -59,7 +59,7 @@ CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "devices": (
         ValueError,
-        "must share device, got cpu, cpu, cpu and meta",
+        "all tensors must be on one device; student_q is on cpu, teacher_k on meta",
         inputs(teacher_k=torch.randn(2, 4, 6, 8, device="meta")),
     ),
     "batch": (
@@ -175,7 +175,7 @@ CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "mask device": (
         ValueError,
-        "attn_mask must be on the device of the queries, got meta and cpu",
+        "all tensors must be on one device; attn_mask is on meta, the operands on cpu",
         inputs() | {"attn_mask": torch.ones(6, 6, device="meta")},
     ),
     "mask gradient": (

@@ -179,10 +179,17 @@ def check_tensor(name: str, x: object, ndim: int) -> None:
         )
 
 
+ONE_DEVICE = "all tensors must be on one device"
+
+
 def same(what: str, values: dict[str, object]) -> None:
     """All values are equal."""
     first, *rest = values.values()
     if any(value != first for value in rest):
+        if what == "device":
+            name = next(iter(values))
+            other, device = next(item for item in values.items() if item[1] != first)
+            raise ValueError(f"{ONE_DEVICE}; {name} is on {first}, {other} on {device}")
         names, got = _listed(values), _listed([str(v) for v in values.values()])
         raise ValueError(f"{names} must share {what}, got {got}")
 
@@ -216,9 +223,7 @@ def additive(name: str, x: Tensor) -> None:
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(
-            f"{name} must be on the device of the queries, got {x.device} and {device}"
-        )
+        raise ValueError(f"{ONE_DEVICE}; {name} is on {x.device}, the operands on {device}")
 
 
 def check_vector(

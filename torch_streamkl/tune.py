@@ -353,7 +353,7 @@ def _first_run(shape: Shape, kernel: str, tiles: TritonLaunch) -> str:
         with launch_table.replaced(workload.table(kernel, tiles)):
             workload.run(kernel)
         if workload.grad.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(workload.grad.device)
     except Exception as error:
         if "illegal memory access" in str(error):
             os._exit(1)  # nothing runs in this process any more

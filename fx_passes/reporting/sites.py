@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import UNKNOWN, location_of, name_of
 from torch_streamkl.fx_passes.planning.candidates import Plans
+from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 
@@ -52,7 +53,7 @@ def unfused_sites(
                 blocked_at="" if elsewhere == location else elsewhere,
             ),
         )
-    return list(sites.values())
+    return data_parallel.named(sites.values(), [node_of(trace, node) for node in found])
 
 
 def _is_shared_by_hand(site: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object
 
 from torch_streamkl.distributed import collectives
+from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
@@ -50,7 +51,7 @@ def agree(
     text = repr(options)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     key = (group_name, device, text, *facts.items())
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         if key not in _answers:
             raise RuntimeError(
                 "ranks cannot compare their arguments while a CUDA graph is captured: call once "
@@ -104,7 +105,7 @@ def refused_by_any(
         result = call()
     except (ValueError, TypeError, NotImplementedError) as refusal:
         error = refusal
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         groups = []  # nothing may wait; the same call went well before the capture
     for group in groups:
         rows = _gathered([int(error is not None), 0, 0], group, group.group_name, device)

@@ -121,8 +121,7 @@ def normalised(inputs: Inputs) -> Normalised:
             names.append(name)  # of ids and values, the values keep the name
     device = next(iter(every.values())).device
     for name, x in zip(names, given[2 * len(heads) :], strict=True):
-        if x.device != device:
-            raise ValueError(f"{name} must be on {device} as the dots are, got {x.device}")
+        checks.on_device(name, x, device)
     if inputs.key_lengths is not None:
         given.append(_lengths(inputs.key_lengths, sizes, device))
     if inputs.mask is not None:
@@ -283,8 +282,7 @@ def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
             f"key_lengths must be int32 or int64 of shape ({sizes.batch},), got {lengths.dtype} "
             f"{tuple(lengths.shape)}"
         )
-    if lengths.device != device:
-        raise ValueError(f"key_lengths must be on {device}, got {lengths.device}")
+    checks.on_device("key_lengths", lengths, device)
     return lengths
 
 
@@ -297,6 +295,5 @@ def _mask(mask: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
             f"mask must be the same for all heads, got {mask.shape[1]}; declare one per head in "
             "pairs and use torch.where"
         )
-    if mask.device != device:
-        raise ValueError(f"mask must be on {device} as the dots are, got {mask.device}")
+    checks.on_device("mask", mask, device)
     return mask

@@ -29,6 +29,7 @@ from torch_streamkl.linear.triton.launches import (
 )
 from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums
 from torch_streamkl.linear.triton.rows import state_of_words as next_state
+from torch_streamkl.runtime.launch import launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
 
@@ -39,11 +40,10 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
     """Write the state of rows from both sides' logits of the rank's words."""
     config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
     rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
-    state_kernel[(problem.num_tokens,)](
-        head_args(problem.student, student), head_args(problem.teacher, teacher), rows,
-        FORM=form_args(problem.functional.bilinear or Bilinear()), CONFIG=config,
-        num_warps=num_warps, **COMPILE_OPTIONS,
-    )  # fmt: skip
+    arguments = head_args(problem.student, student), head_args(problem.teacher, teacher), rows
+    constants = form_args(problem.functional.bilinear or Bilinear()), config
+    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    launch(state_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
 def empty_state(parts: Tensor) -> None:
@@ -57,12 +57,14 @@ def empty_state(parts: Tensor) -> None:
 def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues) -> None:
     """Statistics of whole rows, their cross-entropies, and the values that the state gives."""
     config, _ = config_of(problem, parts, parts, NO_WEIGHTS, Wanted(), True)
-    merge_kernel[(ceil_div(problem.num_tokens, MERGED_ROWS),)](
+    arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
         row_args(problem, out, NO_WEIGHTS), problem.num_tokens, num_words,
-        FORM=form_args(problem.functional.bilinear or Bilinear()), CONFIG=config,
-        BLOCK=MERGED_ROWS, num_warps=4, **COMPILE_OPTIONS,
     )  # fmt: skip
+    constants = form_args(problem.functional.bilinear or Bilinear()), config, MERGED_ROWS
+    options = {"num_warps": 4, **COMPILE_OPTIONS}
+    grid = (ceil_div(problem.num_tokens, MERGED_ROWS), 1, 1)
+    launch(merge_kernel, grid, arguments, constants, options)
 
 
 def sums(
@@ -70,12 +72,13 @@ def sums(
 ) -> None:
     """Write value, H and G over the rank's words [3, num_tokens], from merged log-sum-exps."""
     config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
-    sums_kernel[(problem.num_tokens,)](
+    arguments = (
         head_args(problem.student, student), head_args(problem.teacher, teacher),
         row_args(problem, out, NO_WEIGHTS), totals, totals.stride(0),
-        HELPER=helper(problem.functional.text), CONFIG=config,
-        num_warps=num_warps, **COMPILE_OPTIONS,
     )  # fmt: skip
+    constants = helper(problem.functional.text), config
+    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    launch(sums_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
 @triton.jit
