@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import fx
 
+from torch_streamkl import flop_counts
 from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites, sites_alone
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     ShortenTraceback,
@@ -41,6 +42,9 @@ from torch_streamkl.fx_passes.reporting.report import Report
 
 log = logging.getLogger("torch_streamkl")
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
+
+
+flop_counts.register(load=True)  # compiled graphs call operators without Python of ours
 
 
 class PassesThroughDynamo(ShortenTraceback):

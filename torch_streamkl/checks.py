@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from torch_streamkl import flop_counts
+from torch_streamkl.compiler_marks import assume_constant_result
+
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The kernels compute with float32: a number outside of its range would be 0 or infinity there.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -123,10 +126,13 @@ def _autocast_dtype(tensors: tuple[Tensor | None, ...]) -> torch.dtype | None:
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a call on these tensors is ordinary eager execution that nothing observes."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        flop_counts.register()  # one of the modes may count
+        return False
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or has_batched_gradients()
@@ -165,7 +171,7 @@ def refuse_transforms(operator: str) -> None:
 
 
 # a compiler enters the transforms that it traces, and guards on those around it
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
+@assume_constant_result
 def _is_transformed() -> bool:
     """Whether torch.func differentiates, also around its vmap, or there are dual numbers."""
     kinds = torch._C._functorch.TransformType

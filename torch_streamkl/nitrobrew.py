@@ -15,6 +15,8 @@ from torch_streamkl.divergences.names import Divergence, Reduction
 from torch_streamkl.linear.interface import linear_kl
 from torch_streamkl.linear.problem import MIB
 
+__all__ = ["forward_kl", "reverse_kl"]
+
 
 @checks.named_options
 def forward_kl(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from torch_streamkl import checks
+from torch_streamkl.compiler_marks import assume_constant_result
 from torch_streamkl.divergences.functional import NAMES, named
 
 Divergence = Literal["forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv"]
@@ -61,7 +60,7 @@ def divergence_text(
     return text
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
+@assume_constant_result
 def functional_text(
     divergence: str,
     beta: float,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, get_args
 import torch
 from torch import Tensor, nn
 
-from torch_streamkl import checks
+from torch_streamkl import checks, flop_counts
 from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import reference as linear_reference
@@ -208,6 +208,7 @@ def linear_kl(
     how = (counted, factor, hard_weight, reduction, tokens, places)
     if impl != "reference":
         checks.refuse_transforms("linear_kl")
+        flop_counts.register()
     if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
         return _sum_in_forward(tensors, of_operator, *how)
     return _per_token(tensors, of_operator, *how)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl import checks
+from torch_streamkl import checks, flop_counts
+from torch_streamkl.compiler_marks import disable
 from torch_streamkl.once import differentiable_once
 from torch_streamkl.registration import without_autocast
 from torch_streamkl.rows import derive, op, reference, remembered, tensors
@@ -23,7 +24,7 @@ REDUCTIONS = ("none", "sum", "mean")
 
 
 # a graph break: Dynamo would trace the elements' recording instead of the tensors' code
-@torch.compiler.disable(recursive=True)  # type: ignore[untyped-decorator]  # untyped in torch
+@disable
 def row_program(
     function: Callable[[Any], Any],
     *,
@@ -161,6 +162,7 @@ def row_program(
         loss = _loss(traced, problem, reduction)
         if loss is not None:
             checks.refuse_transforms("row_program")
+            flop_counts.register()
             wanted = [x.requires_grad for x in inputs.tensors]
             arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
             total: Tensor = op.row_program_sum(*arguments)[0]
@@ -173,6 +175,7 @@ def row_program(
         if is_differentiated:  # whatever has no derivative is an error before anything runs
             derive.forward_plan(program, True)
         checks.refuse_transforms("row_program")
+        flop_counts.register()
         every = op.row_program(inputs.tensors, program.text, is_differentiated, impl)
         results = [every[c] for c in program.outputs]
     values = dict(zip(traced.reductions, results, strict=True))
