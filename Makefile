@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # A GPU machine brings its own torch: `make test VENV_ARGS=--system-site-packages` uses it.
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
+# What pip says of itself, in an environment that only make uses.
+export PIP_ROOT_USER_ACTION ?= ignore
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .PHONY: everything demo test test-slow test-all test-integrations test-matrix dist bench lint clean
 
@@ -66,7 +69,7 @@ clean:
 # torch first and by itself: with it in place nothing below pulls another build of it.
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=69" wheel
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@

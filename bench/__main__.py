@@ -23,7 +23,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parser() -> Program:
-    names = "\n".join(f"  {p.name:<15}{p.note}" for p in PROVIDERS)
+    width = max(len(p.name) for p in PROVIDERS)
+    names = "\n".join(f"  {p.name:<{width}}  {p.note}" for p in PROVIDERS)
     result = Program(
         "bench", "Distillation losses side by side: time, memory and error of a training step."
     )
@@ -35,7 +36,10 @@ def parser() -> Program:
         "--cases", nargs="*", default=[], metavar="PATTERN",
         help="part of a case's label, or a shell pattern",
     )  # fmt: skip
-    add("--providers", nargs="*", default=[], metavar="NAME")
+    add(
+        "--providers", nargs="*", default=[], metavar="NAME",
+        help="of the list below; default: all that are installed",
+    )  # fmt: skip
     add(
         "--provider", action="append", default=[], metavar="MODULE:FUNCTION",
         help="a provider from outside",

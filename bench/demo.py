@@ -4,6 +4,9 @@ An encoder pair (BERT, padded batch) and a causal decoder pair (Llama, grouped h
 configuration with random weights, read real text as bytes. Both train a few steps twice, in eager
 mode and compiled. What comes out: the report of every loss, the largest difference of loss and
 gradients, time and peak memory of a step, and a picture.
+
+On a CPU the rest of the step runs as in eager mode (`streamkl.inner`): Inductor would write some
+30 C++ files for each pair, and compiling them takes minutes. `--inner inductor` does that.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from bench.measure import usual_dtype
 from bench.memory import peak_bytes
 from bench.models import TrainingStep, build
 from bench.steps import Contender
+from torch_streamkl.fx_passes.backend import collected
 
 COLORS = {"eager": "#888888", "streamkl": "#d1495b"}
 PAD = 0
@@ -66,6 +70,8 @@ SIZES = {
     "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
     "max_position_embeddings": 8192,
 }  # fmt: skip
+LAYERS = {"cuda": (4, 2), "cpu": (2, 1)}  # of teacher and student; every second one is mapped
+INNER = {"cuda": "inductor", "cpu": "aot_eager"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Pair(TrainingStep):
             kind, more = "BertModel", dict.fromkeys(dropouts, 0.0)
         teacher, student = (
             build(kind, i, device, usual_dtype(device), num_hidden_layers=n, **SIZES, **more)
-            for i, n in enumerate((4, 2))
+            for i, n in enumerate(LAYERS[device.type])
         )
         return student, teacher.eval().requires_grad_(False)
 
@@ -138,32 +144,41 @@ class Outcome:
     runs: dict[str, Run]
     report: torch_streamkl.Report
     batch: int
+    first_step: float = 0.0  # seconds, with the compilation
 
 
 def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
     """Train one pair in eager mode and compiled, from the same weights on the same batches.
 
-    They take turns, so that what else the machine does slows both.
+    The two are interleaved, so that what else the machine does slows both.
     """
     device = torch.device(args.device)
-    data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
-    report = torch_streamkl.explain(pair.loss(*pair.models(device)), *data[0])
-    torch._dynamo.reset()
+    first, *data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
     runs = {name: Run() for name in COLORS}
+    outcome = Outcome(pair.name, runs, torch_streamkl.Report(), args.batch)
     contenders = {name: Contender("eager", pair, device) for name in runs}
     ours = contenders["streamkl"]
-    ours.loss_of = torch.compile(ours.loss_of, backend="streamkl")  # once for all lengths
-    for index, batch in enumerate(tqdm(data, desc=f"{pair.name}: steps", ncols=90)):
-        for name, contender in contenders.items():
-            run = runs[name]
-            start = time.perf_counter()
-            run.losses.append(contender.backward(batch).item())
-            if index == 0:  # which compiles
-                used = [p.grad for p in contender.student.parameters() if p.grad is not None]
-                run.first_gradients = [g.detach().cpu() for g in used]
-            else:
-                run.step_ms.append((time.perf_counter() - start) * 1e3)
-            contender.optimizer.step()
+    options = {"streamkl.inner": args.inner, "streamkl.verify_max_seconds": 20.0}
+    ours.loss_of = torch.compile(ours.loss_of, backend="streamkl", options=options)
+
+    def step(name: str, batch: tuple[Tensor, Tensor]) -> float:
+        contender, start = contenders[name], time.perf_counter()
+        runs[name].losses.append(contender.backward(batch).item())
+        seconds = time.perf_counter() - start
+        if not runs[name].first_gradients:
+            used = [p.grad for p in contender.student.parameters() if p.grad is not None]
+            runs[name].first_gradients = [g.detach().cpu() for g in used]
+        contender.optimizer.step()
+        return seconds
+
+    step("eager", first)
+    print(f"{pair.name}: compiling... ", end="", flush=True)
+    with collected() as outcome.report:  # once for all lengths
+        outcome.first_step = step("streamkl", first)
+    print(f"{outcome.first_step:.0f} s", flush=True)
+    for batch in tqdm(data, desc=f"{pair.name}: steps", ncols=90):
+        for name, run in runs.items():
+            run.step_ms.append(step(name, batch) * 1e3)
     for name, contender in contenders.items():
         for seqlen in tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90):
             (batch,) = batches(1, args.batch, seqlen, args.device, pads=pair.pads)
@@ -171,7 +186,7 @@ def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
             runs[name].peak[seqlen] = peak_bytes(
                 functools.partial(contender.backward, batch), device
             )
-    return Outcome(pair.name, runs, report, args.batch)
+    return outcome
 
 
 def show(outcome: Outcome) -> None:
@@ -181,6 +196,7 @@ def show(outcome: Outcome) -> None:
     print(f"\n=== {outcome.pair} ===\n{outcome.report}\n")
     print(f"largest relative difference of the loss over all steps  {loss:.1e}")
     print(f"relative difference of all gradients, first step        {gradients:.1e}")
+    print(f"seconds of the first step, which compiles               {outcome.first_step:.0f}")
     largest = max(eager.peak)
     print(f"{'':10}{'ms per step':>14}{'peak memory, N=' + str(largest):>24}")
     for name, run in outcome.runs.items():
@@ -219,13 +235,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.demo", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--steps", type=int, default=20, help="training steps a run")
+    parser.add_argument("--steps", type=int, default=15, help="training steps of each way")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seqlen", type=int, default=2048 if cuda else 384)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument(
+        "--inner", choices=("inductor", "aot_eager"), default=INNER["cuda" if cuda else "cpu"],
+        help="what compiles the rest of the step (default: inductor on cuda, aot_eager on cpu)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("build/demo.png"), help="the picture")
     args = parser.parse_args()
-    # Inductor's threads start at 512 tokens on a CPU: below, it would compile a second time
     args.memory_seqlens = [1024, 2048, 4096, 8192] if args.device == "cuda" else [384, 640, 1024]
     transformers.logging.set_verbosity_error()
     logging.getLogger("torch").setLevel(logging.ERROR)

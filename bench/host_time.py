@@ -113,8 +113,8 @@ def main(argv: list[str] | None = None) -> int:
 def on_cpu() -> dict[str, dict[str, float]]:
     """Microseconds of the CPU's clock."""
     from bench.measure import in_turns
-    from torch_streamkl.attention.triton import plans
     from torch_streamkl.launches import recorded
+    from torch_streamkl.runtime import launch
 
     def take(function: Callable[[], object]) -> Callable[[int], float]:
         timer = timeit.Timer(function, timer=time.process_time)
@@ -122,7 +122,7 @@ def on_cpu() -> dict[str, dict[str, float]]:
         return lambda _: timer.timeit(CALLS) / CALLS * 1e6
 
     with (
-        mock.patch.object(plans.Plan, "_launch", return_value=NoKernel()),
+        mock.patch.object(launch, "_start", return_value=NoKernel()),
         mock.patch.object(recorded, "runs_directly", return_value=True),
     ):
         found = in_turns({name: take(function) for name, function in calls().items()}, ROUNDS)

@@ -130,11 +130,11 @@ def looks_like(target: str) -> Iterator[None]:
         mock.patch("torch.version.hip", version),
         launch_table.replaced(table),  # clears plans, which keep the tiles of another target
     ):
-        devices.gpu_of.cache_clear()
+        devices.limits_of.cache_clear()
         try:
             yield
         finally:
-            devices.gpu_of.cache_clear()
+            devices.limits_of.cache_clear()
 
 
 @contextlib.contextmanager

@@ -81,7 +81,12 @@ class Program(argparse.ArgumentParser):
         self.module = module
         if devices:
             here = "cuda" if torch.cuda.is_available() else "cpu"
-            self.add_argument("--device", choices=("cpu", "cuda"), default=here)
+            self.add_argument(
+                "--device",
+                choices=("cpu", "cuda"),
+                default=here,
+                help="default: cuda if there is one",
+            )
         self.add_argument(
             "--json", type=Path, metavar="FILE", help="the record, saved as its parts come"
         )

@@ -1,11 +1,15 @@
-"""Accelerate with its dynamo plugin: `python -m examples.accelerate_loop`."""
+"""Accelerate with its dynamo plugin: `python -m examples.accelerate_loop`.
+
+Needs transformers, accelerate and tqdm.
+"""
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 
-from examples.common import DEVICE, Clock, compare
+from examples.clock import DEVICE, Clock
+from examples.common import compare
 from examples.models import Distilled, Texts, student
 
 
@@ -18,10 +22,11 @@ def train(compiles: bool, clock: Clock) -> None:
     loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
     module, optimizer, loader = accelerator.prepare(pair, optimizer, loader)
     for _, inputs in zip(range(clock.num_steps), loader, strict=False):
-        accelerator.backward(module(**inputs)["loss"])
+        loss = module(**inputs)["loss"]
+        accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        clock.tick()
+        clock.tick(loss)
 
 
 if __name__ == "__main__":

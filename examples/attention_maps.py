@@ -1,10 +1,14 @@
-"""A plain loop over two attention maps: `python -m examples.attention_maps`."""
+"""A plain loop over two attention maps: `python -m examples.attention_maps`.
+
+Needs tqdm.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.common import DEVICE, Clock, compare
+from examples.clock import DEVICE, Clock
+from examples.common import compare
 
 HEADS, WIDTH, TOKENS = 4, 64, 512
 
@@ -29,10 +33,11 @@ def train(compiles: bool, clock: Clock) -> None:
     step = torch.compile(loss_of) if compiles else loss_of
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     for _ in range(clock.num_steps):
-        step(torch.randn(2, TOKENS, WIDTH, device=DEVICE)).backward()
+        loss = step(torch.randn(2, TOKENS, WIDTH, device=DEVICE))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        clock.tick()
+        clock.tick(loss)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""transformers' Trainer with the loss in compute_loss: `python -m examples.hf_trainer`."""
+"""transformers' Trainer with the loss in compute_loss: `python -m examples.hf_trainer`.
+
+Needs transformers, accelerate and tqdm.
+"""
 
 import tempfile
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
-from examples.callbacks import Ticks
-from examples.common import DEVICE, Clock, compare
+from examples.callbacks import TimedTrainer
+from examples.clock import DEVICE, Clock
+from examples.common import compare
 from examples.models import Texts, distillation_loss, student, teacher
+from examples.one_gpu import use_one_gpu
 
 
-class DistillationTrainer(Trainer):
+class DistillationTrainer(TimedTrainer):
     teacher: Any
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
@@ -30,9 +35,8 @@ def train(compiles: bool, clock: Clock) -> None:
             folder, max_steps=clock.num_steps, per_device_train_batch_size=4, report_to=[],
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
         )  # fmt: skip
-        trainer = DistillationTrainer(
-            student(), arguments, train_dataset=Texts(), callbacks=[Ticks(clock)]
-        )
+        use_one_gpu(arguments)
+        trainer = DistillationTrainer(clock, student(), arguments, train_dataset=Texts())
         trainer.teacher = teacher().to(DEVICE)
         if compiles:  # torch_compile=True compiles the model alone, and the KL is outside of it
             trainer.compute_loss = torch.compile(trainer.compute_loss)

@@ -1,11 +1,16 @@
-"""A Lightning module whose training step is the loss: `python -m examples.lightning_module`."""
+"""A Lightning module whose training step is the loss: `python -m examples.lightning_module`.
 
+Needs transformers, lightning and tqdm.
+"""
+
+import logging
 from typing import Any
 
 import lightning
 import torch
 
-from examples.common import Clock, compare
+from examples.clock import Clock
+from examples.common import compare
 from examples.models import Distilled, Texts, student
 
 
@@ -19,11 +24,14 @@ class Module(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.pair(**batch)["loss"]
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.clock.tick()
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.clock.tick(outputs["loss"])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # what it found, tips
 
 
 def train(compiles: bool, clock: Clock) -> None:

@@ -1,9 +1,13 @@
-"""LoRA on a student's attention and on its LM head: `python -m examples.peft_lora`."""
+"""LoRA on a student's attention and on its LM head: `python -m examples.peft_lora`.
+
+Needs transformers, peft and tqdm.
+"""
 
 import torch
 from peft import LoraConfig, get_peft_model
 
-from examples.common import DEVICE, Clock, compare
+from examples.clock import DEVICE, Clock
+from examples.common import compare
 from examples.models import Distilled, Texts, student
 
 
@@ -15,10 +19,11 @@ def train(compiles: bool, clock: Clock) -> None:
     optimizer = torch.optim.AdamW([p for p in pair.parameters() if p.requires_grad], lr=1e-3)
     loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
     for _, inputs in zip(range(clock.num_steps), loader, strict=False):
-        step(**{name: x.to(DEVICE) for name, x in inputs.items()})["loss"].backward()
+        loss = step(**{name: x.to(DEVICE) for name, x in inputs.items()})["loss"]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        clock.tick()
+        clock.tick(loss)
 
 
 if __name__ == "__main__":

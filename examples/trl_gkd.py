@@ -1,15 +1,20 @@
-"""TRL's generalized knowledge distillation, JSD of selected rows: `python -m examples.trl_gkd`."""
+"""TRL's generalized knowledge distillation, JSD of selected rows: `python -m examples.trl_gkd`.
+
+Needs transformers, accelerate, trl and tqdm.
+"""
 
 import tempfile
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
-from examples.callbacks import Ticks
-from examples.common import DEVICE, Clock, compare
+from examples.callbacks import TimedTrainer
+from examples.clock import DEVICE, Clock
+from examples.common import compare
 from examples.models import TOKENS, Texts, student, teacher
+from examples.one_gpu import use_one_gpu
 
 
 class Prompted(Texts):
@@ -22,7 +27,7 @@ class Prompted(Texts):
         return {**text, "labels": labels, "prompts": prompt}
 
 
-class Distillation(Trainer):
+class Distillation(TimedTrainer):
     """The loss of GKDTrainer without its tokenizer and without generated texts."""
 
     beta, generalized_jsd_loss = 0.5, staticmethod(GKDTrainer.generalized_jsd_loss)
@@ -39,9 +44,8 @@ def train(compiles: bool, clock: Clock) -> None:
             save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
             remove_unused_columns=False,
         )  # fmt: skip
-        trainer = Distillation(
-            student(), arguments, train_dataset=Prompted(), callbacks=[Ticks(clock)]
-        )
+        use_one_gpu(arguments)
+        trainer = Distillation(clock, student(), arguments, train_dataset=Prompted())
         trainer.teacher_model = teacher().to(DEVICE)
         if compiles:  # the rows with a label are selected by a mask, which needs enable()
             trainer.compute_loss = torch.compile(trainer.compute_loss)

@@ -1,11 +1,15 @@
-"""Attention maps of a vision transformer and its teacher: `python -m examples.vit_maps`."""
+"""Attention maps of a vision transformer and its teacher: `python -m examples.vit_maps`.
+
+Needs transformers and tqdm.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import ViTConfig, ViTModel
 
-from examples.common import DEVICE, Clock, compare
+from examples.clock import DEVICE, Clock
+from examples.common import compare
 
 PIXELS = 112  # of an image's side: 14 x 14 patches of 8
 
@@ -34,10 +38,11 @@ def train(compiles: bool, clock: Clock) -> None:
     loss_of(torch.randn(1, 3, PIXELS, PIXELS, device=DEVICE))  # transformers installs its hooks
     step = torch.compile(loss_of) if compiles else loss_of
     for _ in range(clock.num_steps):
-        step(torch.randn(4, 3, PIXELS, PIXELS, device=DEVICE)).backward()
+        loss = step(torch.randn(4, 3, PIXELS, PIXELS, device=DEVICE))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        clock.tick()
+        clock.tick(loss)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import fx
 
+from torch_streamkl import flop_counts
 from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites, sites_alone
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    ShortenTraceback,
     _disable_saved_tensors_hooks_during_tracing,
     later,
 )
@@ -25,34 +28,41 @@ from torch_streamkl.fx_passes.inductor_passes import (
     source_digest,
     without_ours,
 )
+from torch_streamkl.fx_passes.options import (
+    Given,
+    OptionValues,
+    RewriteOptions,
+    split_options,
+    with_keywords,
+    without_inner,
+)
 from torch_streamkl.fx_passes.pipeline import rewrite
 from torch_streamkl.fx_passes.reporting import artifact, graph_breaks
 from torch_streamkl.fx_passes.reporting.leaving_tensors import leaving_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.scan import Scan
-from torch_streamkl.fx_passes.validation.options import MODES, CheckOptions
 
 log = logging.getLogger("torch_streamkl")
-PREFIX = "streamkl."
-INNER_BACKENDS = ("inductor", "aot_eager", "eager")
-BOUNDS = {
-    "streamkl.verify_max_mib": None,
-    "streamkl.verify_max_seconds": 1.0,
-    "streamkl.min_mib": None,
-}
-OPTIONS: dict[str, tuple[object, ...]] = {  # the values of each option, its default first
-    "streamkl.strict": (False, True),
-    "streamkl.explain": (False, True),
-    "streamkl.inner": INNER_BACKENDS,
-    "streamkl.deterministic": (True, False),
-    "streamkl.verify": MODES,
-    "streamkl.row_programs": (True, False),
-}
 REPORTS: list[Callable[[Report], None]] = []  # who wants to see reports
 
 
-class UnfusedError(RuntimeError):
+flop_counts.register(load=True)  # compiled graphs call operators without Python of ours
+
+
+class PassesThroughDynamo(ShortenTraceback):
+    """Dynamo raises it as it is: other errors of a backend get its name and class around them."""
+
+    def __init__(self, text: str) -> None:
+        # the traceback is the user's, then that of who raises it
+        super().__init__(text, first_useful_frame=sys._getframe(1))
+
+
+class UnfusedError(PassesThroughDynamo):
     """Raised with ``streamkl.strict`` when a loss of the graph is not fused."""
+
+
+class OptionError(PassesThroughDynamo, ValueError):
+    """An option does not exist, or has a value that it cannot have."""
 
 
 @contextmanager
@@ -82,26 +92,17 @@ def streamkl(
     example_inputs: Sequence[Any],  # tensors and symbolic sizes
     *,
     mode: str | None = None,
-    options: dict[str, Any] | None = None,
+    options: Given = None,
 ) -> Callable[..., Any]:
     """torch.compile backend: rewrite Dynamo's graph, then compile it with Inductor.
 
-    Options: ``streamkl.strict`` raises `UnfusedError` when a loss is not fused,
-    ``streamkl.explain`` logs the report, ``streamkl.inner`` names what compiles the rewritten
-    graph ("inductor", "aot_eager" or "eager"; with the last the report describes what Inductor
-    would run), ``streamkl.deterministic`` is that argument of `attention_kl`. ``streamkl.verify``
-    says when a fused site is run beside the code that it replaces: "auto" where that takes at most
-    ``streamkl.verify_max_mib`` of memory (a quarter of what is free where None) and
-    ``streamkl.verify_max_seconds``, "always" whatever it takes, and nothing is fused that cannot
-    be checked, or "never". ``streamkl.min_mib`` leaves a site, or attention whose map is not
-    compared any more, to Inductor where tensors of queries x keys take less than that many MiB: 0
-    fuses all, None is what was measured on the device (0 for sites, 32 for such attention on a
-    GPU, for row programs 1024 on a GPU and 4096 on a CPU). ``streamkl.row_programs``, on by
-    default, also fuses sums that are no divergence, as row programs. Everything else goes to
-    Inductor.
+    ``options`` are those of `RewriteOptions` with the prefix ``streamkl.``, or such an object;
+    everything else in them goes to Inductor. torch.compile shows them to a backend when it
+    compiles its first graph: what is wrong with them raises there, without the backend's name
+    around it. `RewriteOptions` raises when it is made.
     """
-    ours, theirs = split_options(options or {})
-    inner = ours["streamkl.inner"]
+    ours, theirs = _checked(options)
+    inner = ours.inner
     if not ddp.is_part_of_a_rewritten_graph():
         is_usual = mode in (None, "default") and not theirs and _is_inductor_as_it_is()
         may_run_alone = is_usual and inner != "aot_eager"  # "eager" is explain()
@@ -118,7 +119,7 @@ def streamkl(
     compile_fx = later("torch._inductor.compile_fx", "compile_fx")
     patches = {**(list_mode_options(mode) if mode else {}), **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
-    patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
+    patches["joint_custom_pre_pass"] = chained(JointPass(ours, None), previous)
     # enable() may have set a pass for all graphs: this one is rewritten already
     before = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
     patches["pre_grad_custom_pass"] = as_one_pass(without_ours(before))
@@ -130,7 +131,7 @@ def streamkl(
     return compiled
 
 
-def _options_of(compiler: Any) -> dict[str, Any] | None:
+def _options_of(compiler: Any) -> RewriteOptions | None:
     """Our options of what torch.compile calls, None where that does not rewrite."""
     arguments: dict[str, Any] = {}
     while compiler is not streamkl:
@@ -148,7 +149,16 @@ def _options_of(compiler: Any) -> dict[str, Any] | None:
         else:  # of torch.compile()
             arguments = {**getattr(compiler, "kwargs", {}), **arguments}
             compiler = getattr(compiler, "compiler_fn", None)
-    return split_options(arguments.get("options") or {})[0]
+    return _checked(arguments.get("options"))[0]
+
+
+def _checked(options: Given) -> tuple[RewriteOptions, dict[str, Any]]:
+    """Ours and Inductor's; an error is raised as it is, also inside of a compilation."""
+    try:
+        return split_options(options)
+    except (TypeError, ValueError) as error:
+        text = str(error)
+    raise OptionError(text)
 
 
 def _forget() -> None:
@@ -162,77 +172,46 @@ def _forget() -> None:
 streamkl.reset = _forget  # type: ignore[attr-defined]  # functions declare none
 
 
-def inductor_options(
-    *,
-    strict: bool = False,
-    explain: bool = False,
-    deterministic: bool = True,
-    verify: str = "auto",
-    verify_max_mib: float | None = None,
-    verify_max_seconds: float = 1.0,
-    min_mib: float | None = None,
-    row_programs: bool = True,
-) -> dict[str, Any]:
+def inductor_options(options: Given = None, /, **named: Unpack[OptionValues]) -> dict[str, Any]:
     """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
 
-    The arguments are the backend's options of the same names. Passes that are already configured
-    in ``torch._inductor.config`` run before ours. A graph that Inductor finds in its cache is not
-    analysed again: a report is logged when a graph is compiled, not when it is loaded.
+    Passes that are already configured in ``torch._inductor.config`` run before ours. A graph that
+    Inductor finds in its cache is not analysed again: a report is logged when a graph is compiled,
+    not when it is loaded.
+
+    Args:
+        options: `RewriteOptions`, or a dict of options, whose names without the prefix
+            ``streamkl.`` are Inductor's own and are in the result, too.
+        named: options by name, such as ``min_mib=0``.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+        TypeError: an option does not exist.
     """
-    ours, _ = split_options(
-        {
-            "streamkl.strict": strict,
-            "streamkl.explain": explain,
-            "streamkl.deterministic": deterministic,
-            "streamkl.verify": verify,
-            "streamkl.verify_max_mib": verify_max_mib,
-            "streamkl.verify_max_seconds": verify_max_seconds,
-            "streamkl.min_mib": min_mib,
-            "streamkl.row_programs": row_programs,
-        }
-    )
-    config = torch._inductor.config
-    return {
-        "pre_grad_custom_pass": chained(
-            PreGradPass(ours, rewrite_and_report), config.pre_grad_custom_pass
-        ),
-        "joint_custom_pre_pass": chained(JointPass(ours), config.joint_custom_pre_pass),
+    ours, theirs = with_keywords(options, named, "inductor_options")
+    ours = without_inner(ours, "inductor_options")
+    passes = {
+        "pre_grad_custom_pass": PreGradPass(ours, rewrite_and_report),
+        "joint_custom_pre_pass": JointPass(ours, without_rewrite),
     }
+    for name, ours_of_it in passes.items():
+        configured = theirs.get(name, getattr(torch._inductor.config, name))
+        theirs[name] = chained(ours_of_it, configured)
+    return theirs
 
 
-def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ours, checked and completed, and the rest."""
-    ours = {name: values[0] for name, values in OPTIONS.items()} | BOUNDS
-    theirs = {}
-    for name, value in options.items():
-        if not name.startswith(PREFIX):
-            theirs[name] = value
-            continue
-        if name in BOUNDS:
-            ours[name] = value
-            continue
-        if name not in OPTIONS:
-            known = ", ".join(sorted(ours))
-            raise ValueError(f"options of the streamkl backend are {known}, got {name}")
-        if value not in OPTIONS[name]:
-            values = " or ".join(repr(v) for v in OPTIONS[name])
-            raise ValueError(f"{name} must be {values}, got {value!r}")
-        ours[name] = value
-    _check_options(ours)
-    least: Any = ours["streamkl.min_mib"]
-    is_number = isinstance(least, (int, float)) and not isinstance(least, bool)
-    if least is not None and not (is_number and least >= 0):
-        raise ValueError(f"streamkl.min_mib must be a number of at least 0 or None, got {least!r}")
-    return ours, theirs
-
-
-def _check_options(ours: dict[str, Any]) -> CheckOptions:
-    return CheckOptions(
-        mode=ours["streamkl.verify"],
-        max_mib=ours["streamkl.verify_max_mib"],
-        max_seconds=ours["streamkl.verify_max_seconds"],
-        version=source_digest(),
+def without_rewrite(configured: Any) -> None:
+    """Say that a pass of the user stands where the rewrite was: nothing of the graph is fused."""
+    name = getattr(configured, "__qualname__", None) or type(configured).__qualname__
+    text = (
+        f"pre_grad_custom_pass is {name} now, which replaced the rewrite: nothing of this graph "
+        "is fused. Set it before enable() or inductor_options(), which run it before the rewrite; "
+        'or use torch.compile(backend="streamkl")'
     )
+    log.warning("%s", text)
+    report = Report(notes=[text])
+    for observer in REPORTS:
+        observer(report)
 
 
 def _is_inductor_as_it_is() -> bool:
@@ -258,28 +237,25 @@ def _is_to_be_stored() -> bool:
 
 def rewrite_and_report(
     gm: fx.GraphModule,
-    ours: dict[str, Any],
+    ours: RewriteOptions,
     cpp_wrapper: bool | None = None,
     may_run_alone: bool = False,
 ) -> Report:
     """``may_run_alone``: a graph with nothing to compile runs without Inductor, and is noted."""
-    min_mib = ours["streamkl.min_mib"]
     scan = Scan(gm)
     # a checkpoint around the call counts what is saved, and its hooks may read it
     with _disable_saved_tensors_hooks_during_tracing():
         report = rewrite(
             gm,
-            ours["streamkl.deterministic"],
-            _check_options(ours),
-            min_mib,
-            is_compiled=ours["streamkl.inner"] != "aot_eager",  # "eager" is explain()
-            row_programs=ours["streamkl.row_programs"],
+            ours,
+            source_digest(),
+            is_compiled=ours.inner != "aot_eager",  # "eager" is explain()
         )
     alone = sites_alone.runs_alone(gm) if may_run_alone and report.num_fused else None
     if alone is not None:
         gm.meta[sites_alone.ALONE] = alone
         report.notes.append(sites_alone.NOTE)
-    elif report.num_fused and ours["streamkl.inner"] == "inductor":
+    elif report.num_fused and ours.inner == "inductor":
         if cpp_wrapper is None:
             cpp_wrapper = bool(torch._inductor.config.cpp_wrapper)
         if cpp_wrapper:
@@ -293,11 +269,11 @@ def rewrite_and_report(
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures or report.outside or report.elsewhere:
-        log.log(logging.WARNING if ours["streamkl.explain"] else logging.INFO, "%s", report)
+        log.log(logging.WARNING if ours.explain else logging.INFO, "%s", report)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", report.details())
         artifact.store(report)
-    if ours["streamkl.strict"] and (report.num_unfused or report.failures):
+    if ours.strict and (report.num_unfused or report.failures):
         raise UnfusedError(f"streamkl.strict: a loss is not fused\n{report}")
     return report
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.reporting.report import Report
 
 _is_part = ContextVar("is_part", default=False)
@@ -27,8 +28,8 @@ def is_part_of_a_rewritten_graph() -> bool:
 
 
 def rewrite_before_split(
-    options_of: Callable[[Any], dict[str, Any] | None],
-    rewrite: Callable[[fx.GraphModule, dict[str, Any]], Report],
+    options_of: Callable[[Any], RewriteOptions | None],
+    rewrite: Callable[[fx.GraphModule, RewriteOptions], Report],
 ) -> None:
     """From now on a graph that is split for our backend is rewritten first.
 

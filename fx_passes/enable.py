@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import Unpack
 
 import torch
 import torch._dynamo.config
 import torch._inductor.config
 from torch.utils import _config_module
 
-from torch_streamkl.fx_passes.backend import rewrite_and_report, split_options
+from torch_streamkl.fx_passes.backend import rewrite_and_report, without_rewrite
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
@@ -19,12 +19,19 @@ from torch_streamkl.fx_passes.inductor_passes import (
     rewriting_pass,
     without_ours,
 )
+from torch_streamkl.fx_passes.options import (
+    Given,
+    OptionValues,
+    RewriteOptions,
+    with_keywords,
+    without_inner,
+)
 
 
 class EnabledPass(PreGradPass):
     """The rewrite for all graphs."""
 
-    def __init__(self, ours: dict[str, Any]) -> None:
+    def __init__(self, ours: RewriteOptions) -> None:
         super().__init__(ours, rewrite_and_report)
 
 
@@ -53,7 +60,7 @@ _before: ContextVar[dict[str, object] | None] | _OfProcess = (
 class Enabled:
     """What `enable` returns: ``with enable():`` puts back at its end what was before it."""
 
-    def __init__(self, before: dict[str, Any] | None) -> None:
+    def __init__(self, before: RewriteOptions | None) -> None:
         self._before = before
 
     def __enter__(self) -> None:
@@ -63,13 +70,7 @@ class Enabled:
         _set(self._before)
 
 
-def enable(
-    *,
-    strict: bool = False,
-    explain: bool = False,
-    deterministic: bool = True,
-    verify: str = "auto",
-) -> Enabled:
+def enable(options: Given = None, /, **named: Unpack[OptionValues]) -> Enabled:
     """Rewrite every graph that Inductor compiles from now on, whoever calls torch.compile.
 
     This is for code that calls ``torch.compile`` itself, such as a trainer with
@@ -84,31 +85,31 @@ def enable(
     in a called function leaves the graph of its caller whole). What was compiled before stays as
     it is: call `enable` before the first step. Settings of torch.compile belong to the thread that
     makes them: call it in the thread that trains. A graph that Inductor finds in its cache is not
-    analysed again, and reported only when it was compiled.
+    analysed again, and reported only when it was compiled. A pass that replaces ours later, or
+    comes with ``torch.compile(options=)``, turns the rewrite off: a warning says so.
 
     A second call replaces the options of the first. As a context manager it puts back at its end
     what was before the call, also inside of another one. Inside, ``backend="streamkl"`` and
     ``inductor_options()`` work as outside, with their own options.
 
     Args:
-        strict: raise `UnfusedError` when a loss of a graph is not fused.
-        explain: log the report of every graph.
-        deterministic: that argument of `attention_kl`.
-        verify: ``streamkl.verify`` of the backend.
+        options: `RewriteOptions`, or a dict with names such as ``streamkl.min_mib``.
+        named: options by name, such as ``min_mib=0``.
 
     Returns:
         A context manager, which may be ignored.
 
     Raises:
         ValueError: an option has a value that it cannot have. Nothing is changed then.
+        TypeError: an option does not exist.
     """
-    given: dict[str, Any] = {
-        "streamkl.strict": strict,
-        "streamkl.explain": explain,
-        "streamkl.deterministic": deterministic,
-        "streamkl.verify": verify,
-    }
-    ours, _ = split_options(given)
+    ours, theirs = with_keywords(options, named, "enable")
+    ours = without_inner(ours, "enable")
+    for name in theirs:
+        raise ValueError(
+            f"enable() takes options of the rewrite, and {name!r} is one of Inductor: set "
+            f"torch._inductor.config.{name} for all graphs"
+        )
     active = _active()
     _set(ours)
     return Enabled(active.ours if active is not None else None)
@@ -127,7 +128,7 @@ def _active() -> EnabledPass | None:
     return found if isinstance(found, EnabledPass) else None
 
 
-def _set(ours: dict[str, Any] | None) -> None:
+def _set(ours: RewriteOptions | None) -> None:
     """Rewrite with these options from now on, or no longer.
 
     Each setting is put back by itself: one that the user replaced since then stays.
@@ -142,7 +143,9 @@ def _set(ours: dict[str, Any] | None) -> None:
             setattr(dynamo, name, value)
         _before.set(kept)
         inductor.pre_grad_custom_pass = chained(EnabledPass(ours), inductor.pre_grad_custom_pass)
-        inductor.joint_custom_pre_pass = chained(JointPass(ours), inductor.joint_custom_pre_pass)
+        inductor.joint_custom_pre_pass = chained(
+            JointPass(ours, without_rewrite), inductor.joint_custom_pre_pass
+        )
         return
     for name in ("pre_grad_custom_pass", "joint_custom_pre_pass"):
         configured = getattr(inductor, name)

@@ -3,30 +3,84 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.leaves import uncompiled
+from torch_streamkl.fx_passes.fx_utils.torch_names import tree_leaves
+from torch_streamkl.fx_passes.options import Given, RewriteOptions, split_options
 from torch_streamkl.fx_passes.reporting.report import Report
 
 _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def explain(fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs: Any) -> Report:
     """Trace ``fn(*args, **kwargs)`` as torch.compile would and report every loss.
 
     The function runs once, rewritten but not compiled by Inductor. It is not changed: what it
-    was compiled to before stays, and no cache is read or written. ``fn`` may be a module or a
-    compiled function.
+    was compiled to before stays, and no cache is read or written.
+
+    Args:
+        fn: function, bound method, module, or what torch.compile made of one.
+        args, kwargs: its arguments.
+        options: as ``torch.compile(backend="streamkl", options=)`` takes them. ``strict`` and
+            ``explain`` change nothing: the report says it. A function with an argument of this
+            name gets it by `functools.partial`.
+
+    Raises:
+        TypeError: ``fn`` cannot be called.
+        ValueError: some tensors are on the meta device, and others are not.
+        And what ``fn`` raises.
     """
-    program = in_a_new_frame(uncompiled(fn))
+    check_program("explain", fn, options)
+    ours, _ = split_options(options)
+    program = uncompiled(fn)
+    _check_devices(program, (args, kwargs))
     with backend.collected() as report, torch._dynamo.config.patch(_LIMITS):
-        torch.compile(program, backend=_new_backend())(*args, **kwargs)
+        try:
+            torch.compile(in_a_new_frame(program), backend=_new_backend(ours))(*args, **kwargs)
+        except Exception as error:
+            error.add_note("explain() traces and runs the function: this was raised meanwhile")
+            raise
     return report
+
+
+def check_program(caller: str, fn: Any, options: Given) -> None:
+    """Raise if ``fn`` is no program, or if its argument ``options`` was taken for ours."""
+    if not callable(fn):
+        hint = ", a result: pass the function and its arguments, not what it returned"
+        raise TypeError(
+            f"{caller}() must be given a function and its arguments, {caller}(fn, *args), got "
+            f"{type(fn).__name__}{hint if isinstance(fn, (Tensor, int, float, tuple)) else ''}"
+        )
+    if options is None or isinstance(options, RewriteOptions):
+        return
+    try:
+        split_options(options)
+    except (TypeError, ValueError) as error:
+        try:
+            names = inspect.signature(fn).parameters
+        except (TypeError, ValueError):
+            names = {}  # type: ignore[assignment]  # of C
+        if "options" in names:
+            error.add_note(
+                f"the argument options of the function itself: {caller}(functools.partial(fn, "
+                "options=...), *args)"
+            )
+        raise
+
+
+def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What the user gave to torch.compile."""
+    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
+        return fn._orig_mod
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
 def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +93,23 @@ def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, program.__globals__, "explained", None, program.__closure__)
 
 
-def _new_backend() -> Callable[..., Callable[..., Any]]:
+def _check_devices(program: Callable[..., Any], given: Any) -> None:
+    owner = getattr(program, "__self__", program)
+    tensors = {f"argument {i}": x for i, x in enumerate(tree_leaves(given))}
+    if isinstance(owner, nn.Module):
+        tensors |= dict(owner.named_parameters()) | dict(owner.named_buffers())
+    on_meta = {name: x.is_meta for name, x in tensors.items() if isinstance(x, Tensor)}
+    if any(on_meta.values()) and not all(on_meta.values()):
+        one = next(name for name, x in on_meta.items() if x)
+        other = next(name for name, x in on_meta.items() if not x)
+        raise ValueError(
+            "explain() runs the program: its tensors must all have values, or all be on the meta "
+            f"device, got {one} on meta and {other} on {tensors[other].device}"
+        )
+
+
+def _new_backend(ours: RewriteOptions) -> Callable[..., Callable[..., Any]]:
     """Another object each time: Dynamo finds what it compiled before by the identity of these."""
-    return functools.partial(backend.streamkl, options={"streamkl.inner": "eager"})
+    inner = "eager" if ours.inner == "inductor" else ours.inner
+    options = replace(ours, inner=inner, strict=False, explain=False)
+    return functools.partial(backend.streamkl, options=options)

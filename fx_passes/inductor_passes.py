@@ -15,10 +15,11 @@ import torch_streamkl
 from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_once, inductor_sites
 from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
+from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
 
-Rewrite = Callable[[fx.GraphModule, dict[str, Any]], object]  # a graph and our options
+Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our options
 
 
 @functools.cache
@@ -41,21 +42,27 @@ def digest_of(root: Path) -> str:
     return digest.hexdigest()
 
 
-def cache_key(ours: dict[str, Any]) -> str:
+def cache_key(ours: RewriteOptions) -> str:
     """What a compiled graph depends on beside the graph: our sources and our options."""
-    return f"torch_streamkl {source_digest()} {sorted(ours.items())}"
+    return f"torch_streamkl {source_digest()} {ours}"
 
 
 class JointPass(CustomGraphPass):
     """Calls our operators as compiled graphs do; its uuid is in the FX and AOTAutograd cache keys.
 
-    That is without autograd, and on a CPU with gradients in the forward.
+    That is without autograd, and on a CPU with gradients in the forward. ``told`` is called with
+    the configured pre-grad pass where that is not the rewrite any more; None if the graph was
+    rewritten before.
     """
 
-    def __init__(self, ours: dict[str, Any]) -> None:
+    def __init__(self, ours: RewriteOptions, told: Callable[[Any], None] | None) -> None:
         self.ours = ours
+        self.told = told
 
     def __call__(self, graph: fx.Graph) -> None:
+        configured = torch._inductor.config.pre_grad_custom_pass
+        if self.told is not None and rewriting_pass(configured) is None:
+            self.told(configured)
         inductor_sites.install()
         inductor_kernels.install()
         inductor_once.install()
@@ -71,7 +78,7 @@ class JointPass(CustomGraphPass):
 class PreGradPass(CustomGraphPass):
     """The rewrite as Inductor's pre-grad pass."""
 
-    def __init__(self, ours: dict[str, Any], rewrite: Rewrite) -> None:
+    def __init__(self, ours: RewriteOptions, rewrite: Rewrite) -> None:
         self.ours = ours
         self.rewrite = rewrite
 

@@ -44,6 +44,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.lowering.calls import emit
 from torch_streamkl.fx_passes.lowering.row_programs import emit as emit_program
+from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.planning.candidates import (
     Candidate,
     find_candidates,
@@ -87,24 +88,22 @@ from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.refusal import Refused, rewrite_checked
 
 log = logging.getLogger("torch_streamkl.rewrite")
+EVERYTHING = RewriteOptions(min_mib=0)  # whatever its size
 
 
 def rewrite(
     gm: fx.GraphModule,
-    deterministic: bool = True,
-    verify: CheckOptions | None = None,
-    min_mib: float | None = 0.0,
+    options: RewriteOptions = EVERYTHING,
+    version: str = "",
     outside: Readers = NO_READERS,
     is_compiled: bool = True,
-    row_programs: bool = True,
 ) -> Report:
     """Rewrite a Dynamo graph module in place and report every loss.
 
+    ``version`` is that of the sources, under which passed checks are recorded; none are without.
     ``outside`` is what reads the module's results where it is the body of a checkpoint.
     ``is_compiled`` says whether Inductor compiles what is left: the report depends on it.
-    ``row_programs`` also takes sums over keys that are no divergence.
     """
-    verify = verify or CheckOptions()
     report = Report()
     try:
         for name, child in gm.named_children():
@@ -112,25 +111,23 @@ def rewrite(
                 continue
             if is_plain_body(gm, name):
                 readers = readers_of_body(gm, name, outside)
-                settings = (deterministic, verify, min_mib, readers, is_compiled, row_programs)
-                report.extend(rewrite(child, *settings))
+                report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
                 reason = f"it is in {owner_of(gm, name)}"
                 report.extend(left_alone(reason, child.graph))
 
-        row_programs = row_programs and not has_dtensors(gm.graph)  # which they do not run on
+        if has_dtensors(gm.graph):  # which row programs do not run on
+            options = replace(options, row_programs=False)
 
         def attempt(source: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
             while True:
                 graph = copied(source)
-                left, late = _rewrite_graph(
-                    gm, graph, refused, deterministic, min_mib, outside, is_compiled, row_programs
-                )
+                left, late = _rewrite_graph(gm, graph, refused, options, outside, is_compiled)
                 if not late:
                     return graph, left
                 refused = {**refused, **late}
 
-        graph, found = _checked_with(gm)(gm, attempt, verify)
+        graph, found = _checked_with(gm)(gm, attempt, CheckOptions.of(options, version))
         if found.num_fused:
             graph.lint()
             gm.graph = graph
@@ -165,11 +162,9 @@ def _rewrite_graph(
     gm: fx.GraphModule,
     graph: fx.Graph,
     refused: Refused,
-    deterministic: bool,
-    min_mib: float | None,
+    options: RewriteOptions,
     outside: Readers,
     is_compiled: bool,
-    row_programs: bool,
 ) -> tuple[Report, dict[str, str]]:
     """The report, and sites that have to stay after all: the graph is of no use then."""
     report = Report()
@@ -187,7 +182,8 @@ def _rewrite_graph(
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
     candidates, plans = find_candidates(trace, recognised.values)
-    row_programs = row_programs and may_have_programs(trace)
+    row_programs = options.row_programs and may_have_programs(trace)
+    min_mib = options.min_mib
     if not found and not candidates and not row_programs:
         return report, {}
     unfused = without_candidate(found, candidates)
@@ -274,7 +270,7 @@ def _rewrite_graph(
     if read_again:
         return report, read_again
     saved = sum(num_bytes(n) for n in removed if n in sizes)
-    if not deterministic:
+    if not options.deterministic:
         sum_in_any_order(graph)
     runs, shared = how_sites_run(graph, mode, is_compiled), shared_with(graph)
     for site in fused:

@@ -17,6 +17,7 @@ PREFIX = "torch_streamkl.fx_passes."
 # each may import what stands before it, and itself
 STAGES = (
     "fx_utils",
+    "options",
     "domain",
     "capture",
     "analysis",
@@ -37,8 +38,8 @@ STAGES = (
     "inductor_passes",
     "sites_alone",
     "backend",
-    "leaves",
     "explain",
+    "verification",
     "verify",
     "enable",
 )
@@ -86,3 +87,83 @@ def test_every_folder_is_a_package_of_the_distribution() -> None:
 def test_public_names_exist() -> None:
     for name in torch_streamkl.__all__:
         assert getattr(torch_streamkl, name) is not None
+
+
+LAUNCH = OPERATORS / "runtime" / "launch.py"
+WRITTEN = OPERATORS / "launches" / "recorded.py"  # writes a compiled kernel's launch as source
+# what is looked up and called, and is no kernel
+TABLES = {"_FUNCTIONS", "COMPARISONS", "_calls", "lowerings", "list", "dict", "set", "frozenset"}
+# functions of torch.cuda that are of no device, or of all
+OF_NO_DEVICE = {
+    "is_available", "is_initialized", "empty_cache", "get_rng_state_all", "set_rng_state_all",
+}  # fmt: skip
+SOURCES = sorted(f for root in (OPERATORS, PASSES) for f in root.rglob("*.py"))
+
+
+def _calls(file: Path) -> Iterator[ast.Call]:
+    """Those of Python: kernels call what they call on the GPU."""
+    todo: list[ast.AST] = [ast.parse(file.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef):
+            if any("jit" in ast.unparse(x) for x in node.decorator_list):
+                continue
+        if isinstance(node, ast.Call):
+            yield node
+        todo += ast.iter_child_nodes(node)
+
+
+def _last_name(node: ast.expr) -> str:
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def _launches(call: ast.Call) -> bool:
+    """Whether a call looks like ``kernel[grid](...)``, ``kernel.warmup(...)`` or a launcher's."""
+    if isinstance(call.func, ast.Subscript):
+        return _last_name(call.func.value) not in TABLES
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("run", "warmup"):
+        return False
+    return _is_kernel(call.func.value) or call.func.attr == "warmup"
+
+
+def _is_kernel(node: ast.expr) -> bool:
+    return _last_name(node).endswith(("kernel", "compiled", "launcher"))
+
+
+def test_one_function_launches_kernels() -> None:
+    for file in SOURCES:
+        found = [ast.unparse(call.func) for call in _calls(file) if _launches(call)]
+        assert not found or file == LAUNCH, (file, found)
+        named = [x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Attribute)]
+        runs = [ast.unparse(x) for x in named if x.attr == "run" and _is_kernel(x.value)]
+        assert not runs or file == WRITTEN, (file, runs)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("kernel[grid](x)", True),
+        ("row_kernel[(n, 1, 1)](x, num_warps=4)", True),
+        ("self._compiled[name][grid](x)", True),
+        ("kernels.row_kernel[n,](x)", True),
+        ("kernel.run(x, grid=grid, warmup=False)", True),
+        ("kernel.warmup(x)", True),
+        ("plan.run(name, kernel, grid)", False),
+        ("_FUNCTIONS[name](x)", False),
+    ],
+)
+def test_what_a_launch_looks_like(text: str, is_one: bool) -> None:
+    call = ast.parse(text).body[0].value  # type: ignore[attr-defined]
+    assert _launches(call) is is_one
+
+
+def test_no_question_is_of_the_current_device() -> None:
+    """Streams, properties and memory are those of a device that is named."""
+    for file in SOURCES:
+        for call in _calls(file):
+            name = ast.unparse(call.func)
+            if name.startswith("torch.cuda.") and file != LAUNCH:
+                is_named = bool(call.args or call.keywords)
+                assert is_named or _last_name(call.func) in OF_NO_DEVICE, (file, name)
+            is_raw = "_cuda_getDevice" in name or "get_current_device" in name
+            assert not is_raw, (file, name)

@@ -63,14 +63,10 @@ def arguments_of(spec: Spec) -> tuple[Any, ...]:
     public = {**call.tensors, **options}
     inputs = interface.Inputs(*(public.get(n) for n in interface.Inputs._fields))
     layout = interface.PACKED if spec.packed is not None else spec.layout
-    settings = interface.Settings(
-        *(
-            public.get(n, {"layout": layout, "impl": "streaming"}.get(n, 0))
-            for n in interface.Settings._fields
-        )
-    )
-    settings = settings._replace(layout=layout, impl="streaming")
-    settings = settings._replace(head_reduction=public.get("head_reduction"))
+    given = {**interface.Settings._field_defaults, **public, "deterministic": False}
+    given |= {"layout": layout, "impl": "streaming"}
+    given |= {"head_reduction": public.get("head_reduction")}
+    settings = interface.Settings(*(given[n] for n in interface.Settings._fields))
     checked = list(interface._checked_options(inputs, settings))
     if call.fill is not None:
         checked[6] = call.fill

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -746,3 +747,13 @@ def test_rows_of_cases_that_ranks_share(tmp_path: Path) -> None:
         assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5
     text = other_records.render({"h200-sharded": record})
     assert "| vocabulary | 64 tokens, 32 student width" in text
+
+
+def test_the_help_describes_every_option_and_provider() -> None:
+    shown = parser()
+    assert not [action.option_strings for action in shown._actions if not action.help]
+    lines = shown.format_help().splitlines()
+    for provider in PROVIDERS:
+        assert [
+            x for x in lines if re.match(f"  {provider.name} {{2,}}{re.escape(provider.note)}", x)
+        ]

@@ -533,7 +533,7 @@ def ranks_that_disagree(me: Rank) -> None:
     same_error(me, call(temperature=2.0), "temperature", "1.0 (rank 0)", "2.0 (rank")
     same_error(me, call(divergence="js"), "divergence", "(rank 0)")
     same_error(me, call(labels=labels_of(me)), "labels", "0 (rank 0)", "1 (rank")
-    same_error(me, call(temperature=-1.0), "temperature must be positive, got -1.0", "rank")
+    same_error(me, call(temperature=-1.0), "temperature must be positive", "got -1.0", "rank")
     cut = parts["student_weight"] if is_last else parts["student_weight"][:-1]
     same_error(me, lambda: linear_kl(**{**parts, "student_weight": cut}, group=me.group),
                "same words", "reshard_words", "[0, 50) (rank 0)", "[0, 51) (rank 0)")  # fmt: skip

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from torch_streamkl.launches import driver_calls, recorded
+from torch_streamkl.runtime.launch import launch
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 SIGNATURE = {"x": "tensordesc<bf16[1, 1, 64, 64]>", "p": "*fp32", "n": "i32", "C": "constexpr",
@@ -109,7 +110,7 @@ def _program(kernel: Kernel, *, described: bool = True) -> tuple[Any, Any]:
     def function(x: Tensor, p: Tensor, y: Tensor) -> list[Tensor]:
         out = p.new_empty(p.shape)
         arguments = (_descriptor(x), out, 5, 7, _descriptor(y)) if described else (p, out, 5)
-        recorded.issue(lambda: kernel[3, 2, 1](*arguments), kernel, (3, 2, 1), arguments, (), {})
+        launch(kernel, (3, 2, 1), arguments, (), {})
         return [out]
 
     _, program = recorded.record(function, _tensors(0))

@@ -98,21 +98,21 @@ def test_twice_and_nested() -> None:
     before = settings()
     torch_streamkl.enable()
     torch_streamkl.enable(deterministic=False)
-    assert not _options()["streamkl.deterministic"]
+    assert not _options().deterministic
     assert num_fused(loss) == 1
     with torch_streamkl.enable(strict=True):
-        assert _options()["streamkl.strict"] and _options()["streamkl.deterministic"]
+        assert _options().strict and _options().deterministic
         with torch_streamkl.enable():
-            assert not _options()["streamkl.strict"]
+            assert not _options().strict
             torch_streamkl.disable()
             assert settings() == before
-        assert _options()["streamkl.strict"]
-    assert not _options()["streamkl.strict"] and not _options()["streamkl.deterministic"]
+        assert _options().strict
+    assert not _options().strict and not _options().deterministic
     torch_streamkl.disable()
     assert settings() == before
 
 
-def _options() -> dict[str, Any]:
+def _options() -> torch_streamkl.RewriteOptions:
     found = torch._inductor.config.pre_grad_custom_pass.ours
     assert torch._inductor.config.joint_custom_pre_pass.ours == found
     return found
@@ -207,8 +207,8 @@ def test_options_that_do_not_exist() -> None:
         torch_streamkl.enable(strict="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"streamkl\.verify"):
         torch_streamkl.enable(verify="sometimes")
-    with pytest.raises(TypeError, match="inner"):
-        torch_streamkl.enable(inner="eager")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"streamkl\.inner must be 'inductor' in enable\(\)"):
+        torch_streamkl.enable(inner="eager")
     assert settings() == before
 
 

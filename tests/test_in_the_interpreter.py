@@ -17,8 +17,9 @@ from tests.support.interpreter import outside
 
 ATTENTION = ["attention_triton_interpreted", "attention_numerics"]
 OTHERS = [
-    "inductor_kernels", "linear_kl_interpreted", "poisoned_memory", "recorded_launches",
-    "row_program_kernels", "row_program_maps", "row_program_sums", "shard_kernels", "squares",
+    "drawn_calls", "drawn_row_programs", "inductor_kernels", "launches", "linear_kl_interpreted",
+    "poisoned_memory", "recorded_launches", "row_program_kernels", "row_program_maps",
+    "row_program_operations", "row_program_sums", "shard_kernels", "squares",
     "settings_of_torch", "tune",
 ]  # fmt: skip
 KERNELS = {  # of a file in which other tests run there as well, those of kernels

@@ -112,3 +112,14 @@ def test_split_keys_write_every_share() -> None:
     """One query, many keys: states and sums of shares are memory that nobody clears."""
     call = build(replace(CASES["split_keys_two_pass"], seqlen_q=1, seqlen_k=700))
     check(call.value_and_gradients("triton"), budget(call))
+
+
+@outside
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", ["forward", "recompute"])
+def test_logits_of_an_odd_vocabulary(strategy: str, dtype: torch.dtype) -> None:
+    """Rows of logits are padded, and a CPU's matrix units read the padding."""
+    shapes = ((136, 24), (301, 24), (136, 40), (301, 40))
+    tensors = [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+    linear_kl(*tensors, reduction="mean", strategy=strategy).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import gc
 import weakref
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torch_streamkl import attention_kl, checks, row_program
 from torch_streamkl.attention import ops, sites
 from torch_streamkl.launches import repeated
 from torch_streamkl.launches.repeated import Repeated
+from torch_streamkl.runtime import launch as runtime
 
 pytestmark = quiet
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -541,8 +541,7 @@ def test_a_copy_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch._C._AutoDispatchBelowAutograd():  # as inside of an operator
             copies = [x.to(dtype) for dtype in (torch.float32, torch.float64)]
             outputs = [copy[1:] for copy in copies]
-        start = functools.partial(kernel[1, 1, 1], *outputs)
-        recorded.issue(start, kernel, (1, 1, 1), tuple(outputs), (), {})
+        runtime.launch(kernel, (1, 1, 1), tuple(outputs), (), {})
         return outputs
 
     outputs, program = recorded.record(converted, [torch.zeros(4, 32)])

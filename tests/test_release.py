@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from torch_streamkl import __all__ as public
 from torch_streamkl import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +58,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "deprecat" not in (done.stdout + done.stderr).lower()  # what users see of a build
     return source / "dist"
 
 
@@ -100,7 +101,13 @@ def test_metadata(dist: Path) -> None:
     assert (found["Name"], found["Version"]) == ("torch-streamkl", __version__)
     assert found["Requires-Python"] == ">=3.11"
     assert found["License-File"] == "LICENSE"
-    assert "Typing :: Typed" in found.get_all("Classifier", [])
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Author"] == "the torch_streamkl developers"
+    classifiers = found.get_all("Classifier", [])
+    assert "Typing :: Typed" in classifiers
+    assert not [x for x in classifiers if x.startswith("License ::")]  # deprecated
+    assert found["Keywords"] and found.get_all("Project-URL")
+    assert {"examples", "demo", "test"} <= set(found.get_all("Provides-Extra", []))
     needed = [x for x in found.get_all("Requires-Dist", []) if "extra ==" not in x]
     assert needed == ["torch>=2.11", 'triton>=3.6; platform_system == "Linux"']
     assert found["Description-Content-Type"] == "text/markdown"
@@ -186,12 +193,15 @@ def test_a_users_mistake_is_seen(said: dict[str, list[str]]) -> None:
     assert 'incompatible type "str"; expected "Tensor"' in out
 
 
-def test_everything_public_is_documented() -> None:
-    import torch_streamkl
-
-    for name in public:
+@pytest.mark.parametrize(
+    "module", ["torch_streamkl", "torch_streamkl.distributed", "torch_streamkl.nitrobrew"]
+)
+def test_everything_public_is_listed_and_documented(module: str) -> None:
+    found = importlib.import_module(module)
+    assert found.__all__
+    for name in found.__all__:
         if name != "__version__":
-            assert getattr(torch_streamkl, name).__doc__, name
+            assert getattr(found, name).__doc__, name
 
 
 def test_the_changelog_is_of_this_version() -> None:

@@ -4,6 +4,7 @@ whole rows, and compiled for GPUs that are not here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -26,14 +27,17 @@ pytestmark = quiet
 NUM_TOKENS, NUM_WORDS = 5, 150
 
 
-def problem(divergence: str, dtype: torch.dtype = torch.float32, **options: Any) -> LinearProblem:
+def problem(
+    divergence: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+) -> LinearProblem:
     xs, ws = torch.randn(NUM_TOKENS, 16) * 3, torch.randn(NUM_WORDS, 16)
     # words that the teacher lacks make the reverse KL infinite
     lacking = 0 if divergence == "jeffreys" else 3
     xt, wt = torch.randn(NUM_TOKENS, 8) * 3, torch.randn(NUM_WORDS - lacking, 8)
     if options.pop("bias", False):
         options["student_bias"], options["teacher_bias"] = (torch.randn(len(w)) for w in (ws, wt))
-    tensors = [x.to(dtype) for x in (xs, ws, xt, wt)]
+    tensors = [x.to(device, dtype) for x in (xs, ws, xt, wt)]
+    options = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in options.items()}
     return problem_of(*tensors, functional=named(divergence).text, **options)[0]
 
 
@@ -45,20 +49,22 @@ def logits(part: LinearProblem) -> tuple[Tensor, Tensor]:
 def sharded(whole: LinearProblem, module: Any, cuts: list[int]) -> tuple[RowValues, list[Any]]:
     """Merged statistics, and the gradients of the logits of each shard."""
     shards = [whole.of_words(slice(a, b)) for a, b in itertools.pairwise(cuts)]
-    parts = torch.empty(len(shards) + 1, shard_rows.num_fields(whole), NUM_TOKENS)
+    new = functools.partial(whole.student.hidden.new_empty, dtype=torch.float32)
+    parts = new((len(shards) + 1, shard_rows.num_fields(whole), NUM_TOKENS))
     for shard, part in zip(shards, parts, strict=False):
         module.state(shard, *logits(shard), part)
     module.empty_state(parts[-1])  # of a rank without words
     out = RowValues.allocate(whole)
     module.merged(whole, parts, NUM_WORDS, out)
     if whole.functional.bilinear is None:
-        totals = torch.empty(len(shards), 3, NUM_TOKENS)
+        totals = new((len(shards), 3, NUM_TOKENS))
         for shard, total in zip(shards, totals, strict=True):
             module.sums(shard, *logits(shard), out, total)
         for field, total in zip((out.value, *out.statistics[2:4]), totals.sum(0), strict=True):
             field.copy_(total)
     wanted = Wanted(student_weight=True, teacher_weight=True)
-    weights = RowWeights(torch.rand(NUM_TOKENS), None if whole.labels is None else torch.rand(5))
+    ours, hard = (torch.rand(NUM_TOKENS).to(parts.device) for _ in range(2))
+    weights = RowWeights(ours, None if whole.labels is None else hard)
     gradients = []
     for shard in shards:
         torch.manual_seed(0)

@@ -171,3 +171,12 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     after = attention_kl(q_s, k_s, q_t, k_t, is_causal=True)
     torch.testing.assert_close(after, before)
     launch_table.forget()
+
+
+@outside
+def test_the_help_describes_every_option() -> None:
+    parser = tune.parser()
+    assert not [action.option_strings for action in parser._actions if not action.help]
+    text = parser.format_help()
+    assert "example:\n  python -m torch_streamkl.tune --heads 32" in text
+    assert "a few minutes" in text

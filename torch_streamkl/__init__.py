@@ -11,15 +11,18 @@ from torch_streamkl.rows.interface import row_program
 from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
-    from torch_streamkl.fx_passes.backend import inductor_options, reports
+    from torch_streamkl.fx_passes.backend import UnfusedError, inductor_options, reports
     from torch_streamkl.fx_passes.enable import disable, enable
     from torch_streamkl.fx_passes.explain import explain
+    from torch_streamkl.fx_passes.options import RewriteOptions
     from torch_streamkl.fx_passes.reporting.report import Report
     from torch_streamkl.fx_passes.verify import Verification, verify
 
 __all__ = [
     "LinearKL",
     "Report",
+    "RewriteOptions",
+    "UnfusedError",
     "Verification",
     "__version__",
     "attention_kl",
@@ -36,6 +39,8 @@ __all__ = [
 
 _LAZY = {  # public names by the module of fx_passes that has them
     "Report": "reporting.report",
+    "RewriteOptions": "options",
+    "UnfusedError": "backend",
     "Verification": "verify",
     "disable": "enable",
     "enable": "enable",

@@ -5,15 +5,47 @@ Each error states the rule and the value that broke it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from torch_streamkl import flop_counts
+from torch_streamkl.compiler_marks import assume_constant_result
+
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# The kernels compute with float32: a number outside of its range would be 0 or infinity there.
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+# Names of other libraries for options of ours.
+OPTION_ALIASES = {
+    "attention_mask": "attn_mask",
+    "causal": "is_causal",
+    "chunk_size": "max_workspace_mib",
+    "cu_seqlens": "cu_seqlens_q",
+    "label": "labels",
+    "logit_softcap": "student_softcap",
+    "loss_type": "divergence",
+    "mask": "attn_mask",
+    "scale": "student_scale",
+    "sinks": "student_sink",
+    "sliding_window": "window",
+    "sm_scale": "student_scale",
+    "softcap": "student_softcap",
+    "softmax_scale": "student_scale",
+    "t": "temperature",
+    "targets": "labels",
+    "tau": "temperature",
+    "weight": "row_weight",
+    "window_size": "window",
+}
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Verdict:
@@ -37,14 +69,19 @@ def remembered(
 ) -> Verdict:
     """``check(tensors, settings)`` for plain tensors, run once for each metadata.
 
-    The checks of a call cost more than its launch, and depend on metadata only.
+    The checks of a call cost more than its launch, and depend on metadata only. Types belong to
+    it: True, 1 and 1.0 are equal.
     """
-    metadata = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-        for x in tensors
-    ]
-    key = (settings, torch.is_grad_enabled(), *metadata)
-    verdict = _verdicts.get(key)
+    try:
+        metadata = [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+            for x in tensors
+        ]
+        types = tuple(map(type, settings))
+        key = (settings, types, torch.is_grad_enabled(), _autocast_dtype(tensors), *metadata)
+        verdict = _verdicts.get(key)
+    except (TypeError, RuntimeError):  # an unhashable setting, a tensor without strides: illegal
+        return Verdict(check(tensors, settings))
     if verdict is None:
         verdict = Verdict(check(tensors, settings))
         if _has_tensor(settings):  # whose value may be another one, and which would be kept alive
@@ -65,12 +102,37 @@ def is_autocast(x: Tensor) -> bool:
     return is_any and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matmul would take a tensor: under autocast that of autocast."""
+    is_cast = is_autocast(x) and x.dtype in FLOAT_DTYPES and x.dtype != torch.float64
+    dtype: torch.dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+    return dtype
+
+
+def as_matmul_operand(x: Tensor) -> Tensor:
+    """The tensor as a matmul would take it: cast under autocast, unless it is float64."""
+    dtype = matmul_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _autocast_dtype(tensors: tuple[Tensor | None, ...]) -> torch.dtype | None:
+    """To what autocast casts operands on the first tensor's device, None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    first = tensors[0]
+    assert first is not None
+    return torch.get_autocast_dtype(first.device.type) if is_autocast(first) else None
+
+
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a call on these tensors is ordinary eager execution that nothing observes."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        flop_counts.register()  # one of the modes may count
+        return False
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or has_batched_gradients()
@@ -109,7 +171,7 @@ def refuse_transforms(operator: str) -> None:
 
 
 # a compiler enters the transforms that it traces, and guards on those around it
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
+@assume_constant_result
 def _is_transformed() -> bool:
     """Whether torch.func differentiates, also around its vmap, or there are dual numbers."""
     kinds = torch._C._functorch.TransformType
@@ -131,7 +193,7 @@ def check_attention_inputs(
     }
     for name, x in named.items():
         check_tensor(name, x, ndim=4)
-    same("dtype", {name: x.dtype for name, x in named.items()})
+    same("dtype", {name: matmul_dtype(x) for name, x in named.items()})
     same("device", {name: x.device for name, x in named.items()})
     same("batch size", {name: x.shape[0] for name, x in named.items()})
     same("seqlen_q", {"student_q": student_q.shape[2], "teacher_q": teacher_q.shape[2]})
@@ -152,17 +214,16 @@ def check_attention_inputs(
     else:
         same("number of heads", {"student_q": student_q.shape[1], "teacher_q": teacher_q.shape[1]})
     for name, x in named.items():
-        for dim, size in enumerate(x.shape):
+        for what, size in (("head", x.shape[1]), ("element in each head", x.shape[3])):
             if size == 0:
                 raise ValueError(
-                    f"{name} must have no empty dimension, "
-                    f"got size 0 at dimension {dim} of {tuple(x.shape)}"
+                    f"{name} must have at least one {what}, got [batch, num_heads, seqlen, "
+                    f"head_dim] {tuple(x.shape)}"
                 )
 
 
 def check_tensor(name: str, x: object, ndim: int) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    x = tensor(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}")
     if x.dtype not in FLOAT_DTYPES:
@@ -173,10 +234,17 @@ def check_tensor(name: str, x: object, ndim: int) -> None:
         )
 
 
+ONE_DEVICE = "all tensors must be on one device"
+
+
 def same(what: str, values: dict[str, object]) -> None:
     """All values are equal."""
     first, *rest = values.values()
     if any(value != first for value in rest):
+        if what == "device":
+            name = next(iter(values))
+            other, device = next(item for item in values.items() if item[1] != first)
+            raise ValueError(f"{ONE_DEVICE}; {name} is on {first}, {other} on {device}")
         names, got = _listed(values), _listed([str(v) for v in values.values()])
         raise ValueError(f"{names} must share {what}, got {got}")
 
@@ -186,10 +254,23 @@ def _listed(items: Sequence[str] | dict[str, object]) -> str:
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tensor with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
+def tensor(name: str, x: object) -> Tensor:
+    """The argument, which has to be a tensor with strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise NotImplementedError(
+            f"{name} must be a dense tensor, got a nested one; attention_kl_varlen takes the "
+            "values of packed sequences with their offsets, linear_kl any tokens"
+        )
+    if x.layout != torch.strided:
+        raise NotImplementedError(f"{name} must be a dense tensor, got layout {x.layout}")
+    return x
+
+
+def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The tensor with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
+    tensor(name, x)
     on_device(name, x, device)
     if x.ndim > len(shape):
         raise ValueError(
@@ -204,23 +285,22 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
 def additive(name: str, x: Tensor) -> None:
     """A tensor that is added to scores: floating point, and constant."""
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be boolean or floating point, got {x.dtype}")
+        rule = "boolean or floating point" if name == "attn_mask" else "floating point"
+        hint = "; attn_mask takes a boolean mask" if x.dtype == torch.bool else ""
+        raise TypeError(f"{name} must be {rule}, got {x.dtype}{hint}")
     no_gradient(name, x)
 
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(
-            f"{name} must be on the device of the queries, got {x.device} and {device}"
-        )
+        raise ValueError(f"{ONE_DEVICE}; {name} is on {x.device}, the operands on {device}")
 
 
 def check_vector(
     name: str, x: Tensor, size: int, device: torch.device, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """A one-dimensional tensor of a given size and one of the dtypes."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    tensor(name, x)
     on_device(name, x, device)
     if tuple(x.shape) != (size,):
         raise ValueError(f"{name} must have shape ({size},), got {tuple(x.shape)}")
@@ -228,9 +308,69 @@ def check_vector(
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
 
 
-def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def one_of(
+    name: str,
+    value: object,
+    allowed: Sequence[object],
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """The value is one of a few; ``aliases`` are other names that people know them by."""
+    # a tensor or an array has no single truth value when it is compared
+    if (value is None or isinstance(value, str)) and value in allowed:
+        return
+    listed = ", ".join(map(repr, allowed))
+    hint = did_you_mean(value, [x for x in allowed if isinstance(x, str)], aliases)
+    raise ValueError(f"{name} must be one of {listed}, got {_shown(value)}{hint}")
+
+
+def did_you_mean(
+    value: object, allowed: Iterable[str], aliases: Mapping[str, str] | None = None
+) -> str:
+    """The end of an error's sentence: the allowed name that was probably meant, if there is one.
+
+    It is the alias's, one that differs in case, ends alike, or is spelled nearly so.
+    """
+    import difflib
+
+    if not isinstance(value, str) or not value:
+        return ""
+    names = {name.lower(): name for name in allowed}
+    given = value.lower().strip().replace("-", "_").replace(" ", "_")
+    found = names.get(given) or names.get((aliases or {}).get(given, ""))
+    for name in difflib.get_close_matches(given, names, n=1, cutoff=0.6):
+        found = found or names[name]
+    for name in names:
+        found = found or (names[name] if name.endswith(f"_{given}") else None)
+    return f"; did you mean {found!r}?" if found else ""
+
+
+def named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, with an error for a keyword that it does not have which names a near one."""
+    names = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in names:
+                refuse_option(function.__name__, name, names)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def refuse_option(function: str, name: str, allowed: Iterable[str]) -> NoReturn:
+    """What is not an option is an error that names a near one."""
+    allowed = sorted(allowed)
+    hint = did_you_mean(name, allowed, OPTION_ALIASES) or f"; it has {', '.join(allowed)}"
+    raise TypeError(f"{function}() has no argument {name!r}{hint}")
+
+
+def _shown(value: object) -> str:
+    """A value in an error's sentence."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def number(name: str, value: object) -> None:
@@ -240,18 +380,45 @@ def number(name: str, value: object) -> None:
             f"{name} must be a number, got a tensor; .item() reads it, without a gradient: what "
             "is learned can multiply queries or hidden states"
         )
+    if isinstance(value, bool) or not isinstance(
+        value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)
+    ):
+        raise TypeError(f"{name} must be a number, got {_shown(value)}")
 
 
-def positive(name: str, value: float) -> None:
+def finite(name: str, value: Any) -> None:
     number(name, value)
-    if not value > 0:
-        raise ValueError(f"{name} must be positive, got {value}")
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{name} must be finite in float32, got {_shown(value)}")
 
 
-def in_unit_interval(name: str, value: float) -> None:
+def positive(name: str, value: Any) -> None:
+    number(name, value)
+    if not value > 0 or not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{name} must be positive and finite in float32, got {_shown(value)}")
+
+
+def in_unit_interval(name: str, value: Any) -> None:
     number(name, value)
     if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+        raise ValueError(f"{name} must lie between 0 and 1, got {_shown(value)}")
+
+
+def integer(name: str, value: Any, least: int | None = None) -> None:
+    """A whole number, of at least ``least``."""
+    # a bool is an int of Python; numpy's integers are numbers.Integral
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
+        raise TypeError(f"{name} must be an integer, got {_shown(value)}")
+    size: Any = value  # may be symbolic: int() would fix it
+    if not -(2**63) <= size < 2**63:
+        raise ValueError(f"{name} must fit 64 bits, got {_shown(value)}")
+    if least is not None and size < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def boolean(name: str, value: object) -> None:
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 
 
 def no_gradient(name: str, x: Tensor | None) -> None:

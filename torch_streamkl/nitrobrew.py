@@ -10,17 +10,22 @@ import math
 
 from torch import Tensor
 
+from torch_streamkl import checks
+from torch_streamkl.divergences.names import Divergence, Reduction
 from torch_streamkl.linear.interface import linear_kl
 from torch_streamkl.linear.problem import MIB
 
+__all__ = ["forward_kl", "reverse_kl"]
 
+
+@checks.named_options
 def forward_kl(
     xs: Tensor,
     xt: Tensor,
     ws: Tensor,
     wt: Tensor,
     temperature: float = 1.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     chunk_V: int = 2048,
 ) -> Tensor:
     """KL(teacher || student) of ``softmax(xt @ wt.T / temperature)`` and ``softmax(xs @ ws.T /
@@ -38,40 +43,60 @@ def forward_kl(
     return _kl("forward_kl", xs, xt, ws, wt, temperature, reduction, chunk_V)
 
 
+@checks.named_options
 def reverse_kl(
     xs: Tensor,
     xt: Tensor,
     ws: Tensor,
     wt: Tensor,
     temperature: float = 1.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     chunk_V: int = 2048,
 ) -> Tensor:
     """KL(student || teacher); arguments as in `forward_kl`."""
     return _kl("reverse_kl", xs, xt, ws, wt, temperature, reduction, chunk_V)
 
 
+# arguments of linear_kl by the names that they have here
+_NAMES = {
+    "student_hidden": "xs",
+    "teacher_hidden": "xt",
+    "student_weight": "ws",
+    "teacher_weight": "wt",
+}
+
+
 def _kl(
-    divergence: str,
+    divergence: Divergence,
     xs: Tensor,
     xt: Tensor,
     ws: Tensor,
     wt: Tensor,
     temperature: float,
-    reduction: str,
+    reduction: Reduction,
     chunk_V: int,
 ) -> Tensor:
-    if chunk_V < 1:
-        raise ValueError(f"chunk_V must be at least 1, got {chunk_V}")
+    checks.integer("chunk_V", chunk_V, 1)
+    for name, x, ndim in (("xs", xs, None), ("xt", xt, None), ("ws", ws, 2), ("wt", wt, 2)):
+        checks.tensor(name, x)
+        if x.ndim < 2 or x.ndim > (ndim or x.ndim):
+            raise ValueError(f"{name} must be [..., tokens, width] or [num_words, width], got "
+                             f"shape {tuple(x.shape)}")  # fmt: skip
     elements = max(math.prod(xs.shape[:-1]) * chunk_V, ws.shape[0] + 64)
     bytes_of_both = elements * (xs.element_size() + xt.element_size())
-    return linear_kl(
-        xs,
-        ws,
-        xt.detach(),
-        wt.detach(),
-        divergence=divergence,
-        temperature=temperature,
-        reduction=reduction,
-        max_workspace_mib=-(-bytes_of_both // MIB),
-    )
+    try:
+        return linear_kl(
+            xs,
+            ws,
+            xt.detach(),
+            wt.detach(),
+            divergence=divergence,
+            temperature=temperature,
+            reduction=reduction,
+            max_workspace_mib=min(-(-bytes_of_both // MIB), 2**40),
+        )
+    except (ValueError, TypeError, NotImplementedError) as error:
+        text = str(error)
+        for name, here in _NAMES.items():
+            text = text.replace(name, here)
+        raise type(error)(text) from None

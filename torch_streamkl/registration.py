@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 from torch.library import Library
-from torch.utils.flop_counter import register_flop_formula
+
+from torch_streamkl import flop_counts
 
 NAMESPACE = "torch_streamkl"
 # Of each operator the one that compiled graphs call. Autograd is done with when a graph is traced,
@@ -37,7 +38,7 @@ def register(
         torch.library.register_fake(f"{NAMESPACE}::{each}", fake, lib=lib)
         for device in ("CPU", "CUDA"):
             lib.impl(each, _without_autocast(_operator(each), device), f"Autocast{device}")
-        register_flop_formula(getattr(torch.ops.torch_streamkl, each))(flops)
+        flop_counts.add(getattr(torch.ops.torch_streamkl, each), flops)
 
 
 def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -49,6 +49,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 BLOCKS = {2: (32, 64, 128), 4: (16, 32, 64)}  # by bytes of an element
 SCORES_PER_THREAD = {2: (16, 64), 4: (2, 16)}
 
+EPILOG = """\
+example:
+  python -m torch_streamkl.tune --heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --causal
+
+It takes a few minutes for each --seqlen. It needs a CUDA GPU, which nothing else should
+use meanwhile. Later processes find the file by themselves.
+"""
+
 Timer = Callable[[Callable[[], Any]], float]  # milliseconds of a call
 
 
@@ -345,7 +353,7 @@ def _first_run(shape: Shape, kernel: str, tiles: TritonLaunch) -> str:
         with launch_table.replaced(workload.table(kernel, tiles)):
             workload.run(kernel)
         if workload.grad.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(workload.grad.device)
     except Exception as error:
         if "illegal memory access" in str(error):
             os._exit(1)  # nothing runs in this process any more
@@ -436,28 +444,32 @@ def save(entries: list[MeasuredLaunch], device: str, path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torch_streamkl.tune", description=(__doc__ or "").split("\n")[0]
+        prog="python -m torch_streamkl.tune",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, help="of both sides; as many as heads")
-    parser.add_argument("--head-dim", type=int, default=128, help="of the student")
-    parser.add_argument("--teacher-head-dim", type=int, help="as the student's")
-    parser.add_argument("--seqlen", type=int, nargs="+", default=[8192])
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=min(8, os.cpu_count() or 1),
+    add = parser.add_argument
+    add("--batch", type=int, default=1, help="sequences in a batch (default 1)")
+    add("--heads", type=int, default=32, help="query heads of both sides (default 32)")
+    add("--kv-heads", type=int, help="key heads of both sides (default: as many as --heads)")
+    add("--head-dim", type=int, default=128, help="head_dim of the student (default 128)")
+    add("--teacher-head-dim", type=int, help="head_dim of the teacher (default: the student's)")
+    add(
+        "--seqlen", type=int, nargs="+", default=[8192], metavar="N",
+        help="queries and keys of a sequence; several lengths are tuned one by one (default 8192)",
+    )  # fmt: skip
+    add("--causal", action="store_true", help="tune for is_causal=True (default: without a mask)")
+    add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: bfloat16")
+    add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="default: all")
+    add(
+        "--jobs", type=int, default=min(8, os.cpu_count() or 1),
         help="processes that compile and try launches first; 0 for none",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
+    )  # fmt: skip
+    add(
+        "--out", type=Path,
         help=f"default: what {launch_table.VARIABLE} names, or a file in your cache directory",
-    )
+    )  # fmt: skip
     return parser
 
 

@@ -33,6 +33,7 @@ def _explained() -> Iterator[None]:
 
 with _explained():
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, counters
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
@@ -45,6 +46,7 @@ with _explained():
         statically_known_true,
     )
     from torch.utils._python_dispatch import (
+        TorchDispatchMode,
         _disable_current_modes,
         is_traceable_wrapper_subclass,
     )
@@ -80,6 +82,8 @@ __all__ = [
     "FakeTensorMode",
     "FloorDiv",
     "GuardOnDataDependentSymNode",
+    "ShortenTraceback",
+    "TorchDispatchMode",
     "_disable_current_modes",
     "_disable_saved_tensors_hooks_during_tracing",
     "counters",

@@ -22,6 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
 )
 from torch_streamkl.fx_passes.planning.candidates import Plans
+from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_before
 from torch_streamkl.fx_passes.reporting.hints import remedy_for
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
@@ -80,7 +81,7 @@ def unfused_sites(
                 blocked_code="" if elsewhere == location else line,
             ),
         )
-    return list(sites.values())
+    return data_parallel.named(sites.values(), [node_of(trace, node) for node in found])
 
 
 _OUTSIDE = re.compile(r"(not made (?:from scores )?in this graph).*")

@@ -13,6 +13,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
     _disable_current_modes,
     unset_fake_temporarily,
 )
+from torch_streamkl.runtime.launch import with_index
 
 # NOTE [cuDNN's attention is not run in checks]
 # PyTorch keeps a compiled cuDNN graph for each shape and layout of q, k and v. The one of a
@@ -34,7 +35,7 @@ def _without_cudnn_attention() -> Iterator[None]:
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
     """Real tensors, whatever is being traced; random state, modes and caches as they were."""
-    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+    cuda = sorted({with_index(d).index for d in devices if d.type == "cuda"})
     grad = torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MODES = ("auto", "always", "never")
+from torch_streamkl.fx_passes.options import RewriteOptions
+
 SHARE_OF_FREE_MEMORY = 0.25  # where no limit is given
 
 
@@ -21,19 +22,6 @@ class CheckOptions:
     max_seconds: float = 1.0  # of all checks of a graph, compiling kernels excepted
     version: str = ""  # of the sources: passes are recorded in Inductor's cache for it
 
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            known = " or ".join(repr(mode) for mode in MODES)
-            raise ValueError(f"streamkl.verify must be {known}, got {self.mode!r}")
-        if self.max_mib is not None and not _is_positive(self.max_mib):
-            raise ValueError(
-                f"streamkl.verify_max_mib must be a number above 0 or None, got {self.max_mib!r}"
-            )
-        if not _is_positive(self.max_seconds):
-            raise ValueError(
-                f"streamkl.verify_max_seconds must be a number above 0, got {self.max_seconds!r}"
-            )
-
-
-def _is_positive(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0
+    @classmethod
+    def of(cls, options: RewriteOptions, version: str) -> CheckOptions:
+        return cls(options.verify, options.verify_max_mib, options.verify_max_seconds, version)

@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
 from torch_streamkl.fx_passes.validation.sizes import Sizes
+from torch_streamkl.launches.devices import device_name
 
 MAX_CONSTANT = 4096  # entries of a constant that are compared
 _STABLE_MODULES = ("torch", "_operator", "operator", "math", "builtins")
@@ -103,8 +104,13 @@ class Fingerprint:
             return type(value).__name__
         shape, strides = self.sizes.numbers(value.shape), self.sizes.numbers(value.stride())
         memory = self._storages.setdefault(storage_of(node), len(self._storages))
-        kind = f"{value.dtype} {value.device.type} {value.requires_grad}"
+        kind = f"{value.dtype} {_device(value.device)} {value.requires_grad}"
         return f"{kind} {shape} {strides} in {memory}"
+
+
+def _device(device: torch.device) -> str:
+    """What kernels depend on: two GPUs of one name are alike."""
+    return device_name(device) if device.type == "cuda" else device.type
 
 
 def _ambient() -> str:
@@ -140,11 +146,10 @@ def forget() -> None:
 
 
 def _path(fingerprint: Fingerprint, options: CheckOptions) -> Path | None:
-    """A file in Inductor's cache, of this version of the sources, of torch and of the device."""
+    """A file in Inductor's cache, of this version of the sources and of torch."""
     caches = not later("torch._inductor.config", "force_disable_caches")
     cache_dir = later("torch._inductor.runtime.cache_dir_utils", "cache_dir")
     if not fingerprint.is_stable or not options.version or not caches:
         return None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    version = f"{options.version} {torch.__version__} {device} {fingerprint.digest}"
+    version = f"{options.version} {torch.__version__} {fingerprint.digest}"
     return Path(cache_dir()) / "streamkl_checks" / hashlib.sha256(version.encode()).hexdigest()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -46,9 +49,26 @@ def test_example(
     assert "1 of 1 loss fused" in printed, printed
     assert "No score- or logit-sized tensor remains" in printed, printed
     assert printed.count("ms a step") == printed.count("MiB above what is held") == 2
+    for first in ("uncompiled: first step", "streamkl: compiling"):
+        assert re.search(rf"^{first}\.\.\. [\d.]+ s$", printed, re.MULTILINE), printed
+    found = re.search(r"largest relative difference (\S+)", printed)
+    assert found is not None
+    assert float(found[1]) < 1e-3  # the same weights and data: rounding alone
+
+
+def test_a_missing_library_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tqdm.py").write_text("raise ModuleNotFoundError(name='tqdm')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{FOLDER.parent}"}
+    command = [sys.executable, "-m", "examples.attention_maps"]
+    done = subprocess.run(
+        command, env=environment, cwd=FOLDER.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("this example needs tqdm, which is not installed: pip install")
+    assert "Traceback" not in done.stderr
 
 
 def test_none_is_long_or_untested() -> None:
-    scripts = [p for p in FOLDER.glob("*.py") if "__main__" in p.read_text()]
+    scripts = [p for p in FOLDER.glob("*.py") if 'name__ == "__main__"' in p.read_text()]
     assert {p.stem for p in scripts} == set(LIBRARIES)
     assert all(len(p.read_text().splitlines()) < 80 for p in FOLDER.glob("*.py"))

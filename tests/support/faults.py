@@ -406,6 +406,18 @@ FAULTS = (
         "return self.capability == (9, 0)",
         "test_tiles.py",
     ),
+    Fault(
+        "torch_streamkl/runtime/launch.py",
+        "with on_device(device_of(arguments)):",
+        "with _CURRENT:",
+        "test_launches.py",
+    ),
+    Fault(
+        "torch_streamkl/launches/recorded.py",
+        'with {guard}({device}):"',
+        'if {guard}({device}):"',
+        "test_launches.py",
+    ),
     # ------------------------------------------------------------------------ planner, lowering
     Fault(
         "fx_passes/planning/dimensions.py",

@@ -12,6 +12,8 @@ import torch.xpu
 from torch_streamkl.fx_passes.planning import small
 
 MEASURED_MIB = dict(small.LEAST_MIB)
+MEASURED_PROGRAM_MIB = dict(small.LEAST_PROGRAM_MIB)
+MEASURED_ATTENTION_MIB = dict(small.LEAST_ATTENTION_MIB)
 
 
 def guards_are_not_timed() -> None:

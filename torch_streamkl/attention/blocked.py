@@ -404,13 +404,22 @@ def _backward_sequence(
         and not wanted.teacher
         and not problem.head_mean
     )
-    all_lse_s, all_lse_t = without_infinity(stats.student_lse), without_infinity(stats.teacher_lse)
+    # Rows that do not count get probabilities of 0: their own gradients may be infinite.
+    left_out = grad == 0
+    all_lse_s = without_infinity(stats.student_lse).masked_fill(left_out, math.inf)
+    all_lse_t = without_infinity(stats.teacher_lse).masked_fill(
+        _per_head(left_out, stats.teacher_lse.shape[1]), math.inf
+    )
+    student_sum = stats.student_sum.masked_fill(left_out, 0.0)
+    teacher_sum = stats.teacher_sum.masked_fill(
+        _per_head(left_out, stats.teacher_sum.shape[1]), 0.0
+    )
     for rows in _row_blocks(problem, blocks):
         teacher_rows = _teacher_rows(problem, rows)
         row_grad = rows.of(grad).unsqueeze(-1)
         lse_s, lse_t = rows.of(all_lse_s), teacher_rows.of(all_lse_t)
-        h_sum = rows.of(stats.student_sum).unsqueeze(-1)
-        g_sum = teacher_rows.of(stats.teacher_sum).unsqueeze(-1)
+        h_sum = rows.of(student_sum).unsqueeze(-1)
+        g_sum = teacher_rows.of(teacher_sum).unsqueeze(-1)
         for keys in _key_blocks(problem, blocks, rows):
             mask = _mask_of(problem, rows, keys)
             block_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, mask, lse_t)

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, ParamSpec, get_args
 
 import torch
 from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.attention import direct, ops, reference
-from torch_streamkl.divergences.names import divergence_text
-from torch_streamkl.launches.launch import IMPLEMENTATIONS
+from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
 from torch_streamkl.registration import without_autocast
 
-LAYOUTS = ("bhnd", "bnhd")
+Layout = Literal["bhnd", "bnhd"]
+AttentionImpl = Literal["auto", "hopper", "triton", "streaming", "reference"]
+LAYOUTS = get_args(Layout)
+IMPLEMENTATIONS = get_args(AttentionImpl)
 PACKED = "packed"  # [total, num_heads, head_dim], of attention_kl_varlen
-REDUCTIONS = ("none", "mean", "sum", "batchmean")
+REDUCTIONS = get_args(Reduction)
+_P = ParamSpec("_P")
 
 
+def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Calls with DTensors go through `torch_streamkl.distributed`."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
+                from torch_streamkl.distributed.attention_dtensor import attention_kl_dtensor
+
+                return attention_kl_dtensor(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_on_several_ranks
+@checks.named_options
 def attention_kl(
     student_q: Tensor,
     student_k: Tensor,
     teacher_q: Tensor,
     teacher_k: Tensor,
     *,
-    divergence: str = "forward_kl",
+    divergence: Divergence = "forward_kl",
     beta: float = 0.5,
     student_scale: float | Tensor | None = None,
     teacher_scale: float | Tensor | None = None,
@@ -47,11 +68,11 @@ def attention_kl(
     teacher_eps: float = 0.0,
     student_clamp: float = 0.0,
     teacher_clamp: float = 0.0,
-    head_reduction: str | None = None,
+    head_reduction: Literal["mean"] | None = None,
     teacher_lse: Tensor | None = None,
-    layout: str = "bhnd",
-    reduction: str = "none",
-    impl: str = "auto",
+    layout: Layout = "bhnd",
+    reduction: Reduction = "none",
+    impl: AttentionImpl = "auto",
     deterministic: bool = True,
 ) -> Tensor:
     r"""Divergence between the attention distributions of teacher and student, without the maps.
@@ -74,22 +95,25 @@ def attention_kl(
         student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_kv_heads divides
             num_heads and may differ per side (grouped heads). float16, bfloat16, float32 or (on
             the CPU) float64, one dtype for all four; any strides with a contiguous last
-            dimension, nothing is copied.
+            dimension, nothing is copied. Under autocast all but float64 are cast to its dtype,
+            as a matmul's operands are, and may differ before.
         divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"``
             -sum P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
             KL(S||M) with M = beta P + (1 - beta) S (generalised Jensen-Shannon as in GKD; beta 0
             and 1 are forward and reverse KL); ``"tv"`` 0.5 sum |P - S|.
         student_scale, teacher_scale: factor of the dot products, default ``head_dim ** -0.5``. A
-            tensor (a learned scale, or one per row: anything that multiplies q) is applied to q
-            and gets gradient.
+            floating-point tensor (a learned scale, one per head or row) broadcasts to q as it is
+            given, in ``layout``: q * scale takes the place of q, rounded to q's dtype. The tensor
+            gets a gradient.
         temperature: divides the final scores of both sides. The T^2 of Hinton's loss is the
             caller's.
-        student_softcap, teacher_softcap: c in ``c * tanh(score / c)``, after the scale.
+        student_softcap, teacher_softcap: c in ``c * tanh(score / c)``, after the scale. None is
+            no softcap.
         is_causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned at the last query and
             key).
         window: (left, right) keys around that position, None for no bound.
         attn_mask: boolean (True takes part) or additive (added to both sides' scores), broadcasts
-            to ``[batch, num_heads, seqlen_q, seqlen_k]`` and is never expanded.
+            to ``[batch, num_heads, seqlen_q, seqlen_k]`` in either layout and is never expanded.
         key_lengths: int32 or int64 ``[batch]``, the number of valid keys.
         row_mask: boolean, broadcasts to ``[batch, num_heads, seqlen_q]``; False rows are 0 without
             gradient.
@@ -99,7 +123,9 @@ def attention_kl(
         student_sink, teacher_sink: ``[num_heads]``, an extra logit in the denominator (not divided
             by the temperature); gets gradient.
         student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes
-            log(max(P + eps, clamp)), exactly; the weight in front of the log stays P.
+            log(max(P + eps, clamp)), exactly; the weight in front of the log stays P. ``"js"``
+            takes the logarithm of M from the guarded probabilities, too: log M = log(beta max(P +
+            eps, clamp) + (1 - beta) max(S + eps, clamp)), each with its own side's guards.
         head_reduction: ``"mean"`` averages the teacher's probabilities over the heads that belong
             to one student head; the teacher then has a multiple of the student's heads. Triton
             kernels keep up to 64 MiB of the mean at a time.
@@ -107,7 +133,8 @@ def attention_kl(
             head_reduction only.
         layout: ``"bhnd"``, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]`` inputs; rows
             are ``[batch, num_heads, seqlen_q]`` either way.
-        reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch. Rows
+            that row_mask leaves out count in both means, as 0.
         impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"streaming"`` (plain torch,
             bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
         deterministic: False allows gradients whose last bits differ from run to run, where they
@@ -119,12 +146,16 @@ def attention_kl(
         float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: before any launch, with the rule and the value.
+        ValueError, TypeError, NotImplementedError: before any launch, with the argument, the rule
+            and the value.
 
     Numerics: scores and sums are accumulated in float32. A row without allowed keys is 0 with
     gradient 0; a key that the student excludes and the teacher does not makes the row +inf, as the
-    definition says. Gradients go to q and k of both sides where they require it, and are the same
-    bits on every run unless ``deterministic`` is False.
+    definition says, and one whose probability underflows to 0 adds nothing. No batch, query or
+    key at all (a size of 0) gives an empty result or rows of 0, the sum 0 with gradients 0, and
+    NaN for a mean over nothing, as torch's. Gradients go to q and k of both sides, to sinks and
+    to scales where they require it, and are the same bits on every run unless ``deterministic``
+    is False.
     Source: the one-pass coupled softmax state of StreamKL (arXiv 2606.20005); see
     divergences/row_state.py.
     """
@@ -156,7 +187,7 @@ def attention_kl(
         student_softcap,
         teacher_softcap,
         is_causal,
-        None if window is None else (window[0], window[1]),
+        _window(window),
         student_eps,
         teacher_eps,
         student_clamp,
@@ -170,6 +201,8 @@ def attention_kl(
     return _run(inputs, settings)
 
 
+@_on_several_ranks
+@checks.named_options
 def attention_kl_varlen(
     student_q: Tensor,
     student_k: Tensor,
@@ -180,7 +213,7 @@ def attention_kl_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    divergence: str = "forward_kl",
+    divergence: Divergence = "forward_kl",
     beta: float = 0.5,
     student_scale: float | Tensor | None = None,
     teacher_scale: float | Tensor | None = None,
@@ -198,10 +231,10 @@ def attention_kl_varlen(
     teacher_eps: float = 0.0,
     student_clamp: float = 0.0,
     teacher_clamp: float = 0.0,
-    head_reduction: str | None = None,
+    head_reduction: Literal["mean"] | None = None,
     teacher_lse: Tensor | None = None,
-    reduction: str = "none",
-    impl: str = "auto",
+    reduction: Reduction = "none",
+    impl: AttentionImpl = "auto",
 ) -> Tensor:
     """`attention_kl` over packed sequences, each attending to its own keys only.
 
@@ -212,16 +245,21 @@ def attention_kl_varlen(
         student_q, teacher_q: ``[total_q, num_heads, head_dim]``.
         student_k, teacher_k: ``[total_k, num_kv_heads, head_dim]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[num_sequences + 1]``, from 0 to the totals, not
-        decreasing. Their
-            values are not read on the host.
+            decreasing. Their values are not checked: a GPU would have to be waited for.
         max_seqlen_q, max_seqlen_k: bounds on the sequence lengths; a sequence longer than that is
             wrong.
 
-    Everything else as in `attention_kl`; dense masks and biases do not apply to packed sequences.
+        row_mask: boolean, broadcasts to ``[num_heads, total_q]``.
+        teacher_lse: ``[num_teacher_heads, total_q]``.
+        student_scale, teacher_scale: a tensor broadcasts to ``[total_q, num_heads, head_dim]``.
+
+    The other arguments are those of `attention_kl`. There are no dense masks, biases, key_lengths
+    and layout, which do not apply to packed sequences, and no ``deterministic``: gradients are
+    always the same bits on every run.
 
     Returns:
-        ``[num_heads, total_q]`` per-row values in float32 nats, or a scalar; ``"batchmean"``
-        divides by the number of sequences.
+        ``[num_heads, total_q]`` per-row values in nats, float32 (float64 for float64 inputs), or a
+        scalar; ``"batchmean"`` divides by the number of sequences.
     """
     inputs = Inputs(
         student_q,
@@ -250,7 +288,7 @@ def attention_kl_varlen(
         student_softcap,
         teacher_softcap,
         is_causal,
-        None if window is None else (window[0], window[1]),
+        _window(window),
         student_eps,
         teacher_eps,
         student_clamp,
@@ -325,7 +363,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
         from torch_streamkl.distributed.attention_dtensor import prepared
 
-        inputs = Inputs(*prepared(inputs, settings))
+        placed, settings = prepared(inputs, settings)
+        inputs = Inputs(*placed)
     sites: dict[Any, Any] = {}
     if plain:
         verdict = checks.remembered(inputs, settings, _checked_options)
@@ -333,7 +372,9 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     else:
         options = _checked_options(inputs, settings)
     tensors = _operands(inputs, settings)
-    if settings.impl == "reference":
+    if tensors[0].numel() == 0 or tensors[1].numel() == 0:
+        value = _of_nothing(tensors)
+    elif settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
         value = without_autocast(reference.attention_kl_rows, problem)  # operands are cast
     elif plain:
@@ -354,17 +395,27 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     return value
 
 
+def _of_nothing(tensors: tuple[Any, ...]) -> Tensor:
+    """Rows of a call without a batch, query or key: each is 0, with gradient 0 to every input."""
+    q = tensors[0]
+    # slices without elements, whose sum is 0 whatever the tensors hold
+    nothing = [x.narrow(-1, 0, 0).sum() for x in ops.differentiable(tensors) if x is not None]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    rows: Tensor = q.new_zeros(q.shape[:3], dtype=dtype) + sum(nothing).to(dtype)
+    return rows
+
+
 def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     """The operator's tensors: views of the inputs unless a scale is a tensor or autocast is on."""
     q_s, k_s, q_t, k_t = inputs[:4]
-    if settings.layout != "bhnd":
-        q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
     if isinstance(settings.student_scale, Tensor):
         q_s = (q_s * settings.student_scale).to(q_s.dtype)
     if isinstance(settings.teacher_scale, Tensor):
         q_t = (q_t * settings.teacher_scale).to(q_t.dtype)
+    if settings.layout != "bhnd":
+        q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in (q_s, k_s, q_t, k_t))
     if checks.is_autocast(q_s):
-        q_s, k_s, q_t, k_t = (_autocast(x) for x in (q_s, k_s, q_t, k_t))
+        q_s, k_s, q_t, k_t = (checks.as_matmul_operand(x) for x in (q_s, k_s, q_t, k_t))
     optional = inputs[4:]
     for x in optional:
         if x is not None:
@@ -395,11 +446,6 @@ def _with_dims(x: Tensor, ndim: int) -> Tensor:
     return x if x.ndim == ndim else x[(None,) * (ndim - x.ndim)]
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """What autocast would do to the operand of a matmul."""
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
-
-
 # ------------------------------------------------------------------------------------------ checks
 def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     """The operator's options after its tensors, in the schema's order; raises on illegal ones."""
@@ -407,6 +453,7 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     for name, x in zip(Inputs._fields[:4], inputs[:4], strict=True):
         checks.check_tensor(name, x, ndim=3 if packed else 4)
     q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in inputs[:4])
+    checks.one_of("head_reduction", settings.head_reduction, (None, "mean"))
     checks.check_attention_inputs(q_s, k_s, q_t, k_t, settings.head_reduction is not None)
     rows, keys = (q_s.shape[0], q_s.shape[1], q_s.shape[2]), k_s.shape[2]
     if packed:
@@ -419,8 +466,11 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         checks.check_broadcast("row_mask", inputs.row_mask, rows, q_s.device)
         if inputs.row_mask.dtype != torch.bool:
             raise TypeError(f"row_mask must be boolean, got {inputs.row_mask.dtype}")
-    for side, q in (("student", q_s), ("teacher", q_t)):
-        _check_side(side, q, inputs, settings)
+    for side, q, given in (
+        ("student", q_s, inputs.student_q),
+        ("teacher", q_t, inputs.teacher_q),
+    ):
+        _check_side(side, q, given, inputs, settings)
     _check_head_reduction(inputs, settings, q_t)
     left, right = window_bounds(settings.is_causal, settings.window)
     return (
@@ -444,7 +494,7 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
 def _functional(settings: Settings) -> str:
     checks.one_of("reduction", settings.reduction, REDUCTIONS)
     checks.one_of("impl", settings.impl, IMPLEMENTATIONS)
-    checks.one_of("deterministic", settings.deterministic, (True, False))
+    checks.boolean("deterministic", settings.deterministic)
     checks.positive("temperature", settings.temperature)
     return divergence_text(
         settings.divergence,
@@ -463,8 +513,10 @@ def _check_offsets(inputs: Inputs, settings: Settings) -> None:
         checks.check_vector(name, getattr(inputs, name), size, device, (torch.int32,))
     if size < 2:
         raise ValueError(f"cu_seqlens_q must have num_sequences + 1 >= 2 entries, got {size}")
-    checks.positive("max_seqlen_q", settings.max_seqlen_q)
-    checks.positive("max_seqlen_k", settings.max_seqlen_k)
+    # no sequence has a query or key where there is none at all
+    for name, x in (("q", inputs.student_q), ("k", inputs.student_k)):
+        least = 1 if x.shape[0] else 0
+        checks.integer(f"max_seqlen_{name}", getattr(settings, f"max_seqlen_{name}"), least)
 
 
 def _check_masks(
@@ -492,13 +544,18 @@ def _check_masks(
             checks.additive(name, bias)
 
 
-def _check_side(side: str, q: Tensor, inputs: Inputs, settings: Settings) -> None:
+def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: Settings) -> None:
+    """Options of a side; ``given`` is q in the caller's layout."""
     softcap = getattr(settings, f"{side}_softcap")
     if softcap is not None:
         checks.positive(f"{side}_softcap", softcap)
-    scale = _scale(getattr(settings, f"{side}_scale"), q)
-    if not -math.inf < scale < math.inf:  # also of a symbolic number
-        raise ValueError(f"{side}_scale must be finite, got {scale}")
+    scale = getattr(settings, f"{side}_scale")
+    if isinstance(scale, Tensor):
+        checks.check_broadcast(f"{side}_scale", scale, tuple(given.shape), q.device)
+        if scale.dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(f"{side}_scale must be floating point, got {scale.dtype}")
+    elif scale is not None:
+        checks.finite(f"{side}_scale", scale)
     for name in (f"{side}_alibi_slopes", f"{side}_sink"):
         x = getattr(inputs, name)
         if x is not None:
@@ -515,10 +572,10 @@ def _scale(scale: float | Tensor | None, q: Tensor) -> float:
 
 
 def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor) -> None:
-    checks.one_of("head_reduction", settings.head_reduction, (None, "mean"))
     lse = inputs.teacher_lse
     if lse is None:
         return
+    checks.tensor("teacher_lse", lse)
     if settings.head_reduction is None:
         raise ValueError(
             "teacher_lse is used with head_reduction='mean' only; "
@@ -533,14 +590,27 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
         raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {lse.dtype}")
 
 
+def _window(window: Any) -> tuple[int | None, int | None] | None:
+    """The window as a tuple of integers, which is hashable."""
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(
+            "window must be a pair (left, right) of numbers of keys, None for no bound, got "
+            f"{window!r}"
+        )
+    for name, bound in zip(("left", "right"), window, strict=True):
+        if bound is not None:
+            checks.integer(f"window's {name} bound", bound, 0)
+    return window[0], window[1]
+
+
 def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
     """Keys before and after a query's position that it sees, None for no bound."""
-    left, right = window if window is not None else (None, None)
-    for name, bound in (("left", left), ("right", right)):
-        if bound is not None and bound < 0:
-            raise ValueError(f"window bounds must be None or at least 0, got {name} {bound}")
+    checks.boolean("is_causal", is_causal)
+    left, right = _window(window) or (None, None)
     if is_causal:
         right = 0 if right is None else min(right, 0)
     return left, right

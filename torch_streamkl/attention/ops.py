@@ -341,8 +341,12 @@ def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -
     # dlogP_j / dsink = -exp(sink - lse) for every key j; the sum over j of df/dlogP_j is stored
     lse, key_sum = stats.unbind(0)
     grad = grad.repeat_interleave(lse.shape[1] // grad.shape[1], dim=1)
-    mass = torch.exp(sink.to(lse.dtype)[:, None] - lse * lse_unit)
-    return -(grad * key_sum * mass).sum((0, 2)).to(sink.dtype)
+    # without any key and with a sink of -inf the log-sum-exp is -inf, too
+    lse = torch.where(lse == -math.inf, 0.0, lse * lse_unit)
+    mass = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    share = torch.where(grad == 0, 0.0, grad * key_sum * mass)
+    return -share.sum((0, 2)).to(sink.dtype)
 
 
 torch.library.register_autograd(
@@ -372,11 +376,8 @@ def _vmap(
             raise NotImplementedError(
                 f"vmap over {name} is not supported; map over q, k, masks or biases"
             )
-    batch = next(
-        a.shape[1:] if d == 0 else a.movedim(d, 0).shape[1:]
-        for a, d in zip(args[:4], in_dims, strict=False)
-        if d is not None
-    )[0]
+    q, dim = args[0], in_dims[0]
+    batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
     for index in _BATCHED:
         if index >= len(args) or args[index] is None:
             continue

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention.problem import AttentionProblem, Side, bottom_right_offset
-from torch_streamkl.divergences.functional import evaluate
+from torch_streamkl.divergences.functional import evaluate_logs, with_lost_rows
 
 
 def attention_kl_rows(problem: AttentionProblem) -> Tensor:
@@ -35,9 +35,12 @@ def rows_and_lse(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
     # no infinity meets autograd.
     counted = allowed if problem.mask_value == -math.inf else torch.ones_like(allowed)
     safe_t, safe_s = (torch.where(counted, x, torch.zeros_like(x)) for x in (log_t, log_s))
-    variables = {"P": safe_t.exp(), "S": safe_s.exp(), "logP": safe_t, "logS": safe_s}
-    f = evaluate(problem.functional.expr, variables).expand_as(safe_t)
-    return torch.where(counted, f, torch.zeros_like(f)).sum(-1), lse_s, lse_t
+
+    def sums(log_t: Tensor, log_s: Tensor) -> Tensor:
+        f = evaluate_logs(problem.functional.expr, log_t, log_s)
+        return torch.where(counted, f, torch.zeros_like(f)).sum(-1)
+
+    return with_lost_rows(sums, safe_t, safe_s), lse_s, lse_t
 
 
 def allowed_keys(problem: AttentionProblem) -> Tensor:

@@ -64,6 +64,7 @@ class Softmax:
     p: Tensor
     lse: Tensor  # [rows, 1], -inf in a row without keys
     log_p_outside: Tensor | None = None  # [rows, 1], of one key outside of the tile
+    rest: Tensor | None = None  # [rows, 1], what rounding has taken from the log-sum-exp
 
 
 def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -109,6 +110,8 @@ def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
     student, teacher = (Softmax(x, x.exp(), x) for x in logs)
     names = "h" * form.student + "g" * form.teacher
     terms = Functional.of(form.functional).terms(names, variables_of(student, teacher))
+    if not form.fills:
+        h_sum, g_sum = sums_of_terms(form.functional, names, terms, h_sum, g_sum, allowed)
     weight = inputs["row_weight"]
     if form.student:
         d = _gradient(inputs, 0, terms[0], student.p * h_sum, s.slope, weight, form, allowed)
@@ -117,6 +120,26 @@ def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
         d = _gradient(inputs, 1, terms[-1], teacher.p * g_sum, t.slope, weight, form, allowed)
         inputs[WORKSPACE[1]].copy_(d)
     return ()
+
+
+def sums_of_terms(
+    functional: str,
+    names: str,
+    terms: list[Tensor],
+    h_sum: Tensor,
+    g_sum: Tensor,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """H and G of these terms, where they may not be those of the forward.
+
+    A term that jumps where two probabilities are equal, or one is at its clamp, may lie on the
+    other side here: the forward rounds probabilities in another way.
+    """
+    if not Functional.of(functional).has_kinks:
+        return h_sum, g_sum
+    kept = [x if allowed is None else torch.where(allowed, x, 0.0) for x in terms]
+    sums = dict(zip(names, (x.sum(-1, keepdim=True) for x in kept), strict=True))
+    return sums.get("h", h_sum), sums.get("g", g_sum)
 
 
 def variables_of(student: Softmax, teacher: Softmax) -> dict[str, Tensor]:
@@ -215,11 +238,14 @@ def softmax(
     masses = copied(mass, copies)
     is_empty = masses == 0
     depths = torch.where(is_empty, 0.0, masses.log())
-    lse = column(torch.where(is_empty, -math.inf, bases + depths))
+    sums = bases + depths
+    lse = column(torch.where(is_empty, -math.inf, sums))
+    rest = column((bases - sums) + depths)
     depth = column(depths)
     # a probability as a quotient: the exponential of a difference would be another pass of them
     p = e * column(torch.where(is_empty, 0.0, 1.0 / masses))
-    return Softmax(shifted - depth, p, lse, None if level is None else level - base - depth)
+    log_p_outside = None if level is None else level - base - depth
+    return Softmax(shifted - depth, p, lse, log_p_outside, rest)
 
 
 def _with_keys_outside(
@@ -254,4 +280,6 @@ def _gradient(
     d = (term - share) * factor
     if slope is not None:
         d = d * slope
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    d = torch.where(weight == 0, 0.0, d)
     return d if allowed is None else torch.where(allowed, d, 0.0)

@@ -1,35 +1,87 @@
-"""Ranks tell each other what they were called with, before they exchange tensors of that size.
+"""Ranks compare what they were called with, before they exchange tensors of that size.
 
-A collective of tensors that differ in size hangs or corrupts memory. So every call first gathers
-a few integers of each rank, and where they do not fit all ranks raise the same error, which names
-the rule and what each rank has. Options (the divergence, scales and so on) travel as a digest and
-are gathered in full only for that error.
+A collective of tensors that differ in size hangs or corrupts memory, and ranks that differ in
+anything else (a reduction, a gradient) compute something that nobody asked for. So every call
+first gathers a few integers of each rank: digests of its arguments (`arguments.py` describes them)
+and the sizes in which ranks may differ. If the digests differ, or if a rank has refused its
+arguments, the ranks gather the texts behind them too, and all of them raise the same error, which
+names the argument and what each rank has.
 
 NOTE [What agreement costs]
-One all-gather of 192 bytes a rank and call. A group that has a backend for the CPU (one of
-``init_process_group()`` or ``"cpu:gloo,cuda:nccl"``) exchanges them there: some 0.1 ms of the
-host, which runs ahead of the GPU, and no synchronisation. A group with NCCL alone exchanges them
-on the GPU, and the host waits for what was launched before. While a CUDA graph is captured nothing
-may wait: the last answer to the same question is taken.
+One all-gather of 192 bytes a rank for each group of a call. A group that has a backend for the CPU
+(one of ``init_process_group()`` or ``"cpu:gloo,cuda:nccl"``) exchanges them there: some 0.1 ms of
+the CPU, which runs ahead of the GPU, and no synchronisation. A group with NCCL alone exchanges
+them on the GPU, and the CPU waits for what was launched before. While a CUDA graph is captured
+nothing may wait: the last answer to the same question is taken.
+
+NOTE [Why no call goes without it]
+A rank cannot know that the others repeat the call that it repeats. If it left the exchange out
+because these arguments were compared before, it would meet the exchange of a rank with new
+arguments in a collective of another size, which is the hang that all this prevents.
 """
 
 from __future__ import annotations
 
+import builtins
 import hashlib
-from collections.abc import Callable
-from typing import Any, NoReturn
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_gather_object
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_streamkl.distributed import collectives
+from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
     """What ranks were called with does not fit; raised on all of them."""
 
 
+@dataclass
+class _Call:
+    """A call that the ranks of a group make, and whether it has met the others' yet."""
+
+    group_name: str
+    arguments: dict[str, str]
+    has_met: bool = False
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others of its call."""
+
+    kind: str
+    options: Mapping[str, str]  # of the operator
+    arguments: Mapping[str, str]  # of the public function; a compiled program does not know them
+    sizes: Mapping[str, int] = field(default_factory=dict)  # may differ between ranks
+    refusal: tuple[str, str] | None = None  # type and text of an error
+
+    @property
+    def text(self) -> bytes:
+        told = [self.kind, dict(self.options), dict(self.arguments), self.refusal]
+        return json.dumps(told).encode()
+
+    @property
+    def header(self) -> list[int]:
+        digests = [_digest(self.kind), _digest(self.options), _digest(self.arguments)]
+        return [int(self.refusal is not None), *digests, *self.sizes.values()]
+
+    @staticmethod
+    def of(text: bytes) -> _Told:
+        kind, options, arguments, refusal = json.loads(text)
+        return _Told(kind, options, arguments, {}, None if refusal is None else tuple(refusal))
+
+
+_log = logging.getLogger(__name__)
+_NUM_FIRST = 4  # integers before the sizes
+_current: ContextVar[_Call | None] = ContextVar("_current", default=None)
 _MAX_ANSWERS = 1024
 _answers: dict[Any, list[dict[str, int]]] = {}
 
@@ -37,111 +89,186 @@ _answers: dict[Any, list[dict[str, int]]] = {}
 def agree(
     group_name: str,
     device: torch.device,
-    same: dict[str, int],
-    own: dict[str, int],
-    options: dict[str, str],
+    kind: str,
+    same: Mapping[str, Any],
+    own: Mapping[str, int],
 ) -> list[dict[str, int]]:
-    """What every rank has: ``same`` and ``options`` are equal on all, ``own`` may differ.
+    """What every rank has of ``own``; ``same`` is equal on all.
 
-    Raises the same DisagreementError on every rank where they are not equal, or where a rank
-    refused its arguments (`refused_together`).
+    Raises the same DisagreementError on every rank if it is not, if the arguments of the calls
+    that led here are not (`together`), or if a rank refused its arguments.
     """
-    facts = {**same, **own}
-    text = repr(options)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    key = (group_name, device, text, *facts.items())
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    call = _current.get()
+    if call is not None and call.group_name != group_name:
+        call = None
+    options = {name: str(value) for name, value in same.items()}
+    told = _Told(kind, options, {} if call is None else call.arguments, own)
+    key = (group_name, device, *(tuple(x.items()) for x in (options, told.arguments, own)))
+    if is_capturing(device):
         if key not in _answers:
             raise RuntimeError(
                 "ranks cannot compare their arguments while a CUDA graph is captured: call once "
                 "with the same shapes and options before the capture"
             )
+        if call is not None:
+            call.has_met = True
         return _answers[key]
-    group = collectives.resolve(group_name)
-    rows = _gathered([0, digest, len(facts), *facts.values()], group, group_name, device)
-    if any(refused for refused, *_ in rows):
-        _raise_refusal(group, "")
-    for what, values in (
-        ("the kind of call", [row[2] for row in rows]),
-        *((name, [row[3 + i] for row in rows]) for i, name in enumerate(same)),
-    ):
-        if len(set(values)) > 1:
-            raise DisagreementError(f"all ranks must have the same {what}, got {listed(values)}")
-    if len({row[1] for row in rows}) > 1:
-        given: list[Any] = [None] * group.size()
-        all_gather_object(given, options, group=group)
-        name = next(n for n in options if len({other[n] for other in given}) > 1)
-        raise DisagreementError(
-            f"all ranks must have the same {name}, got {listed([other[name] for other in given])}"
-        )
-    answer = [dict(zip(facts, row[3:], strict=False)) for row in rows]
+    if call is not None:
+        call.has_met = True  # also if the exchange fails: another one would not end either
+    rows, error = _exchanged(told, collectives.resolve(group_name), device)
+    if error is not None:
+        raise error
+    answer = [dict(zip(own, row[_NUM_FIRST:], strict=False)) for row in rows]
     if len(_answers) >= _MAX_ANSWERS:
         _answers.clear()
     _answers[key] = answer
     return answer
 
 
-def refused_together(group: ProcessGroup, device: torch.device, check: Callable[[], Any]) -> Any:
-    """``check()``; what it raises is raised on every rank, which would wait for this one."""
-    try:
-        return check()
-    except DisagreementError:
-        raise
-    except (ValueError, TypeError, NotImplementedError) as error:
-        rows = _gathered([1, 0, 0], group, group.group_name, device)
-        _raise_refusal(group, str(error), error, sum(row[0] for row in rows))
-
-
-def refused_by_any(
-    groups: list[ProcessGroup], device: torch.device, call: Callable[[], Any]
+def together(
+    group: ProcessGroup,
+    device: torch.device,
+    kind: str,
+    describe: Callable[[], dict[str, str]],
+    call: Callable[[], Any],
 ) -> Any:
-    """``call()``, which communicates with none of the groups; what a rank raises is raised by all.
+    """``call()``, on all ranks of the group or on none.
 
-    The groups are those of a mesh's dimensions: what one of them has heard it tells the next.
+    `agree` compares the arguments together with what the call itself has to compare. What is
+    raised before that on one rank is raised on every rank, which would wait for this one.
     """
+    current = _Call(group.group_name, {})
+    token = _current.set(current)
+    try:
+        current.arguments = describe()
+        result = call()
+        if not current.has_met:  # nothing was left to compute
+            agree(group.group_name, device, kind, {}, {})
+        return result
+    except Exception as error:
+        if current.has_met or is_capturing(device):
+            raise
+        told = _Told(kind, {}, current.arguments, refusal=_refusal(error))
+        raised = _exchanged(told, group, device, error)[1]
+        raise raised or error from None
+    finally:
+        _current.reset(token)
+
+
+def together_on_mesh(
+    mesh: DeviceMesh,
+    device: torch.device,
+    kind: str,
+    describe: Callable[[], dict[str, str]],
+    check: Callable[[], Any],
+    explain: Callable[[], Any],
+) -> Any:
+    """``check()``, which communicates with nobody, after all ranks of a mesh compared arguments.
+
+    Where they differ ``explain()`` raises what the call would raise on this rank alone.
+
+    Groups of the mesh's dimensions meet one after the other: what a rank has heard in one of them
+    it tells the next.
+    """
+    arguments: dict[str, str] = {}
     result, error = None, None
     try:
-        result = call()
-    except (ValueError, TypeError, NotImplementedError) as refusal:
+        arguments = describe()
+        result = check()
+    except Exception as refusal:
         error = refusal
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        groups = []  # nothing may wait; the same call went well before the capture
-    for group in groups:
-        rows = _gathered([int(error is not None), 0, 0], group, group.group_name, device)
-        if not any(refused for refused, *_ in rows):
-            continue
-        try:
-            refused = sum(row[0] for row in rows)
-            _raise_refusal(group, "" if error is None else str(error), error, refused)
-        except (ValueError, TypeError, NotImplementedError) as refusal:
-            error = refusal
+    if not is_capturing(device):  # nothing may wait; the same call went well before the capture
+        for dim in range(mesh.ndim):
+            refused = None if error is None else _refusal(error)
+            told = _Told(kind, {}, arguments, refusal=refused)
+            _, error = _exchanged(told, mesh.get_group(dim), device, error, explain)
     if error is not None:
         raise error
     return result
 
 
-def _raise_refusal(
-    group: ProcessGroup, text: str, error: Exception | None = None, num_refused: int = 0
-) -> NoReturn:
-    texts: list[Any] = [None] * group.size()
-    all_gather_object(texts, text, group=group)
-    if error is not None and num_refused == group.size():
-        raise error
-    reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(texts) if reason)
-    kind = DisagreementError if error is None else type(error)
-    raise kind(f"a rank refused its arguments: {reasons}") from error
+def _refusal(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def _digest(x: object) -> int:
+    """Seven bytes, 0 for nothing to compare."""
+    return int.from_bytes(hashlib.sha256(repr(x).encode()).digest()[:7], "big") if x else 0
+
+
+def _exchanged(
+    told: _Told,
+    group: ProcessGroup,
+    device: torch.device,
+    error: Exception | None = None,
+    explain: Callable[[], Any] = lambda: None,
+) -> tuple[list[list[int]], Exception | None]:
+    """Headers of all ranks, and the error that all of them have to raise.
+
+    ``error`` is what this rank has to say.
+    """
+    header = told.header
+    rows = _gathered(header + [0] * (_HEADER - len(header)), group, device)
+    refused, kinds, options, arguments = ({row[i] for row in rows} for i in range(_NUM_FIRST))
+    if refused == {0} and len(kinds) == len(options) == 1 and len(arguments - {0}) <= 1:
+        return rows, None
+    if error is None:
+        try:
+            explain()
+        except (ValueError, TypeError, NotImplementedError) as refusal:
+            error, told = refusal, replace(told, refusal=_refusal(refusal))
+        except Exception as unexpected:  # what ranks differ in is the better message
+            _log.debug("arguments could not be tried alone", exc_info=unexpected)
+    text = told.text
+    sizes = [size for (size,) in _gathered([len(text)], group, device)]
+    padded = _gathered([*text, *[0] * (max(sizes) - len(text))], group, device)
+    everyone = [_Told.of(bytes(x[:size])) for x, size in zip(padded, sizes, strict=True)]
+    is_refused = any(x.refusal is not None for x in everyone)
+    return rows, _refused(everyone, error) if is_refused else _different(everyone)
+
+
+def _refused(everyone: list[_Told], error: Exception | None) -> Exception:
+    refusals = [told.refusal for told in everyone]
+    if error is not None and len(set(refusals)) == 1:
+        return error
+    first = next(refusal for refusal in refusals if refusal is not None)
+    reasons = "; ".join(f"rank {rank}: {x[1]}" for rank, x in enumerate(refusals) if x)
+    kind = getattr(builtins, first[0], None)
+    known = (ValueError, TypeError, NotImplementedError, RuntimeError)
+    raised: Exception = (kind if kind in known else DisagreementError)(
+        f"a rank refused its arguments: {reasons}"
+    )
+    raised.__cause__ = error
+    return raised
+
+
+def _different(everyone: list[_Told]) -> Exception:
+    """The first thing in which ranks differ."""
+    if len({told.kind for told in everyone}) > 1:
+        kinds = listed([told.kind for told in everyone])
+        return DisagreementError(f"all ranks must make the same call, got {kinds}")
+    for given in ([told.options for told in everyone], [told.arguments for told in everyone]):
+        known = [x for x in given if x]
+        for name in dict.fromkeys(name for x in known for name in x):
+            if len({x.get(name) for x in known}) > 1:
+                values = listed([x.get(name) for x in given])
+                return DisagreementError(f"all ranks must have the same {name}, got {values}")
+    return DisagreementError("all ranks must have the same arguments")
 
 
 _HEADER = 24  # integers of a rank: a fixed number, so that unequal calls meet in one collective
 
 
-def _gathered(
-    row: list[int], group: ProcessGroup, group_name: str, device: torch.device
-) -> list[list[int]]:
-    header = torch.tensor([*row, *[0] * (_HEADER - len(row))], dtype=torch.int64, device="cpu")
-    header = header.to(_device_of(group, device))
-    rows: Tensor = collectives.wait(collectives.all_gather(header, group.size(), group_name))
-    return [list(map(int, r)) for r in rows.view(-1, _HEADER).tolist()]
+def _gathered(row: list[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
+    """The integers of every rank."""
+    if group.size() == 1 or torch.distributed.get_backend(group) == "fake":
+        return [row] * group.size()
+    with collectives.unseen():
+        mine = torch.tensor(row, dtype=torch.int64, device="cpu").to(_device_of(group, device))
+        rows: Tensor = collectives.wait(
+            collectives.all_gather(mine, group.size(), group.group_name)
+        )
+        return [list(map(int, x)) for x in rows.view(-1, len(row)).tolist()]
 
 
 def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
@@ -150,7 +277,8 @@ def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
     try:
         group._get_backend(cpu)
     except RuntimeError:
-        return device
+        is_cpu = device.type == "cpu"  # of a call without tensors, or with those of another device
+        return torch.device("cuda") if is_cpu else device
     return cpu
 
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_streamkl.distributed import sharding
+from torch_streamkl.distributed.agreement import together_on_mesh
+from torch_streamkl.distributed.arguments import bound, check_without_numbers, described
 
 if TYPE_CHECKING:
     from torch_streamkl.attention.interface import Inputs, Settings
 
 
-def prepared(inputs: Inputs, settings: Settings) -> list[Any]:
-    """Tensors of a call, all of them DTensors, with keys on every rank that shares queries.
+def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """``function(...)``, of which an argument is a DTensor, after ranks compared the arguments.
+
+    What they then compute, exchange or refuse is the same on all of them.
+    """
+    placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
+    if not torch.compiler.is_compiling():  # every rank traces the same program
+        together_on_mesh(
+            placed.device_mesh,
+            placed.device,
+            f"{function.__name__} of DTensors",
+            lambda: described(bound(function, args, kwargs), {}, placed.device),
+            lambda: None,
+            lambda: check_without_numbers(function, bound(function, args, kwargs)),
+        )
+    return function(*args, **kwargs)
+
+
+def prepared(inputs: Inputs, settings: Settings) -> tuple[list[Any], Settings]:
+    """A call whose tensors are DTensors, with keys on every rank that shares queries.
 
     Raises where `sharding.py` has no way to run the call.
     """
@@ -23,19 +46,33 @@ def prepared(inputs: Inputs, settings: Settings) -> list[Any]:
         if not isinstance(given[name], DTensor):
             raise TypeError(f"{name} must be a DTensor beside DTensors, got a plain tensor")
     mesh = given["student_q"].device_mesh
-    for name, x in given.items():
-        if isinstance(x, DTensor):
-            if x.device_mesh != mesh:
-                raise ValueError(
-                    f"student_q and {name} must be on the same device mesh, got {mesh} and "
-                    f"{x.device_mesh}"
-                )
-        elif isinstance(x, Tensor):  # the same on every rank
-            replicated = [Replicate()] * mesh.ndim
-            given[name] = DTensor.from_local(x, mesh, replicated, run_check=False)
+    scales = {name: getattr(settings, name) for name in ("student_scale", "teacher_scale")}
+    given = {name: _on_mesh(name, x, mesh) for name, x in given.items()}
+    scales = {name: _on_mesh(name, x, mesh) for name, x in scales.items()}
     if settings.layout == "bhnd":  # the operator's own checks see another layout
         given = keys_everywhere(given)
-    return list(given.values())
+    return list(given.values()), settings._replace(**scales)
+
+
+def _on_mesh(name: str, x: Any, mesh: DeviceMesh) -> Any:
+    """A tensor as a DTensor; a plain one is the same on every rank."""
+    if isinstance(x, DTensor):
+        if x.device_mesh != mesh:
+            raise ValueError(
+                f"student_q and {name} must be on the same device mesh, got {mesh} and "
+                f"{x.device_mesh}"
+            )
+        if name in (*sharding.QUERIES, *sharding.KEYS):
+            return x
+        # what is of all batches, heads or queries is needed on every rank
+        placements = [
+            Replicate() if isinstance(p, Shard) and x.shape[p.dim] == 1 else p
+            for p in x.placements
+        ]
+        return x.redistribute(placements=placements)
+    if isinstance(x, Tensor):
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return x
 
 
 def keys_everywhere(given: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Each returns before the data is there; `wait` makes the current stream wait for 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _get_default_store,
     _resolve_process_group,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 _ops: Any = torch.ops._c10d_functional
 
@@ -46,6 +48,12 @@ def default_store() -> Any:
     if torch.distributed.get_backend() == "fake":
         return None
     return _get_default_store()
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Collectives in here are none of a user's: modes that count or trace them do not see them."""
+    hidden: AbstractContextManager[None] = _disable_current_modes()
+    return hidden
 
 
 def all_gather(x: Tensor, num_ranks: int, group_name: str) -> Tensor:

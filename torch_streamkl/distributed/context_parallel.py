@@ -2,74 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_streamkl import checks
 from torch_streamkl.attention import interface
 from torch_streamkl.distributed import ring, ring_ops
-from torch_streamkl.distributed.agreement import agree, refused_together
 from torch_streamkl.distributed.collectives import group_of
+from torch_streamkl.distributed.context_call import (
+    QUERIES_AND_KEYS,
+    SCALES,
+    SINKS,
+    Keys,
+    Packing,
+    Ranks,
+    call_of,
+    compare,
+)
 from torch_streamkl.distributed.sequence import (
     HEAD_TAIL,
-    LOAD_BALANCES,
     chunks_of,
     some_heads,
     some_rows,
     whole_sequence,
 )
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
-from torch_streamkl.divergences.functional import Functional
-from torch_streamkl.divergences.names import divergence_text
 
-METHODS = ("gather", "heads", "ring")
-_QUERIES_AND_KEYS = ("student_q", "student_k", "teacher_q", "teacher_k")
-_SINKS = ("student_sink", "teacher_sink")
-# of attention_kl, what is the same for every rank and row
-_OPTIONS = {
-    "divergence", "beta", "student_scale", "teacher_scale", "temperature", "student_softcap",
-    "teacher_softcap", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp",
-    "head_reduction", "impl", "deterministic", *_SINKS,
-}  # fmt: skip
+_P = ParamSpec("_P")
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Sequences that follow each other in the shared one, each with keys of its own."""
+def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Ranks check and compare their arguments before any of them exchanges tensors."""
 
-    cu_seqlens: Tensor
-    max_seqlen: int
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        if not torch.compiler.is_compiling():  # a compiled program is the same on every rank
+            compare(function, args, kwargs)
+        return function(*args, **kwargs)
 
-
-@dataclass(frozen=True)
-class Keys:
-    """Which keys a row sees, in positions of the whole sequence."""
-
-    is_causal: bool
-    window: tuple[int | None, int | None] | None
-    lengths: Tensor | None
-    packing: Packing | None
-
-    @property
-    def bounds(self) -> tuple[int | None, int | None]:
-        return interface.window_bounds(self.is_causal, self.window)
+    return call
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The group, in the form that traced code can use."""
-
-    name: str
-    rank: int
-    size: int
-    load_balance: str | None
-
-
+@_on_all_ranks
 def attention_kl_context_parallel(
     student_q: Tensor,
     student_k: Tensor,
@@ -113,9 +92,12 @@ def attention_kl_context_parallel(
         max_seqlen: a bound on the length of a packed sequence.
         row_mask: boolean, broadcasts to this rank's rows.
         reduction: ``"none"``; ``"mean"``, ``"sum"`` and ``"batchmean"`` over the rows of all
-            ranks.
+            ranks; ``"batchmean"`` of packed sequences divides by their number.
         options: divergence, scales, temperature, softcaps, eps, clamps, sinks, head_reduction,
-            impl and deterministic of `attention_kl`.
+            impl and deterministic of `attention_kl`. A scale that is a tensor broadcasts to this
+            rank's queries. With a size above 1 at the dimension of the rows it is of this rank's
+            rows; without, it is the same on every rank, as sinks are, and its gradient is the sum
+            over ranks.
 
     Returns:
         float32 ``[batch, num_heads, rows]``, or a scalar, the same on every rank.
@@ -132,22 +114,17 @@ def attention_kl_context_parallel(
         "teacher_k": teacher_k,
     }
     ranks = Ranks(group.group_name, group.rank(), group.size(), load_balance)
-    packing = None
-    if cu_seqlens is not None:
-        packing = Packing(cu_seqlens, 0 if max_seqlen is None else max_seqlen)
+    packing = None if cu_seqlens is None else Packing(cu_seqlens, max_seqlen or 0)
     keys = Keys(is_causal, window, key_lengths, packing)
-    if not torch.compiler.is_compiling():  # a compiled program is the same on every rank
-        device = student_q.device if isinstance(student_q, Tensor) else torch.device("cpu")
-        refused_together(
-            group,
-            device,
-            lambda: _check(given, ranks, method, keys, reduction, options),
-        )
-    for name in _SINKS:
+    given = _scaled(given, ranks, options)
+    for name in SINKS:
         if options.get(name) is not None:
             options[name] = with_summed_gradient(options[name], ranks.name)
-    how = {"heads": _by_heads, "ring": _around, "gather": _by_rows}[method]
-    value = how(given, ranks, keys, options)
+    if 0 in student_q.shape:  # no batch or no row on any rank
+        value = interface.attention_kl(*given.values(), **options)
+    else:
+        how = {"heads": _by_heads, "ring": _around, "gather": _by_rows}[method]
+        value = how(given, ranks, keys, options)
     if row_mask is not None:
         value = torch.where(row_mask, value, 0.0)
     if reduction == "none":
@@ -155,8 +132,28 @@ def attention_kl_context_parallel(
     total = summed(value.sum(), ranks.name)
     if reduction == "sum":
         return total
-    batch = value.shape[0]
-    return total / (batch if reduction == "batchmean" else value.numel() * ranks.size)
+    if reduction == "mean":
+        return total / (value.numel() * ranks.size)
+    return total / (value.shape[0] if packing is None else packing.cu_seqlens.shape[0] - 1)
+
+
+def _scaled(given: dict[str, Tensor], ranks: Ranks, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Queries times the scales that are tensors, which ``options`` loses.
+
+    A method may then exchange and cut queries as it does without.
+    """
+    scaled = dict(given)
+    for name in SCALES:
+        scale = options.get(name)
+        if not isinstance(scale, Tensor):
+            continue
+        options[name] = 1.0
+        q = given[f"{name.removesuffix('_scale')}_q"]
+        is_of_rows = scale.ndim > 1 and scale.shape[-2] > 1
+        if not is_of_rows:
+            scale = with_summed_gradient(scale.to(q.device), ranks.name)
+        scaled[f"{name.removesuffix('_scale')}_q"] = (q * scale).to(q.dtype)
+    return scaled
 
 
 def _by_rows(
@@ -246,9 +243,9 @@ def _by_heads(
     """Every rank has all rows of some heads."""
     how = (ranks.name, ranks.size, ranks.load_balance)
     student_q, student_k, teacher_q, teacher_k = (
-        some_heads(given[name], *how) for name in _QUERIES_AND_KEYS
+        some_heads(given[name], *how) for name in QUERIES_AND_KEYS
     )
-    for name in _SINKS:
+    for name in SINKS:
         if options.get(name) is not None:
             options[name] = options[name].chunk(ranks.size)[ranks.rank]
     if keys.packing is not None:
@@ -271,32 +268,7 @@ def _by_heads(
 def _around(given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]) -> Tensor:
     """Every rank computes its rows, and keys go from rank to rank."""
     left, right = keys.bounds
-    get = options.get
-    tensors, checked = interface.operator_call(
-        interface.Inputs(
-            **{name: given.get(name) for name in interface.Inputs._fields}  # type: ignore[arg-type]
-        )._replace(key_lengths=keys.lengths),
-        interface.Settings(
-            divergence=get("divergence", "forward_kl"),
-            beta=get("beta", 0.5),
-            student_scale=get("student_scale"),
-            teacher_scale=get("teacher_scale"),
-            temperature=get("temperature", 1.0),
-            student_softcap=get("student_softcap"),
-            teacher_softcap=get("teacher_softcap"),
-            is_causal=keys.is_causal,
-            window=keys.window,
-            student_eps=get("student_eps", 0.0),
-            teacher_eps=get("teacher_eps", 0.0),
-            student_clamp=get("student_clamp", 0.0),
-            teacher_clamp=get("teacher_clamp", 0.0),
-            head_reduction=None,
-            layout="bhnd",
-            reduction="none",
-            impl=get("impl", "auto"),
-            deterministic=get("deterministic", True),
-        ),
-    )
+    tensors, checked = interface.operator_call(*call_of(given, keys, None, options))
     functional, *numbers = checked[:6]
     impl, deterministic = checked[-2:]
     packing = keys.packing
@@ -315,128 +287,3 @@ def _around(given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[st
         ranks.load_balance is not None,
     )[0]
     return value
-
-
-def _check(
-    given: dict[str, Any],
-    ranks: Ranks,
-    method: str,
-    keys: Keys,
-    reduction: str,
-    options: dict[str, Any],
-) -> None:
-    """Raise on what is not legal here, and agree with the other ranks on the rest."""
-    for name in options:
-        if name not in _OPTIONS:
-            raise NotImplementedError(
-                f"attention_kl_context_parallel does not take {name}; it takes "
-                f"{', '.join(sorted(_OPTIONS))}"
-            )
-    checks.one_of("method", method, METHODS)
-    checks.one_of("load_balance", ranks.load_balance, LOAD_BALANCES)
-    checks.one_of("reduction", reduction, interface.REDUCTIONS)
-    for name, x in given.items():
-        checks.check_tensor(name, x, ndim=4)
-        if hasattr(x, "device_mesh"):
-            raise TypeError(f"{name} must be this rank's rows, got a DTensor; pass x.to_local()")
-    has_head_mean = options.get("head_reduction") is not None
-    checks.check_attention_inputs(**given, head_mean=has_head_mean)
-    q, k = given["student_q"], given["student_k"]
-    checks.same("number of rows", {"student_q": q.shape[2], "student_k": k.shape[2]})
-    if ranks.load_balance and q.shape[2] % 2:
-        raise ValueError(
-            "load_balance='head_tail' gives every rank two chunks of the same length, got "
-            f"{q.shape[2]} rows"
-        )
-    if method == "heads":
-        for name, x in given.items():
-            if x.shape[1] % ranks.size:
-                raise ValueError(
-                    f"method='heads' needs a multiple of {ranks.size} heads, got {x.shape[1]} of "
-                    f"{name}; method='gather' takes any number"
-                )
-    bounds = keys.bounds
-    if keys.packing is not None:
-        _check_packing(keys.packing, given, ranks, method, bounds, keys.lengths)
-    if method == "ring":
-        _check_ring(options)
-    sizes = {
-        f"{what} of {name}": x.shape[dim]
-        for name, x in given.items()
-        for dim, what in enumerate(("batch size", "number of heads", "number of rows", "head_dim"))
-        if (dim in (0, 2) and name == "student_q") or dim in (1, 3)
-    }
-    shown = {name: _shown(x) for name, x in sorted(options.items())}
-    agree(
-        ranks.name,
-        q.device,
-        sizes,
-        {},
-        {
-            "dtype": str(q.dtype),
-            "method": method,
-            "load_balance": str(ranks.load_balance),
-            "is_causal and window": str((keys.is_causal, keys.window)),
-            "reduction": reduction,
-            "presence of key_lengths": str(keys.lengths is not None),
-            "number of packed sequences": str(
-                0 if keys.packing is None else keys.packing.cu_seqlens.shape[0] - 1
-            ),
-            "max_seqlen": str(0 if keys.packing is None else keys.packing.max_seqlen),
-            "options": str(shown),
-        },
-    )
-
-
-def _check_packing(
-    packing: Packing,
-    given: dict[str, Any],
-    ranks: Ranks,
-    method: str,
-    bounds: tuple[int | None, int | None],
-    key_lengths: Tensor | None,
-) -> None:
-    q, offsets = given["student_q"], packing.cu_seqlens
-    size = offsets.shape[0] if isinstance(offsets, Tensor) and offsets.ndim == 1 else 2
-    checks.check_vector("cu_seqlens", offsets, size, q.device, (torch.int32,))
-    if size < 2:
-        raise ValueError(f"cu_seqlens must have num_sequences + 1 >= 2 entries, got {size}")
-    checks.positive("max_seqlen", packing.max_seqlen)
-    if q.shape[0] != 1:
-        raise ValueError(f"packed sequences have batch size 1, got {q.shape[0]}")
-    if key_lengths is not None:
-        raise ValueError("key_lengths and cu_seqlens both say where sequences end; pass one")
-    left, right = bounds
-    if method == "heads":
-        return
-    if right not in (None, 0) or (left is not None and right is None):
-        raise NotImplementedError(
-            f"packed sequences with method={method!r} take a window only where it ends at the row "
-            f"itself (is_causal), got {bounds}; method='heads' takes any"
-        )
-    if method == "ring" and left is not None:
-        raise NotImplementedError(
-            f"packed sequences with method='ring' take no window, got {bounds}; method='gather' "
-            "takes it beside is_causal"
-        )
-
-
-def _check_ring(options: dict[str, Any]) -> None:
-    """What merging values of blocks of keys does not allow."""
-    for name in (*_SINKS, "head_reduction"):
-        if options.get(name) is not None:
-            raise NotImplementedError(
-                f"method='ring' does not take {name}; method='gather' takes it"
-            )
-    if options.get("impl") == "reference":
-        raise NotImplementedError("method='ring' needs impl='auto' or a streaming one")
-    names = ("divergence", "beta", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp")
-    text = divergence_text(
-        *(options.get(name, default) for name, default in
-          zip(names, ("forward_kl", 0.5, 0.0, 0.0, 0.0, 0.0), strict=True))
-    )  # fmt: skip
-    ring.form_of(Functional.of(text))
-
-
-def _shown(value: Any) -> Any:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_streamkl.distributed import linear_ops
-from torch_streamkl.distributed.agreement import refused_together
+from torch_streamkl.distributed import linear_ops, no_tokens
+from torch_streamkl.distributed.agreement import together
+from torch_streamkl.distributed.arguments import Own, bound, described
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
 from torch_streamkl.distributed.word_ranges import BY_RANK
@@ -33,16 +34,43 @@ class Places:
     sums_gradients: bool
 
 
+# weights and biases are this rank's words; the operator compares where they begin
+OWN: Own = {
+    **dict.fromkeys(("student_weight", "teacher_weight", "student_bias", "teacher_bias"), (0,)),
+    **dict.fromkeys(("group", "student_first_word", "teacher_first_word"), None),
+}
+
+
 def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``function(...)``; a rank that refuses its arguments does not leave the others waiting."""
+    """``function(...)``; ranks compare their arguments, and what one refuses none computes."""
     if torch.compiler.is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = kwargs["group"]
     group = group.group if isinstance(group, UnsummedGroup) else group_of(group)
     tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     device = next((x.device for x in tensors), torch.device("cpu"))
-    value: Tensor = refused_together(group, device, lambda: function(*args, **kwargs))
+    value: Tensor = together(
+        group,
+        device,
+        "linear_kl",
+        lambda: described(bound(function, args, kwargs), OWN, device),
+        lambda: _of_any_tokens(function, bound(function, args, kwargs)),
+    )
     return value
+
+
+def _of_any_tokens(function: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+    """``function(**given)``, which may have no token."""
+    if isinstance(given["group"], UnsummedGroup) or not no_tokens.has_no_token(given):
+        return function(**given)
+    tokens, reduction = given["student_hidden"].shape[:-1], given["reduction"]
+    changed = no_tokens.one_that_does_not_count(given)
+    if reduction in ("mean", "batchmean"):
+        changed["reduction"] = "sum"
+    value = function(**{**given, **changed})
+    if reduction == "none":
+        return no_tokens.rows_of(value, tokens)
+    return no_tokens.mean_of_none(value, reduction, tokens)
 
 
 def places_of(

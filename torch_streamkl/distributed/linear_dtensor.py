@@ -17,81 +17,109 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torch_streamkl.distributed.agreement import refused_by_any
-from torch_streamkl.distributed.linear import UnsummedGroup
+from torch_streamkl import checks
+from torch_streamkl.distributed import no_tokens
+from torch_streamkl.distributed.agreement import together_on_mesh
+from torch_streamkl.distributed.arguments import bound, check_without_numbers, described
+from torch_streamkl.distributed.linear import OWN, UnsummedGroup
 from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, words_as_local
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
 
-_POSITIONAL = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
 _PER_WORD = ("student_weight", "teacher_weight", "student_bias", "teacher_bias")
 _PER_TOKEN = ("labels", "row_mask", "row_weight")
 
 
 def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """`linear_kl` (``function``) of which an argument is a DTensor."""
-    given = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
-    if given.get("group") is not None:
-        raise ValueError("group is for plain tensors; DTensors say which ranks share the words")
-    layout = layout_of(given)
+    given, layout = _together(function, args, kwargs)
     tokens = given["student_hidden"].shape[:-1]
     local = {
         **given,
         **{name: local_hidden(given[name], layout) for name in HIDDEN},
-        **{name: local_words(given.get(name), layout) for name in _PER_WORD},
+        **{name: local_words(given[name], layout) for name in _PER_WORD},
     }
-    device = local["student_hidden"].device
-    per_token = {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
-    local |= dict.fromkeys(_PER_TOKEN)
-    if per_token:
-        everyone = [layout.group(dim) for dim in range(layout.mesh.ndim)]
-        local |= _together(
-            everyone,
-            device,
-            lambda: {n: _local_per_token(n, x, tokens, layout) for n, x in per_token.items()},
-        )
+    own_tokens = local["student_hidden"].shape[:-1]
+    for name in _PER_TOKEN:
+        local[name] = _local_per_token(given[name], own_tokens, layout)
     if layout.words_dim is not None:
         local["group"] = UnsummedGroup(layout.group(layout.words_dim))
-    reduction = given.get("reduction", "none")
-    shared = layout.shared_rows and reduction in ("sum", "mean", "batchmean")
-    if shared:
+    reduction = given["reduction"]
+    is_reduced = reduction in ("sum", "mean", "batchmean")
+    if is_reduced and 0 in tokens:
+        local["reduction"] = "sum"
+    elif is_reduced and layout.shared_rows:
         local |= {"reduction": "sum", "row_weight": _share(local, reduction, tokens, layout)}
-    own_tokens = local["student_hidden"].shape[:-1]
-    has_none = 0 in own_tokens and 0 not in tokens
-    if has_none:
-        local |= _one_token_that_does_not_count(local)
-    # those that share words tell each other in the call itself
-    others = [layout.group(dim) for dim in layout.shared_rows]
-    result = _together(others, device, lambda: function(**local))
+    if 0 in own_tokens:
+        local |= no_tokens.one_that_does_not_count(local)
+    result = function(**local)
     if reduction == "none":
-        rows = result[:0].view(own_tokens) if has_none else result
+        rows = no_tokens.rows_of(result, own_tokens) if 0 in own_tokens else result
         return _rows(rows, given["student_hidden"], layout)
+    if 0 in tokens:
+        result = no_tokens.mean_of_none(result, reduction, tokens)
     for dim in layout.shared_rows:
         result = summed(result, layout.group(dim).group_name)
     return DTensor.from_local(result, layout.mesh, _whole(layout), run_check=False)
 
 
-def _together(groups: list[ProcessGroup], device: torch.device, call: Callable[[], Any]) -> Any:
-    """``call()``; what a rank of the groups refuses is raised on all of them."""
+def _together(
+    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Layout]:
+    """All arguments and their layout, checked before anything is exchanged, on every rank."""
+
+    def check() -> tuple[dict[str, Any], Layout]:
+        given = bound(function, args, kwargs)
+        return given, _checked(given)
+
     if torch.compiler.is_compiling():  # every rank traces the same program
-        return call()
-    return refused_by_any(groups, device, call)
+        return check()
+    placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
+    found: tuple[dict[str, Any], Layout] = together_on_mesh(
+        placed.device_mesh,
+        placed.device,
+        "linear_kl of DTensors",
+        lambda: described(bound(function, args, kwargs), OWN, placed.device),
+        check,
+        lambda: check_without_numbers(function, bound(function, args, kwargs)),
+    )
+    return found
 
 
-def _one_token_that_does_not_count(local: dict[str, Any]) -> dict[str, Any]:
-    """For a rank whose share has no token: it takes part in every exchange all the same."""
-    hidden = {name: F.pad(local[name].flatten(0, -2), (0, 0, 0, 1)) for name in HIDDEN}
-    changed = {**hidden, "row_mask": hidden["student_hidden"].new_zeros(1, dtype=torch.bool)}
-    if local["labels"] is not None:
-        changed["labels"] = local["labels"].new_full((1,), local.get("ignore_index", -100))
-    weight = local["row_weight"]
-    if weight is not None and weight.ndim:
-        changed["row_weight"] = F.pad(weight.flatten(), (0, 1))
-    return changed
+def _checked(given: dict[str, Any]) -> Layout:
+    """The layout; raises on what is not legal here, or on what only this rank can see."""
+    if given["group"] is not None:
+        raise ValueError("group is for plain tensors; DTensors say which ranks share the words")
+    for name in ("student_first_word", "teacher_first_word"):
+        if given[name] is not None:
+            raise ValueError(
+                f"{name} is for plain tensors with a group; DTensors say where words are, got "
+                f"{given[name]}"
+            )
+    checks.number("hard_weight", given["hard_weight"])
+    layout = layout_of(given)
+    tokens = given["student_hidden"].shape[:-1]
+    for name in _PER_TOKEN:
+        x = given[name]
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        sizes = zip(reversed(x.shape), reversed(tokens), strict=False)
+        if x.ndim > len(tokens) or any(have not in (1, size) for have, size in sizes):
+            raise ValueError(
+                f"{name} must broadcast to the shape of the tokens {tuple(tokens)}, got "
+                f"{tuple(x.shape)}"
+            )
+    for name in _PER_WORD[:2]:
+        local = words_as_local(given[name])
+        if isinstance(local, Tensor) and local.ndim == 2 and 1 not in local.stride():
+            raise ValueError(
+                f"{name} must have contiguous rows or columns, got strides {local.stride()}"
+            )
+    return layout
 
 
 def _whole(layout: Layout) -> list[Replicate]:
@@ -117,18 +145,26 @@ def local_words(x: Tensor | None, layout: Layout) -> Tensor | None:
     return local
 
 
-def _local_per_token(name: str, x: Tensor, tokens: torch.Size, layout: Layout) -> Tensor:
-    """This rank's tokens of a label, mask or weight; a plain tensor is the same on every rank."""
-    sizes = zip(reversed(x.shape), reversed(tokens), strict=False)
-    if x.ndim > len(tokens) or any(have not in (1, size) for have, size in sizes):
-        raise ValueError(
-            f"{name} must broadcast to the shape of the tokens {tuple(tokens)}, got "
-            f"{tuple(x.shape)}"
-        )
-    whole = x.expand(tokens)
-    if not isinstance(whole, DTensor):
-        whole = DTensor.from_local(whole, layout.mesh, _whole(layout), run_check=False)
-    return whole.redistribute(placements=layout.rows).to_local()
+def _local_per_token(x: Tensor | None, own: torch.Size, layout: Layout) -> Tensor | None:
+    """This rank's ``own`` tokens of a label, mask or weight.
+
+    A plain tensor is the same on every rank. What has no size of its own along the tokens that
+    ranks share is whole on every rank, and its gradient is the sum of what ranks find.
+    """
+    if x is None:
+        return None
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, layout.mesh, _whole(layout), run_check=False)
+    placements: list[Placement] = []
+    gradients: list[Placement] = []
+    for row in layout.rows:
+        dim = row.dim - (len(own) - x.ndim) if isinstance(row, Shard) else -1
+        is_shared = dim >= 0 and x.shape[dim] != 1
+        placements.append(Shard(dim) if is_shared else Replicate())
+        is_part = isinstance(row, Shard) and not is_shared
+        gradients.append(Partial() if is_part else placements[-1])
+    local = x.redistribute(placements=placements).to_local(grad_placements=gradients)
+    return local.expand(own)
 
 
 def _rows(value: Tensor, hidden: DTensor, layout: Layout) -> Tensor:
@@ -154,8 +190,11 @@ def _share(local: dict[str, Any], reduction: str, tokens: torch.Size, layout: La
             denominator = tokens[0]
         case _:
             return weight
-    factor = hidden.new_ones((), dtype=torch.float32 if weight is None else weight.dtype)
-    return (factor if weight is None else weight) / denominator
+    # in the dtype of the result: a weight's own may not hold the number of tokens
+    is_double = torch.float64 in (hidden.dtype, local["teacher_hidden"].dtype)
+    dtype = torch.float64 if is_double else torch.float32
+    factor = hidden.new_ones((), dtype=dtype) if weight is None else weight.to(dtype)
+    return factor / denominator
 
 
 def _num_counted(local: dict[str, Any], layout: Layout) -> Tensor | None:

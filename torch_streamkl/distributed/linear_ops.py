@@ -91,6 +91,7 @@ def _shard(
     facts = agree(
         group_name,
         student.hidden.device,
+        "linear_kl",
         {
             "number of tokens": problem.num_tokens,
             "width of student_hidden": student.hidden.shape[1],
@@ -98,6 +99,7 @@ def _shard(
             "element size of student_hidden": student.hidden.element_size(),
             "element size of teacher_hidden": teacher.hidden.element_size(),
             "presence of labels (0 or 1)": int(problem.labels is not None),
+            **_options_of(problem, max_workspace_mib, rows.__name__, wanted),
         },
         {
             "student_words": student.num_words,
@@ -106,7 +108,6 @@ def _shard(
             "teacher_first_word": teacher_first_word,
             "workspace": workspace,
         },
-        _options_of(problem, max_workspace_mib, rows.__name__, wanted),
     )
     shards = Shards.of(facts)
     largest = (

@@ -34,9 +34,13 @@ def layout_of(tensors: dict[str, Any]) -> Layout:
     for name in ("student_hidden", "student_weight", "teacher_hidden"):
         if not isinstance(tensors[name], DTensor):
             raise TypeError(
-                f"{name} must be a DTensor beside DTensors, got a plain tensor; "
+                f"{name} must be a DTensor beside DTensors, got {_kind(tensors[name])}; "
                 "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same "
                 "tokens, [Shard(0)] that each has its own"
+            )
+        if tensors[name].ndim < 2:
+            raise ValueError(
+                f"{name} must have at least 2 dimensions, got shape {tuple(tensors[name].shape)}"
             )
     mesh: DeviceMesh = weight.device_mesh
     for name, x in tensors.items():
@@ -101,6 +105,10 @@ def _rows_of(name: str, x: DTensor, words_dim: int | None) -> tuple[Placement, .
         else:
             rows.append(Shard(token_dim))
     return tuple(rows)
+
+
+def _kind(x: object) -> str:
+    return "a plain tensor" if isinstance(x, Tensor) else type(x).__name__
 
 
 def words_as_local(x: Tensor | None) -> Tensor | None:

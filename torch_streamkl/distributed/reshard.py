@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -11,10 +13,49 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_streamkl.distributed import collectives
-from torch_streamkl.distributed.agreement import agree, refused_together
+from torch_streamkl.distributed.agreement import agree, together, together_on_mesh
+from torch_streamkl.distributed.arguments import Own, bound, described
 from torch_streamkl.distributed.placements import words_dim_of
 
+_P = ParamSpec("_P")
 
+
+def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Ranks check and compare their arguments before any of them exchanges words."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        given = {**dict(zip(("weight", "ranges"), args, strict=False)), **kwargs}
+        weight, like, group = (given.get(name) for name in ("weight", "like", "group"))
+        device = weight.device if isinstance(weight, Tensor) else torch.device("cpu")
+
+        def describe() -> dict[str, str]:
+            return described(bound(function, args, kwargs), OWN, device)
+
+        placed = weight if isinstance(weight, DTensor) or group is not None else like
+        if isinstance(placed, DTensor):
+            device = placed.device
+            shared: ProcessGroup = together_on_mesh(
+                placed.device_mesh,
+                device,
+                "reshard_words of a DTensor",
+                describe,
+                lambda: _group_of(**bound(function, args, kwargs)),
+                lambda: None,
+            )
+        elif group is None:
+            raise ValueError("a weight that is no DTensor needs a group, got None")
+        else:
+            shared = collectives.group_of(group)  # type: ignore[arg-type]
+        moved: Tensor = together(
+            shared, device, "reshard_words", describe, lambda: function(*args, **kwargs)
+        )
+        return moved
+
+    return call
+
+
+@_on_all_ranks
 def reshard_words(
     weight: Tensor,
     ranges: Sequence[tuple[int, int]] | None = None,
@@ -47,38 +88,51 @@ def reshard_words(
     Raises:
         ValueError, TypeError: with the rule and the value, on every rank.
     """
-    if isinstance(weight, DTensor):
-        dim = words_dim_of("weight", weight)
-        if dim is None:
-            raise ValueError(
-                f"weight must share its words over a mesh dimension, got {weight.placements}"
-            )
-        shared, local = weight.device_mesh.get_group(dim), weight.to_local().detach()
-    elif group is None:
-        raise ValueError("a weight that is no DTensor needs a group, got None")
-    else:
-        shared, local = collectives.group_of(group), weight.detach()
-    moved: Tensor = refused_together(
-        shared, local.device, lambda: _exchanged(local.contiguous(), ranges, like, shared)
-    )
-    return moved
+    return _exchanged(weight, ranges, like, _group_of(weight, ranges, like, group))
+
+
+# this rank's words; which group it is the group itself says
+OWN: Own = {"weight": (0,), "group": None}
+
+
+def _group_of(weight: Tensor, ranges: object, like: object, group: Any) -> ProcessGroup:
+    """The ranks that share the words; raises on arguments that do not fit."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
+    if (ranges is None) == (like is None):
+        raise ValueError("give either ranges or like, got both or none of them")
+    if like is not None and not isinstance(like, DTensor):
+        raise TypeError(f"like must be a DTensor, got {type(like).__name__}")
+    if not isinstance(weight, DTensor):
+        if group is None:
+            raise ValueError("a weight that is no DTensor needs a group, got None")
+        return collectives.group_of(group)
+    if group is not None:
+        raise ValueError("group is for plain tensors; a DTensor says which ranks share the words")
+    dim = words_dim_of("weight", weight)
+    if dim is None:
+        raise ValueError(
+            f"weight must share its words over a mesh dimension, got {weight.placements}"
+        )
+    return weight.device_mesh.get_group(dim)
 
 
 def _exchanged(
-    local: Tensor,
+    weight: Tensor,
     ranges: Sequence[tuple[int, int]] | None,
     like: DTensor | None,
     group: ProcessGroup,
 ) -> Tensor:
-    if (ranges is None) == (like is None):
-        raise ValueError("give either ranges or like, got both or none of them")
+    local = (weight.to_local() if isinstance(weight, DTensor) else weight).detach().contiguous()
+    if local.ndim == 0:
+        raise ValueError("weight must have dimensions [num_words, ...], got a tensor of none")
     given = None if ranges is None else [(int(start), int(stop)) for start, stop in ranges]
     facts = agree(
         group.group_name,
         local.device,
-        {"number of elements of a word": _row(local)},
+        "reshard_words",
+        {"number of elements of a word": _row(local), "dtype of the weight": local.dtype},
         {"words": local.shape[0]},
-        {"dtype of the weight": str(local.dtype), "ranges": str(given)},
     )
     sizes = [fact["words"] for fact in facts]
     total = sum(sizes)

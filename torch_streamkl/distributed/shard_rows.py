@@ -65,13 +65,17 @@ def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues
     row_sums = finish(total, form)
     out.student_lse.copy_(row_sums.student_lse)
     out.teacher_lse.copy_(row_sums.teacher_lse)
+    linear_rows.copy_rests(total, out)
     out.value.copy_(row_sums.value)
     out.student_sum.copy_(row_sums.student_sum)
     out.teacher_sum.copy_(row_sums.teacher_sum)
     if problem.labels is None:
         out.hard_lse.zero_()
         return
-    out.hard_lse.copy_(torch.logsumexp(parts[:, STATE_FIELDS], 0))
+    if problem.temperature == 1.0:  # the same scores
+        out.hard_lse.copy_(out.student_lse)
+    else:
+        out.hard_lse.copy_(torch.logsumexp(parts[:, STATE_FIELDS], 0))
     is_word = (problem.labels >= 0) & (problem.labels < num_words)
     hard = torch.where(is_word, out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)
     out.hard.copy_(torch.where(problem.labels != problem.ignore_index, hard, 0.0))

@@ -2,7 +2,7 @@
 
 Along one dimension of a mesh a call may be shared by
 
-- batch, ``Shard(0)`` of queries and keys, or heads, ``Shard(1)``: nothing is exchanged;
+- batch, ``Shard(0)`` of queries and keys, or heads, ``Shard(1)``: no tensor is exchanged;
 - queries, ``Shard(2)``, with keys on every rank (`attention_kl` gathers keys that are ``Shard(2)``
   too): every rank has a part of the keys' gradient, a Partial that DTensor reduces. Not where a
   key's distance to the query counts (causal, windows, ALiBi), because the operator counts from

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import forward_ad
 
 VARIABLES = ("P", "S", "logP", "logS")
 
@@ -317,8 +318,17 @@ def _evaluate_node(op: str, args: list[Tensor]) -> Tensor:
         case "where":
             return torch.where(args[0] != 0, args[1], args[2])
         case "logaddexp":
-            return torch.logaddexp(args[0], args[1])
+            return _logaddexp(args[0], args[1])
     raise AssertionError(op)
+
+
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """log(e^a + e^b), with the derivative 0 where both are -inf; that of torch's is NaN."""
+    if not (a.requires_grad or b.requires_grad or forward_ad._current_level >= 0):
+        return torch.logaddexp(a, b)
+    absent = (a == -math.inf) & (b == -math.inf)
+    present = torch.logaddexp(a.masked_fill(absent, 0.0), b.masked_fill(absent, 0.0))
+    return present.masked_fill(absent, -math.inf)
 
 
 def evaluate(
@@ -347,6 +357,27 @@ def evaluate(
         result = _evaluate_node(e.op, args)
     memo[e] = result
     return result
+
+
+def evaluate_logs(e: Expr, log_t: Tensor, log_s: Tensor) -> Tensor:
+    """The expression's value of every key, from log-probabilities; differentiable by autograd."""
+    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+    return evaluate(e, variables).expand_as(log_t)
+
+
+def with_lost_rows(
+    sums: Callable[[Tensor, Tensor], Tensor], log_t: Tensor, log_s: Tensor
+) -> Tensor:
+    """``sums(log_t, log_s)``, one value a row, of which infinite ones are constants to autograd.
+
+    Their derivatives are not finite, and 0 times them is NaN: a caller who leaves such a row out
+    would lose the gradients of all others.
+    """
+    with torch.no_grad():
+        value = sums(log_t, log_s)
+    lost = value.isinf()
+    kept_t, kept_s = (x.masked_fill(lost.unsqueeze(-1), 0.0) for x in (log_t, log_s))
+    return torch.where(lost, value, sums(kept_t, kept_s))
 
 
 Monomial = tuple[int, int, int, int]  # powers of P, S, logP, logS
@@ -473,6 +504,10 @@ def _where_clamped(e: Expr, branch: int, floors: set[float]) -> Expr:
     return apply(e.op, *(_where_clamped(a, branch, floors) for a in e.args)) if e.args else e
 
 
+def _has_kinks(e: Expr) -> bool:
+    return e.op in ("where", "ge", "gt", "max", "min", "abs") or any(map(_has_kinks, e.args))
+
+
 @dataclass(frozen=True)
 class Functional:
     """A parsed divergence with everything an implementation needs of it (see the NOTEs above)."""
@@ -562,6 +597,11 @@ class Functional:
     def is_short(self) -> bool:
         """Whether its value and derivatives are expressions that `is_short` names."""
         return all(is_short(e) for e in (self.expr, self.student_grad, self.teacher_grad))
+
+    @functools.cached_property
+    def has_kinks(self) -> bool:
+        """Whether a derivative jumps, where the rounding of a probability decides."""
+        return any(_has_kinks(e) for e in (self.student_grad, self.teacher_grad))
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Literal
 
 from torch_streamkl import checks
+from torch_streamkl.compiler_marks import assume_constant_result
 from torch_streamkl.divergences.functional import NAMES, named
+
+Divergence = Literal["forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv"]
+Reduction = Literal["none", "mean", "sum", "batchmean"]
+# other names that people know them by
+ALIASES = {
+    "ce": "cross_entropy",
+    "fkl": "forward_kl",
+    "gjs": "js",
+    "gkd": "js",
+    "jensen_shannon": "js",
+    "jsd": "js",
+    "kl": "forward_kl",
+    "kl_div": "forward_kl",
+    "kld": "forward_kl",
+    "kldiv": "forward_kl",
+    "rkl": "reverse_kl",
+    "soft_cross_entropy": "cross_entropy",
+    "symmetric_kl": "jeffreys",
+    "total_variation": "tv",
+    "tvd": "tv",
+}
 
 
 def divergence_text(
@@ -17,7 +39,7 @@ def divergence_text(
     teacher_clamp: float,
 ) -> str:
     """The expression of a divergence as users name it; raises on meaningless combinations."""
-    checks.one_of("divergence", divergence, NAMES)
+    checks.one_of("divergence", divergence, NAMES, ALIASES)
     checks.in_unit_interval("beta", beta)
     guards = {
         "student_eps": student_eps,
@@ -38,7 +60,7 @@ def divergence_text(
     return text
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
+@assume_constant_result
 def functional_text(
     divergence: str,
     beta: float,

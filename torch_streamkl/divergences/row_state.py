@@ -151,7 +151,10 @@ def _rebased(
         shift = shift + ct * shift_t
     if cs:
         shift = shift + cs * shift_s
-    return torch.where(mass == 0, torch.zeros_like(mass), (moment + mass * shift) * weight)
+    # A weight that underflows makes every probability of these keys 0: an infinite moment, of keys
+    # that the other side excludes, must not survive it.
+    vanishes = (mass == 0) | (weight == 0)
+    return torch.where(vanishes, torch.zeros_like(mass), (moment + mass * shift) * weight)
 
 
 def masked_keys_state(level_t: Tensor, level_s: Tensor, count: Tensor) -> RowState:

@@ -65,8 +65,13 @@ def weighted_sum(weight, x, MASKED: tl.constexpr):
 
 @triton.jit
 def rebased(mom, mass, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
-    """A moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting side."""
-    return (mom + mass * moment(shift_t, shift_s, CT, CS)) * alpha
+    """A moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting side.
+
+    An alpha that underflows makes every probability so far 0, also of keys that the other side
+    excludes, whose moment is infinite.
+    """
+    moved = (mom + mass * moment(shift_t, shift_s, CT, CS)) * alpha
+    return tl.where(alpha == 0.0, 0.0, moved)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know them without
 running any. `trace` calls an implementation with fake tensors, whose sizes may be symbolic, and
-notes what it does; all launches go through `plans.Plan.run`.
+notes what it does; all launches go through `runtime.launch`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_streamkl.launches import recorded
+from torch_streamkl.runtime.launch import observed_by
 
 # whose results are tensors of their own
 OPERATIONS = {
@@ -119,12 +120,15 @@ class Trace(TorchDispatchMode):
         """Note a launch, which ``start`` would make."""
         self.steps.append(Launch(kernel, grid, arguments, constants, options))
 
+    def told(self, what: str, stream: torch.cuda.Stream) -> None:
+        raise Untraceable("a side stream")
+
 
 def trace(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
 ) -> tuple[Trace, Sequence[Tensor | None]]:
     """The steps of ``function(*tensors)``, and what it returned; raises Untraceable."""
     found = Trace(tensors)
-    with recorded.seen_by(found), torch.no_grad(), found:
+    with observed_by(found), torch.no_grad(), found:
         outputs = function(*tensors)
     return found, outputs

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torch_streamkl.runtime.launch import with_index
+
 LEAST_CAPABILITY = (7, 5)
 
 
@@ -42,9 +44,14 @@ class Gpu:
         return self.is_hip or self.capability[0] not in (9, 10)
 
 
-@functools.cache
 def gpu_of(device: torch.device) -> Gpu:
     """The limits of a CUDA or HIP device."""
+    return limits_of(device if device.index is not None else with_index(device))
+
+
+@functools.cache
+def limits_of(device: torch.device) -> Gpu:
+    """The same of a device with an index, asked once."""
     properties: Any = torch.cuda.get_device_properties(device)
     is_hip = torch.version.hip is not None
     # An NVIDIA GPU gives more than its default to a launch that asks, which HIP has no field for.

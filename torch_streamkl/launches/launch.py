@@ -51,11 +51,12 @@ class StreamingBlocks:
 def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
     """Long runs of keys first, then queries, then as many heads and batch elements as fit."""
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
+    teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
     group = math.lcm(
         problem.num_heads // problem.student.num_kv_heads,
-        ceil_div(problem.teacher.num_heads // problem.teacher.num_kv_heads, teacher_ratio),
+        # the fewest student heads whose teacher heads are whole groups; divides num_heads
+        teacher_group // math.gcd(teacher_group, teacher_ratio),
     )
-    group = group if problem.num_heads % group == 0 else problem.num_heads
     keys = min(problem.seqlen_k, STREAMING_MAX_KEYS)
     queries = min(
         problem.seqlen_q,

@@ -3,7 +3,7 @@
 Grouping arguments, finding plans, torch's dispatcher and Triton's own checks take several times as
 long as a short kernel. All of it depends on metadata only. So `record` runs an implementation once
 under a recorder that sees its allocations, its few torch operations and its launches (all go
-through `plans.Plan.run`), and writes them down as the source of a Python function of the tensors:
+through `runtime.launch`), and writes them down as the source of a Python function of the tensors:
 addresses are variables in it, everything else is a constant.
 
 What cannot be written down (an operation that is not in the lists below, a tensor from elsewhere)
@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -29,6 +28,7 @@ from triton.runtime.jit import JITCallable, KernelInterface
 
 from torch_streamkl.launches import driver_calls
 from torch_streamkl.launches.devices import matmul_precision
+from torch_streamkl.runtime.launch import observed_by, on_device
 
 Program = Callable[
     ..., Any
@@ -55,7 +55,6 @@ _OPERATIONS |= {
 }
 _OPERATIONS |= {"scalar_tensor", "scatter_", "scatter_add_", "sub", "sum_to_size", "to", "where"}
 _ON_THE_HOST = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
-_ACTIVE = threading.local()
 
 
 class Unrecordable(Exception):
@@ -68,46 +67,6 @@ class Generation:
     number = 0
 
 
-class Observer(Protocol):
-    """Who sees launches: a `Recorder`, or a `traced.Trace`."""
-
-    def run(
-        self,
-        start: Callable[[], Any],
-        kernel: Any,
-        grid: tuple[int, int, int],
-        arguments: tuple[Any, ...],
-        constants: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> None:
-        """Launch a kernel by ``start``, which returns what was compiled, or only note it."""
-
-
-def active() -> Observer | None:
-    """Who sees the launches of this thread."""
-    found: Observer | None = getattr(_ACTIVE, "observer", None)
-    return found
-
-
-def issue(
-    start: Callable[[], Any],
-    kernel: Any,
-    grid: tuple[int, int, int],
-    arguments: tuple[Any, ...],
-    constants: tuple[Any, ...],
-    options: dict[str, Any],
-) -> None:
-    """Launch a kernel by ``start``, seen by whoever looks.
-
-    ``constants`` are its compile-time arguments, last in its signature.
-    """
-    observer = active()
-    if observer is None:
-        start()
-    else:
-        observer.run(start, kernel, grid, arguments, constants, options)
-
-
 def record(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
 ) -> tuple[Sequence[Tensor | None], Program | None]:
@@ -115,11 +74,12 @@ def record(
 
     The program is None where the function cannot be recorded. It returns None, without having
     launched anything, where it does not apply: addresses that are not multiples of 16 bytes,
-    another current device, other settings of torch, a profiler that watches Triton's launches.
+    other settings of torch, a profiler that watches Triton's launches. Like `runtime.launch`, it
+    makes the tensors' device the current one.
     """
     tensors = _told_apart(tensors)
     recorder = Recorder(tensors)
-    with seen_by(recorder), recorder:
+    with on_device(recorder.device), observed_by(recorder), recorder:
         outputs = function(*tensors)
     try:
         return outputs, recorder.program(outputs)
@@ -136,16 +96,6 @@ def _told_apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """
     count = Counter(id(x) for x in tensors if x is not None)
     return [x if x is None or count[id(x)] == 1 else x.detach() for x in tensors]
-
-
-@contextmanager
-def seen_by(observer: Observer) -> Iterator[None]:
-    """Inside, an observer sees the launches of this thread."""
-    _ACTIVE.observer = observer
-    try:
-        yield
-    finally:
-        _ACTIVE.observer = None
 
 
 class Recorder(TorchDispatchMode):
@@ -175,8 +125,6 @@ class Recorder(TorchDispatchMode):
             if x.data_ptr() % 16:
                 self.obstacle = "a tensor that is not aligned to 16 bytes"
         self.device = self._inputs[0][1].device
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            self.obstacle = "another device is the current one"
 
     def forget(self) -> None:
         """Let go of all tensors."""
@@ -260,7 +208,7 @@ class Recorder(TorchDispatchMode):
         self._read = set()
         side, device = self._constant(stream), self.device.index
         here = f"{self._constant(torch.cuda.current_stream)}({device})"
-        now = f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({device})"
+        now = f"stream = {self._stream()}"
         match what:
             case "fork":
                 self._line(f"{side}.wait_stream({here})")
@@ -283,11 +231,12 @@ class Recorder(TorchDispatchMode):
         arguments: tuple[Any, ...],
         constants: tuple[Any, ...],
         options: dict[str, int],
-    ) -> None:
+    ) -> Any:
         """Launch a kernel and write that down."""
         with _disable_current_modes():  # the interpreter's torch operations are none of these
             compiled = start()
         self._launch(kernel, compiled, grid, (*arguments, *constants), options)
+        return compiled
 
     def _launch(
         self,
@@ -450,14 +399,11 @@ class Recorder(TorchDispatchMode):
         lines = self._with_releases(returned)
         if self._by_pointer:
             guards.append(f"{self._constant(is_watched)}()")
-        if self._by_pointer and self.device.type == "cuda":
-            device, current = self.device.index, self._constant(torch._C._cuda_getDevice)
-            guards.append(f"{current}() != {device}")
-            stream = self._constant(torch._C._cuda_getCurrentRawStream)
-            lines.insert(0, f"stream = {stream}({device})")
-        elif self._by_pointer:
-            lines.insert(0, "stream = 0")
-        first = [f"a{name} = {name}.data_ptr()" for name, _ in self._inputs]
+            lines.insert(0, f"stream = {self._stream()}")
+        first = [
+            *self._device_guard(),
+            *(f"a{name} = {name}.data_ptr()" for name, _ in self._inputs),
+        ]
         body = [
             *first,
             f"if {' or '.join(guards)}:",
@@ -470,6 +416,24 @@ class Recorder(TorchDispatchMode):
         exec(compile(source, "<recorded launches>", "exec"), scope)
         program: Program = scope["program"]
         return program
+
+    def _stream(self) -> str:
+        """The current stream of the tensors' device, as the driver has it."""
+        if self.device.type != "cuda":
+            return "0"
+        return f"{self._constant(torch._C._cuda_getCurrentRawStream)}({self.device.index})"
+
+    def _device_guard(self) -> list[str]:
+        """Where another device is the current one: the program again, on that of its tensors."""
+        if self.device.type != "cuda":
+            return []
+        current, guard = self._constant(_current_device), self._constant(on_device)
+        device = self._constant(self.device)
+        return [
+            f"if {current}() != {self.device.index}:",
+            f"    with {guard}({device}):",
+            f"        return program({', '.join(self.parameters)})",
+        ]
 
     def _with_releases(self, returned: set[str]) -> list[str]:
         """The lines, and after the last that reads a tensor's memory that it is let go.
@@ -494,6 +458,8 @@ class Recorder(TorchDispatchMode):
 
 
 _is_deterministic = torch._C._get_deterministic_algorithms
+# without the Python of torch.cuda.current_device(); there is none in a torch without CUDA
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
 def _empty_strided(device: torch.device) -> Callable[..., Tensor]:

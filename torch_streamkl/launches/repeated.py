@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_streamkl.runtime.launch import is_capturing
+
 log = logging.getLogger("torch_streamkl")
 Tensors = Sequence[Tensor | None]
 CALLS_BEFORE = 1  # a recording: of what is called once it would only cost time
@@ -33,7 +35,7 @@ class Repeated:
             results: Tensors | None = program(*tensors)
             return self._function(*tensors) if results is None else results
         self._calls += 1
-        if self._calls != CALLS_BEFORE + 1 or not RECORDS or _is_capturing():
+        if self._calls != CALLS_BEFORE + 1 or not RECORDS or _is_capturing(tensors):
             return self._function(*tensors)
         from torch_streamkl.launches import recorded
 
@@ -66,6 +68,6 @@ class _First:
         return results
 
 
-def _is_capturing() -> bool:
+def _is_capturing(tensors: Tensors) -> bool:
     # nobody will call a function again whose launches go into a CUDA graph
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return any(x is not None and is_capturing(x.device) for x in tensors[:1])

@@ -14,11 +14,9 @@ The order of every sum is fixed, so results are the same bits on every run.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import fields
 from types import ModuleType
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +41,7 @@ from torch_streamkl.linear.problem import (
     row_bytes,
     workspace_bytes,
 )
+from torch_streamkl.runtime.streams import SideStream
 
 Gradients = tuple[Tensor | None, ...]  # in the order of `Wanted`
 
@@ -240,65 +239,18 @@ def logits_of(head: Head, buffer: Tensor) -> Tensor:
         out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))
     else:
         out = buffer[: head.hidden.shape[0], : head.num_words]
+        _clear_padding(buffer, head)
     torch.mm(head.hidden, head.weight.t(), out=out)
     if head.adapter_hidden is not None and head.adapter_weight is not None:
         out.addmm_(head.adapter_hidden, head.adapter_weight.t())
     return out
 
 
-class StreamObserver(Protocol):
-    """Who wants to hear of what a side stream is told (launches/recorded.py)."""
-
-    def told(self, what: str, stream: torch.cuda.Stream) -> None: ...
-
-
-class SideStream:
-    """A second stream of a GPU where it is wanted, and nothing on the CPU.
-
-    Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of
-    the other leave idle, and hides the traffic of the running sum.
-    """
-
-    def __init__(
-        self, device: torch.device, is_wanted: bool, observer: StreamObserver | None = None
-    ) -> None:
-        self.stream = _side_stream(device) if is_wanted and device.type == "cuda" else None
-        self.is_busy = False
-        self.observer = observer
-
-    def _tell(self, what: str) -> None:
-        if self.observer is not None and self.stream is not None:
-            self.observer.told(what, self.stream)
-
-    def fork(self) -> None:
-        """What the side stream gets from here on starts after all that the current one has."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-            self._tell("fork")
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.is_busy = True
-            self.context = torch.cuda.stream(self.stream)
-            self.context.__enter__()
-            self._tell("enter")
-
-    def __exit__(self, *error: Any) -> None:
-        if self.stream is not None:
-            self.context.__exit__(*error)
-            self._tell("exit")
-
-    def join(self) -> None:
-        """The current stream waits for the side stream."""
-        if self.stream is not None and self.is_busy:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-            self.is_busy = False
-            self._tell("join")
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _clear_padding(buffer: Tensor, head: Head) -> None:
+    # oneDNN's AMX kernels multiply what lies after the end of a row by 0: NaN if the uninitialized
+    # memory there holds NaN or infinity, once the buffer is an operand (a gradient to the logits)
+    if buffer.device.type == "cpu" and buffer.dtype.itemsize == 2:
+        buffer[: head.hidden.shape[0], head.num_words :].zero_()
 
 
 class GradientSums:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, get_args
 
 import torch
 from torch import Tensor, nn
 
-from torch_streamkl import checks
-from torch_streamkl.divergences.names import divergence_text
+from torch_streamkl import checks, flop_counts
+from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import reference as linear_reference
 from torch_streamkl.once import differentiable_once
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
     from torch_streamkl.distributed.linear import Places
 
-REDUCTIONS = ("none", "mean", "sum", "batchmean")
-STRATEGIES = ("auto", "forward", "recompute")
+Strategy = Literal["auto", "forward", "recompute"]
+LinearImpl = Literal["auto", "triton", "streaming", "reference"]
+REDUCTIONS = get_args(Reduction)
+STRATEGIES = get_args(Strategy)
 _LABEL_DTYPES = (torch.int64, torch.int32)
 _P = ParamSpec("_P")
 
@@ -49,6 +52,7 @@ def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
 
 
 @_on_several_ranks
+@checks.named_options
 def linear_kl(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -57,7 +61,7 @@ def linear_kl(
     *,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    divergence: str = "forward_kl",
+    divergence: Divergence = "forward_kl",
     beta: float = 0.5,
     temperature: float = 1.0,
     student_logit_scale: float = 1.0,
@@ -73,10 +77,10 @@ def linear_kl(
     ignore_index: int = -100,
     row_mask: Tensor | None = None,
     row_weight: Tensor | None = None,
-    reduction: str = "none",
-    strategy: str = "auto",
+    reduction: Reduction = "none",
+    strategy: Strategy = "auto",
     max_workspace_mib: int | None = None,
-    impl: str = "auto",
+    impl: LinearImpl = "auto",
     group: ProcessGroup | DeviceMesh | None = None,
     student_first_word: int | None = None,
     teacher_first_word: int | None = None,
@@ -98,9 +102,12 @@ def linear_kl(
 
     Args:
         student_hidden, teacher_hidden: ``[..., width]`` with the same leading dimensions, the
-            tokens; the widths may differ. float16, bfloat16, float32 or (on the CPU) float64.
+            tokens, which may be none; the widths may differ. float16, bfloat16, float32 or (on the
+            CPU) float64. Under autocast all but float64 are cast to its dtype, as a matmul's
+            operands are.
         student_weight, teacher_weight: ``[num_words, width]`` in the dtype of the side's hidden
-            states, with contiguous rows or columns. The vocabularies may differ in size: word j
+            states (under autocast it may be another that is cast), with contiguous rows or
+            columns. The vocabularies may differ in size: word j
             is the same word on both sides, and a word that one side lacks has probability 0 there
             (its logit is -inf, not 0). Slice the larger weight to compare over the common words
             instead.
@@ -115,16 +122,20 @@ def linear_kl(
             softcap.
         student_softcap, teacher_softcap: c in ``c * tanh(logit / c)``, before the temperature.
         student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes log(max(P + eps,
-            clamp)).
+            clamp)); the weight in front of the log stays P. ``"js"`` makes M of the guarded
+            probabilities, too, as in `attention_kl`.
         labels: integer ``[...]``. Adds ``hard_weight`` times the cross-entropy of the student's
             logits (scaled and capped, at temperature 1) and the label, from the same logits. A
             token whose label is ``ignore_index`` does not count at all.
         row_mask: boolean, broadcasts to the tokens; False tokens do not count: value 0, no
             gradient.
-        row_weight: broadcasts to the tokens; factor of each token's value. Gets gradient.
+        row_weight: broadcasts to the tokens; factor of each token's value. A token of weight 0 is
+            0 even where its divergence is infinite. The weight's gradient is the token's
+            divergence (with labels, cross-entropy included), also at 0.
         reduction: ``"none"``; ``"sum"``; ``"mean"``, the sum over the number of tokens that count
-            (not over the sum of their weights); ``"batchmean"``, the sum over the size of the
-            first dimension.
+            (not over the sum of their weights), 0 where there are tokens and none counts;
+            ``"batchmean"``, the sum over the size of the first dimension. Without any token the
+            sum is 0 with gradients 0, and a mean NaN, as torch's mean of nothing.
         strategy: ``"forward"`` computes the gradients in the forward, by chunks of tokens (four
             matmuls for the student's), for a reduced result whose gradients have the inputs'
             dtype; ``"recompute"`` computes the logits again in the backward (six). ``"auto"``
@@ -150,71 +161,29 @@ def linear_kl(
         float32 (float64 for float64 inputs) in nats: one value per token, or a scalar.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: before any launch, with the rule and the value.
+        ValueError, TypeError, NotImplementedError: before any launch, with the argument, the rule
+            and the value.
 
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
-    after is float32. A word that the student excludes and the teacher does not makes a token +inf.
+    after is float32. A word that the student excludes and the teacher does not makes a token +inf;
+    one whose probability underflows to 0 adds nothing.
     A label that is no word gives NaN. Weight gradients are summed over a bounded number of chunks
     (NOTE [Sums over chunks] in linear/problem.py), in a fixed order: the same bits on every run.
     """
-    places: Places | None = None
-    if group is not None:
-        from torch_streamkl.distributed.linear import places_of
-
-        places = places_of(group, student_first_word, teacher_first_word, impl)
-    elif not (student_first_word is None and teacher_first_word is None):
-        raise ValueError(
-            "student_first_word and teacher_first_word say which words of a vocabulary a rank "
-            f"has and need a group, got {student_first_word} and {teacher_first_word}"
-        )
+    options = Options(
+        divergence, beta, temperature, student_logit_scale, teacher_logit_scale, student_softcap,
+        teacher_softcap, student_eps, teacher_eps, student_clamp, teacher_clamp, hard_weight,
+        ignore_index, reduction, strategy, max_workspace_mib, impl, group, student_first_word,
+        teacher_first_word,
+    )  # fmt: skip
+    of_operator = _checked(options)
+    places = _places(options)
     named: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
         "student": (student_hidden, student_weight, student_bias),
         "teacher": (teacher_hidden, teacher_weight, teacher_bias),
     }
-    for side, (hidden, weight, bias) in named.items():
-        _check_head(side, hidden, weight, bias, is_shard=places is not None)
-    checks.same(
-        "leading dimensions",
-        {
-            "student_hidden": tuple(student_hidden.shape[:-1]),
-            "teacher_hidden": tuple(teacher_hidden.shape[:-1]),
-        },
-    )
-    checks.same(
-        "device",
-        {
-            f"{side}_{name}": x.device
-            for side, (hidden, weight, _) in named.items()
-            for name, x in (("hidden", hidden), ("weight", weight))
-        },
-    )
+    _check_heads(named, is_shard=places is not None)
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
-    checks.positive("temperature", temperature)
-    options: dict[str, Any] = {
-        "functional": divergence_text(
-            divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp
-        ),
-        "temperature": float(temperature),
-        "ignore_index": ignore_index,
-        "max_workspace_mib": 0 if max_workspace_mib is None else max_workspace_mib,
-        "impl": impl,
-    }
-    checks.one_of("reduction", reduction, REDUCTIONS)
-    checks.one_of("strategy", strategy, STRATEGIES)
-    checks.one_of("impl", impl, linear_ops.IMPLEMENTATIONS)
-    if max_workspace_mib is not None:
-        checks.positive("max_workspace_mib", max_workspace_mib)
-    for side, scale, softcap in (
-        ("student", student_logit_scale, student_softcap),
-        ("teacher", teacher_logit_scale, teacher_softcap),
-    ):
-        checks.number(f"{side}_logit_scale", scale)
-        if not -math.inf < scale < math.inf:
-            raise ValueError(f"{side}_logit_scale must be finite, got {scale}")
-        options[f"{side}_scale"] = float(scale)
-        if softcap is not None:
-            checks.positive(f"{side}_softcap", softcap)
-            options[f"{side}_softcap"] = float(softcap)
     counted = None if row_mask is None else _broadcast("row_mask", row_mask, tokens, device)
     if counted is not None and counted.dtype != torch.bool:
         raise TypeError(f"row_mask must be boolean, got {counted.dtype}")
@@ -224,8 +193,10 @@ def linear_kl(
         of_labels = labels != ignore_index
         counted = of_labels if counted is None else counted & of_labels
     factor = None if row_weight is None else _broadcast("row_weight", row_weight, tokens, device)
+    if factor is not None and factor.is_complex():
+        raise TypeError(f"row_weight must be real, got {factor.dtype}")
     tensors: list[Any] = [
-        _as_matmul_operand(x)
+        checks.as_matmul_operand(x)
         for x in (
             student_hidden.flatten(0, -2),
             student_weight,
@@ -237,9 +208,95 @@ def linear_kl(
     how = (counted, factor, hard_weight, reduction, tokens, places)
     if impl != "reference":
         checks.refuse_transforms("linear_kl")
+        flop_counts.register()
     if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
-        return _sum_in_forward(tensors, options, *how)
-    return _per_token(tensors, options, *how)
+        return _sum_in_forward(tensors, of_operator, *how)
+    return _per_token(tensors, of_operator, *how)
+
+
+class Options(NamedTuple):
+    """The arguments of `linear_kl` that are no tensors, with their defaults."""
+
+    divergence: Divergence = "forward_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    student_logit_scale: float = 1.0
+    teacher_logit_scale: float = 1.0
+    student_softcap: float | None = None
+    teacher_softcap: float | None = None
+    student_eps: float = 0.0
+    teacher_eps: float = 0.0
+    student_clamp: float = 0.0
+    teacher_clamp: float = 0.0
+    hard_weight: float = 1.0
+    ignore_index: int = -100
+    reduction: Reduction = "none"
+    strategy: Strategy = "auto"
+    max_workspace_mib: int | None = None
+    impl: LinearImpl = "auto"
+    group: ProcessGroup | DeviceMesh | None = None
+    student_first_word: int | None = None
+    teacher_first_word: int | None = None
+
+
+def _checked(options: Options) -> dict[str, Any]:
+    """The operators' options; raises on illegal ones."""
+    checks.one_of("reduction", options.reduction, REDUCTIONS)
+    checks.one_of("strategy", options.strategy, STRATEGIES)
+    checks.one_of("impl", options.impl, linear_ops.IMPLEMENTATIONS)
+    if options.strategy == "forward" and options.reduction == "none":
+        raise ValueError(
+            "strategy='forward' needs a reduced result: the gradient of each token is not "
+            "known in the forward, got reduction='none'"
+        )
+    checks.positive("temperature", options.temperature)
+    checks.finite("hard_weight", options.hard_weight)
+    checks.integer("ignore_index", options.ignore_index)
+    if options.max_workspace_mib is not None:
+        checks.integer("max_workspace_mib", options.max_workspace_mib, 1)
+    firsts = (options.student_first_word, options.teacher_first_word)
+    for side, first in zip(("student", "teacher"), firsts, strict=True):
+        if first is not None:
+            checks.integer(f"{side}_first_word", first, 0)
+    if options.group is None and not (firsts[0] is None and firsts[1] is None):
+        raise ValueError(
+            "student_first_word and teacher_first_word say which words of a vocabulary a rank "
+            f"has and need a group, got {firsts[0]} and {firsts[1]}"
+        )
+    for_operator: dict[str, Any] = {
+        "functional": divergence_text(
+            options.divergence,
+            options.beta,
+            options.student_eps,
+            options.teacher_eps,
+            options.student_clamp,
+            options.teacher_clamp,
+        ),
+        "temperature": float(options.temperature),
+        "ignore_index": options.ignore_index,
+        "max_workspace_mib": options.max_workspace_mib or 0,
+        "impl": options.impl,
+    }
+    for side, scale, softcap in (
+        ("student", options.student_logit_scale, options.student_softcap),
+        ("teacher", options.teacher_logit_scale, options.teacher_softcap),
+    ):
+        checks.finite(f"{side}_logit_scale", scale)
+        for_operator[f"{side}_scale"] = float(scale)
+        if softcap is not None:
+            checks.positive(f"{side}_softcap", softcap)
+            for_operator[f"{side}_softcap"] = float(softcap)
+    return for_operator
+
+
+def _places(options: Options) -> Places | None:
+    """Which words this rank has, if ranks share them."""
+    if options.group is None:
+        return None
+    from torch_streamkl.distributed.linear import places_of
+
+    firsts = (options.student_first_word, options.teacher_first_word)
+    return places_of(options.group, *firsts, options.impl)
 
 
 class LinearKL(nn.Module):
@@ -248,12 +305,20 @@ class LinearKL(nn.Module):
     ``LinearKL(**options)(student_hidden, student_weight, teacher_hidden, teacher_weight,
     **tensors)`` is ``linear_kl(student_hidden, ..., **tensors, **options)``, with
     ``reduction="mean"`` by default. The tensors are those of `linear_kl`: biases, labels,
-    row_mask, row_weight.
+    row_mask, row_weight. Options are checked when the module is made.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = {"reduction": "mean", **options}
+        for name in options:
+            if name in _TENSORS:
+                raise TypeError(f"LinearKL() takes no tensors: pass {name} to each call")
+            if name not in Options._fields:
+                checks.refuse_option("LinearKL", name, Options._fields)
+        checked = Options(**self.options)
+        _checked(checked)
+        _places(checked)
 
     def forward(
         self,
@@ -263,6 +328,11 @@ class LinearKL(nn.Module):
         teacher_weight: Tensor,
         **tensors: Any,
     ) -> Tensor:
+        for name in tensors:
+            if name in Options._fields:
+                raise TypeError(f"{name} is an option of the module: pass it to LinearKL()")
+            if name not in _TENSORS:
+                checks.refuse_option("LinearKL.forward", name, _TENSORS)
         return linear_kl(
             student_hidden,
             student_weight,
@@ -276,18 +346,16 @@ class LinearKL(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
+_TENSORS = tuple(x for x in inspect.signature(linear_kl).parameters if x not in Options._fields)
+
+
 def _computes_in_forward(strategy: str, reduction: str, tensors: list[Any]) -> bool:
     differentiated = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in tensors[:6]
     )
-    if strategy == "recompute":
+    if strategy == "recompute" or tensors[0].shape[0] == 0:  # no token has no weight in a mean
         return False
     if strategy == "forward":
-        if reduction == "none":
-            raise ValueError(
-                "strategy='forward' needs a reduced result: the gradient of each token is not "
-                "known in the forward, got reduction='none'"
-            )
         return True
     return (
         reduction != "none"
@@ -311,9 +379,13 @@ def _sum_in_forward(
     if counted is not None:
         factor = counted.to(factor.dtype)
     if weight is not None:
-        factor = factor * weight.to(factor.dtype)
+        factor = weight.to(factor.dtype) if counted is None else torch.where(counted, weight, 0.0)
+        factor = factor.to(_value_dtype(tensors))
     factor = factor / _denominator(counted, reduction, tokens)
-    hard_factor = None if tensors[6] is None else factor * hard_weight
+    hard_factor = None
+    if tensors[6] is not None:
+        # at 0 the cross-entropy is not there: it may be infinite
+        hard_factor = factor * hard_weight if hard_weight else torch.zeros_like(factor)
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors[:6]]
     arguments = (*tensors, factor, hard_factor, wanted)
     total: Tensor
@@ -346,31 +418,37 @@ def _per_token(
         value, hard = without_autocast(linear_reference.linear_kl_rows, problem)
     else:
         value, hard, _ = linear_ops.linear_kl(*tensors, **options)
-    if tensors[6] is not None:
+    if tensors[6] is not None and hard_weight:
         value = value + hard_weight * hard
     if counted is not None:
         value = torch.where(counted, value, 0.0)
     if weight is not None:
-        value = torch.where(weight == 0, 0.0, value * weight.to(value.dtype))
+        value = _weighted(value, weight.to(value.dtype))
     if reduction == "none":
         return value.view(tokens)
     return value.sum() / _denominator(counted, reduction, tokens)
 
 
+def _weighted(value: Tensor, weight: Tensor) -> Tensor:
+    """``value * weight``, where a row that is not finite and has the weight 0 counts 0."""
+    lost = (weight == 0) & ~value.isfinite()
+    product = value.masked_fill(lost, 0.0) * weight
+    if weight.requires_grad:
+        # the gradient to that weight is the row's value, as everywhere: sqrt(w) is 0 at 0 and
+        # has an infinite derivative
+        root = torch.where(lost, weight, 1.0).sqrt()
+        product = product + torch.where(lost, root, 0.0)
+    return product
+
+
 def _denominator(counted: Tensor | None, reduction: str, tokens: tuple[int, ...]) -> Tensor | int:
     match reduction:
         case "mean":
-            return math.prod(tokens) if counted is None else counted.sum().clamp(min=1)
+            num_tokens = math.prod(tokens)
+            return num_tokens if counted is None else counted.sum().clamp(min=min(1, num_tokens))
         case "batchmean":
             return tokens[0]
     return 1
-
-
-def _as_matmul_operand(x: Tensor) -> Tensor:
-    """What autocast would make of it."""
-    if checks.is_autocast(x) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 def _value_dtype(tensors: list[Any]) -> torch.dtype:
@@ -379,18 +457,35 @@ def _value_dtype(tensors: list[Any]) -> torch.dtype:
     )
 
 
+def _check_heads(named: dict[str, tuple[Tensor, Tensor, Tensor | None]], is_shard: bool) -> None:
+    """Hidden states, weight and bias of each side fit, and the sides fit each other."""
+    for side, (hidden, weight, _) in named.items():
+        for name, x in (("hidden", hidden), ("weight", weight)):
+            checks.tensor(f"{side}_{name}", x)
+    checks.same(
+        "device",
+        {
+            f"{side}_{name}": x.device
+            for side, (hidden, weight, _) in named.items()
+            for name, x in (("hidden", hidden), ("weight", weight))
+        },
+    )
+    for side, (hidden, weight, bias) in named.items():
+        _check_head(side, hidden, weight, bias, is_shard)
+    leading: dict[str, object] = {
+        f"{side}_hidden": tuple(x[0].shape[:-1]) for side, x in named.items()
+    }
+    checks.same("leading dimensions", leading)
+
+
 def _check_head(
     side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, is_shard: bool
 ) -> None:
-    if not isinstance(hidden, Tensor):
-        raise TypeError(f"{side}_hidden must be a tensor, got {type(hidden).__name__}")
     if hidden.ndim < 2:
         raise ValueError(
             f"{side}_hidden must have dimensions [..., tokens, width], got shape "
             f"{tuple(hidden.shape)}"
         )
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{side}_weight must be a tensor, got {type(weight).__name__}")
     if weight.ndim != 2:
         raise ValueError(
             f"{side}_weight must have dimensions [num_words, width], got shape "
@@ -399,11 +494,19 @@ def _check_head(
     for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):
         if x.dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
-        if 0 in (x.shape[1:] if is_shard and x is weight else x.shape):
-            raise ValueError(f"{name} must have no empty dimension, got shape {tuple(x.shape)}")
-    if not checks.is_autocast(hidden):
-        checks.same("dtype", {f"{side}_hidden": hidden.dtype, f"{side}_weight": weight.dtype})
+    checks.same(
+        "dtype",
+        {
+            f"{side}_hidden": checks.matmul_dtype(hidden),
+            f"{side}_weight": checks.matmul_dtype(weight),
+        },
+    )
     checks.same("width", {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]})
+    for size, what in ((weight.shape[1], "width"), (weight.shape[0], "vocabulary")):
+        if size == 0 and not (is_shard and what == "vocabulary"):
+            raise ValueError(
+                f"{side}_weight must have no empty {what}, got shape {tuple(weight.shape)}"
+            )
     if weight.stride(0) != 1 and weight.stride(1) != 1:
         raise ValueError(
             f"{side}_weight must have contiguous rows or columns, got strides {weight.stride()}"
@@ -415,8 +518,7 @@ def _check_head(
 
 
 def _check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
+    checks.tensor("labels", labels)
     if labels.dtype not in _LABEL_DTYPES:
         raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
     if tuple(labels.shape) != tokens:
@@ -428,6 +530,4 @@ def _check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device)
 
 def _broadcast(name: str, x: Tensor, tokens: tuple[int, ...], device: torch.device) -> Tensor:
     """One element per token."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     return checks.check_broadcast(name, x, tokens, device).expand(tokens).reshape(-1)

@@ -448,7 +448,7 @@ def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
     """A stored gradient times the gradient of the sum that it is of (see once.py)."""
     if not in_place:
         return (stored * factor).to(stored.dtype)
-    if not stored.is_cuda or stored.dtype == torch.float64:
+    if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:
         return stored.mul_(factor)
     from torch_streamkl.linear.triton import launches as kernels
 

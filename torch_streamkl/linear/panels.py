@@ -52,7 +52,7 @@ def gradient(
     form, numbers = _form(problem, weights, wanted), _numbers(problem)
     for part, s, t in _parts(problem, student, teacher):
         inputs = _inputs(problem.of_tokens(part), s, t, numbers) | _weights(problem, weights, part)
-        inputs["statistics"] = (rows.statistics[:, part].t(), "r5")
+        inputs["statistics"] = (rows.statistics[:, part].t(), "r7")
         run = compiled.find(words_backward, form, inputs) if is_even(problem) else None
         if run is None:
             linear_rows.gradient(problem, student, teacher, rows, weights, wanted)

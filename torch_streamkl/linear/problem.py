@@ -99,12 +99,22 @@ class LinearProblem:
         )
 
 
+NUM_STATISTICS = 7
+
+
 @dataclass(frozen=True)
 class RowValues:
     """What the forward gives per token, and what the backward needs; the log-sum-exps are in nats.
 
-    ``statistics`` [5, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
-    [Row gradient] in divergences/functional.py), lse of the student's y.
+    ``statistics`` [7, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
+    [Row gradient] in divergences/functional.py), lse of the student's y, and what rounding has
+    taken from the two first.
+
+    NOTE [Rounding of log-sum-exps]
+    A log-sum-exp of 200 in float32 is off by 8e-6, and so are all probabilities of its row. Naive
+    code, which subtracts the maximum first, is not: of a row that is nearly one-hot its gradient
+    is 0 where ours would be that. So a log-probability is ``(score - lse) - rest`` with ``rest =
+    (maximum - lse) + log(sum)``, in which nothing is rounded away.
     """
 
     value: Tensor  # [num_tokens]
@@ -123,7 +133,7 @@ class RowValues:
         return RowValues(
             hidden.new_empty(num_tokens, dtype=dtype),
             hidden.new_empty(num_labels, dtype=dtype),
-            hidden.new_empty((5, num_tokens), dtype=dtype),
+            hidden.new_empty((NUM_STATISTICS, num_tokens), dtype=dtype),
         )
 
     def of_tokens(self, tokens: slice) -> RowValues:
@@ -148,6 +158,14 @@ class RowValues:
     @property
     def hard_lse(self) -> Tensor:
         return self.statistics[4]
+
+    @property
+    def student_rest(self) -> Tensor:
+        return self.statistics[5]
+
+    @property
+    def teacher_rest(self) -> Tensor:
+        return self.statistics[6]
 
 
 @dataclass(frozen=True)

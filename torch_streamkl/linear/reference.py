@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_streamkl.divergences.functional import evaluate
+from torch_streamkl.divergences.functional import evaluate_logs, with_lost_rows
 from torch_streamkl.linear.problem import Head, LinearProblem
 
 
@@ -17,8 +17,11 @@ def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     y_s, y_t = (_scores(head, problem.compute_dtype) for head in problem.heads)
     num_words = max(y_s.shape[1], y_t.shape[1])
     log_s, log_t = (_log_probabilities(y / problem.temperature, num_words) for y in (y_s, y_t))
-    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
-    value = evaluate(problem.functional.expr, variables).expand_as(log_s).sum(-1)
+
+    def sums(log_t: Tensor, log_s: Tensor) -> Tensor:
+        return evaluate_logs(problem.functional.expr, log_t, log_s).sum(-1)
+
+    value = with_lost_rows(sums, log_t, log_s)
     if problem.labels is None:
         return value, value.new_empty(0)
     hard = F.cross_entropy(
@@ -38,5 +41,9 @@ def _scores(head: Head, dtype: torch.dtype) -> Tensor:
 
 
 def _log_probabilities(scores: Tensor, num_words: int) -> Tensor:
-    # a word that this side lacks has the score -inf
-    return F.pad(scores, (0, num_words - scores.shape[1]), value=-math.inf).log_softmax(-1)
+    # a word that this side lacks has the score -inf; where all are, none has a probability
+    scores = F.pad(scores, (0, num_words - scores.shape[1]), value=-math.inf)
+    absent = scores == -math.inf
+    empty = absent.all(-1, keepdim=True)
+    log_p = scores.masked_fill(empty, 0.0).log_softmax(-1)
+    return log_p.masked_fill(absent, -math.inf)

@@ -52,6 +52,7 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
     sums = finish(state, functional.bilinear or Bilinear())
     out.student_lse.copy_(sums.student_lse)
     out.teacher_lse.copy_(sums.teacher_lse)
+    copy_rests(state, out)
     if functional.bilinear is not None:
         out.value.copy_(sums.value)
         out.student_sum.copy_(sums.student_sum)
@@ -59,11 +60,23 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
     else:
         second_pass(problem, student, teacher, out)
     if problem.labels is not None:
+        if problem.temperature == 1.0:  # the same scores
+            hard_lse = sums.student_lse
         out.hard_lse.copy_(hard_lse)
         label_y = label_scores(problem, student, hard_lse.dtype)
         out.hard.copy_(hard_values(problem, label_y, hard_lse))
     else:
         out.hard_lse.zero_()
+
+
+def copy_rests(state: RowState, out: RowValues) -> None:
+    """NOTE [Rounding of log-sum-exps] in linear/problem.py."""
+    for rest, high, total, lse in (
+        (out.student_rest, state.m_s, state.l_s, out.student_lse),
+        (out.teacher_rest, state.m_t, state.l_t, out.teacher_lse),
+    ):
+        lost = (high - lse).add_(total.log())
+        rest.copy_(torch.where(lost.isfinite(), lost, 0.0))  # without any word there is none
 
 
 def partial_state(
@@ -136,8 +149,15 @@ def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) ->
 
 
 def _log_probabilities(s: Tensor, t: Tensor, rows: RowValues) -> tuple[Tensor, Tensor]:
-    lse_s, lse_t = without_infinity(rows.student_lse), without_infinity(rows.teacher_lse)
-    return s - lse_s[:, None], t - lse_t[:, None]
+    return (
+        _minus_lse(s, without_infinity(rows.student_lse), rows.student_rest),
+        _minus_lse(t, without_infinity(rows.teacher_lse), rows.teacher_rest),
+    )
+
+
+def _minus_lse(scores: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
+    """``scores - lse``, with what rounding has taken from it."""
+    return (scores - lse[:, None]).sub_(rest[:, None])
 
 
 def _store(d_score: Tensor, block: Block, logits: Tensor) -> None:
@@ -219,7 +239,11 @@ def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Ten
         torch.arange(block.words.start, block.words.stop, device=block.y.device)
         + problem.first_word
     )
-    p = elementwise.exp_(block.y - rows.hard_lse[:, None])
+    if problem.temperature == 1.0:
+        log_p = _minus_lse(block.y, rows.hard_lse, rows.student_rest)
+    else:
+        log_p = block.y - rows.hard_lse[:, None]
+    p = elementwise.exp_(log_p)
     p = p - (problem.labels[:, None] == word).to(p.dtype)
     return torch.where(_counted(problem)[:, None], p, 0.0)
 

@@ -16,6 +16,7 @@ from torch_streamkl.attention.row_body import (
     Softmax,
     softcapped,
     softmax,
+    sums_of_terms,
     variables_of,
 )
 from torch_streamkl.divergences.functional import Functional
@@ -48,7 +49,8 @@ class Words:
 
 
 def words_forward(form: WordForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Value, both log-sum-exps, H, G and the log-sum-exp of the student's y, stacked.
+    """Value, both log-sum-exps, H, G, the log-sum-exp of the student's y, and what rounding has
+    taken from the two first (NOTE [Rounding of log-sum-exps] in linear/problem.py), stacked.
 
     With "row_weight" wanted gradients replace the logits.
     """
@@ -61,17 +63,23 @@ def words_forward(form: WordForm, inputs: Inputs) -> tuple[Tensor, ...]:
         _store_student(form, inputs, h - student.p * h_sum, hard.p, s)
     if "row_weight" in inputs and form.teacher:
         _store_teacher(form, inputs, g - teacher.p * g_sum, t)
-    return (torch.cat((value, student.lse, teacher.lse, h_sum, g_sum, hard.lse), dim=1),)
+    assert student.rest is not None and teacher.rest is not None
+    lses = (student.lse, teacher.lse, h_sum, g_sum, hard.lse, student.rest, teacher.rest)
+    return (torch.cat((value, *lses), dim=1),)
 
 
 def words_backward(form: WordForm, inputs: Inputs) -> tuple[Tensor, ...]:
     """Overwrites logits by their gradients, from the "statistics" of `words_forward`."""
     s, t = (_words(form, inputs, side) for side in (0, 1))
-    lse_s, lse_t, h_sum, g_sum, lse_y = inputs["statistics"].split(1, dim=1)
-    logs = [x.score - without_infinity(lse) for x, lse in ((s, lse_s), (t, lse_t))]
+    lse_s, lse_t, h_sum, g_sum, lse_y, rest_s, rest_t = inputs["statistics"].split(1, dim=1)
+    logs = [
+        (x.score - without_infinity(lse)) - rest
+        for x, lse, rest in ((s, lse_s, rest_s), (t, lse_t, rest_t))
+    ]
     student, teacher = (Softmax(x, x.exp(), x) for x in logs)
     names = "h" * form.student + "g" * form.teacher
     terms = Functional.of(form.functional).terms(names, variables_of(student, teacher))
+    h_sum, g_sum = sums_of_terms(form.functional, names, terms, h_sum, g_sum)
     if form.student:
         p = (s.y - lse_y).exp() if form.has_labels and form.has_temperature else student.p
         _store_student(form, inputs, terms[0] - student.p * h_sum, p, s)

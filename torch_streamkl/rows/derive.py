@@ -115,7 +115,7 @@ def _tangent(graph: Graph, program: Program, root: int, b: int) -> int:
         total = zero
         for position, a in enumerate(node.args):
             t = tangents[a]
-            if t == zero:
+            if graph.constant(t) == 0:
                 continue
             if node.op == "sum_heads":
                 # of R_b of a head, only that head's element is a function
@@ -160,6 +160,8 @@ def backward_plan(program: Program) -> BackwardPlan:
 
     def accumulate(index: int, t: int, user: int) -> None:
         """Add what a node that uses the one of this index passes on."""
+        if graph.constant(t) == 0:
+            return
         if graph[user].head and not graph[index].head:
             t = graph.sum_heads(_with_heads(graph, t, user))
         t = t if index not in adjoints else graph.apply("add", adjoints[index], t)
@@ -176,7 +178,7 @@ def backward_plan(program: Program) -> BackwardPlan:
     for i in range(len(program.nodes) - 1, -1, -1):
         t = adjoints.get(i, zero)
         node = graph[i]
-        if t == zero or node.op in ("reduction", "dot", "capture"):
+        if graph.constant(t) == 0 or node.op in ("reduction", "dot", "capture"):
             continue
         if node.op == "sum_heads":
             accumulate(node.args[0], t, i)
@@ -188,7 +190,7 @@ def backward_plan(program: Program) -> BackwardPlan:
     found: dict[tuple[str, int], int] = {}
     for i, node in enumerate(program.nodes):
         t = adjoints.get(i, zero)
-        if node.op in ("dot", "capture") and t != zero:
+        if node.op in ("dot", "capture") and graph.constant(t) != 0:
             found[node.op, int(node.value)] = _with_heads(graph, t, i)
     return BackwardPlan(
         tuple(graph.nodes),

@@ -14,6 +14,7 @@ whole products: in P * d * d both products are guarded, in P * (d * d) the outer
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -52,6 +53,7 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
     _known: dict[Node, int] = field(default_factory=dict)
+    num_heads: Mapping[int, int] = field(default_factory=dict)  # of each axis, where it is known
 
     @classmethod
     def of(cls, nodes: tuple[Node, ...]) -> Self:
@@ -77,10 +79,11 @@ class Graph:
                 "sums over blocks of keys are returned as they are; compute with what comes back"
             )
 
-    def const(self, value: float) -> int:
-        # -0.0 and 0.0 are equal and would be one node
-        value = float(value) + 0.0
-        return self.add(Node("const", value=value, is_finite=math.isfinite(value)))
+    def const(self, value: float, dtype: str = FLOAT, head: int = 0, by_key: bool = False) -> int:
+        """A number; with axes where it is the value of an expression that has them."""
+        # -0.0 and 0.0 are equal and would be one node; NaN is equal to itself as an object alone
+        value = math.nan if math.isnan(value) else float(value) + 0.0
+        return self.add(Node("const", (), value, dtype, head, by_key, math.isfinite(value)))
 
     def constant(self, index: int) -> float | None:
         """The value of a constant, None for anything else."""
@@ -118,13 +121,15 @@ class Graph:
         node = self.nodes[x]
         if not node.head:
             return x
+        if node.op == "const" and node.head in self.num_heads:
+            return self.const(node.value * self.num_heads[node.head], FLOAT, 0, node.by_key)
         return self.add(Node("sum_heads", (x,), 0.0, FLOAT, 0, node.by_key, node.is_finite))
 
     def apply(self, op: str, *args: int) -> int:
         """A pointwise operation of `operations.OPERATIONS`."""
-        args = self._as_operands(op, args)
+        op, args = self._as_operands(op, args)
         simple = self._simplified(op, args)
-        if simple is not None:
+        if simple is not None and (simple := self._with_axes(simple, op, args)) is not None:
             return simple
         nodes = [self.nodes[a] for a in args]
         if op == "mul" and not all(n.is_finite for n in nodes):
@@ -134,16 +139,27 @@ class Graph:
             return self.apply("div", *args)
         return self._made(op, args)
 
+    def _with_axes(self, simple: int, op: str, args: tuple[int, ...]) -> int | None:
+        """What an operation comes to, if it has the axes of its arguments.
+
+        The shape of a result does not depend on a number: 0 times an element of a head is a 0 of
+        each head.
+        """
+        head, by_key = self.head_of(op, args), any(self.nodes[a].by_key for a in args)
+        node = self.nodes[simple]
+        if (node.head, node.by_key) == (head, by_key):
+            return simple
+        if node.op == "const":
+            return self.const(node.value, node.dtype, head, by_key)
+        if op == "where" and node.dtype == FLOAT:  # of a constant condition
+            return self._made("add", (simple, self.const(0.0, FLOAT, head, by_key)))
+        return None
+
     def _made(self, op: str, args: tuple[int, ...]) -> int:
         """The node of an operation as it is given."""
         nodes = [self.nodes[a] for a in args]
         operation = OPERATIONS[op]
-        dtypes = [n.dtype for n in nodes[op == "where" :]]
-        widest = max(dtypes, key=_ORDER.index)
-        if operation.result == "same":
-            dtype = widest
-        else:
-            dtype = operation.result
+        dtype = nodes[-1].dtype if operation.result == "same" else operation.result
         is_finite = operation.is_finite
         if is_finite is None:
             is_finite = all(n.is_finite for n in nodes)
@@ -166,9 +182,9 @@ class Graph:
             return self.apply("exp", inner)
         match exponent:
             case 0:
-                return self.const(1.0)
+                return self.const(1.0, FLOAT, self.nodes[x].head, self.nodes[x].by_key)
             case 1:
-                return x
+                return self.as_float(x)
             case 2:
                 return self.apply("mul", x, x)
             case 3:
@@ -181,14 +197,31 @@ class Graph:
         node = self.nodes[x]
         return self.add(Node("pow", (x,), exponent, FLOAT, node.head, node.by_key, False))
 
-    def _as_operands(self, op: str, args: tuple[int, ...]) -> tuple[int, ...]:
-        """Truth values as numbers, and integers as floats, where the operation needs them."""
-        dtypes = {self.nodes[a].dtype for a in args}
-        if OPERATIONS[op].result == BOOL or op in ("where", "detach", "float"):
-            return args
-        if dtypes == {INT} and OPERATIONS[op].result == "same":
-            return args
-        return tuple(self.as_float(a) for a in args)
+    def _as_operands(self, op: str, args: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """Arguments of the type that the operation has of them, as torch promotes types.
+
+        What torch does to conditions by another operation is that one: their sum is "or".
+        """
+        if op in ("detach", "float", "int", "and", "or", "not"):
+            return op, args
+        operation = OPERATIONS[op]
+        first = args[:1] if op == "where" else ()
+        rest = args[len(first) :]
+        widest = max((self.nodes[a].dtype for a in rest), key=_ORDER.index)
+        if widest == BOOL and operation.bools:
+            return operation.bools, args
+        if operation.result == FLOAT or (widest == BOOL and op not in ("where", "eq", "ne")):
+            # truth values are compared as numbers
+            widest = INT if operation.result == BOOL else FLOAT
+        return op, (*first, *(self._cast(a, widest) for a in rest))
+
+    def _cast(self, x: int, dtype: str) -> int:
+        node = self.nodes[x]
+        if node.dtype == dtype:
+            return x
+        if node.op == "const":
+            return self.const(node.value, dtype, node.head, node.by_key)
+        return self._made("int" if dtype == INT else "float", (x,))
 
     def head_of(self, op: str, args: tuple[int, ...]) -> int:
         """The axis of heads of an operation's result."""
@@ -202,16 +235,24 @@ class Graph:
 
     def _simplified(self, op: str, args: tuple[int, ...]) -> int | None:
         values = [self.constant(a) for a in args]
-        if all(v is not None for v in values) and OPERATIONS[op].result != BOOL:
-            folded = operations.of_numbers(op, [v for v in values if v is not None])
-            return self.const(folded)
         a, b = args[0], args[-1]
         va, vb = values[0], values[-1]
+        if op in ("mul", "mul0") and 0 in (va, vb):
+            return self.const(0.0, self.nodes[a].dtype)
+        if all(v is not None for v in values):
+            dtypes = [self.nodes[i].dtype for i in args]
+            folded = operations.of_numbers(op, [v for v in values if v is not None], dtypes)
+            result = OPERATIONS[op].result
+            return self.const(folded, dtypes[-1] if result == "same" else result)
         match op:
             case "add" if va == 0:
-                return self.as_float(b)
+                return b
             case "add" | "sub" if vb == 0:
-                return self.as_float(a)
+                return a
+            case "float" | "int" if self.nodes[a].dtype == op:
+                return a
+            case "floor" | "ceil" | "trunc" if self.nodes[a].dtype == INT:
+                return a
             case "sub" if va == 0:
                 return self.apply("neg", b)
             case "add" | "sub" if (shared := self._shared_probability(a, b)) is not None:
@@ -221,19 +262,17 @@ class Graph:
                 return self.apply("add", parts[0], self.apply("add", *parts[1:]))
             case "add" if self.nodes[b].op == "neg":
                 return self.apply("sub", a, self.nodes[b].args[0])
-            case "mul" | "mul0" if va == 0 or vb == 0:
-                return self.const(0.0)
             case "mul" | "mul0" if va == 1:
-                return self.as_float(b)
+                return b
             case "mul" | "mul0" | "div" if vb == 1:
-                return self.as_float(a)
+                return a
             case "mul0" if self._is_factor(a) or self._is_factor(b):
                 return self.apply("mul", a, b)
             case "mul" if vb == -1:
                 return self.apply("neg", a)
-            case "div" | "div0" if va == 0:
+            case "div0" if va == 0:
                 return self.const(0.0)
-            case "div" if vb and self.nodes[a].dtype == FLOAT and math.isfinite(1.0 / vb):
+            case "div" if vb and math.isfinite(1.0 / vb):
                 mantissa, _ = math.frexp(vb)
                 return self.apply("mul", a, self.const(1.0 / vb)) if mantissa == 0.5 else None
             case "neg" if self.nodes[a].op == "neg":
@@ -284,13 +323,21 @@ class Graph:
 
     def exponentials_in(self, x: int) -> tuple[list[int], list[int]]:
         """The exponentials that a product or quotient has as factors: above, and below."""
-        node = self.nodes[x]
-        if node.op == "exp":
-            return [x], []
-        if node.op not in ("mul", "mul0", "div"):
-            return [], []
-        (a, b), (c, d) = map(self.exponentials_in, node.args)
-        return (a + d, b + c) if node.op == "div" else (a + c, b + d)
+        found: tuple[dict[int, None], dict[int, None]] = {}, {}  # sets in the order of discovery
+        stack, seen = [(x, 0)], {(x, 0)}
+        while stack:
+            i, side = stack.pop()
+            node = self.nodes[i]
+            if node.op == "exp":
+                found[side][i] = None
+            if node.op not in ("mul", "mul0", "div"):
+                continue
+            sides = side, 1 - side if node.op == "div" else side
+            for each in zip(node.args[::-1], sides[::-1], strict=True):
+                if each not in seen:
+                    seen.add(each)
+                    stack.append(each)
+        return list(found[0]), list(found[1])
 
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
         """Of two products with one exponential: the operation, it, and the other factors.
@@ -317,9 +364,7 @@ class Graph:
         return None
 
     def as_float(self, x: int) -> int:
-        if self.nodes[x].dtype == FLOAT:
-            return x
-        return self.apply("float", x)
+        return self._cast(x, FLOAT)
 
     def used_by(self, roots: list[int]) -> list[int]:
         """What the roots need, in the order of computation."""
@@ -338,7 +383,7 @@ class Literal(Graph):
 
     def apply(self, op: str, *args: int) -> int:
         op = {"mul0": "mul", "div0": "div"}.get(op, op)
-        return self._made(op, self._as_operands(op, args))
+        return self._made(*self._as_operands(op, args))
 
     def power(self, x: int, exponent: float) -> int:
         if exponent == 2:

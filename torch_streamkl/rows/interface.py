@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl import checks
+from torch_streamkl import checks, flop_counts
+from torch_streamkl.compiler_marks import disable
 from torch_streamkl.once import differentiable_once
 from torch_streamkl.registration import without_autocast
 from torch_streamkl.rows import derive, op, reference, remembered, tensors
@@ -23,7 +24,7 @@ REDUCTIONS = ("none", "sum", "mean")
 
 
 # a graph break: Dynamo would trace the elements' recording instead of the tensors' code
-@torch.compiler.disable(recursive=True)  # type: ignore[untyped-decorator]  # untyped in torch
+@disable
 def row_program(
     function: Callable[[Any], Any],
     *,
@@ -58,17 +59,20 @@ def row_program(
 
         row_program(kl, dots={"t": (teacher_q, teacher_k), "s": (student_q, student_k)})
 
-    equals the same code on ``teacher_q @ teacher_k.mT`` and ``student_q @ student_k.mT`` with -1
-    for ``"key"``.
+    computes what the same code computes on ``teacher_q @ teacher_k.mT`` and ``student_q @
+    student_k.mT`` with -1 for ``"key"``, 1 for ``"head"`` and ``keepdim=True``, but for the three
+    rules under Numerics: rows without keys, products with 0, and logarithms of probabilities.
 
     Args:
         function: takes elements by name (``e.t``) and returns one value of rows, or a dict of
             them: what ``.sum("key")`` and ``.logsumexp("key")`` give, and what is computed from
             that. ``.sum("key", block=size)`` gives the sum over each ``size`` consecutive keys
             (fewer in the last), and is returned as it is. Elements have arithmetic,
-            comparisons, ``& | ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
+            comparisons, ``& | ^ ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
             ``sum`` and ``mean("head")``, and the usual pointwise functions as methods or of
-            torch; ``e.key_index`` and ``e.row_index`` are positions.
+            torch, with torch's arguments and type promotion. ``e.key_index`` is the position of
+            a key, ``e.row_index`` that of a query in its sequence, from 0: of LM heads along the
+            last dimension of ``[...]``.
         dots: operands by name. Attention: ``[batch, heads, seqlen_q, head_dim]`` and ``[batch,
             kv_heads, seqlen_k, head_dim]`` where kv_heads divides heads; two dots may differ in
             heads if one is summed over them before they meet. LM heads: ``[..., hidden]`` and
@@ -83,7 +87,8 @@ def row_program(
             condition whether a key is among them; or ``(ids, values)``, as the value of a key, 0
             at keys that are not among them and summed where an id is repeated. Ids outside the
             keys (-1, -100) belong to none.
-        is_causal: query i sees keys up to i + seqlen_k - seqlen_q.
+        is_causal: query i sees keys up to i + seqlen_k - seqlen_q. This, ``window``,
+            ``key_lengths`` and ``mask`` are of attention: LM heads refuse them.
         window: (left, right) keys around that position, None for no bound.
         key_lengths: ``[batch]``, the number of valid keys.
         mask: boolean, broadcastable to ``[batch, 1, seqlen_q, seqlen_k]``; True takes part. A
@@ -99,10 +104,12 @@ def row_program(
             raises.
 
     Returns:
-        float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, heads 1 after a sum
-        over heads, or of the shape of an LM head's rows; sums over blocks have ``ceil(keys /
-        size)`` of them as a last dimension; a dict where ``function`` returns one. A number with
-        a reduction.
+        float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, or of the shape of an
+        LM head's rows; sums over blocks have ``ceil(keys / size)`` of them as a last dimension; a
+        dict where ``function`` returns one. heads are those of what the value is computed from,
+        whatever numbers it is multiplied by: 1 where that is sums over heads, and tensors with
+        one head. A number with a reduction. A batch or sequence of length 0 gives no rows: a sum
+        of 0 with gradients of 0, and a mean of NaN, as torch's.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything runs: an operation that cannot
@@ -110,19 +117,23 @@ def row_program(
 
     Numerics: elements and sums are float32. Keys that are not allowed take part in no sum; in a
     row without any, sums are 0, log-sum-exps -inf and gradients 0. A product is 0 where a factor
-    is, also beside an infinity: 0 log 0 is 0, with its gradient. ``log(softmax(x))`` is
-    ``log_softmax(x)``. At ties and bounds the gradients are torch's. Gradients go to the operands
-    and to every captured tensor of numbers that requires one.
+    is, also beside an infinity or NaN of a captured tensor, a quotient, a logarithm or a number:
+    0 log 0 is 0, with its gradient. ``log(softmax(x))`` is ``log_softmax(x)``. Elsewhere
+    infinities, NaN, ties and bounds are torch's; where torch's gradient is NaN beside inputs that
+    are numbers, this one may be a number. Gradients go to the operands and to every captured
+    tensor of numbers that requires one. Under autocast operands are cast as a matmul's are.
     """
     checks.one_of("impl", impl, op.IMPLEMENTATIONS)
     checks.one_of("reduction", reduction, REDUCTIONS)
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
     inputs = tensors.normalised(
         Inputs(
-            dict(dots),
-            dict(rows or {}),
-            dict(keys or {}),
-            dict(pairs or {}),
-            dict(columns or {}),
+            _by_name("dots", dots),
+            _by_name("rows", rows),
+            _by_name("keys", keys),
+            _by_name("pairs", pairs),
+            _by_name("columns", columns),
             key_lengths,
             mask,
         )
@@ -151,16 +162,20 @@ def row_program(
         loss = _loss(traced, problem, reduction)
         if loss is not None:
             checks.refuse_transforms("row_program")
+            flop_counts.register()
             wanted = [x.requires_grad for x in inputs.tensors]
             arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
             total: Tensor = op.row_program_sum(*arguments)[0]
             return differentiable_once(total, inputs.tensors)
-    if impl == "reference":
+    if impl == "triton":
+        op.check_kernels(problem, is_differentiated)
+    if impl == "reference" or not problem.batch or not problem.num_rows:
         results = without_autocast(reference.forward, problem)
     else:
         if is_differentiated:  # whatever has no derivative is an error before anything runs
             derive.forward_plan(program, True)
         checks.refuse_transforms("row_program")
+        flop_counts.register()
         every = op.row_program(inputs.tensors, program.text, is_differentiated, impl)
         results = [every[c] for c in program.outputs]
     values = dict(zip(traced.reductions, results, strict=True))
@@ -171,6 +186,17 @@ def row_program(
     if reduction != "none":
         return finished[0].sum() if reduction == "sum" else finished[0].mean()
     return finished[0] if names is None else dict(zip(names, finished, strict=True))
+
+
+def _by_name(argument: str, given: object) -> dict[Any, Any]:
+    """The tensors of one argument."""
+    if given is None and argument != "dots":
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{argument} must be a dict of tensors by name, got {type(given).__name__}"
+        )
+    return dict(given)
 
 
 _known: dict[Any, Traced] = {}
@@ -185,17 +211,19 @@ def _traced(
 ) -> Traced:
     """The program of a function, which is traced once where that is known to be enough."""
     names = inputs.dot_names, inputs.capture_names
+    rows = inputs.row_shape or ()
+    seqlen = rows[-1] if len(rows) > 1 else None
     own = remembered.key_of(function, frozenset([*names[0], *names[1], *POSITIONS]))
     if own is None:
-        return trace(function, *names, tracer, constants)
+        return trace(function, *names, tracer, constants, seqlen)
     is_constant = [name in constants for each in names for name in each]
     metadata = tracer.dot_heads, tracer.captures, tracer.keys, *tracer.num_heads.items()
-    key = (own, *metadata, *map(tuple, names), *is_constant)
+    key = (own, *metadata, *map(tuple, names), *is_constant, seqlen)
     found = _known.get(key)
     if found is None:
         if len(_known) >= MAX_KNOWN:
             _known.clear()
-        found = _known[key] = trace(function, *names, tracer, constants)
+        found = _known[key] = trace(function, *names, tracer, constants, seqlen)
     return found
 
 

@@ -71,6 +71,18 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     return module
 
 
+def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
+    """``impl="triton"`` runs on a GPU, and in Triton's interpreter."""
+    from triton import knobs
+
+    device = problem.operands[0][0].device
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        _module(problem, "triton", is_differentiated)  # why it would not on a GPU, either
+        raise NotImplementedError(
+            f"impl='triton' must have tensors on a GPU, got {device}; use 'blocked'"
+        )
+
+
 def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """The same, to be run."""
     module = _module(problem, impl, is_differentiated)
@@ -305,6 +317,29 @@ def _sum_flops(shapes: Any, _: Any, program: str, _loss: str, wanted: Any, *__: 
 register(_lib, "row_program", _forward, _forward_fake, _forward_flops)
 register(_lib, "row_program_backward", _backward, _backward_fake, _backward_flops)
 register(_lib, "row_program_sum", _sum, _sum_fake, _sum_flops)
+
+
+def _batched_backward(backward: Any) -> Callable[..., list[Tensor]]:
+    """For several gradients at once, in a compiled graph: ``is_grads_batched=True``, one by one.
+
+    Those are tensors of torch's older vmap, which makes no rule of its own for lists of tensors.
+    """
+
+    def run(grads: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        # of one that is not batched, a view with a dimension of size 1
+        every = [torch._remove_batch_dim(g, level, 1, 0) for g in grads]
+        count = max(g.shape[0] for g in every)
+        each = [backward([g[i % len(g)] for g in every], *rest) for i in range(count)]
+        return [torch._add_batch_dim(torch.stack(x), 0, level) for x in zip(*each, strict=True)]
+
+    return run
+
+
+for _name in ("row_program_backward", "_row_program_backward"):
+    _operator = getattr(torch.ops.torch_streamkl, _name).default
+    _lib.impl(_name, _batched_backward(_operator), "Batched")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

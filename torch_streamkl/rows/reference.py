@@ -25,38 +25,59 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class _Function(torch.autograd.Function):
     """exp, log, sqrt by name, or a power."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: str | float) -> Tensor:
-        ctx.function = function
+    def forward(x: Tensor, function: str | float) -> Tensor:
         out: Tensor = getattr(torch, function)(x) if isinstance(function, str) else x**function
-        ctx.save_for_backward(x, out)
         return out
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.function = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, out = ctx.saved_tensors
-        match ctx.function:
-            case "exp":
-                slope = out
-            case "log":
-                slope = 1.0 / x
-            case "sqrt":
-                slope = 0.5 / out
-            case exponent:
-                slope = exponent * x ** (exponent - 1.0)
-        return _product(grad, slope), None
+        return _product(grad, _slope(ctx)), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return _product(tangent, _slope(ctx))
+
+
+def _slope(ctx: Any) -> Tensor:
+    x, out = ctx.saved_tensors
+    slope: Tensor
+    match ctx.function:
+        case "exp":
+            slope = out
+        case "log":
+            slope = 1.0 / x
+        case "sqrt":
+            slope = 0.5 / out
+        case exponent:
+            slope = exponent * x ** (exponent - 1.0)
+    return slope
 
 
 class _Product(torch.autograd.Function):
     """Of two tensors, or their quotient."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, is_quotient: bool, is_guarded: bool) -> Tensor:
-        ctx.is_quotient = is_quotient
-        ctx.save_for_backward(a, b)
+    def forward(a: Tensor, b: Tensor, is_quotient: bool, is_guarded: bool) -> Tensor:
         if is_quotient:
             return a / b
         return _product(a, b) if is_guarded else a * b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, ctx.is_quotient, _ = inputs
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -67,6 +88,13 @@ class _Product(torch.autograd.Function):
         else:
             ga, gb = _product(grad, b), _product(grad, a)
         return ga.sum_to_size(a.shape), gb.sum_to_size(b.shape), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, ta: Tensor, tb: Tensor, *_: None) -> Tensor:
+        a, b = ctx.saved_tensors
+        if ctx.is_quotient:
+            return _product(ta, 1.0 / b) - _product(_product(tb, 1.0 / b), a / b)
+        return _product(ta, b) + _product(tb, a)
 
 
 GUARDED: dict[str, Callable[..., Any]] = {
@@ -116,7 +144,16 @@ def forward(problem: RowProblem) -> list[Tensor]:
                 continue
             results[c] = x.sum(-1)
             values[c] = RowValue(results[c])
-    return [results[c] for c in program.outputs]
+    return [_connected(problem, results[c]) for c in program.outputs]
+
+
+def _connected(problem: RowProblem, value: Tensor) -> Tensor:
+    """With a gradient to every tensor, which may be 0, as the other implementations have it."""
+    tensors = (*(x for pair in problem.operands for x in pair), *problem.captures)
+    for x in tensors:
+        if x.requires_grad:
+            value = value + x[:0].sum().to(value.dtype)
+    return value
 
 
 def of_rows(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from torch_streamkl.rows.trace import OPERATION_NAMES
+from torch_streamkl.rows.functions import OPERATION_NAMES
 
 MODULES = (torch, torch.nn.functional, math)
 PURE = {"abs", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range"}
@@ -50,6 +50,8 @@ def _of_value(value: Any, elements: frozenset[str], depth: int) -> Any:
     if any(value is module for module in MODULES):
         return value.__name__
     of = functools.partial(_of_value, elements=elements, depth=depth - 1)
+    if getattr(value, "__dict__", None):  # a function's attribute may be named as an operation
+        raise _Unknown
     if type(value) is functools.partial:
         given = sorted(value.keywords.items())
         return of(value.func), *map(of, value.args), *((name, of(x)) for name, x in given)

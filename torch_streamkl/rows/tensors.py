@@ -77,13 +77,35 @@ def keys_of(
     inputs: Normalised, is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> Keys:
     """Which keys a row has."""
-    left, right = window if window is not None else (None, None)
-    for name, bound in (("left", left), ("right", right)):
-        if bound is not None and (isinstance(bound, bool) or int(bound) != bound or bound < 0):
-            raise ValueError(f"window {name} must be None or a number of keys, got {bound!r}")
-    if is_causal:
-        right = 0
-    return Keys(left, right, inputs.has_lengths, inputs.has_mask)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    if inputs.row_shape is not None and (is_causal or window is not None):
+        what = "is_causal=True" if is_causal else f"window={window!r}"
+        raise ValueError(f"{what} is of keys with positions; {_OF_LM_HEADS}")
+    left, right = _window(window)
+    return Keys(left, 0 if is_causal else right, inputs.has_lengths, inputs.has_mask)
+
+
+_OF_LM_HEADS = (
+    "the vocabulary of an LM head has none: hide entries in the function, by torch.where and a "
+    "condition in keys, pairs or columns"
+)
+
+
+def _window(window: object) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for name, bound in zip(("left", "right"), window, strict=True):
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, int):
+            raise TypeError(f"window {name} must be None or a number of keys, got {bound!r}")
+        if bound < 0:
+            raise ValueError(f"window {name} must be at least 0, got {bound}")
+    left, right = window
+    return left, right
 
 
 def normalised(inputs: Inputs) -> Normalised:
@@ -91,7 +113,7 @@ def normalised(inputs: Inputs) -> Normalised:
     if not inputs.dots:
         raise ValueError("a row program must have at least one dot")
     _check_names(inputs)
-    operands = {name: _operands(name, pair) for name, pair in inputs.dots.items()}
+    operands = {name: _autocast(_operands(name, pair)) for name, pair in inputs.dots.items()}
     every = {f"{n}[{i}]": x for n, pair in operands.items() for i, x in enumerate(pair)}
     checks.same("dtype", {name: x.dtype for name, x in every.items()})
     checks.same("device", {name: x.device for name, x in every.items()})
@@ -121,8 +143,7 @@ def normalised(inputs: Inputs) -> Normalised:
             names.append(name)  # of ids and values, the values keep the name
     device = next(iter(every.values())).device
     for name, x in zip(names, given[2 * len(heads) :], strict=True):
-        if x.device != device:
-            raise ValueError(f"{name} must be on {device} as the dots are, got {x.device}")
+        checks.on_device(name, x, device)
     if inputs.key_lengths is not None:
         given.append(_lengths(inputs.key_lengths, sizes, device))
     if inputs.mask is not None:
@@ -144,7 +165,12 @@ def _check_names(inputs: Inputs) -> None:
     seen: set[str] = set(POSITIONS)
     groups = (inputs.dots, inputs.rows, inputs.keys, inputs.pairs, inputs.columns)
     for name in (name for group in groups for name in group):
-        if not name.isidentifier() or name.startswith("_") or name in seen:
+        if (
+            not isinstance(name, str)
+            or not name.isidentifier()
+            or name.startswith("_")
+            or name in seen
+        ):
             raise ValueError(
                 f"names of a row program's tensors must be distinct identifiers, got {name!r}"
             )
@@ -155,19 +181,27 @@ def _operands(name: str, pair: object) -> tuple[Tensor, Tensor]:
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"dot {name} must be a pair of tensors, got {type(pair).__name__}")
     for i, x in enumerate(pair):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}[{i}] must be a tensor, got {type(x).__name__}")
+        _check_tensor(f"{name}[{i}]", x)
         if x.dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"{name}[{i}] must be float64, float32, bfloat16 or float16, "
                             f"got {x.dtype}")  # fmt: skip
-        if 0 in x.shape:
-            raise ValueError(f"{name}[{i}] must have no empty dimension, got {tuple(x.shape)}")
     q, k = pair
     if not ((k.ndim == 2 and q.ndim >= 2) or (k.ndim == 4 and q.ndim == 4)):
         raise ValueError(
             f"{name} must be [batch, heads, seqlen, head_dim] tensors, or [..., hidden] and "
             f"[vocab, hidden], got {tuple(q.shape)} and {tuple(k.shape)}"
         )
+    # a batch may be empty, and select no rows
+    needed = {
+        0: (q.shape[-1], *q.shape[1:2] * (k.ndim == 4)),
+        1: k.shape[-3 if k.ndim == 4 else -2 :],
+    }
+    for i, sizes in needed.items():
+        if 0 in sizes:
+            raise ValueError(
+                f"{name}[{i}] must have no empty dimension but batch and rows, got "
+                f"{tuple(pair[i].shape)}"
+            )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name} must share its last dimension, got {q.shape[-1]} and {k.shape[-1]}"
@@ -178,6 +212,22 @@ def _operands(name: str, pair: object) -> tuple[Tensor, Tensor]:
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
         )
     return q, k
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested tensor" if x.is_nested else f"{x.layout}"
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
+
+
+def _autocast(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What autocast does to the operands of a matmul."""
+    if not checks.is_autocast(pair[0]) or any(x.dtype == torch.float64 for x in pair):
+        return pair
+    dtype = torch.get_autocast_dtype(pair[0].device.type)
+    return pair[0].to(dtype), pair[1].to(dtype)
 
 
 def _sizes(operands: dict[str, tuple[Tensor, Tensor]]) -> _Sizes:
@@ -205,8 +255,14 @@ def _sizes(operands: dict[str, tuple[Tensor, Tensor]]) -> _Sizes:
 
 
 def _capture(name: str, kind: str, x: object, sizes: _Sizes) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    _check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    is_number = x.is_floating_point() or x.is_complex()
+    if is_number and x.dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(
+            f"{name} must be boolean, integers, float64, float32, bfloat16 or float16, got "
+            f"{x.dtype}"
+        )
     if sizes.row_shape is not None:
         return _of_words(name, kind, x, sizes, sizes.row_shape)
     full = {
@@ -247,14 +303,20 @@ def _of_words(
 
 def _columns(name: str, given: object, sizes: _Sizes) -> list[tuple[str, Tensor]]:
     pair = given if isinstance(given, tuple) else (given,)
+    if len(pair) > 2 or not pair:
+        raise TypeError(f"{name} must be ids, or (ids, values), got {len(pair)} of them")
     found: list[tuple[str, Tensor]] = []
     for kind, x in zip((COLUMNS, VALUES), pair, strict=False):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be ids, or (ids, values), got {type(x).__name__}")
-        if kind == COLUMNS and (x.is_floating_point() or x.dtype == torch.bool):
+        _check_tensor(name, x)
+        is_number = x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
+        if kind == COLUMNS and is_number:
             raise TypeError(f"ids of {name} must be integers, got {x.dtype}")
-        if kind == VALUES and not x.is_floating_point():
-            raise TypeError(f"values of {name} must be floating point, got {x.dtype}")
+        if kind == VALUES and x.dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(
+                f"values of {name} must be float64, float32, bfloat16 or float16, got {x.dtype}"
+            )
         if sizes.row_shape is not None:
             if tuple(x.shape[:-1]) != sizes.row_shape:
                 raise ValueError(
@@ -277,18 +339,21 @@ def _columns(name: str, given: object, sizes: _Sizes) -> list[tuple[str, Tensor]
 
 def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
     if sizes.row_shape is not None:
-        raise ValueError("key_lengths are of attention; LM heads have all words")
+        raise ValueError(f"key_lengths are of keys with positions; {_OF_LM_HEADS}")
+    _check_tensor("key_lengths", lengths)
     if lengths.shape != (sizes.batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"key_lengths must be int32 or int64 of shape ({sizes.batch},), got {lengths.dtype} "
             f"{tuple(lengths.shape)}"
         )
-    if lengths.device != device:
-        raise ValueError(f"key_lengths must be on {device}, got {lengths.device}")
+    checks.on_device("key_lengths", lengths, device)
     return lengths
 
 
 def _mask(mask: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
+    if sizes.row_shape is not None:
+        raise ValueError(f"mask is of keys with positions; {_OF_LM_HEADS}")
+    _check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, True takes part, got {mask.dtype}")
     mask = _capture("mask", PAIR, mask, sizes)
@@ -297,6 +362,5 @@ def _mask(mask: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
             f"mask must be the same for all heads, got {mask.shape[1]}; declare one per head in "
             "pairs and use torch.where"
         )
-    if mask.device != device:
-        raise ValueError(f"mask must be on {device} as the dots are, got {mask.device}")
+    checks.on_device("mask", mask, device)
     return mask

@@ -92,10 +92,11 @@ def allowed(problem: RowProblem, at: Slices) -> Tensor | None:
 def capture(problem: RowProblem, number: int, at: Slices) -> Tensor:
     """A captured tensor as elements."""
     x, declared = problem.captures[number], problem.program.captures[number]
-    if x.is_floating_point() and declared.dtype == "float":
-        cast: Callable[[Tensor], Tensor] = lambda x: x.to(problem.compute_dtype)  # noqa: E731
-    else:
-        cast = lambda x: x  # noqa: E731
+    dtype = {"float": problem.compute_dtype, "int": torch.int64}.get(declared.dtype, x.dtype)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype)
+
     match declared.kind:
         case kind if kind == ROW:
             return cast(part(x, at[0], ALL, at[1])[..., None])
@@ -179,7 +180,9 @@ def evaluate(
         match node.op:
             case "const":
                 # a tensor that is made of a number is copied to a GPU, which the host waits for
-                x = torch.full((), node.value, dtype=dtype, device=device)
+                kind = {"bool": torch.bool, "int": torch.int64}.get(node.dtype, dtype)
+                size = (1, problem.num_heads(node.head), 1, 1) if node.head else ()
+                x = torch.full(size, node.value, dtype=kind, device=device)
             case "dot":
                 x = dot(problem, number, at)
             case "capture":

@@ -79,12 +79,19 @@ def gradient_tile(
 def load_statistics(
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr
 ):
-    """lse_t, lse_s, key sum of the wanted side and incoming gradient of a block of rows."""
+    """lse_t, lse_s, key sum of the wanted side and incoming gradient of a block of rows.
+
+    Rows that do not count get probabilities of 0: their own gradients may be infinite.
+    """
     lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
     lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
     sums_ptr = (s_stats_ptr if STUDENT else t_stats_ptr) + stats_stride
     key_sum = tl.load(sums_ptr + row, mask=inside, other=0.0)
-    return lse_t, lse_s, key_sum, tl.load(grad_ptr + row, mask=inside, other=0.0)
+    grad = tl.load(grad_ptr + row, mask=inside, other=0.0)
+    left_out = grad == 0.0
+    lse_t = tl.where(left_out, float("inf"), lse_t)
+    lse_s = tl.where(left_out, float("inf"), lse_s)
+    return lse_t, lse_s, tl.where(left_out, 0.0, key_sum), grad
 
 
 @triton.jit

@@ -6,7 +6,6 @@ as long as a small kernel runs. A `Plan` keeps all of it: a later call passes po
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from torch_streamkl.launches.launch import (
     triton_launch,
     whole_heads_launch,
 )
+from torch_streamkl.runtime.launch import launch
 
 T = TypeVar("T")
 LOG2E = 1.4426950408889634
@@ -81,9 +81,6 @@ class Plan:
         self._masks = _masks(problem, self._mask_strides) if without_tensors else None
         self._compiled: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
-        device = problem.student.q.device
-        on_gpu = device.type == "cuda" and torch.cuda.is_available()
-        self.device_index = device.index if on_gpu else None
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
         """Configuration of a kernel, by its name in `launch.triton_launch`."""
@@ -95,8 +92,8 @@ class Plan:
         """That of the kernel which computes dQ and dK of a side together, where it does."""
 
         def make() -> tuple[Stage | None]:
-            launch = whole_heads_launch(problem, student)
-            return (None if launch is None else _stage_of(problem, launch),)
+            tiles = whole_heads_launch(problem, student)
+            return (None if tiles is None else _stage_of(problem, tiles),)
 
         return self.kept(("whole heads", student), make)[0]
 
@@ -131,36 +128,11 @@ class Plan:
         is_aligned = _aligned(tensors)
         if not is_aligned:
             constants = tuple(map(_of_any_address, constants))
-        launch = (name, kernel, grid, arguments, constants, options, is_aligned)
-        start = functools.partial(self._launch_on_device, *launch)
-        recorded.issue(start, kernel, grid, arguments, constants, {**options, **COMPILE_OPTIONS})
-
-    def _launch_on_device(self, *launch: Any) -> Any:
-        if self.device_index is not None and torch.cuda.current_device() != self.device_index:
-            with torch.cuda.device(self.device_index):  # Triton launches on the current device
-                return self._launch(*launch)
-        return self._launch(*launch)
-
-    def _launch(
-        self,
-        name: Any,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        arguments: tuple[Any, ...],
-        constants: tuple[Any, ...],
-        options: dict[str, int],
-        is_aligned: bool,
-    ) -> Any:
-        """The compiled kernel that was launched, or None from the interpreter."""
-        if not is_aligned:
-            return kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
-        compiled = self._compiled.get(name)
-        if compiled is None:
-            compiled = kernel[grid](*arguments, *constants, **options, **COMPILE_OPTIONS)
+        known = self._compiled.get(name) if is_aligned else None
+        every = {**options, **COMPILE_OPTIONS}
+        compiled = launch(kernel, grid, arguments, constants, every, known)
+        if is_aligned and compiled is not None:  # None from the interpreter
             self._compiled[name] = compiled
-        else:
-            compiled[grid](*arguments, *constants)
-        return compiled
 
 
 _plans: dict[Any, Plan] = {}

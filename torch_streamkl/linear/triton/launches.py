@@ -5,7 +5,6 @@ The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
 
 from __future__ import annotations
 
-import functools
 import os
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.launches import recorded
 from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
 from torch_streamkl.linear.triton.rows import (
@@ -24,6 +22,7 @@ from torch_streamkl.linear.triton.rows import (
     row_kernel,
     scale_kernel,
 )
+from torch_streamkl.runtime.launch import launch
 
 TILE_WORDS = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
 FEW_ROWS = 384  # that do not give every multiprocessor of an H200 three
@@ -64,9 +63,8 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply a dense tensor in place by a number on the device; 1 costs no traffic."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
-    scale_kernel[(ceil_div(x.numel(), block),)](
-        flat, factor, x.numel(), BLOCK=block, num_warps=8, **COMPILE_OPTIONS
-    )
+    grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8, **COMPILE_OPTIONS}
+    launch(scale_kernel, grid, (flat, factor, x.numel()), (block,), options)
     torch.autograd.graph.increment_version(x)
 
 
@@ -87,9 +85,7 @@ def _launch(
     )  # fmt: skip
     constants = (form_args(form or Bilinear()), helper(problem.functional.text), config)
     options = {"num_warps": num_warps, **COMPILE_OPTIONS}
-    grid = (problem.num_tokens, 1, 1)
-    start = functools.partial(row_kernel[grid], *arguments, *constants, **options)
-    recorded.issue(start, row_kernel, grid, arguments, constants, options)
+    launch(row_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
 def config_of(

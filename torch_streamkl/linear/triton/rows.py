@@ -39,7 +39,7 @@ class HeadArgs(NamedTuple):
 
 
 class RowArgs(NamedTuple):
-    """Per-row inputs and outputs; ``statistics`` is [5, rows] (RowValues in linear/problem.py)."""
+    """Per-row inputs and outputs; ``statistics`` is [7, rows] (RowValues in linear/problem.py)."""
 
     value: Any
     hard: Any
@@ -64,6 +64,8 @@ class RowStats(NamedTuple):
     weight: Any
     hard_weight: Any
     word: Any  # of the label
+    rest_s: Any  # what rounding has taken from the log-sum-exps
+    rest_t: Any
 
 
 class Config(NamedTuple):
@@ -225,13 +227,15 @@ def row_kernel(
                 state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
                 True, FORM, CONFIG,
             )  # fmt: skip
-        lse_t, lse_s, value, h_sum, g_sum = finish(
-            merged_lanes(state, FORM), 0.0, 0.0, FORM, CONFIG
-        )
+        total = merged_lanes(state, FORM)
+        lse_t, lse_s, value, h_sum, g_sum = finish(total, 0.0, 0.0, FORM, CONFIG)
+        rest_t = rest_of(total.m_t, total.l_t, lse_t)
+        rest_s = rest_of(total.m_s, total.l_s, lse_s)
         if not CONFIG.BILINEAR:
             value, h_sum, g_sum = pointwise_sums(
-                student, teacher, row, num_words, unit, lse_s, lse_t, HELPER, CONFIG
-            )
+                student, teacher, row, num_words, unit, lse_s, lse_t, rest_s, rest_t, HELPER,
+                CONFIG,
+            )  # fmt: skip
         hard_lse = lse_s
         if CONFIG.HARD:
             if CONFIG.TEMPERED:
@@ -246,12 +250,16 @@ def row_kernel(
         tl.store(stats + 2 * stride, h_sum)
         tl.store(stats + 3 * stride, g_sum)
         tl.store(stats + 4 * stride, hard_lse)
+        tl.store(stats + 5 * stride, rest_s)
+        tl.store(stats + 6 * stride, rest_t)
     else:
         lse_s = tl.load(stats)
         lse_t = tl.load(stats + stride)
         h_sum = tl.load(stats + 2 * stride)
         g_sum = tl.load(stats + 3 * stride)
         hard_lse = tl.load(stats + 4 * stride)
+        rest_s = tl.load(stats + 5 * stride)
+        rest_t = tl.load(stats + 6 * stride)
     if CONFIG.S_GRAD or CONFIG.T_GRAD:
         if CONFIG.VALUES:
             # the label's logit is read by every thread before any of them overwrites it
@@ -267,7 +275,9 @@ def row_kernel(
         if CONFIG.HARD_GRAD:
             word, counted = label_of(rows, row)
             hard_weight = tl.where(counted, tl.load(rows.hard_weight + row).to(tl.float32), 0.0)
-        row_stats = RowStats(lse_s, lse_t, h_sum, g_sum, hard_lse, weight, hard_weight, word)
+        row_stats = RowStats(
+            lse_s, lse_t, h_sum, g_sum, hard_lse, weight, hard_weight, word, rest_s, rest_t
+        )  # fmt: skip
         # from the last word to the first: what was read last is still in the cache
         for start in range(whole, num_words, TILE):
             store_gradient(
@@ -282,8 +292,16 @@ def row_kernel(
 
 
 @triton.jit
+def rest_of(high, mass, lse):
+    """NOTE [Rounding of log-sum-exps] in linear/problem.py; 0 for a row without words."""
+    empty = mass == 0.0
+    rest = (high - lse) + tl.math.log2(tl.where(empty, 1.0, mass))
+    return tl.where(empty, 0.0, rest)
+
+
+@triton.jit
 def pointwise_sums(
-    student, teacher, row, num_words, unit, lse_s, lse_t,
+    student, teacher, row, num_words, unit, lse_s, lse_t, rest_s, rest_t,
     HELPER: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """f, h and g of a functional that the row state does not give, summed over words."""
@@ -301,8 +319,8 @@ def pointwise_sums(
         t, _, in_t, _ = scores_of(
             teacher, row, start, unit, True, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
         )
-        log_s = s - lse_s
-        log_t = t - lse_t
+        log_s = (s - lse_s) - rest_s
+        log_t = (t - lse_t) - rest_t
         f, h, g = HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
         exists = in_s | in_t
         f_lanes += tl.sum(tl.where(exists, f, 0.0), 1)
@@ -324,8 +342,8 @@ def store_gradient(
         teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
     )
     POINTWISE: tl.constexpr = not CONFIG.BILINEAR
-    log_s = s - stats.lse_s
-    log_t = t - stats.lse_t
+    log_s = (s - stats.lse_s) - stats.rest_s
+    log_t = (t - stats.lse_t) - stats.rest_t
     factor = stats.weight * inv_temperature
     # a row that does not count adds nothing, even where its own gradient is not finite
     if CONFIG.S_GRAD:
@@ -334,7 +352,10 @@ def store_gradient(
             d = score_gradient(log_t, log_s, stats.h_sum, True, POINTWISE, FORM, HELPER)
             d = tl.where(stats.weight == 0.0, 0.0, d * (factor * s_slope))
         if CONFIG.HARD_GRAD:
-            p = tl.math.exp2(s * temperature - stats.hard_lse)
+            if CONFIG.TEMPERED:
+                p = tl.math.exp2(s * temperature - stats.hard_lse)
+            else:
+                p = tl.math.exp2(log_s)
             p = (p - tl.where(words == stats.word, 1.0, 0.0)) * (stats.hard_weight * s_slope)
             d += tl.where(stats.hard_weight == 0.0, 0.0, p)
         store_words(student, row, words, d, in_s, MASKED)

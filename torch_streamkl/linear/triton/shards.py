@@ -27,8 +27,9 @@ from torch_streamkl.linear.triton.launches import (
     head_args,
     row_args,
 )
-from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums
+from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums, rest_of
 from torch_streamkl.linear.triton.rows import state_of_words as next_state
+from torch_streamkl.runtime.launch import launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
 
@@ -39,11 +40,10 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
     """Write the state of rows from both sides' logits of the rank's words."""
     config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
     rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
-    state_kernel[(problem.num_tokens,)](
-        head_args(problem.student, student), head_args(problem.teacher, teacher), rows,
-        FORM=form_args(problem.functional.bilinear or Bilinear()), CONFIG=config,
-        num_warps=num_warps, **COMPILE_OPTIONS,
-    )  # fmt: skip
+    arguments = head_args(problem.student, student), head_args(problem.teacher, teacher), rows
+    constants = form_args(problem.functional.bilinear or Bilinear()), config
+    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    launch(state_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
 def empty_state(parts: Tensor) -> None:
@@ -57,12 +57,14 @@ def empty_state(parts: Tensor) -> None:
 def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues) -> None:
     """Statistics of whole rows, their cross-entropies, and the values that the state gives."""
     config, _ = config_of(problem, parts, parts, NO_WEIGHTS, Wanted(), True)
-    merge_kernel[(ceil_div(problem.num_tokens, MERGED_ROWS),)](
+    arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
         row_args(problem, out, NO_WEIGHTS), problem.num_tokens, num_words,
-        FORM=form_args(problem.functional.bilinear or Bilinear()), CONFIG=config,
-        BLOCK=MERGED_ROWS, num_warps=4, **COMPILE_OPTIONS,
     )  # fmt: skip
+    constants = form_args(problem.functional.bilinear or Bilinear()), config, MERGED_ROWS
+    options = {"num_warps": 4, **COMPILE_OPTIONS}
+    grid = (ceil_div(problem.num_tokens, MERGED_ROWS), 1, 1)
+    launch(merge_kernel, grid, arguments, constants, options)
 
 
 def sums(
@@ -70,12 +72,13 @@ def sums(
 ) -> None:
     """Write value, H and G over the rank's words [3, num_tokens], from merged log-sum-exps."""
     config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
-    sums_kernel[(problem.num_tokens,)](
+    arguments = (
         head_args(problem.student, student), head_args(problem.teacher, teacher),
         row_args(problem, out, NO_WEIGHTS), totals, totals.stride(0),
-        HELPER=helper(problem.functional.text), CONFIG=config,
-        num_warps=num_warps, **COMPILE_OPTIONS,
     )  # fmt: skip
+    constants = helper(problem.functional.text), config
+    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    launch(sums_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
 @triton.jit
@@ -184,6 +187,10 @@ def merge_kernel(
     tl.store(rows.statistics + 2 * stride + row, h_sum, mask=inside)
     tl.store(rows.statistics + 3 * stride + row, g_sum, mask=inside)
     tl.store(rows.statistics + 4 * stride + row, hard_lse, mask=inside)
+    rest_s = rest_of(total.m_s, total.l_s, lse_s)
+    rest_t = rest_of(total.m_t, total.l_t, lse_t)
+    tl.store(rows.statistics + 5 * stride + row, rest_s, mask=inside)
+    tl.store(rows.statistics + 6 * stride + row, rest_t, mask=inside)
 
 
 @triton.jit
@@ -195,10 +202,12 @@ def sums_kernel(
     stride = tl.cast(rows.statistics_stride, tl.int64)
     lse_s = tl.load(rows.statistics + row)
     lse_t = tl.load(rows.statistics + stride + row)
+    rest_s = tl.load(rows.statistics + 5 * stride + row)
+    rest_t = tl.load(rows.statistics + 6 * stride + row)
     num_words = tl.maximum(student.num_words, teacher.num_words)
     value, h_sum, g_sum = pointwise_sums(
-        student, teacher, row, num_words, rows.inv_temperature * LOG2E, lse_s, lse_t, HELPER,
-        CONFIG,
+        student, teacher, row, num_words, rows.inv_temperature * LOG2E, lse_s, lse_t, rest_s,
+        rest_t, HELPER, CONFIG,
     )  # fmt: skip
     step = tl.cast(totals_stride, tl.int64)
     tl.store(totals + row, value)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_streamkl.launches import recorded
-from torch_streamkl.linear.chunks import SideStream
 from torch_streamkl.linear.problem import (
     DEFAULT_WORKSPACE_MIB,
     MAX_LOW_PRECISION_SUMS,
@@ -36,6 +34,7 @@ from torch_streamkl.rows.triton import maps
 from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
 from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
 from torch_streamkl.rows.triton.seeds import seeds_of
+from torch_streamkl.runtime.streams import SideStream
 
 ATTENTION_WORKSPACE_MIB = 64
 BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
@@ -214,8 +213,7 @@ def loss_and_gradients(
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
     buffers = {i: maps.new_map(longest, problem.operands[i][0].dtype) for i in out.dots}
     q = problem.operands[0][0]
-    observer = recorded.active()
-    side = SideStream(q.device, not isinstance(q, FakeTensor), observer)
+    side = SideStream(q.device, not isinstance(q, FakeTensor))
     for chunk in chunks:
         side.join()  # the last chunk's gradients of weights read the logits' place
         rows_of = problem.of_block(batch, chunk, keys)

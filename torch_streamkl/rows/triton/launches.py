@@ -17,7 +17,6 @@ from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.kernels.row_state import place_of
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
-from torch_streamkl.launches import recorded
 from torch_streamkl.launches.devices import gpu_limit, gpu_of
 from torch_streamkl.launches.launch import (
     COMPILE_OPTIONS,
@@ -47,6 +46,7 @@ from torch_streamkl.rows.triton.lanes import (
     store_last_block,
 )
 from torch_streamkl.rows.triton.writer import Source, used_by
+from torch_streamkl.runtime import launch as runtime
 
 MAX_DIM = 256  # of operands, which a tile holds whole
 INTERPRETED = TritonLaunch(32, 16, 4, 1)  # rows and keys of a tile differ, to be told apart
@@ -404,8 +404,7 @@ def start(
     given = tuple([every[name] for name in source.arguments])
     count = len(given) - source.num_constants
     kernel, grid, options = compiled(source), (programs, 1, 1), _options(launch)
-    run = functools.partial(kernel[grid], *given, **options)
-    recorded.issue(run, kernel, grid, given[:count], given[count:], options)
+    runtime.launch(kernel, grid, given[:count], given[count:], options)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def _source(program: Program, loss: RowLoss) -> Source | None:
         node = nodes[i]
         number = int(node.value) if node.op in ("reduction", "capture") else 0
         match node.op:
-            case "const":
+            case "const" if node.dtype == "float":
                 lines.append(f"v{i} = tl.full([BLOCK_M], float('{node.value!r}'), tl.float32)")
             case "reduction":
                 take(f"r{number}")
@@ -80,7 +80,7 @@ def _source(program: Program, loss: RowLoss) -> Source | None:
                 cast = {"float": ".to(tl.float32)", "bool": " != 0", "int": ""}[node.dtype]
                 place = f"t{number} + m * t{number}_m"
                 lines.append(f"v{i} = tl.load({place}, mask=inside, other=0){cast}")
-            case op if op in EXACT:
+            case op if op in EXACT and node.dtype != "int":
                 values = [f"v{a}" for a in node.args]
                 lines.append(f"v{i} = {OPERATIONS[op].triton.format(*values)}")
             case _:

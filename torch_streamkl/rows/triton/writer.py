@@ -77,6 +77,8 @@ class Writer:
         node = self.nodes[index]
         if node.op != "const":
             return f"v{index}"
+        if node.dtype != "float":
+            return repr(bool(node.value) if node.dtype == "bool" else int(node.value))
         return repr(node.value) if abs(node.value) < float("inf") else f"float('{node.value}')"
 
     # ------------------------------------------------------------------ what nodes are
@@ -155,7 +157,9 @@ class Writer:
                 return _power(args[0], node.value)
             case "expand_heads":
                 return args[0]
-        return OPERATIONS[node.op].triton.format(*args)
+        operation = OPERATIONS[node.op]
+        is_int = bool(operation.triton_int) and self.nodes[node.args[-1]].dtype == "int"
+        return (operation.triton_int if is_int else operation.triton).format(*args)
 
     def _in_log2(self, index: int) -> str:
         """The argument of an exponential, times log2(e)."""
@@ -423,7 +427,7 @@ class Writer:
     def _load(self, index: int, place: str, mask: str) -> None:
         number = int(self.nodes[index].value)
         dtype = self.program.captures[number].dtype
-        cast = {"float": ".to(tl.float32)", "bool": " != 0", "int": ""}[dtype]
+        cast = {"float": ".to(tl.float32)", "bool": " != 0", "int": ".to(tl.int64)"}[dtype]
         masked = f", mask={mask}, other=0" if mask else ""
         self.line(f"v{index} = tl.load({place}{masked}){cast}")
 
@@ -475,5 +479,6 @@ def used_by(nodes: Sequence[Node], wanted: Sequence[int]) -> list[int]:
 def _power(x: str, exponent: float) -> str:
     magnitude = f"tl.exp({exponent!r} * tl.log(tl.abs({x})))"
     if exponent != int(exponent):
-        return f"tl.exp({exponent!r} * tl.log({x}))"
+        is_none = f"({x} < 0) & ({x} > float('-inf'))"
+        return f"tl.where({is_none}, float('nan'), {magnitude})"
     return magnitude if exponent % 2 == 0 else f"tl.where({x} < 0, -1.0, 1.0) * {magnitude}"

@@ -1,0 +1,202 @@
+"""RewriteOptions: every option of the rewrite, with its rule, for all front ends.
+
+In a dict of options, such as ``torch.compile(..., options=)``, ours have the prefix ``streamkl.``
+and all others are Inductor's. Keyword arguments of Python functions have no prefix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypedDict
+
+from torch_streamkl.fx_passes.fx_utils.torch_names import later
+
+PREFIX = "streamkl."
+INNER_BACKENDS = ("inductor", "aot_eager", "eager")
+MODES = ("auto", "always", "never")
+
+
+class _OneOf:
+    """One of these values, and of their type: 1 is not True."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+        self.text = " or ".join(repr(x) for x in values)
+
+    def accepts(self, value: object) -> bool:
+        return any(type(value) is type(x) and value == x for x in self.values)
+
+
+class _Number:
+    """An int or a float, no bool; or None where it has a meaning."""
+
+    def __init__(self, text: str, least: float, *, is_open: bool = False, none: bool = True):
+        self.text = f"a number {text}" + (" or None" if none else "")
+        self.least, self.is_open, self.none = least, is_open, none
+
+    def accepts(self, value: object) -> bool:
+        if value is None:
+            return self.none
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return False
+        return value > self.least if self.is_open else value >= self.least
+
+
+_FLAG = _OneOf(False, True)
+
+
+def _option(default: Any, rule: _OneOf | _Number, doc: str) -> Any:
+    return field(default=default, metadata={"rule": rule, "doc": doc})
+
+
+@dataclass(frozen=True)
+class RewriteOptions:
+    """What the rewrite may do. Every value is checked when the options are made.
+
+    True and False are the only values of a flag, and a number is an int or a float and no flag.
+
+    Raises:
+        ValueError: a value breaks the rule of its option.
+        TypeError: an option does not exist.
+    """
+
+    strict: bool = _option(
+        False, _FLAG, "raise `UnfusedError` if a loss of the graph is not fused (skipped is none)"
+    )
+    explain: bool = _option(False, _FLAG, "log the report of every graph as a warning")
+    inner: Literal["inductor", "aot_eager", "eager"] = _option(
+        "inductor",
+        _OneOf(*INNER_BACKENDS),
+        "what compiles the rewritten graph, the others being for debugging; `backend=` alone",
+    )
+    deterministic: bool = _option(
+        True,
+        _FLAG,
+        "`False` allows faster gradients that differ in the last bits from run to run "
+        "(Hopper, head_dim 64)",
+    )
+    verify: Literal["auto", "always", "never"] = _option(
+        "auto",
+        _OneOf(*MODES),
+        "run what was fused and the code that it replaces on the same random inputs and fuse "
+        'nothing that differs: within the two bounds below ("auto"), whatever it takes, and fuse '
+        'nothing that cannot be checked ("always"), or "never"',
+    )
+    verify_max_mib: float | None = _option(
+        None,
+        _Number("above 0", 0, is_open=True),
+        "memory of one such check in MiB; `None` is a quarter of what is free",
+    )
+    verify_max_seconds: float = _option(
+        1.0, _Number("above 0", 0, is_open=True, none=False), "time of all checks of a graph"
+    )
+    min_mib: float | None = _option(
+        None,
+        _Number("of at least 0", 0),
+        "leave a loss to Inductor if its score- or logit-sized tensors take less than that many "
+        "MiB; `0` fuses everything, `None` is the threshold below",
+    )
+    row_programs: bool = _option(
+        True,
+        _FLAG,
+        "also fuse losses that are none of the operators' divergences, as row programs",
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            rule, value = option.metadata["rule"], getattr(self, option.name)
+            if not rule.accepts(value):
+                raise ValueError(f"{PREFIX}{option.name} must be {rule.text}, got {value!r}")
+
+
+NAMES = tuple(option.name for option in fields(RewriteOptions))
+
+
+class OptionValues(TypedDict, total=False):
+    """The options as keyword arguments, for type checkers."""
+
+    strict: bool
+    explain: bool
+    inner: Literal["inductor", "aot_eager", "eager"]
+    deterministic: bool
+    verify: Literal["auto", "always", "never"]
+    verify_max_mib: float | None
+    verify_max_seconds: float
+    min_mib: float | None
+    row_programs: bool
+
+
+Given = RewriteOptions | Mapping[str, Any] | None  # what users may pass as ``options``
+
+
+def split_options(given: Given) -> tuple[RewriteOptions, dict[str, Any]]:
+    """Our options, checked and completed, and those of Inductor."""
+    if given is None:
+        return RewriteOptions(), {}
+    if isinstance(given, RewriteOptions):
+        return given, {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"options must be a dict or RewriteOptions, got {type(given).__name__}")
+    ours, theirs = {}, {}
+    for name, value in given.items():
+        short = name.removeprefix(PREFIX) if isinstance(name, str) else ""
+        if short in NAMES and short != name:
+            ours[short] = value
+        elif short and short == name and _is_of_inductor(name):
+            theirs[name] = value
+        else:
+            raise ValueError(_unknown(name))
+    return RewriteOptions(**ours), theirs
+
+
+def with_keywords(given: Given, named: Mapping[str, Any], caller: str) -> tuple[Any, Any]:
+    """`split_options` of what a function was given, changed by its keyword arguments."""
+    ours, theirs = split_options(given)
+    for name in named:
+        if name not in NAMES:
+            raise TypeError(
+                f"{caller}() has no option {name!r}{_suggestion(name, NAMES)}; its options are "
+                f"{', '.join(sorted(NAMES))}"
+            )
+    return replace(ours, **named), theirs
+
+
+def without_inner(ours: RewriteOptions, caller: str) -> RewriteOptions:
+    """The options of a front end that changes what Inductor compiles."""
+    if ours.inner != "inductor":
+        raise ValueError(
+            f"{PREFIX}inner must be 'inductor' in {caller}(), whose graphs Inductor compiles, got "
+            f'{ours.inner!r}: torch.compile(backend="streamkl") has it'
+        )
+    return ours
+
+
+def _is_of_inductor(name: str) -> bool:
+    import torch._inductor.config
+
+    return hasattr(torch._inductor.config, name.replace("-", "_"))
+
+
+def _unknown(name: object) -> str:
+    if not isinstance(name, str):
+        return f"names of options must be strings, got {name!r}"
+    known = [PREFIX + x for x in NAMES]
+    text = ", ".join(sorted(known))
+    if name.startswith(PREFIX):
+        return (
+            f"options of the streamkl backend are {text}, got {name!r}{_suggestion(name, known)}"
+        )
+    list_options = later("torch._inductor", "list_options")
+    ours = _suggestion(PREFIX + name.lower().removeprefix("streamkl_"), known, 0.9)
+    hint = ours or _suggestion(name, [*known, *list_options()])
+    return (
+        f"{name!r} is neither an option of the streamkl backend nor one of Inductor{hint}; "
+        f"those of the backend are {text}"
+    )
+
+
+def _suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}" if close else ""

@@ -1,0 +1,104 @@
+"""The same program rounded otherwise: how far correct code may be off, entry by entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.fx_passes.fx_utils.torch_names import TorchDispatchMode, tree_map
+from torch_streamkl.fx_passes.validation.running import EXPONENTIALS, LOGARITHMS
+
+# operations that only move or choose numbers: every implementation of them gives the same
+EXACT = {
+    "_local_scalar_dense", "_to_copy", "_unsafe_view", "abs", "alias", "amax", "amin", "arange",
+    "argmax", "argmin", "as_strided", "bernoulli", "cat", "ceil", "clamp", "clamp_max",
+    "clamp_min", "clone", "constant_pad_nd", "contiguous", "copy", "detach", "diagonal",
+    "embedding", "empty", "empty_like", "expand", "eye", "fill", "flip", "floor", "full",
+    "full_like", "gather", "index", "index_select", "lift_fresh", "linspace", "masked_fill",
+    "masked_scatter", "masked_select", "max", "maximum", "min", "minimum", "neg", "new_empty",
+    "new_full", "new_ones", "new_zeros", "one_hot", "ones", "ones_like", "permute", "relu",
+    "repeat", "roll", "round", "scalar_tensor", "scatter", "select", "select_backward", "set",
+    "sign", "slice", "slice_backward", "sort", "split", "squeeze", "stack", "t", "threshold",
+    "threshold_backward", "to", "topk", "transpose", "tril", "triu", "trunc", "unbind", "unfold",
+    "unsqueeze", "value_selecting_reduction_backward", "view", "where", "zero", "zeros",
+    "zeros_like",
+}  # fmt: skip
+_NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax", "sigmoid": "exp", "exp2": "exp"}
+_FILL = 1e4  # beyond it lie the values of masks
+_MOST = 1.0  # a negative number that moves by more is the value of a mask
+
+
+class RoundedOtherwise(TorchDispatchMode):
+    """Moves the result of every operation by a rounding of its dtype, up or down.
+
+    Sums and products of matrices also get inputs that are moved: their own additions may be done
+    in another order. What an exponential gives is moved by as much as roundings of its argument
+    do.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(getattr(func, "_opname", func)).rstrip("_")
+        if name in EXACT or not hasattr(func, "_schema"):
+            return func(*args, **kwargs)
+        is_pointwise = torch.Tag.pointwise in func.tags
+        is_written = func._schema.is_mutable
+        if not is_pointwise and not is_written:
+            args = tree_map(self._moved_wide, args)
+        made = func(*args, **kwargs)
+        inputs = [x for x in args if isinstance(x, Tensor)]
+        if not any(x.is_floating_point() for x in inputs):
+            return made  # a factory, or a cast of integers
+        memory = {x.untyped_storage().data_ptr() for x in inputs if _is_plain(x)}
+
+        def moved(x: Any) -> Any:
+            if not _is_plain(x) or (x.untyped_storage().data_ptr() in memory and not is_written):
+                return x
+            change = self._change(x)
+            op = _NAMES.get(name, name)
+            if op in EXPONENTIALS and inputs:
+                wide = torch.promote_types(x.dtype, torch.float32)
+                exponent = 4 * _largest(inputs[0]) * torch.finfo(wide).eps
+                change = change + self._sign(x) * exponent * (1.0 if op in LOGARITHMS else x)
+            near = x + change
+            near = torch.where(near.isfinite(), near, x)
+            return x.copy_(near) if is_written else near
+
+        return tree_map(moved, made)
+
+    def _moved_wide(self, x: Any) -> Any:
+        """An input of a sum, which is added up in at least float32."""
+        if not _is_plain(x) or x.dtype not in (torch.float32, torch.float64):
+            return x
+        near = x + self._change(x)
+        return torch.where(near.isfinite(), near, x)
+
+    def _change(self, x: Tensor) -> Tensor:
+        change = x * self._sign(x) * torch.finfo(x.dtype).eps
+        return torch.where((x < 0) & (change.abs() > _MOST), 0.0, change)
+
+    def _sign(self, x: Tensor) -> Tensor:
+        if x.device not in self.generators:
+            self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
+        draw = torch.randint(0, 2, x.shape, generator=self.generators[x.device], device=x.device)
+        return (2 * draw - 1).to(x.dtype)
+
+
+def _is_plain(x: Any) -> bool:
+    is_tensor = type(x) in (Tensor, torch.nn.Parameter)
+    return is_tensor and x.is_floating_point() and x.layout is torch.strided
+
+
+def _largest(x: Tensor) -> float:
+    """Largest absolute entry, what masks fill in left out."""
+    if not x.numel() or not x.is_floating_point():
+        return 0.0
+    size = x.abs()
+    return float(torch.where(size < _FILL, size, 0.0).max())

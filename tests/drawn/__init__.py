@@ -1,0 +1,1 @@
+"""Random calls of the operators against formulas written from their documentation alone."""

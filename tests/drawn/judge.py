@@ -1,0 +1,194 @@
+"""A drawn call: its tensors and options, what it should give, and who computes that.
+
+Tolerances are computed, as in tests/support/tolerances.py: twice what the formula in the call's
+own precision is off by, and a few roundings of what each result is a difference of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.drawn import formulas
+from tests.drawn.formulas import AmbiguousError
+
+Results = dict[str, Tensor]
+
+
+@dataclass
+class Drawn:
+    """One call; ``tensors`` are those that may have a gradient, by the names of arguments."""
+
+    kind: str  # "attention" or "linear"
+    seed: int
+    dtype: torch.dtype  # of the student's operands
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]
+    trained: tuple[str, ...]  # tensors with a gradient
+    blocks: dict[str, int] = field(default_factory=dict)  # sizes of blocks in plain torch
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def __str__(self) -> str:
+        def shown(x: Any) -> str:
+            if not isinstance(x, Tensor):
+                return repr(x)
+            grad = ", grad" if x.requires_grad else ""
+            return f"{str(x.dtype)[6:]}{list(x.shape)}{grad}"
+
+        given = {**self.tensors, **{k: x for k, x in self.options.items() if x is not None}}
+        listed = ", ".join(f"{name}={shown(x)}" for name, x in given.items())
+        return f"{self.kind} call {self.seed}: {listed}; blocks {self.blocks}"
+
+
+Formula = Callable[[dict[str, Tensor], bool], Tensor]  # of tensors, and whether to be naive
+
+
+def leaves(call: Drawn, dtype: torch.dtype | None, device: str = "cpu") -> dict[str, Tensor]:
+    """The tensors, in one precision if that is given, with their gradients to be."""
+    made = {}
+    for name, x in call.tensors.items():
+        # strides are kept: layouts are drawn as well
+        copied = x.detach().clone(memory_format=torch.preserve_format)
+        copied = copied.to(device) if dtype is None else copied.to(device, dtype)
+        made[name] = copied.requires_grad_(name in call.trained)
+    return made
+
+
+def upstream(call: Drawn, value: Tensor) -> Tensor:
+    """The gradient of the value: random, and 0 in rows that are infinite."""
+    generator = torch.Generator().manual_seed(call.seed)
+    grad = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    return grad.masked_fill(~value.detach().double().cpu().isfinite(), 0.0)
+
+
+def results(call: Drawn, given: dict[str, Tensor], value: Tensor, grad: Tensor) -> Results:
+    """The value, and the gradients to the trained tensors."""
+    found = {"value": value.detach()}
+    # an infinite sum has no gradient to compare
+    if value.requires_grad and (value.ndim or bool(grad != 0)):
+        inputs = {name: given[name] for name in call.trained}
+        grads = torch.autograd.grad(
+            value, list(inputs.values()), grad.to(value.device, value.dtype), allow_unused=True
+        )
+        for (name, x), g in zip(inputs.items(), grads, strict=True):
+            found[name] = torch.zeros_like(x) if g is None else g
+            if g is not None:
+                assert g.dtype == x.dtype and g.shape == x.shape, f"{name}: {g.dtype} {g.shape}"
+    return found
+
+
+@dataclass
+class Truth:
+    """What a call gives, and by how much an implementation may differ."""
+
+    results: Results
+    atol: dict[str, float]
+    grad: Tensor
+
+
+def truth_of(call: Drawn, formula: Formula) -> Truth:
+    """Raises AmbiguousError where float32 decides what is 0."""
+    exact_given, naive_given = leaves(call, torch.float64), leaves(call, call.compute)
+    formulas.largest_lse = 0.0
+    value = formula(exact_given, False)
+    grad = upstream(call, value)
+    exact = results(call, exact_given, value, grad)
+    naive = results(call, naive_given, formula(naive_given, True), grad)
+    for x in (*exact.values(), *naive.values()):
+        if bool(x.isnan().any()) and x is not exact["value"]:
+            raise AmbiguousError
+    accumulation = torch.finfo(call.compute).eps
+    scores = max(_largest_score(call, side) for side in ("student", "teacher"))
+    scores = max(scores, formulas.largest_lse)
+    size_of_value = _largest(exact["value"])
+    atol = {}
+    for name, want in exact.items():
+        own = accumulation if name == "value" else torch.finfo(call.tensors[name].dtype).eps
+        finite = want.isfinite() & naive[name].isfinite()
+        error = _largest((naive[name].double() - want)[finite])
+        inner = scores if name == "value" else _partner(call, name) * (1.0 + size_of_value)
+        inner *= 1.0 if name == "value" else max(1.0, _largest(grad))
+        units = 8.0 + (0.0 if name == "value" else scores)
+        size = _largest(want)
+        if name != "value" and 4 * size > torch.finfo(call.tensors[name].dtype).max:
+            raise AmbiguousError
+        atol[name] = 2 * error + 2 * size * own + units * accumulation * (inner + size)
+        if name.endswith("_scale") or (call.kind == "linear" and name.endswith("_bias")):
+            # of gradients to queries or logits, which are rounded
+            atol[name] += torch.finfo(call.dtype).eps / 2 * inner
+    return Truth(exact, atol, grad)
+
+
+def _largest(x: Tensor) -> float:
+    finite = x.detach().double()[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+_OPERANDS = {"attention": ("q", "k"), "linear": ("hidden", "weight")}
+
+
+def _factor(call: Drawn, side: str) -> float:
+    name = "scale" if call.kind == "attention" else "logit_scale"
+    scale = call.options.get(f"{side}_{name}")
+    if f"{side}_scale" in call.tensors:
+        scale = _largest(call.tensors[f"{side}_scale"])
+    return abs(1.0 if scale is None else scale) / call.options.get("temperature", 1.0)
+
+
+def _largest_score(call: Drawn, side: str) -> float:
+    """Of keys whose probability is not 0: bound by norms, and by the softcap."""
+    a, b = (call.tensors[f"{side}_{x}"].detach().double() for x in _OPERANDS[call.kind])
+    if not a.numel() or not b.numel():
+        return 1.0
+    products = float(a.norm(dim=-1).max() * b.norm(dim=-1).max()) * _factor(call, side)
+    return products + math.log(b.shape[0] * b.shape[-2] + 1) + 10.0
+
+
+def _partner(call: Drawn, name: str) -> float:
+    """Size of what a score's gradient is multiplied by and summed over, to be this tensor's."""
+    side, what = name.split("_", 1)
+    if name == "row_weight":
+        return call.tensors[name].numel() + 10.0
+    first, second = _OPERANDS[call.kind]
+    operands = {x: _largest(call.tensors[f"{side}_{x}"]) for x in (first, second)}
+    rows = call.tensors[f"{side}_{first}"]
+    num_rows = rows.numel() / max(rows.shape[-1], 1)
+    factor = _factor(call, side)
+    if what == first:
+        return operands[second] * factor
+    if what == second:
+        return operands[first] * factor * math.sqrt(num_rows + 1)
+    if what == "scale":
+        return operands[first] * operands[second] * factor * num_rows
+    return factor * num_rows + 1.0  # a bias, a sink
+
+
+def difference(found: Results, truth: Truth) -> str | None:
+    """How results differ from the truth, or None."""
+    for name, want in truth.results.items():
+        if name not in found:
+            return f"{name}: no gradient"
+        got = found[name].double().cpu()
+        if got.shape != want.shape:
+            return f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+        if not torch.equal(got.isnan(), want.isnan()):
+            return f"{name}: {int(got.isnan().sum())} NaN, not {int(want.isnan().sum())}"
+        finite = want.isfinite()
+        if not torch.equal(got[~finite].nan_to_num(0.5), want[~finite].nan_to_num(0.5)):
+            return f"{name}: infinities differ"
+        error = _largest_difference(got[finite], want[finite])
+        if not error <= truth.atol[name]:
+            return f"{name}: off by {error:.3e}, allowed {truth.atol[name]:.3e}"
+    return None
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max()) if a.numel() else 0.0

@@ -1,0 +1,57 @@
+"""The tables of options in the docs, made from `RewriteOptions` and the thresholds of the rewrite.
+
+python -m tests.support.option_table          # rewrite the tables of docs/options.md
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from tests.support.quick import (
+    MEASURED_ATTENTION_MIB,
+    MEASURED_MIB,
+    MEASURED_PROGRAM_MIB,
+)
+from torch_streamkl.fx_passes.options import PREFIX, RewriteOptions
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+THRESHOLDS = {
+    "divergence of attention or of an LM head": MEASURED_MIB,
+    "other loss, as a row program": MEASURED_PROGRAM_MIB,
+    "attention whose probabilities are not compared any more": MEASURED_ATTENTION_MIB,
+}
+
+
+def options() -> str:
+    lines = ["| option | default | values | |", "| --- | --- | --- | --- |"]
+    for option in fields(RewriteOptions):
+        values = option.metadata["rule"].text.replace("'", '"')
+        values = re.sub(r'"\w+"|None|False|True', lambda m: f"`{m[0]}`", values)
+        default = repr(option.default).replace("'", '"')
+        text = option.metadata["doc"]
+        lines.append(f"| `{PREFIX}{option.name}` | `{default}` | {values} | {text} |")
+    return "\n".join(lines)
+
+
+def thresholds() -> str:
+    lines = ["| `min_mib=None` | GPU | CPU | other devices |", "| --- | --- | --- | --- |"]
+    for kind, least in THRESHOLDS.items():
+        cells = (f"{least.get(device, 0.0):g}" for device in ("cuda", "cpu", "other"))
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def update(text: str) -> str:
+    """The page with its tables as they are now."""
+    for name, table in {"options": options(), "thresholds": thresholds()}.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        head, _, rest = text.partition(begin)
+        tail = rest.partition(end)[2]
+        text = f"{head}{begin}\n{table}\n{end}{tail}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(update(PAGE.read_text()))

@@ -1,0 +1,302 @@
+"""Tensor-valued options and reductions of calls that ranks share, against formulas in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.support.ranks import Rank, assert_passed, on_ranks, outcomes, same_error
+from torch_streamkl import attention_kl, linear_kl
+from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
+
+BATCH, HEADS, HEAD_DIM = 2, 6, 4
+TOKENS, WORDS, WIDTH = 6, 10, 4
+NAMES = ("student_q", "student_k", "teacher_q", "teacher_k")
+
+
+def _maps(rows: int) -> dict[str, Tensor]:
+    return {name: torch.randn(BATCH, HEADS, rows, HEAD_DIM) for name in NAMES}
+
+
+def _attention_rows(
+    x: dict[str, Tensor], scales: tuple[Tensor, Tensor], sink: Tensor | None, causal: bool
+) -> Tensor:
+    """KL(P || S) of each row, by the definition; the sink is the student's."""
+    d = {name: t.double() for name, t in x.items()}
+    s = (d["student_q"] * scales[0]) @ d["student_k"].mT
+    t = (d["teacher_q"] * scales[1]) @ d["teacher_k"].mT
+    hidden = torch.ones(s.shape[-2:]).triu(1).bool() & causal
+    log_p = t.masked_fill(hidden, -torch.inf).log_softmax(-1)
+    s = s.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        s = torch.cat([s, sink[None, :, None, None].expand(*s.shape[:-1], 1)], -1)
+    log_s = s.log_softmax(-1)[..., : t.shape[-1]]
+    return torch.where(hidden, 0.0, log_p.exp() * (log_p - log_s).masked_fill(hidden, 0)).sum(-1)
+
+
+def _close(got: Tensor, expected: Tensor, what: str) -> None:
+    whole = got.full_tensor() if isinstance(got, DTensor) else got
+    torch.testing.assert_close(
+        whole.double(), expected, rtol=2e-5, atol=2e-5, msg=lambda text: f"{what}: {text}"
+    )
+
+
+# ------------------------------------------------------------------------------ sequences
+@on_ranks
+def learned_scales_of_shared_sequences(me: Rank) -> None:
+    """What ranks share gets the gradient of all of them, what is of their rows their own."""
+    rows = 4 * me.size
+    for shape in ((), (1,), (HEADS, 1, 1), (BATCH, 1, 1, 1), (rows, 1), (1, HEADS, rows, 1)):
+        x, weight = _maps(rows), torch.rand(BATCH, HEADS, rows)
+        given = [torch.rand(shape) + 0.5 for _ in range(2)]
+        truth = [s.double().requires_grad_() for s in given]
+        value = _attention_rows(x, (truth[0], truth[1]), None, causal=True)
+        (value * weight).sum().backward()
+        is_own = rows in shape
+        for method in ("gather", "heads", "ring"):
+            ours = [(shard_sequence(s, me.group, dim=-2) if is_own else s.clone()) for s in given]
+            mine = attention_kl_context_parallel(
+                **{name: shard_sequence(t, me.group) for name, t in x.items()},
+                student_scale=ours[0].requires_grad_(), teacher_scale=ours[1].requires_grad_(),
+                is_causal=True, mesh=me.group, method=method,
+            )  # fmt: skip
+            (mine * shard_sequence(weight, me.group)).sum().backward()
+            _close(mine.detach(), shard_sequence(value.detach(), me.group), f"{method} {shape}")
+            for got, wanted in zip(ours, truth, strict=True):
+                assert wanted.grad is not None and got.grad is not None
+                grad = shard_sequence(wanted.grad, me.group, dim=-2) if is_own else wanted.grad
+                _close(got.grad, grad, f"gradient, {method} {shape}")
+
+
+@on_ranks
+def reductions_of_packed_sequences(me: Rank) -> None:
+    rows = 4 * me.size
+    x = {name: t[:1] for name, t in _maps(rows).items()}
+    offsets = torch.tensor([0, 3, 5, rows], dtype=torch.int32)
+    mask = torch.rand(1, HEADS, rows) < 0.7
+    scale = torch.tensor(1.3)
+    parts = [
+        _attention_rows({n: t[:, :, a:b] for n, t in x.items()}, (scale, scale), None, False)
+        for a, b in zip(offsets.tolist(), offsets.tolist()[1:], strict=False)
+    ]
+    value = torch.where(mask, torch.cat(parts, 2), 0.0)
+    for method in ("gather", "heads", "ring"):
+        for reduction, expected in (("batchmean", value.sum() / 3), ("mean", value.mean())):
+            mine = attention_kl_context_parallel(
+                **{name: shard_sequence(t, me.group) for name, t in x.items()},
+                student_scale=scale, teacher_scale=scale, cu_seqlens=offsets, max_seqlen=rows,
+                row_mask=shard_sequence(mask, me.group), reduction=reduction, mesh=me.group,
+                method=method,
+            )  # fmt: skip
+            _close(mine, expected, f"{method} {reduction}")
+
+
+@on_ranks
+def options_of_shared_sequences_that_do_not_fit(me: Rank) -> None:
+    x = {name: t[:1] for name, t in _maps(4).items()}
+
+    def call(**options: Any) -> Any:
+        return lambda: attention_kl_context_parallel(**x, **options, mesh=me.group)
+
+    mask = torch.ones(3, 1, 4, dtype=torch.bool)
+    same_error(me, call(row_mask=mask), "row_mask must broadcast to (1, 6, 4)", "(3, 1, 4)")
+    same_error(me, call(row_mask=torch.ones(4)), "row_mask must be boolean")
+    same_error(me, call(max_seqlen=4), "max_seqlen", "needs cu_seqlens, got 4")
+    for shape in ((3, 1, 1, 1), (5, 1), (1, 1, 1, 1, 1)):
+        same_error(me, call(student_scale=torch.ones(shape)), "student_scale must broadcast")
+    same_error(me, call(teacher_sink=torch.ones(5)), "teacher_sink must have shape (6,)")
+
+
+@on_ranks
+def shared_sequences_without_rows(me: Rank) -> None:
+    for shape in ((BATCH, HEADS, 0, HEAD_DIM), (0, HEADS, 4, HEAD_DIM)):
+        for method in ("gather", "heads", "ring"):
+            x = {name: torch.randn(shape).requires_grad_() for name in NAMES}
+            scale = torch.tensor(0.5, requires_grad=True)
+            value = attention_kl_context_parallel(
+                **x, student_scale=scale, reduction="sum", mesh=me.group, method=method
+            )
+            value.backward()
+            assert value == 0 and scale.grad == 0, method
+
+
+# ------------------------------------------------------------------------------ maps on a mesh
+@on_ranks
+def learned_options_beside_maps_on_a_mesh(me: Rank) -> None:
+    rows, scale = 4 * me.size, torch.tensor(0.7, dtype=torch.float64)
+    for shape in ((), (HEADS, 1, 1), (rows, 1)):
+        x = _maps(rows)
+        given = torch.rand(shape) + 0.5, torch.randn(HEADS)
+        mask = torch.rand(BATCH, 1, rows) < 0.7
+        truth = [t.double().requires_grad_() for t in given]
+        value = _attention_rows(x, (truth[0], scale), truth[1], causal=False)
+        value = torch.where(mask, value, 0.0).sum()
+        value.backward()
+        for dim in (0, 1, 2):
+            # of the one head that the mask has, the first rank has it; and plain tensors
+            for is_plain in (False, True):
+                placed: list[Any] = [t.clone() for t in (*given, mask)]
+                if not is_plain:
+                    places = (Replicate(), Replicate(), Shard(1))
+                    placed = [
+                        distribute_tensor(t, me.mesh, [p])
+                        for t, p in zip(placed, places, strict=True)
+                    ]
+                ours = attention_kl(
+                    **{n: distribute_tensor(t, me.mesh, [Shard(dim)]) for n, t in x.items()},
+                    student_scale=placed[0].requires_grad_(), teacher_scale=0.7,
+                    student_sink=placed[1].requires_grad_(), row_mask=placed[2], reduction="sum",
+                )  # fmt: skip
+                ours.backward()
+                what = f"{shape} Shard({dim}) plain {is_plain}"
+                _close(ours.detach(), value.detach(), what)
+                for got, wanted in zip(placed, truth, strict=False):
+                    _close(got.grad, wanted.grad, f"gradient, {what}")
+
+
+# ------------------------------------------------------------------------------ LM heads
+def _heads(*tokens: int) -> dict[str, Tensor]:
+    return {
+        f"{side}_{name}": torch.randn(*shape, WIDTH)
+        for side in ("student", "teacher")
+        for name, shape in (("hidden", tokens), ("weight", (WORDS,)))
+    }
+
+
+def _linear_rows(x: dict[str, Tensor]) -> Tensor:
+    log_s, log_p = (
+        (x[f"{side}_hidden"].double() @ x[f"{side}_weight"].double().mT).log_softmax(-1)
+        for side in ("student", "teacher")
+    )
+    return (log_p.exp() * (log_p - log_s)).sum(-1)
+
+
+def _placed(me: Rank, x: dict[str, Tensor], hidden: Any, weight: Any) -> dict[str, DTensor]:
+    places = {"hidden": hidden, "weight": weight}
+    return {
+        name: distribute_tensor(t, me.mesh, [places[name.partition("_")[2]]]).requires_grad_()
+        for name, t in x.items()
+    }
+
+
+FORMS = [
+    (Shard(0), Replicate()), (Shard(1), Replicate()), (Replicate(), Shard(0)),
+    (Shard(0), Shard(0)),
+]  # fmt: skip
+
+
+@on_ranks
+def weights_of_tokens_on_a_mesh(me: Rank) -> None:
+    """Weights that broadcast, sharded along sizes of 1 and others: values and gradients."""
+    x = _heads(TOKENS, 2)
+    for shape, place in (
+        ((TOKENS, 1), Shard(1)), ((1, 2), Shard(0)), ((1,), Shard(0)), ((TOKENS, 2), Shard(0)),
+        ((2,), Replicate()), ((), Replicate()),
+    ):  # fmt: skip
+        weight = torch.rand(shape)
+        truth = weight.double().requires_grad_()
+        value = (_linear_rows(x) * truth).mean()
+        value.backward()
+        for hidden, words in FORMS:
+            for is_plain in (False, True):
+                given: Any = weight.clone()
+                if not is_plain:
+                    given = distribute_tensor(given, me.mesh, [place])
+                placed = _placed(me, x, hidden, words)
+                ours = linear_kl(
+                    **placed, row_weight=given.requires_grad_(), reduction="mean",
+                    strategy="recompute",
+                )  # fmt: skip
+                ours.full_tensor().backward()
+                what = f"{shape} {place} {hidden} {words} plain {is_plain}"
+                _close(ours.detach(), value.detach(), what)
+                _close(given.grad, truth.grad, f"gradient, {what}")
+
+
+@on_ranks
+def masks_of_tokens_on_a_mesh(me: Rank) -> None:
+    x = _heads(TOKENS, 2)
+    for shape, place in (((TOKENS, 1), Shard(1)), ((1, 2), Shard(0)), ((TOKENS, 2), Shard(0))):
+        mask = torch.rand(shape) < 0.6
+        counted = mask.expand(TOKENS, 2)
+        value = _linear_rows(x)[counted].sum() / counted.sum()
+        for hidden, words in FORMS:
+            placed = _placed(me, x, hidden, words)
+            given = distribute_tensor(mask, me.mesh, [place])
+            ours = linear_kl(**placed, row_mask=given, reduction="mean")
+            _close(ours.detach(), value, f"{shape} {place} {hidden} {words}")
+
+
+@on_ranks
+def means_beside_weights_of_16_bits(me: Rank) -> None:
+    """Tokens are counted exactly, whatever the dtype of their weights holds."""
+    num_tokens = 1027  # no bfloat16
+    for dtype, weight_dtype, limit in (
+        (torch.float32, torch.bfloat16, 1e-6),
+        (torch.float32, torch.float16, 1e-6),
+        (torch.float64, None, 1e-14),
+        (torch.float64, torch.bfloat16, 1e-14),
+    ):
+        x = {name: t.to(dtype) for name, t in _heads(num_tokens).items()}
+        weight = None if weight_dtype is None else torch.ones(num_tokens, dtype=weight_dtype)
+        rows = _linear_rows(x)
+        for reduction in ("mean", "batchmean"):
+            placed = _placed(me, x, Shard(0), Replicate())
+            ours = linear_kl(**placed, row_weight=weight, reduction=reduction).full_tensor()
+            assert abs(ours.item() / rows.mean().item() - 1) < limit, (dtype, weight_dtype)
+
+
+@on_ranks
+def calls_without_tokens(me: Rank) -> None:
+    """On all ranks, and on all but the first: no rank waits, sums are 0 with gradient 0."""
+    labels = torch.zeros(0, dtype=torch.int64)
+    for hidden, words in (*FORMS[::2], FORMS[3], (None, None)):
+        for given in (None, labels):
+            for reduction in ("none", "sum", "mean", "batchmean"):
+                x = _heads(0)
+                if words is None:
+                    placed: Any = {name: t.requires_grad_() for name, t in x.items()}
+                    value = linear_kl(**placed, labels=given, reduction=reduction, group=me.group)
+                else:
+                    placed = _placed(me, x, hidden, words)
+                    value = linear_kl(**placed, labels=given, reduction=reduction).full_tensor()
+                value.sum().backward()
+                assert all(not t.grad.any() for t in placed.values())
+                if reduction == "none":
+                    assert value.shape == (0,)
+                else:
+                    assert value.isnan() if "mean" in reduction else value == 0
+    x = _heads(1)
+    placed = _placed(me, x, Shard(0), Replicate())
+    value = linear_kl(**placed, reduction="sum")
+    value.full_tensor().backward()
+    _close(value.detach(), _linear_rows(x).sum(), "one token")
+    assert all(t.grad.full_tensor().any() for t in placed.values())
+
+
+ALL = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_ranks")]
+ON_THREE = ["learned_scales_of_shared_sequences", "weights_of_tokens_on_a_mesh"]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return outcomes([__name__])
+
+
+@pytest.fixture(scope="module")
+def found_on_three() -> dict[str, list[str]]:
+    return outcomes([__name__], size=3, names=ON_THREE)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
+    assert_passed(found, name)
+
+
+@pytest.mark.parametrize("name", ON_THREE)
+def test_on_three_ranks(found_on_three: dict[str, list[str]], name: str) -> None:
+    assert_passed(found_on_three, name)

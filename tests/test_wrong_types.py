@@ -1,0 +1,104 @@
+"""Every public operator with every argument of a wrong type says which argument, rule and value.
+
+Another public function is a line in ``PUBLIC``: see tests/support/wrong_types.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.wrong_types import Public, problems
+from torch_streamkl import LinearKL, attention_kl, attention_kl_varlen, linear_kl, nitrobrew
+from torch_streamkl.linear.interface import Options
+
+X, HEADS = torch.zeros(2, 4, 6, 8), (torch.zeros(4, 3), torch.zeros(11, 3))
+QUERIES_AND_KEYS = ("student_q", "student_k", "teacher_q", "teacher_k")
+OF_LINEAR = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
+OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+PACKED: dict[str, Any] = {
+    **dict.fromkeys(QUERIES_AND_KEYS, torch.zeros(6, 4, 8)),
+    "cu_seqlens_q": OFFSETS,
+    "cu_seqlens_k": OFFSETS,
+    "max_seqlen_q": 4,
+    "max_seqlen_k": 4,
+}
+NITROBREW = dict(zip(("xs", "ws", "xt", "wt"), HEADS * 2, strict=True))
+
+
+def _linear_kl_module(**options: Any) -> None:
+    LinearKL(**options)
+
+
+PUBLIC = [
+    Public("attention_kl", attention_kl, dict.fromkeys(QUERIES_AND_KEYS, X)),
+    Public("attention_kl_varlen", attention_kl_varlen, PACKED),
+    Public("linear_kl", linear_kl, dict(zip(OF_LINEAR, HEADS * 2, strict=True))),
+    Public("LinearKL", _linear_kl_module, {}, annotations=Options.__annotations__),
+    Public("nitrobrew.forward_kl", nitrobrew.forward_kl, NITROBREW),
+    Public("nitrobrew.reverse_kl", nitrobrew.reverse_kl, NITROBREW),
+]
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.name)
+def test_wrong_types_are_refused(public: Public) -> None:
+    found = problems(public)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("function", "option", "meant"),
+    [
+        (attention_kl, "causal", "is_causal"),
+        (attention_kl, "temprature", "temperature"),
+        (attention_kl_varlen, "softmax_scale", "student_scale"),
+        (linear_kl, "temprature", "temperature"),
+        (LinearKL, "temprature", "temperature"),
+        (LinearKL, "loss_type", "divergence"),
+        (nitrobrew.forward_kl, "chunk_v", "chunk_V"),
+    ],
+)
+def test_names_of_options_are_suggested(function: Any, option: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument '{option}'; did you mean '{meant}'"):
+        function(**{option: 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kl", "forward_kl"),
+        ("JSD", "js"),
+        ("reverse-kl", "reverse_kl"),
+        ("forwrad_kl", "forward_kl"),
+    ],
+)
+def test_names_of_divergences_are_suggested(name: str, meant: str) -> None:
+    for call in (
+        lambda: attention_kl(X, X, X, X, divergence=name),
+        lambda: linear_kl(*HEADS, *HEADS, divergence=name),
+        lambda: LinearKL(divergence=name),
+    ):
+        with pytest.raises(ValueError, match=f"got '{name}'; did you mean '{meant}'"):
+            call()
+
+
+def test_what_was_legal_does_not_make_equal_values_legal() -> None:
+    """True, 1 and 1.0 are equal, and what is known of one call is not asked again."""
+    attention_kl(X, X, X, X, temperature=1.0, window=(1, 2), is_causal=True)
+    for wrong in ({"temperature": True}, {"window": (1.0, 2)}, {"is_causal": 1}):
+        with pytest.raises(TypeError, match="must be"):
+            attention_kl(X, X, X, X, **{**{"window": (1, 2), "is_causal": True}, **wrong})
+
+
+def test_options_of_a_module_are_checked_when_it_is_made() -> None:
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        LinearKL(temperature=0)
+    with pytest.raises(TypeError, match="labels"):
+        LinearKL(labels=torch.zeros(4).long())
+    module = LinearKL(temperature=2.0)
+    with pytest.raises(TypeError, match="temperature is an option of the module"):
+        module(*HEADS, *HEADS, temperature=3.0)
+    with pytest.raises(TypeError, match="did you mean 'labels'"):
+        module(*HEADS, *HEADS, lables=None)

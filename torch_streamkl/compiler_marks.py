@@ -1,0 +1,32 @@
+"""torch.compiler's decorators without the import of the compiler.
+
+`torch.compiler.disable` and `assume_constant_result` import Dynamo, which takes longer than all
+of torch_streamkl. These leave the same marks on a function, and Dynamo reads them when it traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch._compile import _disable_dynamo
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def assume_constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """As `torch.compiler.assume_constant_result`."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def disable(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """As `torch.compiler.disable`: a graph break, and what is called inside is not compiled.
+
+    Dynamo is imported by the first call.
+    """
+    result = _disable_dynamo(function)
+    result._torchdynamo_disable = True  # type: ignore[attr-defined]
+    result._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    return result

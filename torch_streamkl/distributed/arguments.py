@@ -1,0 +1,102 @@
+"""Arguments of a call as texts that ranks compare: one description for all functions.
+
+What is described is the function's own signature, so an argument that is added is compared too.
+Two ranks whose texts are equal come to the same verdict on a call: every check of arguments reads
+what the texts hold. Values of tensors are not read, which would wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_streamkl import checks
+
+# of an argument: dimensions in which each rank has a size of its own, or None if the argument is
+# not compared
+Own = Mapping[str, tuple[int, ...] | None]
+
+_signature = functools.cache(inspect.signature)
+
+
+def bound(
+    function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Every argument of a call by its name, those that were left out too.
+
+    Raises TypeError, as the call would, if they do not fit the signature.
+    """
+    # a compiler does not trace caches
+    signature = inspect.signature if torch.compiler.is_compiling() else _signature
+    parameters = signature(function).parameters
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    for name in kwargs:
+        if name not in parameters and not takes_any:
+            checks.refuse_option(function.__name__, name, parameters)
+    call = signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a function takes for arguments that are left out."""
+    parameters = _signature(function).parameters.values()
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
+
+
+def described(arguments: Mapping[str, Any], own: Own, device: torch.device) -> dict[str, str]:
+    """The text of every argument, and of the modes of torch that a call depends on."""
+    texts = {}
+    for name, x in arguments.items():
+        dims = own.get(name, ())
+        if dims is not None:
+            texts[name] = _text(x, dims)
+    texts["grad mode"] = _text(torch.is_grad_enabled())
+    is_on = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    texts["autocast"] = _text(torch.get_autocast_dtype(device.type) if is_on else None)
+    return texts
+
+
+def check_without_numbers(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raises what the call would on one rank, of tensors without numbers."""
+    with FakeTensorMode():
+        whole = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            if isinstance(x, Tensor)
+            else x
+            for name, x in given.items()
+        }
+        function(**whole)
+
+
+def _text(x: object, own_dims: tuple[int, ...] = ()) -> str:
+    if isinstance(x, Tensor):
+        return _tensor(x, own_dims)
+    if x is None or isinstance(x, bool | str | torch.dtype):
+        return str(x).removeprefix("torch.")
+    if isinstance(x, numbers.Real):  # 1 and 1.0 are the same
+        number = float(x)
+        return str(int(number)) if number.is_integer() else repr(number)
+    if isinstance(x, list | tuple):
+        return f"({', '.join(map(_text, x))})"
+    return f"a {type(x).__name__}"  # whose text may hold an address, and which is no argument
+
+
+def _tensor(x: Tensor, own_dims: tuple[int, ...]) -> str:
+    dtype = str(x.dtype).removeprefix("torch.")
+    mesh = getattr(x, "device_mesh", None)
+    own = own_dims if mesh is None else ()  # a DTensor's sizes are those of the whole tensor
+    shape = ["any" if dim in own else str(size) for dim, size in enumerate(x.shape)]
+    text = f"{x.device.type} {dtype} [{', '.join(shape)}]"
+    if mesh is not None:
+        placed = ", ".join(map(str, x.placements))  # type: ignore[attr-defined]
+        text = f"DTensor {text} ({placed}) on a mesh {tuple(mesh.shape)}"
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    return f"{text} with a gradient" if needs_grad else text

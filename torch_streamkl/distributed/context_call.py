@@ -1,0 +1,242 @@
+"""What `attention_kl_context_parallel` is called with: checked, and compared between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_streamkl import checks
+from torch_streamkl.attention import interface
+from torch_streamkl.distributed import ring
+from torch_streamkl.distributed.agreement import agree, together
+from torch_streamkl.distributed.arguments import bound, defaults, described
+from torch_streamkl.distributed.collectives import group_of
+from torch_streamkl.distributed.sequence import LOAD_BALANCES
+from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.divergences.names import divergence_text
+
+METHODS = ("gather", "heads", "ring")
+QUERIES_AND_KEYS = ("student_q", "student_k", "teacher_q", "teacher_k")
+SINKS = ("student_sink", "teacher_sink")
+SCALES = ("student_scale", "teacher_scale")
+# of attention_kl, what is the same for every rank and row
+_OPTIONS = {
+    "divergence", "beta", *SCALES, "temperature", "student_softcap",
+    "teacher_softcap", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp",
+    "head_reduction", "impl", "deterministic", *SINKS,
+}  # fmt: skip
+DEFAULTS = {name: x for name, x in defaults(interface.attention_kl).items() if name in _OPTIONS}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences that follow each other in the shared one, each with keys of its own."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys a row sees, in positions of the whole sequence."""
+
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
+    lengths: Tensor | None
+    packing: Packing | None
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        return interface.window_bounds(self.is_causal, self.window)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The group, in the form that traced code can use."""
+
+    name: str
+    rank: int
+    size: int
+    load_balance: str | None
+
+
+def call_of(
+    given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
+) -> tuple[interface.Inputs, interface.Settings]:
+    """This rank's rows and keys as a call of `attention_kl`, packed or not."""
+    packing = keys.packing
+    packed_options: dict[str, Any] = {}
+    tensors: dict[str, Any] = {name: given[name] for name in QUERIES_AND_KEYS}
+    if packing is not None:
+        tensors = {name: x.squeeze(0).transpose(0, 1) for name, x in tensors.items()}
+        tensors |= {"cu_seqlens_q": packing.cu_seqlens, "cu_seqlens_k": packing.cu_seqlens}
+        packed_options = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), packing.max_seqlen)
+    tensors |= {"key_lengths": keys.lengths, "row_mask": row_mask}
+    tensors |= {name: options.get(name) for name in SINKS}
+    settings = {name: x for name, x in {**DEFAULTS, **options}.items() if name not in SINKS}
+    inputs: dict[str, Any] = {name: tensors.get(name) for name in interface.Inputs._fields}
+    return (
+        interface.Inputs(**inputs),
+        interface.Settings(
+            **settings,
+            **packed_options,
+            is_causal=keys.is_causal,
+            window=keys.window,
+            layout="bhnd" if packing is None else interface.PACKED,
+            reduction="none",
+        ),
+    )
+
+
+def compare(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check and compare a call's arguments; what one rank refuses is raised on all of them."""
+    mesh: Any = kwargs.get("mesh")
+    group = group_of(mesh, "mesh")
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    device = next((x.device for x in tensors), torch.device("cpu"))
+
+    def arguments() -> tuple[dict[str, Any], dict[str, Any]]:
+        given = bound(function, args, kwargs)
+        return given, {**DEFAULTS, **given.pop("options")}
+
+    def describe() -> dict[str, str]:
+        given, options = arguments()
+        return described({**given, **options}, {"mesh": None}, device)
+
+    together(
+        group,
+        device,
+        "attention_kl_context_parallel",
+        describe,
+        lambda: _check(group, *arguments()),
+    )
+
+
+def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise on what is not legal here, and agree with the other ranks on the rest."""
+    given = {name: arguments[name] for name in QUERIES_AND_KEYS}
+    method, reduction = arguments["method"], arguments["reduction"]
+    ranks = Ranks(group.group_name, group.rank(), group.size(), arguments["load_balance"])
+    max_seqlen, cu_seqlens = arguments["max_seqlen"], arguments["cu_seqlens"]
+    packing = None if cu_seqlens is None else Packing(cu_seqlens, max_seqlen or 0)
+    keys = Keys(arguments["is_causal"], arguments["window"], arguments["key_lengths"], packing)
+    for name in options:
+        if name not in _OPTIONS:
+            raise NotImplementedError(
+                f"attention_kl_context_parallel does not take {name}; it takes "
+                f"{', '.join(sorted(_OPTIONS))}"
+            )
+    checks.one_of("method", method, METHODS)
+    checks.one_of("load_balance", ranks.load_balance, LOAD_BALANCES)
+    checks.one_of("reduction", reduction, interface.REDUCTIONS)
+    for name, x in given.items():
+        checks.check_tensor(name, x, ndim=4)
+        if hasattr(x, "device_mesh"):
+            raise TypeError(f"{name} must be this rank's rows, got a DTensor; pass x.to_local()")
+    has_head_mean = options.get("head_reduction") is not None
+    checks.check_attention_inputs(**given, head_mean=has_head_mean)
+    q, k = given["student_q"], given["student_k"]
+    checks.same("number of rows", {"student_q": q.shape[2], "student_k": k.shape[2]})
+    if ranks.load_balance and q.shape[2] % 2:
+        raise ValueError(
+            "load_balance='head_tail' gives every rank two chunks of the same length, got "
+            f"{q.shape[2]} rows"
+        )
+    if method == "heads":
+        for name, x in given.items():
+            if x.shape[1] % ranks.size:
+                raise ValueError(
+                    f"method='heads' needs a multiple of {ranks.size} heads, got {x.shape[1]} of "
+                    f"{name}; method='gather' takes any number"
+                )
+    bounds = keys.bounds
+    if keys.packing is not None:
+        _check_packing(keys.packing, given, ranks, method, bounds, keys.lengths)
+    elif max_seqlen is not None:
+        raise ValueError(
+            f"max_seqlen is of packed sequences and needs cu_seqlens, got {max_seqlen}"
+        )
+    if method == "ring":
+        _check_ring(options)
+    _check_as_one_rank(given, keys, arguments["row_mask"], options)
+    sizes = {
+        f"{what} of {name}": x.shape[dim]
+        for name, x in given.items()
+        for dim, what in enumerate(("batch size", "number of heads", "number of rows", "head_dim"))
+        if (dim in (0, 2) and name == "student_q") or dim in (1, 3)
+    }
+    dtype = str(q.dtype).removeprefix("torch.")
+    agree(ranks.name, q.device, "attention_kl_context_parallel", {**sizes, "dtype": dtype}, {})
+
+
+def _check_as_one_rank(
+    given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
+) -> None:
+    """What `attention_kl` would say of this rank's rows and keys."""
+    numbers = dict(options)
+    for name in SCALES:
+        scale = options.get(name)
+        if isinstance(scale, Tensor):
+            numbers[name] = None
+            q = given[f"{name.removesuffix('_scale')}_q"]
+            device = scale.device if scale.ndim == 0 else q.device
+            checks.check_broadcast(name, scale, tuple(q.shape), device)
+            if scale.dtype not in checks.FLOAT_DTYPES:
+                raise TypeError(f"{name} must be floating point, got {scale.dtype}")
+            if hasattr(scale, "device_mesh"):
+                raise TypeError(f"{name} must be a plain tensor, got a DTensor")
+    interface.operator_call(*call_of(given, keys, row_mask, numbers))
+
+
+def _check_packing(
+    packing: Packing,
+    given: dict[str, Any],
+    ranks: Ranks,
+    method: str,
+    bounds: tuple[int | None, int | None],
+    key_lengths: Tensor | None,
+) -> None:
+    q, offsets = given["student_q"], packing.cu_seqlens
+    size = offsets.shape[0] if isinstance(offsets, Tensor) and offsets.ndim == 1 else 2
+    checks.check_vector("cu_seqlens", offsets, size, q.device, (torch.int32,))
+    if size < 2:
+        raise ValueError(f"cu_seqlens must have num_sequences + 1 >= 2 entries, got {size}")
+    checks.positive("max_seqlen", packing.max_seqlen)
+    if q.shape[0] != 1:
+        raise ValueError(f"packed sequences have batch size 1, got {q.shape[0]}")
+    if key_lengths is not None:
+        raise ValueError("key_lengths and cu_seqlens both say where sequences end; pass one")
+    left, right = bounds
+    if method == "heads":
+        return
+    if right not in (None, 0) or (left is not None and right is None):
+        raise NotImplementedError(
+            f"packed sequences with method={method!r} take a window only where it ends at the row "
+            f"itself (is_causal), got {bounds}; method='heads' takes any"
+        )
+    if method == "ring" and left is not None:
+        raise NotImplementedError(
+            f"packed sequences with method='ring' take no window, got {bounds}; method='gather' "
+            "takes it beside is_causal"
+        )
+
+
+def _check_ring(options: dict[str, Any]) -> None:
+    """What merging values of blocks of keys does not allow."""
+    for name in (*SINKS, "head_reduction"):
+        if options.get(name) is not None:
+            raise NotImplementedError(
+                f"method='ring' does not take {name}; method='gather' takes it"
+            )
+    if options.get("impl") == "reference":
+        raise NotImplementedError("method='ring' needs impl='auto' or a streaming one")
+    names = ("divergence", "beta", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp")
+    text = divergence_text(
+        *(options.get(name, default) for name, default in
+          zip(names, ("forward_kl", 0.5, 0.0, 0.0, 0.0, 0.0), strict=True))
+    )  # fmt: skip
+    ring.form_of(Functional.of(text))

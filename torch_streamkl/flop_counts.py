@@ -1,0 +1,48 @@
+"""FLOP formulas of the operators for `torch.utils.flop_counter`.
+
+That module imports Triton, so it is not imported here: the formulas wait until it is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_MODULE = "torch.utils.flop_counter"
+_formulas: dict[Any, Callable[..., int]] = {}
+_waiting: list[Any] = []
+
+
+def add(operator: Any, formula: Callable[..., int]) -> None:
+    """Keeps the formula of an operator (an OpOverloadPacket), and registers it if it can."""
+    _formulas[operator] = formula
+    _waiting.append(operator)
+    register()
+
+
+def register(load: bool = False) -> None:
+    """Registers the formulas if torch's module is loaded, or loads it.
+
+    Called before an operator is. A counter that is active by then copied torch's table when it
+    was made, perhaps without our formulas: its copy gets them, too.
+    """
+    if load:
+        importlib.import_module(_MODULE)
+    elif torch.compiler.is_compiling():
+        return
+    module: Any = sys.modules.get(_MODULE)
+    if module is None:
+        return
+    while _waiting:
+        operator = _waiting.pop()
+        module.register_flop_formula(operator)(_formulas[operator])
+    if torch._C._len_torch_dispatch_stack():
+        for mode in _get_current_dispatch_mode_stack():
+            counter = getattr(mode, "counter", None)
+            if isinstance(counter, module.FlopCounterMode):
+                counter.flop_registry.update({x: module.flop_registry[x] for x in _formulas})

@@ -1,0 +1,150 @@
+"""Launches kernels: the only function of the package that does.
+
+Triton launches on the current device and in the current stream of it, wherever the tensors are.
+So `launch` makes the device of the kernel's tensors the current one, and tells the thread's
+observer: a recorder, which writes launches down to replay them, or a trace, which only notes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_CURRENT = contextlib.nullcontext()  # where nothing has to change
+
+
+class Observer(Protocol):
+    """Sees launches: a `recorded.Recorder`, or a `traced.Trace`."""
+
+    def run(
+        self,
+        start: Callable[[], Any],
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """Launch a kernel by ``start`` and return what that returns, or only note the launch."""
+
+    def told(self, what: str, stream: torch.cuda.Stream) -> None:
+        """Hear of a side stream's "fork", "enter", "exit" or "join"."""
+
+
+class _Thread(threading.local):
+    observer: Observer | None = None
+
+
+_THREAD = _Thread()
+
+
+def active_observer() -> Observer | None:
+    """The observer of this thread's launches."""
+    return _THREAD.observer
+
+
+@contextlib.contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Inside, an observer sees the launches of this thread."""
+    outer = active_observer()
+    _THREAD.observer = observer
+    try:
+        yield
+    finally:
+        _THREAD.observer = outer
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    options: dict[str, Any],
+    compiled: Any = None,
+) -> Any:
+    """Launch a kernel on the device of its tensors, in the stream that is current there.
+
+    Args:
+        kernel: the jit function.
+        grid: the numbers of programs.
+        arguments: what it is given, tensors and tuples of them among it.
+        constants: its compile-time arguments, last in its signature.
+        options: of the compiler, as num_warps.
+        compiled: what an earlier launch returned for arguments that Triton compiles alike, which
+            saves Triton's look-up.
+
+    Returns:
+        The compiled kernel; None from the interpreter, and where the observer did not launch it.
+    """
+    observer = active_observer()
+    if observer is None:
+        return _start(kernel, grid, arguments, constants, options, compiled)
+    start = functools.partial(_start, kernel, grid, arguments, constants, options, compiled)
+    return observer.run(start, kernel, grid, arguments, constants, options)
+
+
+def _start(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    options: dict[str, Any],
+    compiled: Any,
+) -> Any:
+    with on_device(device_of(arguments)):
+        if compiled is None:
+            return kernel[grid](*arguments, *constants, **options)
+        compiled[grid](*arguments, *constants)
+        return compiled
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, a GPU is the current device; no call of the driver where it already is."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # fake tensors of a GPU elsewhere
+        return _CURRENT
+    if device.index is None or torch.cuda.current_device() == device.index:
+        return _CURRENT
+    return torch.cuda.device(device)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device by its index: without one, torch means the device that is current then."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def device_of(arguments: Iterable[Any]) -> torch.device:
+    """The device of a kernel's tensors: that of the first, since all are on one."""
+    found = _first_device(arguments)
+    if found is None:
+        raise TypeError("a kernel must be launched with a tensor")
+    return found
+
+
+def _first_device(arguments: Iterable[Any]) -> torch.device | None:
+    for x in arguments:
+        if isinstance(x, tuple):
+            found = _first_device(x)
+            if found is not None:
+                return found
+        elif isinstance(x, Tensor):
+            return x.device
+        elif isinstance(base := getattr(x, "base", None), Tensor):  # of a tensor descriptor
+            return base.device
+    return None
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a device's current stream is captured into a CUDA graph."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    with on_device(device):  # torch asks the current device's stream
+        return torch.cuda.is_current_stream_capturing()

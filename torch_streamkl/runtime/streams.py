@@ -1,0 +1,57 @@
+"""A second stream of a GPU, for work that runs next to that of the current one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from torch_streamkl.runtime.launch import active_observer
+
+
+class SideStream:
+    """A second stream of a GPU where it is wanted, and nothing on the CPU.
+
+    Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of
+    the other leave idle, and hides the traffic of the running sum.
+    """
+
+    def __init__(self, device: torch.device, is_wanted: bool) -> None:
+        self.stream = _side_stream(device) if is_wanted and device.type == "cuda" else None
+        self.is_busy = False
+
+    def _tell(self, what: str) -> None:
+        observer = active_observer()
+        if observer is not None and self.stream is not None:
+            observer.told(what, self.stream)
+
+    def fork(self) -> None:
+        """What the side stream gets from here on starts after all that the current one has."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self._tell("fork")
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.is_busy = True
+            self.context = torch.cuda.stream(self.stream)
+            self.context.__enter__()
+            self._tell("enter")
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.context.__exit__(*error)
+            self._tell("exit")
+
+    def join(self) -> None:
+        """The current stream waits for the side stream."""
+        if self.stream is not None and self.is_busy:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.is_busy = False
+            self._tell("join")
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
