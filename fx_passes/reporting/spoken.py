@@ -82,7 +82,11 @@ def value_of(e: Expr, p: float, s: float) -> float:
     args = [value_of(a, p, s) for a in e.args]
     if e.op == "where":
         return args[1] if args[0] else args[2]
-    return _UNARY[e.op](*args) if e.op in _UNARY else _BINARY[e.op](*args)
+    unary = _UNARY.get(e.op)
+    if unary is not None:
+        return unary(*args)
+    binary = _BINARY[e.op]
+    return binary(*args)
 
 
 def _constants(e: Expr) -> Iterator[float]:
