@@ -40,6 +40,7 @@ STAGES = (
     "leaves",
     "explain",
     "verify",
+    "fallback",
     "enable",
 )
 
