@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites, sites_alone
+from torch_streamkl.fx_passes import (
+    ddp,
+    inductor_kernels,
+    inductor_once,
+    inductor_sites,
+    sites_alone,
+)
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     _disable_saved_tensors_hooks_during_tracing,
     later,
 )
+from torch_streamkl.fx_passes.gradients_in_forward import WITHOUT_SORT, topological_sort
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
@@ -65,7 +72,7 @@ def collected() -> Iterator[Report]:
         REPORTS.remove(observer)
 
 
-def streamkl(
+def _streamkl(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],  # tensors and symbolic sizes
     *,
@@ -102,9 +109,9 @@ def streamkl(
     if sites_alone.ALONE in gm.meta:
         alone: fx.GraphModule = gm.meta[sites_alone.ALONE]
         return alone.forward
-    list_mode_options = later("torch._inductor", "list_mode_options")
     compile_fx = later("torch._inductor.compile_fx", "compile_fx")
-    patches = {**(list_mode_options(mode) if mode else {}), **theirs}
+    of_mode = later("torch._inductor", "list_mode_options")(mode) if mode else {}
+    patches = {**of_mode, **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = chained(JointPass(ours), previous)
     # enable() may have set a pass for all graphs: this one is rewritten already
@@ -121,11 +128,12 @@ def streamkl(
 def _options_of(compiler: Any) -> dict[str, Any] | None:
     """Our options of what torch.compile calls, None where that does not rewrite."""
     arguments: dict[str, Any] = {}
-    while compiler is not streamkl:
+    while compiler is not _streamkl:
         compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
         if compiler is None:
             return None
-        if isinstance(compiler, torch._TorchCompileInductorWrapper):
+        inductor = getattr(torch, "_TorchCompileInductorWrapper", None)
+        if inductor is not None and isinstance(compiler, inductor):
             configured = torch._inductor.config.pre_grad_custom_pass
             configured = compiler.config.get("pre_grad_custom_pass", configured)
             found = rewriting_pass(configured)
@@ -145,8 +153,9 @@ def _free_cuda_graphs() -> None:
     later("torch._inductor.cudagraph_trees", "reset_cudagraph_trees")()
 
 
+_streamkl.__name__ = _streamkl.__qualname__ = "streamkl"
 # torch._dynamo.reset() asks every backend that was used for this
-streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]  # functions declare none
+_streamkl.reset = _free_cuda_graphs  # type: ignore[attr-defined]  # functions declare none
 
 
 def inductor_options(
@@ -166,6 +175,7 @@ def inductor_options(
     in ``torch._inductor.config`` run before ours. A graph that Inductor finds in its cache is not
     analysed again: a report is logged when a graph is compiled, not when it is loaded.
     """
+    rewrite_before_split()
     ours, _ = split_options(
         {
             "streamkl.strict": strict,
@@ -273,8 +283,13 @@ def rewrite_and_report(
             report.notes.append(inductor_kernels.NOTE[launches])
         elif not inductor_sites.install():
             report.notes.append(inductor_sites.WITHOUT_TABLE)
+        if not inductor_once.install():
+            report.notes.append(inductor_once.WITHOUT_LOWERINGS)
+        if topological_sort() is None:
+            report.notes.append(WITHOUT_SORT)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += leaving_tensors(gm.graph)
+    report.notes += ddp.notes()
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures or report.outside:
@@ -284,4 +299,14 @@ def rewrite_and_report(
     return report
 
 
-ddp.rewrite_before_split(_options_of, rewrite_and_report)
+def rewrite_before_split() -> None:
+    """Rewrite graphs of DistributedDataParallel, as whole graphs, from now on."""
+    ddp.rewrite_before_split(_options_of, rewrite_and_report)
+
+
+def __getattr__(name: str) -> Any:
+    """``streamkl``: who asks for the backend is about to compile. An import changes nothing."""
+    if name == "streamkl":
+        rewrite_before_split()
+        return _streamkl
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

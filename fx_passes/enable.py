@@ -11,7 +11,11 @@ import torch._inductor.config
 from torch.utils import _config_module
 
 from torch_streamkl.fx_passes import fallback
-from torch_streamkl.fx_passes.backend import rewrite_and_report, split_options
+from torch_streamkl.fx_passes.backend import (
+    rewrite_and_report,
+    rewrite_before_split,
+    split_options,
+)
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
@@ -111,6 +115,7 @@ def enable(
     }
     ours, _ = split_options(given)
     active = _active()
+    rewrite_before_split()
     _set(ours)
     return Enabled(active.ours if active is not None else None)
 

@@ -15,7 +15,7 @@ import torch_streamkl
 from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_once, inductor_sites
 from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
-from torch_streamkl.registration import WITHOUT_AUTOGRAD
+from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
 
 Rewrite = Callable[[fx.GraphModule, dict[str, Any]], object]  # a graph and our options
@@ -56,6 +56,8 @@ class JointPass(CustomGraphPass):
         self.ours = ours
 
     def __call__(self, graph: fx.Graph) -> None:
+        if not _has_our_operators(graph):
+            return  # a graph of somebody else: nothing is installed for it
         inductor_sites.install()
         inductor_kernels.install()
         inductor_once.install()
@@ -66,6 +68,10 @@ class JointPass(CustomGraphPass):
 
     def uuid(self) -> str:
         return cache_key(self.ours)
+
+
+def _has_our_operators(graph: fx.Graph) -> bool:
+    return any(getattr(node.target, "namespace", None) == NAMESPACE for node in graph.nodes)
 
 
 class PreGradPass(CustomGraphPass):

@@ -7,7 +7,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 MAX_DEPTH = 6
@@ -108,6 +107,7 @@ def modules_of(fn: Any, args: Any) -> list[nn.Module]:
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What the user gave to torch.compile."""
-    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
-        return fn._orig_mod
+    inner = getattr(fn, "_orig_mod", None)  # of a module that was compiled
+    if isinstance(inner, nn.Module):
+        return inner
     return getattr(fn, "_torchdynamo_orig_callable", fn)
