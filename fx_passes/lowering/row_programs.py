@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.bounds import checked_ids
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.row_elements import Axes, Dim, Formula
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
@@ -136,6 +137,9 @@ class _Lowering:
         x = materialise(self.build, TensorRef(c.node, (), (), flows), self.outer)
         slots: list[Slot] = []
         sizes: list[Size] = []
+        if c.kind == COLUMNS and c.node in self.plan.elements.unchecked_ids:
+            size, dim = self.plan.elements.unchecked_ids[c.node]
+            x = self.build.call(checked_ids, x, self.build.size(size, self.tensors), dim)
         if c.kind == COLUMNS:
             x = self._ids_last(x, c.ids_dim)
         for dim in c.dims:

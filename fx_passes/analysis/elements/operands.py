@@ -38,6 +38,7 @@ class Operands(ElementAlgebra):
     parts: dict[tuple[int, str, str], int]  # axes of parts of axes
     parts_of_dots: dict[tuple[Dot, int, str, str], Dot]
     by_ids: dict[tuple[fx.Node, int], int]  # axes of chosen entries, by ids and their dimension
+    unchecked_ids: dict[fx.Node, tuple[Size, int]]  # of what size and dimension they are positions
     _overwritten: set[fx.Node]
 
     def _dot(self, node: fx.Node) -> Placed:
@@ -188,6 +189,12 @@ class Operands(ElementAlgebra):
         if mask.negative:
             total = Formula("not", (total,), axes=total.axes, is_bool=True)
         return Placed(total, tuple(dims[d] if d in read else () for d in range(len(dims))))
+
+    def at_given_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
+        """The same of ids that the user gives, of which torch's gather and scatter check all."""
+        hits = self.at_ids(ids, shape, dim)
+        self.unchecked_ids[self.recognised.canonical[ids]] = (shape[dim], dim)
+        return hits
 
     def at_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
         """Whether a position along a dimension is among the ids of its row."""
