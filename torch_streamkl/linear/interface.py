@@ -154,8 +154,9 @@ def linear_kl(
 
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
     after is float32. A word that the student excludes and the teacher does not makes a token +inf.
-    A label that is no vocabulary entry is an error (on a GPU an assertion). Weight gradients are summed over a bounded number of chunks
-    (NOTE [Sums over chunks] in linear/problem.py), in a fixed order: the same bits on every run.
+    A label that is no vocabulary entry is an error (on a GPU an assertion). Weight gradients are
+    summed over a bounded number of chunks (NOTE [Sums over chunks] in linear/problem.py), in a
+    fixed order: the same bits on every run.
     """
     places: Places | None = None
     if group is not None:
