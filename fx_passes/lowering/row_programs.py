@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.bounds import checked_ids
+from torch_streamkl.fx_passes.analysis.elements.operands import is_symbolic_number
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.row_elements import Axes, Dim, Formula
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
@@ -133,8 +134,11 @@ class _Lowering:
     def captured(self, c: Captured) -> fx.Node:
         """A captured tensor in the dimensions of its kind."""
         groups = self.plan.groups
-        flows = c.flows and c.node in self.plan.flows
-        x = materialise(self.build, TensorRef(c.node, (), (), flows), self.outer)
+        if is_symbolic_number(c.node):
+            x = self._number(c.node)
+        else:
+            flows = c.flows and c.node in self.plan.flows
+            x = materialise(self.build, TensorRef(c.node, (), (), flows), self.outer)
         slots: list[Slot] = []
         sizes: list[Size] = []
         if c.kind == COLUMNS and c.node in self.plan.elements.unchecked_ids:
@@ -159,6 +163,13 @@ class _Lowering:
             slots.append(("dim", 0, 1))
             sizes.append(_value(x).shape[-1])
         return self._arranged(x, slots, sizes, wanted, expanded=())
+
+    def _number(self, node: fx.Node) -> fx.Node:
+        """A number of Python as a tensor; 32 bits are what arithmetic on narrower types has."""
+        operand = _value(self.tensors[0])
+        dtype = torch.float64 if operand.dtype == torch.float64 else torch.float32
+        number = outer_node(node, self.outer)
+        return self.build.call(torch.full, (), number, dtype=dtype, device=operand.device)
 
     def _ids_last(self, x: fx.Node, dim: int) -> fx.Node:
         """Ids of a row in the last dimension."""

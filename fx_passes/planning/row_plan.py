@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.elements.operands import is_symbolic_number
 from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import (
@@ -189,8 +190,7 @@ class _Planner:
         self._check_maxima()
         self.captured = self._captures()
         declared = tuple(
-            Capture(c.kind, dtype_of(_value(c.node)), numbers[c.heads])
-            for c in self.captured.values()
+            Capture(c.kind, _dtype_of(c.node), numbers[c.heads]) for c in self.captured.values()
         )
         dot_heads = tuple(numbers[h] for h in groups.heads)
         try:
@@ -440,6 +440,10 @@ def _number(size: Size) -> int:
     if not isinstance(known, int):
         raise Blocked("a mean over a size that varies comes before the sum over the keys")
     return known
+
+
+def _dtype_of(node: fx.Node) -> str:
+    return FLOAT if is_symbolic_number(node) else dtype_of(_value(node))
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -119,6 +119,8 @@ class Operands(ElementAlgebra):
         """An argument as elements: a formula, a number, or a tensor from outside."""
         if isinstance(x, (bool, int, float)):
             return self.number(float(x))
+        if is_symbolic_number(x):
+            return Placed(Formula("capture", (), (x, ())), (), ())
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), Tensor):
             raise Blocked("scores meet a number that is not known")
         if x in self.placed:
@@ -219,6 +221,11 @@ class Operands(ElementAlgebra):
 
     def pointwise(self, op: str, *arguments: object, data: Any = None) -> Placed:
         return self.combined(op, *(self.operand(x) for x in arguments), data=data)
+
+
+def is_symbolic_number(x: object) -> bool:
+    """A number that changes between calls, such as an annealed weight: a program reads it."""
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt))
 
 
 def _is_contracted(layout: Layout) -> bool:
