@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensor,
     FakeTensorMode,
@@ -84,6 +84,11 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
         def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
             given = super().fetch_args_kwargs_from_env(n)
             return _of_one_type(given) if name_of(n) in MATMULS else given
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target in OF_SPECIAL:  # one rule for both
+                target = getattr(torch, OF_SPECIAL[target])
+            return super().call_function(target, args, kwargs)
 
         def run_node(self, n: fx.Node) -> object:
             proxy_mode = get_proxy_mode()
