@@ -1,4 +1,4 @@
-"""torch.special has softmaxes and logarithms under names of its own: they are the same functions."""
+"""torch.special has softmaxes and logarithms by names of its own: they are the same functions."""
 
 from __future__ import annotations
 
