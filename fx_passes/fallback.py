@@ -55,9 +55,7 @@ def uninstall() -> None:
 class _CompileOrTraceAgain:
     """Inductor's entry point; a failure with data-dependent shapes makes Dynamo trace again."""
 
-    def __init__(
-        self, compile_fx: Any, restart: type[Exception], is_ours: Callable[[], bool]
-    ) -> None:
+    def __init__(self, compile_fx: Any, restart: Any, is_ours: Callable[[], bool]) -> None:
         self.compile_fx = compile_fx
         self.restart = restart
         self.is_ours = is_ours

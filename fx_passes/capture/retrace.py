@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,14 +95,16 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             proxy_mode = get_proxy_mode()
             assert proxy_mode is not None
             tracer = proxy_mode.tracer
-            before = len(tracer.graph.nodes)
+            before = next(iter(reversed(tracer.graph.nodes)), None)
             source = source_of.get(n.name)
             symbols = source.meta.get("unbacked_bindings") if source is not None else None
             if symbols:
                 mode.epoch += 1  # else a tensor remembers what it gave Dynamo
             result = super().run_node(n)
             if source is not None:
-                new = list(tracer.graph.nodes)[before:]
+                new = list(
+                    itertools.takewhile(lambda x: x is not before, reversed(tracer.graph.nodes))
+                )
                 if symbols and any(map(_selects, new)):
                     _take_symbols(mode, symbols, result)
                 origin.update({x.name: source for x in new})

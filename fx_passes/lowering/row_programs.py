@@ -142,8 +142,8 @@ class _Lowering:
         slots: list[Slot] = []
         sizes: list[Size] = []
         if c.kind == COLUMNS and c.node in self.plan.elements.unchecked_ids:
-            size, dim = self.plan.elements.unchecked_ids[c.node]
-            x = self.build.call(checked_ids, x, self.build.size(size, self.tensors), dim)
+            size, along = self.plan.elements.unchecked_ids[c.node]
+            x = self.build.call(checked_ids, x, self.build.size(size, self.tensors), along)
         if c.kind == COLUMNS:
             x = self._ids_last(x, c.ids_dim)
         for dim in c.dims:
@@ -256,11 +256,26 @@ class _Lowering:
         like: torch.dtype,
     ) -> fx.Node | float:
         """A value of rows in the dimensions of an output."""
+        made: dict[Formula, fx.Node | float] = {}
+        stack = [f]
+        while stack:
+            current = stack[-1]
+            waiting = [] if current in values else [a for a in current.args if a not in made]
+            if waiting:
+                stack += waiting
+                continue
+            if current not in made:
+                if current in values:
+                    made[current] = self._summed(current, dims, *values[current], like)
+                else:
+                    made[current] = self._step(current, [made[a] for a in current.args])
+            stack.pop()
+        return made[f]
+
+    def _step(self, f: Formula, arguments: Sequence[fx.Node | float]) -> fx.Node | float:
+        """One operation on values of rows."""
         if f.op == "const":
             return float(f.data)
-        if f in values:
-            return self._summed(f, dims, *values[f], like)
-        arguments = [self._of_rows(a, dims, values, like) for a in f.args]
         if f.op == "pow":
             return self.build.call(torch.pow, arguments[0], f.data)
         if f.op == "detach":

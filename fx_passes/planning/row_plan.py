@@ -93,11 +93,19 @@ def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) 
 
 def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
     """The sums over keys that a value of rows is computed from."""
-    if root.op == "reduce" and set(keys) & set(axes.atoms(root.data.over)):
-        return [root]
-    if root.op == "capture":
-        raise Blocked("a value of rows inside of an operation needs another tensor")
-    return list(dict.fromkeys(f for a in root.args for f in sums_in(a, keys, axes)))
+    found: dict[Formula, None] = {}
+    stack, seen = [root], {root}
+    while stack:
+        f = stack.pop()
+        if f.op == "reduce" and set(keys) & set(axes.atoms(f.data.over)):
+            found[f] = None
+            continue
+        if f.op == "capture":
+            raise Blocked("a value of rows inside of an operation needs another tensor")
+        new = [a for a in dict.fromkeys(reversed(f.args)) if a not in seen]
+        seen.update(new)
+        stack += new
+    return list(found)
 
 
 class _Planner:

@@ -39,8 +39,9 @@ class GradientTerms:
     def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
         """The result of a softmax of ``x``; its terms reach ``x`` beside their sum."""
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        is_softmax = name_of(node) in SOFTMAXES and isinstance(dim, int)
-        if not is_softmax or not isinstance(made, Tensor) or not made.requires_grad:
+        if name_of(node) not in SOFTMAXES or not isinstance(dim, int):
+            return made
+        if not isinstance(made, Tensor) or not made.requires_grad:
             return made
         is_log = name_of(node) == "log_softmax"
         p = made.detach().exp() if is_log else made.detach()
