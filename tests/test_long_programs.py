@@ -30,7 +30,7 @@ def mixed_probabilities(s: Tensor, t: Tensor, steps: int) -> Tensor:
     p, q = s.softmax(-1), t.softmax(-1)
     for _ in range(steps):
         m = (p + q) / 2
-        p, q = p * 0.9 + m * q * 0.1 + 0.01, q * 0.9 + m * p * 0.1 + 0.01
+        p, q = p + 0.01 * m * q, q + 0.01 * m * p
     return (p * (p.log() - q.log())).sum(-1).mean()
 
 
@@ -60,7 +60,7 @@ def chain(s: Tensor, t: Tensor, steps: int) -> Tensor:
 
 def fuses(loss: Loss, steps: int) -> None:
     torch._dynamo.reset()
-    x = [torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=i < 2) for i in range(4)]
+    x = [torch.randn(1, 2, 6, 4, requires_grad=i < 2) for i in range(4)]
 
     def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
         return loss(q @ k.mT, qt @ kt.mT, steps)
