@@ -13,12 +13,19 @@ import torch
 from torch import fx
 
 from torch_streamkl import flop_counts
-from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_sites, sites_alone
+from torch_streamkl.fx_passes import (
+    ddp,
+    inductor_kernels,
+    inductor_once,
+    inductor_sites,
+    sites_alone,
+)
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     ShortenTraceback,
     _disable_saved_tensors_hooks_during_tracing,
     later,
 )
+from torch_streamkl.fx_passes.gradients_in_forward import WITHOUT_SORT, topological_sort
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
@@ -87,7 +94,7 @@ def reports() -> Iterator[Report]:
 collected = reports  # its name inside of the package
 
 
-def streamkl(
+def _streamkl(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],  # tensors and symbolic sizes
     *,
@@ -115,9 +122,9 @@ def streamkl(
     if sites_alone.ALONE in gm.meta:
         alone: fx.GraphModule = gm.meta[sites_alone.ALONE]
         return alone.forward
-    list_mode_options = later("torch._inductor", "list_mode_options")
     compile_fx = later("torch._inductor.compile_fx", "compile_fx")
-    patches = {**(list_mode_options(mode) if mode else {}), **theirs}
+    of_mode = later("torch._inductor", "list_mode_options")(mode) if mode else {}
+    patches = {**of_mode, **theirs}
     previous = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = chained(JointPass(ours, None), previous)
     # enable() may have set a pass for all graphs: this one is rewritten already
@@ -134,11 +141,12 @@ def streamkl(
 def _options_of(compiler: Any) -> RewriteOptions | None:
     """Our options of what torch.compile calls, None where that does not rewrite."""
     arguments: dict[str, Any] = {}
-    while compiler is not streamkl:
+    while compiler is not _streamkl:
         compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
         if compiler is None:
             return None
-        if isinstance(compiler, torch._TorchCompileInductorWrapper):
+        inductor = getattr(torch, "_TorchCompileInductorWrapper", None)
+        if inductor is not None and isinstance(compiler, inductor):
             configured = torch._inductor.config.pre_grad_custom_pass
             configured = compiler.config.get("pre_grad_custom_pass", configured)
             found = rewriting_pass(configured)
@@ -168,8 +176,9 @@ def _forget() -> None:
     later("torch._inductor.cudagraph_trees", "reset_cudagraph_trees")()
 
 
+_streamkl.__name__ = _streamkl.__qualname__ = "streamkl"
 # torch._dynamo.reset() asks every backend that was used for this
-streamkl.reset = _forget  # type: ignore[attr-defined]  # functions declare none
+_streamkl.reset = _forget  # type: ignore[attr-defined]  # functions declare none
 
 
 def inductor_options(options: Given = None, /, **named: Unpack[OptionValues]) -> dict[str, Any]:
@@ -188,6 +197,7 @@ def inductor_options(options: Given = None, /, **named: Unpack[OptionValues]) ->
         ValueError: an option has a value that it cannot have.
         TypeError: an option does not exist.
     """
+    rewrite_before_split()
     ours, theirs = with_keywords(options, named, "inductor_options")
     ours = without_inner(ours, "inductor_options")
     passes = {
@@ -263,9 +273,14 @@ def rewrite_and_report(
             report.notes.append(inductor_kernels.NOTE[launches])
         elif not inductor_sites.install():
             report.notes.append(inductor_sites.WITHOUT_TABLE)
+        if not inductor_once.install():
+            report.notes.append(inductor_once.WITHOUT_LOWERINGS)
+        if topological_sort() is None:
+            report.notes.append(WITHOUT_SORT)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += leaving_tensors(gm.graph)
     scan.add_to(report, gm)
+    report.notes += ddp.notes()
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures or report.outside or report.elsewhere:
@@ -278,4 +293,14 @@ def rewrite_and_report(
     return report
 
 
-ddp.rewrite_before_split(_options_of, rewrite_and_report)
+def rewrite_before_split() -> None:
+    """Rewrite graphs of DistributedDataParallel, as whole graphs, from now on."""
+    ddp.rewrite_before_split(_options_of, rewrite_and_report)
+
+
+def __getattr__(name: str) -> Any:
+    """``streamkl``: who asks for the backend is about to compile. An import changes nothing."""
+    if name == "streamkl":
+        rewrite_before_split()
+        return _streamkl
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

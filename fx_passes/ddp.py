@@ -2,12 +2,14 @@
 
 Under DistributedDataParallel Dynamo splits every graph where buckets of gradients are reduced, and
 a backend gets the parts: attention maps that one makes and another compares, as its inputs. There
-is no hook in front of the split, so its function is wrapped, for our backend alone.
+is no hook before the split, so its function is wrapped, for our backend alone, when somebody asks
+for our backend. If this torch splits graphs by another function, the report says so.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -16,9 +18,17 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.torch_names import optional
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.reporting.report import Report
 
+log = logging.getLogger("torch_streamkl")
+NOTE = (
+    "with this torch Dynamo splits the graphs of DistributedDataParallel before they are "
+    "rewritten: a loss between two parts is not fused; torch._dynamo.config.optimize_ddp = False "
+    "keeps graphs whole"
+)
+_OURS = "_rewrites_for_streamkl"  # on the function that was wrapped
 _is_part = ContextVar("is_part", default=False)
 
 
@@ -35,16 +45,14 @@ def rewrite_before_split(
 
     ``options_of`` gives the options of a compiler that is our backend, None for any other one.
     """
-    try:
-        from torch._dynamo.backends.distributed import DDPOptimizer
-
-        split = DDPOptimizer.compile_fn
-    except (ImportError, AttributeError):  # another torch: the report says what is in parts
+    optimizer = optional("torch._dynamo.backends.distributed", "DDPOptimizer")
+    split: Any = getattr(optimizer, "compile_fn", None)
+    if split is None or hasattr(split, _OURS):
         return
 
     @functools.wraps(split)
     def compile_fn(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        options = options_of(self.backend_compile_fn)
+        options = _without_errors(options_of, getattr(self, "backend_compile_fn", None))
         if options is None:
             return split(self, gm, *args, **kwargs)
         if rewrite(gm, options).num_fused:
@@ -56,7 +64,31 @@ def rewrite_before_split(
         finally:
             _is_part.reset(token)
 
-    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]  # there is no hook
+    setattr(compile_fn, _OURS, True)
+    optimizer.compile_fn = compile_fn
+
+
+def notes() -> list[str]:
+    """What the report of a graph says about DistributedDataParallel."""
+    owner = optional("torch.nn.parallel", "DistributedDataParallel")
+    active = getattr(owner, "_get_active_ddp_module", lambda: None)()
+    if active is None or _is_part.get():
+        return []
+    optimizer = optional("torch._dynamo.backends.distributed", "DDPOptimizer")
+    is_split = getattr(torch._dynamo.config, "optimize_ddp", True) in (True, "ddp_optimizer")
+    is_wrapped = hasattr(getattr(optimizer, "compile_fn", None), _OURS)
+    return [NOTE] if is_split and not is_wrapped else []
+
+
+def _without_errors(
+    options_of: Callable[[Any], RewriteOptions | None], compiler: Any
+) -> RewriteOptions | None:
+    """Its graphs are other people's too: what cannot be read of their compiler is not ours."""
+    try:
+        return options_of(compiler)
+    except (AttributeError, TypeError):
+        log.warning("%s", NOTE, exc_info=True)
+        return None
 
 
 def _keep_numbers_with_their_users(graph: fx.Graph) -> None:

@@ -10,7 +10,12 @@ import torch._dynamo.config
 import torch._inductor.config
 from torch.utils import _config_module
 
-from torch_streamkl.fx_passes.backend import rewrite_and_report, without_rewrite
+from torch_streamkl.fx_passes import fallback
+from torch_streamkl.fx_passes.backend import (
+    rewrite_and_report,
+    rewrite_before_split,
+    without_rewrite,
+)
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
@@ -111,6 +116,7 @@ def enable(options: Given = None, /, **named: Unpack[OptionValues]) -> Enabled:
             f"torch._inductor.config.{name} for all graphs"
         )
     active = _active()
+    rewrite_before_split()
     _set(ours)
     return Enabled(active.ours if active is not None else None)
 
@@ -142,6 +148,7 @@ def _set(ours: RewriteOptions | None) -> None:
             kept[name] = before[name] if name in before and now == value else now
             setattr(dynamo, name, value)
         _before.set(kept)
+        fallback.install(_captures_because_of_us)
         inductor.pre_grad_custom_pass = chained(EnabledPass(ours), inductor.pre_grad_custom_pass)
         inductor.joint_custom_pre_pass = chained(
             JointPass(ours, without_rewrite), inductor.joint_custom_pre_pass
@@ -155,3 +162,10 @@ def _set(ours: RewriteOptions | None) -> None:
         if getattr(dynamo, name) == CAPTURE[name]:
             setattr(dynamo, name, user_value)
     _before.set(None)
+    fallback.uninstall()
+
+
+def _captures_because_of_us() -> bool:
+    """Whether this thread captures data-dependent shapes, and would not without `enable`."""
+    before, now = _before.get() or {}, getattr(torch._dynamo.config, fallback.SETTING)
+    return before.get(fallback.SETTING) is False and bool(now)

@@ -78,8 +78,9 @@ def check_program(caller: str, fn: Any, options: Given) -> None:
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What the user gave to torch.compile."""
-    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
-        return fn._orig_mod
+    inner = getattr(fn, "_orig_mod", None)  # of a module that was compiled
+    if isinstance(inner, nn.Module):
+        return inner
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 

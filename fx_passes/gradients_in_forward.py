@@ -22,11 +22,15 @@ from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
-from torch_streamkl.fx_passes.fx_utils.torch_names import later
+from torch_streamkl.fx_passes.fx_utils.torch_names import optional
 from torch_streamkl.once import once_factor
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 log = logging.getLogger("torch_streamkl.rewrite")
+WITHOUT_SORT = (
+    "this torch's Inductor has no stable_topological_sort: on a CPU gradients of attention KLs "
+    "are computed in the backward, which takes longer"
+)
 aten, prims = torch.ops.aten, torch.ops.prims
 FORWARD = {ops.attention_kl, WITHOUT_AUTOGRAD[ops.attention_kl]}
 BACKWARD = {ops.attention_kl_backward, WITHOUT_AUTOGRAD[ops.attention_kl_backward]}
@@ -54,6 +58,9 @@ class Weighted:
 
 def compute_in_forward(graph: fx.Graph) -> int:
     """Rewrite the joint graph where that is possible; how many losses it was."""
+    sort = topological_sort()
+    if sort is None:  # the report says so
+        return 0
     tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
     late = descendants(tangents)
     pairs = [
@@ -63,9 +70,14 @@ def compute_in_forward(graph: fx.Graph) -> int:
     ]
     replaced = sum(_try_to_replace(forward, backward, late) for forward, backward in pairs)
     if replaced:
-        later("torch._inductor.pattern_matcher", "stable_topological_sort")(graph)
+        sort(graph)
         graph.eliminate_dead_code()
     return replaced
+
+
+def topological_sort() -> Any:
+    """Inductor's function that orders a graph, None if this torch has it elsewhere."""
+    return optional("torch._inductor.pattern_matcher", "stable_topological_sort")
 
 
 def _forward_of(backward: fx.Node) -> fx.Node | None:

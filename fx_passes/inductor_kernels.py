@@ -37,6 +37,7 @@ def install() -> bool:
     """Lower our operators by what they do in graphs of C++; False where Inductor is another."""
     try:
         from torch._inductor.lowering import fallback_handler, lowerings
+        from torch._inductor.virtualized import V  # noqa: F401
 
         _check_inductor()
     except (ImportError, AttributeError, TypeError):

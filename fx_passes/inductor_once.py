@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 
-from torch_streamkl.fx_passes.fx_utils.torch_names import later
+from torch_streamkl.fx_passes.fx_utils.torch_names import optional
 from torch_streamkl.once import once, once_factor
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
+WITHOUT_LOWERINGS = "this torch's Inductor calls an operator that copies one number for every sum"
+
 
 @functools.cache
-def install() -> None:
-    lowerings: Any = later("torch._inductor.lowering", "lowerings")
-    full = lowerings[torch.ops.aten.full.default]
+def install() -> bool:
+    """Add both lowerings; False if Inductor has no table of them, which calls the operators."""
+    lowerings: Any = optional("torch._inductor.lowering", "lowerings")
+    full = lowerings.get(torch.ops.aten.full.default) if isinstance(lowerings, dict) else None
+    if full is None:
+        return False
 
     def same(x: Any, inputs: Any) -> Any:
         return x
@@ -25,3 +30,4 @@ def install() -> None:
 
     lowerings[WITHOUT_AUTOGRAD[once]] = same
     lowerings[WITHOUT_AUTOGRAD[once_factor]] = one
+    return True

@@ -16,7 +16,7 @@ from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_once, induc
 from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.fx_passes.options import RewriteOptions
-from torch_streamkl.registration import WITHOUT_AUTOGRAD
+from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.version import __version__
 
 Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our options
@@ -63,6 +63,8 @@ class JointPass(CustomGraphPass):
         configured = torch._inductor.config.pre_grad_custom_pass
         if self.told is not None and rewriting_pass(configured) is None:
             self.told(configured)
+        if not _has_our_operators(graph):
+            return  # a graph of somebody else: nothing is installed for it
         inductor_sites.install()
         inductor_kernels.install()
         inductor_once.install()
@@ -73,6 +75,10 @@ class JointPass(CustomGraphPass):
 
     def uuid(self) -> str:
         return cache_key(self.ours)
+
+
+def _has_our_operators(graph: fx.Graph) -> bool:
+    return any(getattr(node.target, "namespace", None) == NAMESPACE for node in graph.nodes)
 
 
 class PreGradPass(CustomGraphPass):

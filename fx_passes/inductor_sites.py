@@ -36,6 +36,7 @@ def install() -> bool:
             CustomCodegen,
         )
         from torch._inductor.codegen.wrapper import ExternKernelAllocLine  # noqa: F401
+        from torch._inductor.virtualized import V  # noqa: F401
     except ImportError:
         return False
     for operator, write in (

@@ -41,6 +41,7 @@ STAGES = (
     "explain",
     "verification",
     "verify",
+    "fallback",
     "enable",
 )
 

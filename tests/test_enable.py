@@ -252,3 +252,64 @@ def test_selected_rows_stay_in_one_graph() -> None:
         given = inputs()
         got = torch.compile(selected, fullgraph=True)(*given)
     torch.testing.assert_close(got, selected(*given))
+
+
+def one_mask_twice(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
+    """torch 2.13 merges the masks and not the numbers of rows: "AssertionError: u8 -> u0"."""
+    return (s[keep.flatten()].softmax(-1) * t[keep.flatten()].softmax(-1)).sum()
+
+
+def a_condition_twice(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
+    labels = keep.flatten().long()
+    a, b = s[labels != 0].log_softmax(-1), t[labels != 0].softmax(-1)
+    return torch.nn.functional.kl_div(a, b, reduction="batchmean")
+
+
+def running_sums(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
+    """AOTAutograd asks whether there is more than one row."""
+    return s[keep.flatten()].cumsum(0).mean() + t.mean()
+
+
+def deviation_beside_a_loss(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
+    a, b = (s @ s.mT).log_softmax(-1), (t @ t.mT).softmax(-1)
+    loss = torch.nn.functional.kl_div(a, b, reduction="batchmean")
+    return loss + torch.masked_select(s, keep.view(-1, 1)).std()
+
+
+@pytest.mark.generates_code
+@pytest.mark.parametrize(
+    "fn", [one_mask_twice, a_condition_twice, running_sums, deviation_beside_a_loss]
+)
+def test_what_compiles_without_it_compiles_with_it(fn: Any) -> None:
+    """Data-dependent shapes that AOTAutograd or Inductor refuses are traced with graph breaks."""
+    keep = torch.tensor([[True, False, True], [True, True, False]])
+    s, mine = (torch.randn(6, 8).requires_grad_() for _ in range(2))
+    mine.data.copy_(s.data)
+    t = torch.randn(6, 8)
+    with torch_streamkl.enable():
+        got = torch.compile(fn)(s, t, keep)
+        assert torch._dynamo.config.capture_dynamic_output_shape_ops
+        assert num_fused(loss) == 1
+    want = fn(mine, t, keep)
+    torch.testing.assert_close(got, want)
+    got.backward()
+    want.backward()
+    torch.testing.assert_close(s.grad, mine.grad)
+    assert not hasattr(torch._inductor.compile_fx.compile_fx, "restart")  # nothing stays wrapped
+
+
+def test_other_errors_of_a_compilation_are_not_hidden() -> None:
+    def fails(graph: fx.Graph) -> None:
+        raise RuntimeError("of the user's pass")
+
+    fails.uuid = lambda: None  # type: ignore[attr-defined]
+    with (
+        torch._inductor.config.patch(joint_custom_pre_pass=fails),
+        torch_streamkl.enable(),
+        pytest.raises(Exception, match="of the user's pass"),
+    ):
+        num_fused(running_sums_of_all)
+
+
+def running_sums_of_all(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    return q.cumsum(0).mean() + k.mean() + t.mean()

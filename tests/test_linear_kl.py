@@ -278,11 +278,12 @@ def test_all_rows_ignored_is_zero():
     assert all((g == 0).all() for g in torch.autograd.grad(loss, inputs))
 
 
-def test_label_that_is_no_word_is_nan():
+def test_label_that_is_no_entry_is_an_error():
     inputs = heads(4)
-    value = linear_kl(*inputs, labels=torch.tensor([0, 37, 5, -100]))
-    assert value.isnan().tolist() == [False, True, False, False]
-    assert value[3] == 0
+    value = linear_kl(*inputs, labels=torch.tensor([0, 36, 5, -100]))
+    assert value.isfinite().all() and value[3] == 0
+    with pytest.raises(IndexError, match=r"in \[0, 37\) or ignore_index=-100, got 37"):
+        linear_kl(*inputs, labels=torch.tensor([0, 37, 5, -100]))
 
 
 def test_opcheck():

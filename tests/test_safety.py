@@ -16,7 +16,6 @@ from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes import pipeline as rewriting
-from torch_streamkl.fx_passes.capture import region as slicing
 from torch_streamkl.fx_passes.lowering import calls as emit
 from torch_streamkl.fx_passes.planning import candidates, plan
 from torch_streamkl.fx_passes.planning import masks as mask_plan
@@ -158,15 +157,6 @@ def test_meta_device() -> None:
     inputs = [x.to("meta") for x in _floats(*(torch.float32,) * 3)]
     compiled = torch.compile(_naive, backend="streamkl", options={"streamkl.inner": "aot_eager"})
     assert compiled(*inputs).shape == (2, 2, 9)
-
-
-def test_more_nodes_than_are_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = _floats(*(torch.float64,) * 3)
-    for limit in (1, 3, 5, 7, 9):
-        monkeypatch.setattr(slicing, "MAX_NODES", limit)
-        torch._dynamo.reset()
-        compiled = torch.compile(_naive, backend="streamkl", options={"streamkl.inner": "eager"})
-        torch.testing.assert_close(compiled(*inputs), _naive(*inputs), rtol=0, atol=EXACT * 10)
 
 
 @pytest.mark.parametrize(

@@ -230,14 +230,35 @@ def test_strict_sees_maps_of_another_graph(
     small_buckets: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the split cannot be wrapped, as in another torch, the report names the setting."""
+    options = torch_streamkl.inductor_options(strict=True)
     split = DDPOptimizer.compile_fn.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(DDPOptimizer, "compile_fn", split)
     step, x = step_and_input()
     module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
-    options = torch_streamkl.inductor_options(strict=True)
-    with pytest.raises(Exception, match="not made in this graph") as error:
+    with (
+        pytest.raises(Exception, match="not made in this graph") as error,
+        backend.collected() as report,
+    ):
         torch.compile(module, options=options)(x)
     assert "optimize_ddp = False" in str(error.value)
+    assert ddp.NOTE in report.notes
+
+
+def test_a_compiler_that_cannot_be_read_is_not_ours(
+    small_buckets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name of torch that moved does not keep other people's programs from being compiled."""
+    torch_streamkl.inductor_options()
+
+    def moved(compiler: object) -> Any:
+        raise AttributeError("module 'torch' has no attribute '_TorchCompileInductorWrapper'")
+
+    step, x = step_and_input()
+    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
+    wrapped = DDPOptimizer.compile_fn
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", wrapped.__wrapped__)
+    ddp.rewrite_before_split(moved, backend.rewrite_and_report)
+    torch.testing.assert_close(torch.compile(module, backend="eager")(x), module(x))
 
 
 def test_other_backends_are_split_as_ever(small_buckets: None, graphs: list[bool]) -> None:

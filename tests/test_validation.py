@@ -420,3 +420,35 @@ def test_a_write_that_is_dropped_is_caught() -> None:
     assert compiled(weighted, inputs).num_fused == 1
     with planted(through(0, torch.neg)):
         assert compiled(weighted, inputs).num_fused == 0
+
+
+def smoothed(x: Tensor) -> Tensor:
+    p = x.softmax(-1) * 0.9 + 0.1 / x.shape[-1]
+    return p / p.sum(-1, keepdim=True)
+
+
+def guarded(x: Tensor) -> Tensor:
+    p = x.softmax(-1) + 1e-6
+    return p / p.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("num_queries", [1, 6])
+@pytest.mark.parametrize("normalised", [smoothed, guarded])
+def test_gradients_that_cancel_to_zero(
+    normalised: Callable[[Tensor], Tensor], num_queries: int
+) -> None:
+    """Of one key that a mask leaves: the code as it is written gives exactly 0, by luck."""
+    keys = torch.ones(num_queries, 6, dtype=torch.bool).tril().triu()
+
+    def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = (x.masked_fill(~keys, -30000.0) for x in (q @ k.mT, qt @ kt.mT))
+        p, q = normalised(t), normalised(s)
+        return (p * (p.log() - q.log())).sum(-1).mean()
+
+    shapes = ((1, 2, num_queries, 4), (1, 2, 6, 4)) * 2
+    torch._dynamo.reset()
+    with backend.collected() as report:
+        torch.compile(step, backend="streamkl", options={"streamkl.inner": "eager"})(
+            *(torch.randn(s, requires_grad=i < 2) for i, s in enumerate(shapes))
+        )
+    assert report.num_fused == 1, report

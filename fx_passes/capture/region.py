@@ -37,7 +37,6 @@ PRODUCTS, QUOTIENTS = {"mul", "multiply"}, {"truediv", "div", "divide", "true_di
 DIFFERENCES = {"sub", "subtract"}
 CASTS = DTYPES | {"_to_copy", "contiguous", "detach"}
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
-MAX_NODES = 4000
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def find_region(graph: fx.Graph) -> Region | None:
         return None
     inside: set[fx.Node] = set()
     forward, seen = list(seeds), set(seeds)
-    while forward and len(inside) < MAX_NODES:
+    while forward:
         node = forward.pop()
         _add_with_inputs(node, inside)
         value = example(node)
@@ -208,7 +207,7 @@ def _behind(node: fx.Node, names: set[str]) -> fx.Node:
 
 def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
     stack = [node]
-    while stack and len(inside) < MAX_NODES:
+    while stack:
         current = stack.pop()
         if current in inside or not _is_operation(current) or name_of(current) in WALLS:
             continue

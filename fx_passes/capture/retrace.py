@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensor,
     FakeTensorMode,
@@ -85,18 +86,25 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             given = super().fetch_args_kwargs_from_env(n)
             return _of_one_type(given) if name_of(n) in MATMULS else given
 
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target in OF_SPECIAL:  # one rule for both
+                target = getattr(torch, OF_SPECIAL[target])
+            return super().call_function(target, args, kwargs)
+
         def run_node(self, n: fx.Node) -> object:
             proxy_mode = get_proxy_mode()
             assert proxy_mode is not None
             tracer = proxy_mode.tracer
-            before = len(tracer.graph.nodes)
+            before = next(iter(reversed(tracer.graph.nodes)), None)
             source = source_of.get(n.name)
             symbols = source.meta.get("unbacked_bindings") if source is not None else None
             if symbols:
                 mode.epoch += 1  # else a tensor remembers what it gave Dynamo
             result = super().run_node(n)
             if source is not None:
-                new = list(tracer.graph.nodes)[before:]
+                new = list(
+                    itertools.takewhile(lambda x: x is not before, reversed(tracer.graph.nodes))
+                )
                 if symbols and any(map(_selects, new)):
                     _take_symbols(mode, symbols, result)
                 origin.update({x.name: source for x in new})

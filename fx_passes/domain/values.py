@@ -14,6 +14,7 @@ from torch_streamkl.divergences.functional import Expr, apply
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
 from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
+from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
@@ -70,6 +71,13 @@ class Elements:
     key_dim: int
     shape: Shape = field(compare=False)
 
+    def __post_init__(self) -> None:
+        if sum(num_operations(t.expr, MAX_OPERATIONS) for t in self.terms) > MAX_OPERATIONS:
+            raise Blocked(
+                f"a formula of probabilities has more than {MAX_OPERATIONS} operations, written "
+                "out without the values that it uses several times"
+            )
+
     @property
     def rank(self) -> int:
         return len(self.layouts[0])
@@ -108,6 +116,20 @@ def within(k: int) -> Expr:
 def partly_within(k: int) -> Expr:
     """1 at the keys that some of the conditions of distribution k's mask allow."""
     return Expr("partly_within", (), float(k))
+
+
+# Expressions are trees: what uses a value twice has it twice, and loops would double it each time
+MAX_OPERATIONS = 256
+
+
+def num_operations(e: Expr, limit: int) -> int:
+    """How many operations an expression has, counted up to a limit."""
+    count, stack = 0, [e]
+    while stack and count <= limit:
+        current = stack.pop()
+        count += bool(current.args)
+        stack += current.args
+    return count
 
 
 VARIABLES = ("P", "logP", "lse", "within", "partly_within")

@@ -17,6 +17,15 @@ UNKNOWN = "unknown location"
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # modules, and modes such as a default device
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _OF_TORCH = {"torch", "_operator", "math", "builtins"}
+# functions of torch.special by the name of the function of torch that they are
+OF_SPECIAL: dict[object, str] = {
+    getattr(torch.special, special): plain
+    for special, plain in {
+        "softmax": "softmax", "log_softmax": "log_softmax", "logsumexp": "logsumexp",
+        "xlogy": "xlogy", "expit": "sigmoid", "log1p": "log1p", "expm1": "expm1", "exp2": "exp2",
+        "erf": "erf", "erfc": "erfc", "logit": "logit", "round": "round",
+    }.items()
+}  # fmt: skip
 
 
 def name_of(node: fx.Node) -> str:
@@ -27,6 +36,8 @@ def name_of(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, str):
         return target
+    if target in OF_SPECIAL:
+        return OF_SPECIAL[target]
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name).removeprefix("aten::")
     if isinstance(target, torch._ops.OpOverloadPacket):

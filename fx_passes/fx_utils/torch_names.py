@@ -75,6 +75,15 @@ def later(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
+def optional(module: str, name: str) -> Any:
+    """A name of a module of torch, None where it is missing: for what may be left out."""
+    try:
+        owner = importlib.import_module(module)
+        return getattr(owner, name, None) or importlib.import_module(f"{module}.{name}")
+    except ImportError:
+        return None
+
+
 __all__ = [
     "ELEMENTWISE_TYPE_PROMOTION_KIND",
     "CustomGraphPass",
@@ -96,6 +105,7 @@ __all__ = [
     "key_get",
     "later",
     "make_fx",
+    "optional",
     "statically_known_true",
     "tree_flatten",
     "tree_leaves",

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.bounds import checked_ids
+from torch_streamkl.fx_passes.analysis.elements.operands import is_symbolic_number
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.row_elements import Axes, Dim, Formula
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
@@ -132,10 +134,16 @@ class _Lowering:
     def captured(self, c: Captured) -> fx.Node:
         """A captured tensor in the dimensions of its kind."""
         groups = self.plan.groups
-        flows = c.flows and c.node in self.plan.flows
-        x = materialise(self.build, TensorRef(c.node, (), (), flows), self.outer)
+        if is_symbolic_number(c.node):
+            x = self._number(c.node)
+        else:
+            flows = c.flows and c.node in self.plan.flows
+            x = materialise(self.build, TensorRef(c.node, (), (), flows), self.outer)
         slots: list[Slot] = []
         sizes: list[Size] = []
+        if c.kind == COLUMNS and c.node in self.plan.elements.unchecked_ids:
+            size, along = self.plan.elements.unchecked_ids[c.node]
+            x = self.build.call(checked_ids, x, self.build.size(size, self.tensors), along)
         if c.kind == COLUMNS:
             x = self._ids_last(x, c.ids_dim)
         for dim in c.dims:
@@ -155,6 +163,13 @@ class _Lowering:
             slots.append(("dim", 0, 1))
             sizes.append(_value(x).shape[-1])
         return self._arranged(x, slots, sizes, wanted, expanded=())
+
+    def _number(self, node: fx.Node) -> fx.Node:
+        """A number of Python as a tensor; 32 bits are what arithmetic on narrower types has."""
+        operand = _value(self.tensors[0])
+        dtype = torch.float64 if operand.dtype == torch.float64 else torch.float32
+        number = outer_node(node, self.outer)
+        return self.build.call(torch.full, (), number, dtype=dtype, device=operand.device)
 
     def _ids_last(self, x: fx.Node, dim: int) -> fx.Node:
         """Ids of a row in the last dimension."""
@@ -241,11 +256,26 @@ class _Lowering:
         like: torch.dtype,
     ) -> fx.Node | float:
         """A value of rows in the dimensions of an output."""
+        made: dict[Formula, fx.Node | float] = {}
+        stack = [f]
+        while stack:
+            current = stack[-1]
+            waiting = [] if current in values else [a for a in current.args if a not in made]
+            if waiting:
+                stack += waiting
+                continue
+            if current not in made:
+                if current in values:
+                    made[current] = self._summed(current, dims, *values[current], like)
+                else:
+                    made[current] = self._step(current, [made[a] for a in current.args])
+            stack.pop()
+        return made[f]
+
+    def _step(self, f: Formula, arguments: Sequence[fx.Node | float]) -> fx.Node | float:
+        """One operation on values of rows."""
         if f.op == "const":
             return float(f.data)
-        if f in values:
-            return self._summed(f, dims, *values[f], like)
-        arguments = [self._of_rows(a, dims, values, like) for a in f.args]
         if f.op == "pow":
             return self.build.call(torch.pow, arguments[0], f.data)
         if f.op == "detach":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.elements.operands import is_symbolic_number
 from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import (
@@ -92,11 +93,19 @@ def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) 
 
 def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
     """The sums over keys that a value of rows is computed from."""
-    if root.op == "reduce" and set(keys) & set(axes.atoms(root.data.over)):
-        return [root]
-    if root.op == "capture":
-        raise Blocked("a value of rows inside of an operation needs another tensor")
-    return list(dict.fromkeys(f for a in root.args for f in sums_in(a, keys, axes)))
+    found: dict[Formula, None] = {}
+    stack, seen = [root], {root}
+    while stack:
+        f = stack.pop()
+        if f.op == "reduce" and set(keys) & set(axes.atoms(f.data.over)):
+            found[f] = None
+            continue
+        if f.op == "capture":
+            raise Blocked("a value of rows inside of an operation needs another tensor")
+        new = [a for a in dict.fromkeys(reversed(f.args)) if a not in seen]
+        seen.update(new)
+        stack += new
+    return list(found)
 
 
 class _Planner:
@@ -189,8 +198,7 @@ class _Planner:
         self._check_maxima()
         self.captured = self._captures()
         declared = tuple(
-            Capture(c.kind, dtype_of(_value(c.node)), numbers[c.heads])
-            for c in self.captured.values()
+            Capture(c.kind, _dtype_of(c.node), numbers[c.heads]) for c in self.captured.values()
         )
         dot_heads = tuple(numbers[h] for h in groups.heads)
         try:
@@ -440,6 +448,10 @@ def _number(size: Size) -> int:
     if not isinstance(known, int):
         raise Blocked("a mean over a size that varies comes before the sum over the keys")
     return known
+
+
+def _dtype_of(node: fx.Node) -> str:
+    return FLOAT if is_symbolic_number(node) else dtype_of(_value(node))
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -106,18 +106,7 @@ def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.N
     mapped = set(trace.outer.values()) | set(trace.origin.values())
     roots = []
     hidden: set[Formula] = set()
-
-    def is_read(node: fx.Node) -> bool:
-        """Whether other code uses a value of rows, or what is computed from it alone."""
-        if node in trace.outer and _leaves(trace.outer[node], inside, mapped):
-            return True
-        for user in node.users:
-            if user.op == "output":
-                continue
-            placed = elements.placed.get(user)
-            if placed is None or (is_row_level(placed, elements.axes) and is_read(user)):
-                return True
-        return False
+    read = _read_outside(elements, trace, inside, mapped)
 
     for node, placed in elements.placed.items():
         if not is_row_level(placed, elements.axes) and not is_block_level(placed, elements.axes):
@@ -128,19 +117,46 @@ def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.N
             continue
         if node not in trace.outer:
             hidden.add(placed.formula)
-        elif is_read(node):
+        elif node in read:
             roots.append(node)
     return roots
 
 
-def _leaves(node: fx.Node, inside: set[fx.Node], mapped: set[fx.Node]) -> bool:
-    """Whether code that is not analysed uses a node of the user's graph."""
-    for user in node.users:
-        if user not in inside:
-            return True
-        if user not in mapped and _leaves(user, inside, mapped):
-            return True  # it returns its input, and is no node of the trace
-    return False
+def _read_outside(
+    elements: RowElements, trace: Trace, inside: set[fx.Node], mapped: set[fx.Node]
+) -> set[fx.Node]:
+    """The nodes that other code uses, or uses what is computed from them alone as rows' values."""
+    leaves: dict[fx.Node, bool] = {}
+    found: set[fx.Node] = set()
+    for node in reversed(trace.graph.nodes):
+        users = [user for user in node.users if user.op != "output"]
+        if (
+            (node in trace.outer and _leaves(trace.outer[node], inside, mapped, leaves))
+            or any(user not in elements.placed for user in users)
+            or any(u in found and is_row_level(elements.placed[u], elements.axes) for u in users)
+        ):
+            found.add(node)
+    return found
+
+
+def _leaves(
+    node: fx.Node, inside: set[fx.Node], mapped: set[fx.Node], known: dict[fx.Node, bool]
+) -> bool:
+    """Whether code that is not analysed uses a node of the user's graph.
+
+    What is inside and no node of the trace returns its input: its users count.
+    """
+    if node not in known:
+        stack, same = [node], {node}
+        known[node] = False
+        while stack and not known[node]:
+            for user in stack.pop().users:
+                if user not in inside:
+                    known[node] = True
+                elif user not in mapped and user not in same:
+                    same.add(user)
+                    stack.append(user)
+    return known[node]
 
 
 def _joined(

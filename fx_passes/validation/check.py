@@ -28,6 +28,7 @@ from torch_streamkl.fx_passes.validation.compare import (
     is_informative,
 )
 from torch_streamkl.fx_passes.validation.costs import bytes_allowed, bytes_needed, seconds_needed
+from torch_streamkl.fx_passes.validation.gradient_terms import GradientTerms
 from torch_streamkl.fx_passes.validation.inputs import (
     ASKS_FOR_INFINITY,
     FINITE,
@@ -226,6 +227,12 @@ class _Comparison:
             noise = torch.Generator().manual_seed(seed)
             slack.add(self._naive(inputs, draw, wide=True, noise=noise), exact)
             found = difference(ours, naive, exact, slack)
+        for seed in range(NUM_ROUNDINGS):
+            if not found:
+                break
+            terms = GradientTerms(torch.Generator().manual_seed(seed))
+            slack.add_terms(self._naive(inputs, draw, wide=True, terms=terms))
+            found = difference(ours, naive, exact, slack)
         return found
 
     def _told(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
@@ -251,13 +258,16 @@ class _Comparison:
         *,
         wide: bool = False,
         noise: torch.Generator | None = None,
+        terms: GradientTerms | None = None,
     ) -> Result:
         nodes, name = self.region.before, self.region.change.before.name
         start = time.perf_counter()
         # what it takes is known after a run only; a difference is confirmed whatever it takes
-        deadline = start + SLACK * self.budget.left if noise is None else None
+        is_judged = noise is None and terms is None
+        deadline = start + SLACK * self.budget.left if is_judged else None
+        how: dict[str, Any] = {"wide": wide, "noise": noise, "finite": draw.finite, "terms": terms}
         try:
-            return run(nodes, name, inputs, deadline, wide=wide, noise=noise, finite=draw.finite)
+            return run(nodes, name, inputs, deadline, **how)
         finally:
             self.budget.left -= time.perf_counter() - start
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from torch_streamkl.fx_passes.fx_utils.fake_modes import found_mode
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     _disable_current_modes,
+    optional,
     unset_fake_temporarily,
 )
 from torch_streamkl.runtime.launch import with_index
@@ -32,6 +34,12 @@ def _without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
+def _without_compiled_autograd() -> Any:
+    """Its state is that of the program around the check; a torch without it has none to keep."""
+    disable = optional("torch._dynamo.compiled_autograd", "_disable")
+    return contextlib.nullcontext() if disable is None else disable()
+
+
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
     """Real tensors, whatever is being traced; random state, modes and caches as they were."""
@@ -45,7 +53,7 @@ def isolated(devices: set[torch.device]) -> Iterator[None]:
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
-        torch._dynamo.compiled_autograd._disable(),
+        _without_compiled_autograd(),
         found_mode(None),
         torch.random.fork_rng(devices=cuda),
         warnings.catch_warnings(),

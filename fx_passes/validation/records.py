@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, storage_of
-from torch_streamkl.fx_passes.fx_utils.torch_names import later
+from torch_streamkl.fx_passes.fx_utils.torch_names import optional
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
 from torch_streamkl.fx_passes.validation.sizes import Sizes
@@ -116,7 +116,9 @@ def _device(device: torch.device) -> str:
 def _ambient() -> str:
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    precisions = [torch._C._get_fp32_precision_getter(x, "matmul") for x in ("cuda", "mkldnn")]
+    getter: Any = optional("torch._C", "_get_fp32_precision_getter")
+    precisions = [getter(x, "matmul") for x in ("cuda", "mkldnn")] if getter else []
+    precisions.append(torch.get_float32_matmul_precision())
     return f"{torch.is_grad_enabled()} {autocast} {precisions} {torch.get_default_dtype()}"
 
 
@@ -146,9 +148,10 @@ def forget() -> None:
 
 
 def _path(fingerprint: Fingerprint, options: CheckOptions) -> Path | None:
-    """A file in Inductor's cache, of this version of the sources and of torch."""
-    caches = not later("torch._inductor.config", "force_disable_caches")
-    cache_dir = later("torch._inductor.runtime.cache_dir_utils", "cache_dir")
+    """A file in Inductor's cache, of this version of the sources, of torch and of the device."""
+    config = optional("torch._inductor", "config")
+    cache_dir: Any = optional("torch._inductor.runtime.cache_dir_utils", "cache_dir")
+    caches = cache_dir is not None and not getattr(config, "force_disable_caches", True)
     if not fingerprint.is_stable or not options.version or not caches:
         return None
     version = f"{options.version} {torch.__version__} {fingerprint.digest}"

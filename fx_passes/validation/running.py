@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
+from torch_streamkl.fx_passes.validation.gradient_terms import GradientTerms
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.rows.op import row_program, row_program_sum
 from torch_streamkl.rows.program import Program
@@ -46,13 +47,15 @@ def run(
     wide: bool = False,
     noise: torch.Generator | None = None,
     finite: bool = False,
+    terms: GradientTerms | None = None,
 ) -> Result:
     """The value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
 
     What is computed from no floating leaf (masks, positions, tables) keeps its dtype in float64
     runs too, and so does a cast to a dtype narrower than all leaves: there a rounding is part of
     the program. With ``finite`` a finite number stands for -inf; with ``noise`` every
-    intermediate result is moved by a rounding of its own dtype.
+    intermediate result is moved by a rounding of its own dtype. With ``terms`` the gradients are
+    as large as the terms that they are sums of.
     """
     env = {name: _fresh(value, wide) for name, value in leaves.items()}
     versions = {n: x._version for n, x in env.items() if isinstance(x, Tensor)}
@@ -64,7 +67,7 @@ def run(
     kept = _kept_dtypes(leaves)
     with modes_restored():
         for node in nodes:
-            made = _run_node(node, values, node.name in dependent, wide, kept, finite)
+            made = _run_node(node, values, node.name in dependent, wide, kept, finite, terms)
             if (
                 noise is not None
                 and node.name in dependent
@@ -172,6 +175,7 @@ def _run_node(
     wide: bool,
     kept: frozenset[torch.dtype],
     finite: bool,
+    terms: GradientTerms | None,
 ) -> Any:
     def widened(x: Any) -> Any:
         is_narrow = isinstance(x, torch.dtype) and x in NARROW and x not in kept
@@ -180,8 +184,8 @@ def _run_node(
     def look_up(n: fx.Node) -> Any:
         value = values[n.name]
         if dependent and isinstance(value, Tensor):
-            return value.to(widened(value.dtype))
-        return value
+            value = value.to(widened(value.dtype))
+        return value if terms is None else terms.use(node, value)
 
     given: Any = fx.map_arg((node.args, node.kwargs), look_up)
     args, kwargs = tree_map(_limited, given) if finite else given
@@ -198,8 +202,10 @@ def _run_node(
         if node.op == "call_method":
             is_widened = dependent and target in _CASTS and _CASTS[target] not in kept
             method = "double" if is_widened else target
-            return getattr(args[0], method)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+            made = getattr(args[0], method)(*args[1:], **kwargs)
+        else:
+            made = target(*args, **kwargs)
+        return made if terms is None or not args else terms.softmax(node, args[0], made)
 
 
 def _limited(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.validation.options import NotChecked
 
+log = logging.getLogger("torch_streamkl.rewrite")
 SymNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -58,6 +60,14 @@ class Sizes:
 
 def smaller_sizes(graph: fx.Graph) -> list[Sizes]:
     """Sizes with every symbol a half, a quarter, ... of its hint, where the guards allow it."""
+    try:
+        return _smaller_sizes(graph)
+    except AttributeError:  # private parts of symbolic shapes, in another torch
+        log.warning("checks of dynamic shapes run at the sizes of the example", exc_info=True)
+        return []
+
+
+def _smaller_sizes(graph: fx.Graph) -> list[Sizes]:
     shapes, symbols = None, {}
     for node in graph.nodes:
         value = node.meta.get("example_value", node.meta.get("val"))

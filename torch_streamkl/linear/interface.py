@@ -166,8 +166,8 @@ def linear_kl(
 
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
     after is float32. A word that the student excludes and the teacher does not makes a token +inf;
-    one whose probability underflows to 0 adds nothing.
-    A label that is no word gives NaN. Weight gradients are summed over a bounded number of chunks
+    one whose probability underflows to 0 adds nothing. A label that is no vocabulary entry is an
+    error (on a GPU an assertion). Weight gradients are summed over a bounded number of chunks
     (NOTE [Sums over chunks] in linear/problem.py), in a fixed order: the same bits on every run.
     """
     options = Options(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_streamkl.bounds import check_labels
 from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.launches.devices import gpu_limit, require_driver
@@ -175,6 +176,7 @@ def triton_limit(problem: LinearProblem) -> str | None:
 
 def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, workspace, impl = problem_of(*args, **kwargs)
+    check_labels(problem.labels, problem.student.num_words, problem.ignore_index)
     out = linear_chunks.forward(problem, workspace, rows_of(is_compiled, problem, impl))
     return out.value, out.hard, out.statistics
 
@@ -262,6 +264,7 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     (problem, workspace, impl), row_weight, hard_row_weight, wanted = sum_arguments(
         *args, **kwargs
     )
+    check_labels(problem.labels, problem.student.num_words, problem.ignore_index)
     dtype, like = problem.compute_dtype, problem.student.hidden
     weight = (
         like.new_ones(problem.num_tokens, dtype=dtype)

@@ -135,6 +135,9 @@ def _agree(program: Program, root: int, sides: tuple[Side, Side]) -> bool:
     return True
 
 
+MAX_OPERATIONS = 128  # more are a row program, whose values are computed once
+
+
 class _Reader:
     """An element as an expression over P, S and their logarithms.
 
@@ -145,11 +148,20 @@ class _Reader:
     def __init__(self, program: Program, logs: dict[int, Expr]) -> None:
         self.program, self.logs = program, logs
         self.known: dict[int, Expr | None] = {}
+        self.sizes: dict[int, int] = {}
 
     def read(self, index: int) -> Expr | None:
-        if index not in self.known:
-            self.known[index] = self._read(index)
+        for i in range(index + 1):  # operands stand before what is made of them
+            if i not in self.known:
+                self._read_operation(i)
         return self.known[index]
+
+    def _read_operation(self, index: int) -> None:
+        """An expression is a tree, in which a value that is used twice stands twice."""
+        args = self.program.nodes[index].args
+        self.sizes[index] = 1 + sum(self.sizes[a] for a in args)
+        fits = self.sizes[index] <= MAX_OPERATIONS
+        self.known[index] = self._read(index) if fits else None
 
     def _read(self, index: int) -> Expr | None:
         node = self.program.nodes[index]
@@ -157,7 +169,7 @@ class _Reader:
             return const(node.value) if math.isfinite(node.value) else None
         if node.op == "sub" and (log := self._logarithm(*node.args)) is not None:
             return log
-        args = [self.read(a) for a in node.args] if node.op in _READ else [None]
+        args = [self.known[a] for a in node.args] if node.op in _READ else [None]
         found = [a for a in args if a is not None]
         if len(found) != len(args):
             return None

@@ -31,7 +31,7 @@ def _scatter(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if not isinstance(base, Number) or not isinstance(value, (int, float)):
         raise Blocked("scatter of scores")
     dim = a["dim"] % len(shape_of(node))
-    hits = self.at_ids(a["index"], shape_of(node), dim)
+    hits = self.at_given_ids(a["index"], shape_of(node), dim)
     if node.meta["val"].dtype == torch.bool:
         if base.value != 0 or value == 0:
             raise Blocked("scatter into a condition")
@@ -46,7 +46,7 @@ def _gather(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     dim = a["dim"] % len(x.dims)
     if not is_one(shape_of(a["index"])[dim]):
         return _several(self, x, a["index"], dim)
-    hits = self.at_ids(a["index"], x.shape, dim)
+    hits = self.at_given_ids(a["index"], x.shape, dim)
     kept = self.combined("where", hits, x, self.number(0.0))
     return self.reduced("sum", replace(kept, shape=x.shape), [dim], True)
 

@@ -38,6 +38,7 @@ class Operands(ElementAlgebra):
     parts: dict[tuple[int, str, str], int]  # axes of parts of axes
     parts_of_dots: dict[tuple[Dot, int, str, str], Dot]
     by_ids: dict[tuple[fx.Node, int], int]  # axes of chosen entries, by ids and their dimension
+    unchecked_ids: dict[fx.Node, tuple[Size, int]]  # of what size and dimension they are positions
     _overwritten: set[fx.Node]
 
     def _dot(self, node: fx.Node) -> Placed:
@@ -118,6 +119,8 @@ class Operands(ElementAlgebra):
         """An argument as elements: a formula, a number, or a tensor from outside."""
         if isinstance(x, (bool, int, float)):
             return self.number(float(x))
+        if is_symbolic_number(x):
+            return Placed(Formula("capture", (), (x, ())), (), ())
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), Tensor):
             raise Blocked("scores meet a number that is not known")
         if x in self.placed:
@@ -189,6 +192,12 @@ class Operands(ElementAlgebra):
             total = Formula("not", (total,), axes=total.axes, is_bool=True)
         return Placed(total, tuple(dims[d] if d in read else () for d in range(len(dims))))
 
+    def at_given_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
+        """The same of ids that the user gives, of which torch's gather and scatter check all."""
+        hits = self.at_ids(ids, shape, dim)
+        self.unchecked_ids[self.recognised.canonical[ids]] = (shape[dim], dim)
+        return hits
+
     def at_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
         """Whether a position along a dimension is among the ids of its row."""
         if ids in self._overwritten:
@@ -212,6 +221,11 @@ class Operands(ElementAlgebra):
 
     def pointwise(self, op: str, *arguments: object, data: Any = None) -> Placed:
         return self.combined(op, *(self.operand(x) for x in arguments), data=data)
+
+
+def is_symbolic_number(x: object) -> bool:
+    """A number that changes between calls, such as an annealed weight: a program reads it."""
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt))
 
 
 def _is_contracted(layout: Layout) -> bool:

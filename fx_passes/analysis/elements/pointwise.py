@@ -150,16 +150,17 @@ def _xlogy(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 def _vanishes_with_gradient(x: Formula) -> bool:
     """Whether an element that is 0 has a gradient of 0 as well, as a probability has."""
-    match x.op:
-        case _ if not x.flows:
-            return True
-        case "exp":
-            return True
-        case "mul" | "mul0":
-            return all(map(_vanishes_with_gradient, x.args))
-        case "div" | "pow" | "sqrt":
-            return _vanishes_with_gradient(x.args[0])
-    return False
+    stack, seen = [x], {x}
+    while stack:
+        f = stack.pop()
+        if not f.flows or f.op == "exp":
+            continue
+        if f.op not in ("mul", "mul0", "div", "pow", "sqrt"):
+            return False
+        factors = f.args if f.op in ("mul", "mul0") else f.args[:1]
+        stack += [a for a in factors if a not in seen]
+        seen.update(factors)
+    return True
 
 
 @rule(aten.lerp.Scalar)

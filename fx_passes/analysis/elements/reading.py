@@ -54,7 +54,7 @@ class RowElements(Operands):
         self.placed, self.reasons, self.products = {}, {}, {}
         self.behind_dots, self._overwritten = set(), set()
         self.parts, self.parts_of_dots = {}, {}
-        self.chosen, self.by_ids = {}, {}
+        self.chosen, self.by_ids, self.unchecked_ids = {}, {}, {}
         self._by_storage: dict[int | None, list[fx.Node]] = {}
         for node in trace.graph.nodes:
             self._visit(node)

@@ -1,0 +1,75 @@
+"""How large the terms are that a gradient is the sum of.
+
+A gradient is a sum over the uses of a tensor, and inside of a softmax over its keys. Where the
+terms cancel, the user's code may give exactly 0: of one key that a mask leaves, p * (g - p * g)
+is 0 for p = 1 whatever g is. Other code rounds the terms in another order and is off by their
+roundings, of which the sum says nothing. So a run gives every term a random sign: nothing cancels
+then, and the gradients that come out are as large as the terms are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+
+SOFTMAXES = ("softmax", "log_softmax")
+
+
+class GradientTerms:
+    """Signs for the gradients of one run."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def use(self, node: fx.Node, x: Any) -> Any:
+        """A tensor as ``node`` gets it: what this use gives back gets signs."""
+        is_plain = isinstance(x, Tensor) and x.dtype.is_floating_point and x.requires_grad
+        if not is_plain or not torch.is_grad_enabled() or written_by(node):
+            return x
+        view = x.view_as(x)
+        view.register_hook(lambda g: g * self._signs(g))
+        return view
+
+    def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
+        """The result of a softmax of ``x``; its terms reach ``x`` beside their sum."""
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        if name_of(node) not in SOFTMAXES or not isinstance(dim, int):
+            return made
+        if not isinstance(made, Tensor) or not made.requires_grad:
+            return made
+        is_log = name_of(node) == "log_softmax"
+        p = made.detach().exp() if is_log else made.detach()
+
+        def terms(g: Tensor) -> Tensor:
+            own = g if is_log else p * g
+            total = (own * self._signs(own)).sum(dim, keepdim=True)
+            return (own * self._signs(own) + p * total).nan_to_num(0.0, 0.0, 0.0)
+
+        with_terms: Tensor = _WithTerms.apply(made, x, terms)
+        return with_terms
+
+    def _signs(self, like: Tensor) -> Tensor:
+        draw = torch.randint(
+            0, 2, like.shape, generator=self.generator, device=self.generator.device
+        )
+        return (2 * draw - 1).to(like.device, like.dtype)
+
+
+class _WithTerms(torch.autograd.Function):
+    """The first tensor; its gradient also gives ``x`` what ``terms`` makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, x: Tensor, terms: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.terms, ctx.dtype = terms, x.dtype
+        return made.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (g,) = grads
+        return g, ctx.terms(g).to(ctx.dtype), None

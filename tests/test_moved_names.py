@@ -1,0 +1,153 @@
+"""Private names of torch that moved: compilations never fail because of it, ours or others'.
+
+What the rewrite cannot do without is an ImportError before anything is compiled
+(test_torch_names.py). What it can do without is left out, and the report says what that costs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_streamkl
+from tests.support.bodies import inductor_without_code
+from torch_streamkl.fx_passes import (
+    backend,
+    gradients_in_forward,
+    inductor_kernels,
+    inductor_once,
+    inductor_sites,
+)
+from torch_streamkl.fx_passes.fx_utils import torch_names
+
+# the name, and what the report says without it
+MOVED = {
+    "torch._inductor.lowering.lowerings": inductor_once.WITHOUT_LOWERINGS,
+    "torch._inductor.lowering.fallback_handler": "",
+    "torch._inductor.pattern_matcher.stable_topological_sort": gradients_in_forward.WITHOUT_SORT,
+    "torch._inductor.codegen.custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN": (
+        inductor_sites.WITHOUT_TABLE
+    ),
+    "torch._inductor.codegen.custom_extern_kernel_codegen.CustomCodegen": (
+        inductor_sites.WITHOUT_TABLE
+    ),
+    "torch._inductor.codegen.wrapper.ExternKernelAllocLine": inductor_sites.WITHOUT_TABLE,
+    "torch._inductor.virtualized.V": inductor_sites.WITHOUT_TABLE,
+    "torch._inductor.ir.UserDefinedTritonKernel": "",
+    "torch._inductor.kernel.mm.aten_mm": "",
+    "torch._inductor.cudagraph_trees.reset_cudagraph_trees": "",
+    "torch._inductor.runtime.cache_dir_utils.cache_dir": "",
+    "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "",
+    "torch._dynamo.callback.callback_handler": "",
+    "torch._dynamo.backends.distributed.DDPOptimizer": "",
+    "torch._dynamo.compiled_autograd._disable": "",
+    "torch._dynamo.eval_frame.OptimizedModule": "",
+    "torch._C._get_fp32_precision_getter": "",
+    "torch._TorchCompileInductorWrapper": "",
+    "torch._inductor.list_mode_options": "",
+    "torch._inductor.compile_fx.get_cpp_wrapper_config": "",
+    "torch.nn.attention.flex_attention.BlockMask": "",
+    "torch._higher_order_ops.flex_attention.flex_attention": "",
+}
+NEEDED_BY_TORCH = {
+    "torch._inductor.lowering.lowerings", "torch._dynamo.compiled_autograd._disable",
+    "torch._C._get_fp32_precision_getter", "torch._TorchCompileInductorWrapper",
+}  # fmt: skip
+INSTALLED = (inductor_once.install, inductor_sites.install, inductor_kernels.install)
+
+
+def fused(s: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    q, k = s @ w, t @ w
+    rows = F.kl_div((q @ q.mT).log_softmax(-1), (k @ k.mT).softmax(-1), reduction="batchmean")
+    tokens = F.kl_div(q.log_softmax(-1), k.softmax(-1), reduction="sum")
+    return rows + tokens
+
+
+def unfused(s: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return (torch.tanh(s @ w) - t).pow(2).mean()
+
+
+def _hide(owner: object, hidden: str, patch: pytest.MonkeyPatch) -> None:
+    """Of our modules only."""
+
+    def found(x: Any, name: str, *default: Any) -> Any:
+        if x is not owner or name != hidden:
+            return getattr(x, name, *default)
+        if default:
+            return default[0]
+        raise AttributeError(name)
+
+    for module in (backend, torch_names):
+        patch.setattr(module, "getattr", found, raising=False)
+
+
+@pytest.fixture
+def _as_in_a_new_process() -> Iterator[None]:
+    torch._dynamo.reset()
+    for install in INSTALLED:
+        install.cache_clear()
+    with inductor_without_code():
+        yield
+    for install in INSTALLED:
+        install.cache_clear()
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize("name", MOVED, ids=lambda x: x.rpartition(".")[2])
+def test_compilations_go_on(name: str) -> None:
+    x = [torch.randn(6, 8).requires_grad_(), torch.randn(8, 8).requires_grad_(), torch.randn(6, 8)]
+    module, _, attribute = name.rpartition(".")
+    owner = importlib.import_module(module)
+    for fn in (unfused, fused):
+        want = fn(*x)
+        for backend_name in ("inductor", "streamkl"):
+            torch._dynamo.reset()
+            compiled = torch.compile(fn, backend=backend_name)
+            with pytest.MonkeyPatch.context() as patch, backend.collected() as report:
+                if name in NEEDED_BY_TORCH:
+                    _hide(owner, attribute, patch)
+                else:
+                    patch.delattr(owner, attribute, raising=False)  # older ones may lack it
+                with torch_streamkl.enable():
+                    got = compiled(*x)
+            torch.testing.assert_close(got, want)
+            assert report.num_fused == 2 * (fn is fused), report
+            assert not report.failures, report
+            if fn is fused and MOVED[name]:
+                assert MOVED[name] in report.notes
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+def test_graphs_of_others_get_no_hooks() -> None:
+    x = [torch.randn(8, 8).requires_grad_() for _ in range(3)]
+    with torch_streamkl.enable():
+        torch.compile(unfused)(*x)
+        assert not any(install.cache_info().currsize for install in INSTALLED)
+        torch.compile(fused)(*x)
+    assert inductor_once.install.cache_info().currsize == 1
+
+
+def test_an_import_changes_nothing_of_torch() -> None:
+    program = """
+import torch, torch._inductor.compile_fx
+from torch._dynamo.backends.distributed import DDPOptimizer
+before = DDPOptimizer.compile_fn, torch._inductor.compile_fx.compile_fx
+import torch_streamkl.fx_passes.backend, torch_streamkl.fx_passes.explain
+import torch_streamkl.fx_passes.verify, torch_streamkl.fx_passes.enable
+now = DDPOptimizer.compile_fn, torch._inductor.compile_fx.compile_fx
+assert now == before
+with torch_streamkl.enable():
+    pass
+assert torch._inductor.compile_fx.compile_fx is before[1]
+torch_streamkl.fx_passes.backend.streamkl
+assert DDPOptimizer.compile_fn.__wrapped__ is before[0]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,65 @@
+"""Indices that code gives to torch are checked by torch; here are the checks of those given to us.
+
+A row program compares the ids of a row with the keys, and `linear_kl` looks for a label among the
+vocabulary entries: one out of range would be nowhere, and its row a plausible number. On a CPU the
+error names the value. On a GPU a kernel asserts, as Inductor's kernels do, and nothing waits for
+it. Fake tensors, of which a kernel is traced, have no values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library
+
+from torch_streamkl.registration import NAMESPACE, register
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+_lib.define(
+    "checked_ids(Tensor ids, SymInt size, int dim) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+# the ids themselves, after an error where one of them is no position along a dimension of a tensor
+checked_ids = torch.ops.torch_streamkl.checked_ids.default
+
+
+def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:
+    """Raises where a label is neither ``ignore_index`` nor a vocabulary entry."""
+    if labels is None or not _has_values(labels):
+        return
+    is_right = (labels.clamp(0, vocab_size - 1) == labels) | (labels == ignore_index)
+    rule = f"labels must be in [0, {vocab_size}) or ignore_index={ignore_index}"
+    if labels.device.type != "cpu":
+        torch._assert_async(is_right.all(), rule)
+    elif not is_right.all():
+        raise IndexError(f"{rule}, got {int(labels[~is_right][0])}")  # torch's type
+
+
+def _checked(ids: Tensor, size: int, dim: int) -> Tensor:
+    if _has_values(ids):
+        is_right = ids.clamp(0, size - 1) == ids
+        if ids.device.type != "cpu":
+            torch._assert_async(is_right.all(), f"an index is out of bounds for size {size}")
+        elif not is_right.all():  # in the words of torch's gather and scatter
+            raise RuntimeError(
+                f"index {int(ids[~is_right][0])} is out of bounds for dimension {dim} with size "
+                f"{size}"
+            )
+    return ids.clone()
+
+
+def _fake(ids: Tensor, size: Any, dim: int) -> Tensor:
+    return torch.empty_like(ids)
+
+
+def _has_values(x: Tensor) -> bool:
+    return not (isinstance(x, FakeTensor) or x.is_meta) and x.numel() > 0
+
+
+def _no_flops(*_: Any, **__: Any) -> int:
+    return 0
+
+
+register(_lib, "checked_ids", _checked, _fake, _no_flops)
