@@ -10,6 +10,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import FRAME, in_torch
 from torch_streamkl.fx_passes.reporting.report import GraphBreak
+from torch_streamkl.fx_passes.reporting.text import shown
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 _MAX_KNOWN = 256
@@ -53,6 +54,12 @@ def break_before(node: fx.Node) -> GraphBreak | None:
             return known or GraphBreak(f"{file}:{line}", linecache.getline(file, line).strip(), "")
     outer = next(((file, name) for file, _, name in frames if not in_torch(file)), None)
     return _CALLED.get(outer) if outer is not None else None
+
+
+def reason_in(text: str) -> str | None:
+    """Dynamo's reason for the graph break whose place a text names, None where it names none."""
+    known = (*_KNOWN.values(), *_CALLED.values())
+    return next((x.reason for x in known if f"graph break at {shown(x.location)} " in text), None)
 
 
 def forget() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.fx_utils.torch_names import counters
+from torch_streamkl.fx_passes.reporting.graph_breaks import reason_in
 
 FORCE_SIZE = 'Force with {"streamkl.min_mib": 0}'
 FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
@@ -298,14 +299,18 @@ def remedy_for(reason: str) -> str:
     hint = found.hint if found is not None else ""
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))
     if is_outside or "leaves the graph" in reason:
-        hint = "; ".join([hint, *_about_breaks()])
+        hint = "; ".join([hint, *_about_breaks(reason)])
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return hint + _SEVERAL_PROCESSES * (distributed and is_outside)
 
 
-def _about_breaks() -> Iterator[str]:
-    """What to do about the graph breaks that there were, if there were any."""
-    breaks = "\n".join(counters["graph_break"])
+def _about_breaks(reason: str) -> Iterator[str]:
+    """What to do about the graph break that a reason names, or else about all that there were."""
+    named = reason_in(reason)
+    if named is not None:
+        yield from (text for pattern, text in _BREAKS if re.search(pattern, named))
+        return
+    breaks = "\n".join(counters["graph_break"])  # of every program of this process
     if breaks:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
         yield _ANY_BREAK
