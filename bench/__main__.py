@@ -47,7 +47,7 @@ def parser() -> Program:
     add("--seconds", type=float, help="for each provider and case (default 2, quick 0.5)")
     add("--alone", action="store_true", help="time forwards without gradients, too")
     add("--memory-limit-gib", type=float, help="as if the device had only this much")
-    add("--base", metavar="REF", help="compare with another commit, in turns")
+    add("--base", metavar="REF", help="compare with another commit, interleaved")
     add("--exact-case", metavar="LABEL", help=argparse.SUPPRESS)
     add("--list", action="store_true", help="list the cases and stop")
     return result

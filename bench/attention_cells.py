@@ -251,7 +251,7 @@ def gate(
 def _row(cell: Cell, inputs: tuple[Tensor, ...], head: int, i: int) -> tuple[Tensor, Tensor]:
     """Value and student's dQ of one row of the first batch element, in float64.
 
-    A row alone is the last one: keys behind it are left out where masks look at its place.
+    A row alone is the last one: keys after it are left out where masks look at its place.
     """
     device, options = inputs[0].device, cell.options(inputs[0].device)
     first, last = 0, cell.seqlen_k

@@ -1,15 +1,15 @@
 """Rates of `attention_kl` over head_dim, mask, dtype and length, each checked against float64.
 
     python -m bench.attention_matrix --json bench/results/attention_matrix.json
-    python -m bench.attention_matrix --only "key lengths" packed --beside triton attention
+    python -m bench.attention_matrix --only "key lengths" packed --next to triton attention
 
 Kernels are compiled first, by processes that run every case once; then the cases are timed one by
-one. A row below 60 % of the best rate at its head_dim shows the reason that is written beside its
+one. A row below 60 % of the best rate at its head_dim shows the reason that is written next to its
 case here. TFLOP/s count the matmuls of the pairs of query and key in `Cell.pairs`: two of scores
 forward; backward those again, dQ and dK of the student. The gate: values and dQ of sampled rows
 against float64, and sum(q dQ) = sum(k dK), which are both the sum of dS times the dot products.
 
-``--beside`` times other implementations of a cell in turns with it, and "attention": torch's
+``--next to`` times other implementations of a cell interleaved with it, and "attention": torch's
 (cuDNN's on CUDA), full or causal, at the wider head_dim.
 """
 
@@ -48,13 +48,13 @@ from bench.attention_cells import (
     matrix,
 )
 from bench.cases import AttentionCase, Heads
-from bench.measure import Sample, attempt, in_turns, median_ms, release, synchronize
+from bench.measure import Sample, attempt, interleaved_calls, median_ms, release, synchronize
 from bench.records import Program, save
 from bench.table import markdown_lines, number
 
 LEAST_SHARE = 0.6  # of the best rate at a head_dim; a row below shows its reason
-ATTENTION = "attention"  # of those beside a cell
-TURNS = 5  # of a cell and those beside it
+ATTENTION = "attention"  # of those next to a cell
+TURNS = 5  # of a cell and those next to it
 Call = Callable[[], Any]
 
 
@@ -109,7 +109,7 @@ def _run_cell(
             name: lambda _, both=both: [median_ms(f, device, rounds) for f in both]
             for name, both in calls.items()
         }
-        for name, times in in_turns(takes, TURNS if beside else 1).items():
+        for name, times in interleaved_calls(takes, TURNS if beside else 1).items():
             forward_ms, backward_ms = (median(x) for x in zip(*times, strict=True))
             row.beside[name] = (forward_ms, backward_ms)
         row.forward_ms, row.backward_ms = row.beside.pop(impl)
@@ -141,14 +141,14 @@ def _calls(cell: Cell, inputs: tuple[Tensor, ...], name: str) -> tuple[Call, Cal
 
 
 def _attention(cell: Cell) -> AttentionCase:
-    """Of torch's attention beside a cell: full or causal, at the wider head_dim."""
+    """Of torch's attention next to a cell: full or causal, at the wider head_dim."""
     heads = Heads(cell.heads, cell.heads, cell.widest)
     is_causal = cell.mask in ("causal", "window", "packed", "causal clamps")
     return AttentionCase("", "", cell.batch, cell.seqlen_k, heads, heads, is_causal)
 
 
 def attention_rates(row: Row) -> tuple[float, ...]:
-    """TFLOP/s of torch's attention beside a row."""
+    """TFLOP/s of torch's attention next to a row."""
     case, taken = _attention(row.cell), [Sample(*row.beside[ATTENTION])]
     modes = ("forward", "backward")
     return tuple(ceilings.attention_tflops(case, mode, taken) for mode in modes)
@@ -319,7 +319,7 @@ def _rated(
 
 
 def beside_lines(matrix: Matrix) -> list[str]:
-    """What was timed in turns with the rows, where something was."""
+    """What was timed interleaved with the rows, where something was."""
     rows = [row for row in matrix.rows if row.beside and row.status == "ok"]
     if not rows:
         return []
@@ -335,7 +335,7 @@ def beside_lines(matrix: Matrix) -> list[str]:
             rates.append(attention_rates(row) if name == ATTENTION else other.rates())
         pairs = (" / ".join(map(number, both)) for both in rates)
         lines.append((*cells_of(row.cell), row.implementation, *pairs))
-    what = "In turns with others (attention: torch's, full or causal, at the wider head_dim):"
+    what = "Interleaved with others (attention: torch's, full or causal, at the wider head_dim):"
     return [what, "", *markdown_lines(columns, lines), ""]
 
 
@@ -410,7 +410,7 @@ def run(cells: list[Cell], matrix: Matrix, settings: argparse.Namespace) -> None
 def main(arguments: list[str] | None = None, cells: list[Cell] | None = None) -> int:
     parser = Program("bench.attention_matrix", __doc__)
     parser.add_argument("--impl", default="auto")
-    parser.add_argument("--beside", nargs="+", default=(), help="also timed, in turns")
+    parser.add_argument("--next to", nargs="+", default=(), help="also timed, interleaved")
     parser.add_argument("--only", nargs="+", help="cells whose title holds one of these texts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=3, help="of two heads that are checked")

@@ -37,7 +37,7 @@ def both(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def attention(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> Timed | None:
-    """Torch's attention (cuDNN's on CUDA) with the teacher's heads, to be timed beside providers.
+    """Torch's attention (cuDNN's on CUDA) with the teacher's heads, to be timed next to providers.
 
     None where there is no such form, or no memory for it.
     """

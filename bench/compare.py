@@ -1,7 +1,7 @@
-"""Another commit of the library beside this one: `python -m bench --base REF`.
+"""Another commit of the library next to this one: `python -m bench --base REF`.
 
 The base is unpacked into a temporary directory. This benchmark's code measures both versions in
-processes of their own and in turns: base, head, base, head for each case, so that a drifting
+processes of their own and interleaved: base, head, base, head for each case, so that a drifting
 machine meets both alike.
 """
 
@@ -29,7 +29,7 @@ VERSIONS = ("base", "head")
 
 
 def child_arguments(options: argparse.Namespace, providers: list[str]) -> list[str]:
-    """What a measuring process is told beside its case."""
+    """What a measuring process is told next to its case."""
     arguments = ["--device", options.device, "--providers", *providers]
     for name in ("dtype", "seconds", "memory_limit_gib"):
         value = getattr(options, name)

@@ -25,7 +25,7 @@ from bench.attention_matrix import title
 from bench.records import Program, Rows
 
 NCU = ("ncu", "/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
-SHARES = {
+SPLITS = {
     "tensor %": "sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active",
     "tensor cycles %": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "XU %": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
@@ -40,11 +40,13 @@ REASONS = (
     "barrier", "long_scoreboard", "math_pipe_throttle", "short_scoreboard", "wait", "gmma",
     "not_selected", "no_instruction", "dispatch_stall", "mio_throttle", "sleeping", "selected",
 )  # fmt: skip
-METRICS = [TIME, CYCLES, *SHARES.values(), *(STALLS.format(reason) for reason in REASONS)]
+METRICS = [TIME, CYCLES, *SPLITS.values(), *(STALLS.format(reason) for reason in REASONS)]
 MOST_STALLS = 4  # that are shown
 COLUMNS = {"case": "{case}", "kernel": "{kernel:.28}", "us": "{us:.1f}", "GHz": "{GHz:.2f}"}
-COLUMNS |= {label: f"{{{label}:.0f}}" for label in SHARES} | {"cycles of waiting": "{waited}"}
-OURS = "regex:forward|backward|again|table|words|lists|unite|dq|dk|lse|mean|state|merge"
+COLUMNS |= {label: f"{{{label}:.0f}}" for label in SPLITS} | {"cycles of waiting": "{waited}"}
+OURS = (
+    "regex:forward|backward|again|table|vocabulary entries|lists|unite|dq|dk|lse|mean|state|merge"
+)
 
 
 def inside(name: str) -> None:
@@ -83,7 +85,7 @@ def row_of(case: str, found: dict[str, str]) -> dict[str, Any]:
     counted = {m: found.get(m, "").replace(",", "") for m in METRICS}
     known = {m: float(x) for m, x in counted.items() if re.fullmatch(r"\d[\d.]*(e[+-]?\d+)?", x)}
     row = {"case": case, "kernel": found["Kernel Name"], "counters": found}
-    row |= {label: known[metric] for label, metric in SHARES.items() if metric in known}
+    row |= {label: known[metric] for label, metric in SPLITS.items() if metric in known}
     row |= {"us": known.get(TIME, 0.0) / 1e3, "GHz": known.get(CYCLES, 0.0) / 1e9}
     waited = {reason: known.get(STALLS.format(reason), 0.0) for reason in REASONS}
     longest = sorted(waited.items(), key=lambda x: -x[1])[:MOST_STALLS]

@@ -224,9 +224,9 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
             memory.set_xticks(list(mib), [str(n) for n in mib])
             memory.minorticks_off()
             plots.plain_numbers(memory.yaxis)
-            for panel in (losses, memory):
-                panel.grid(alpha=0.3)
-                panel.legend(frameon=False)
+            for query_tile in (losses, memory):
+                query_tile.grid(alpha=0.3)
+                query_tile.legend(frameon=False)
     print(f"\npicture: {path}")
 
 
@@ -256,7 +256,7 @@ def main() -> None:
     draw(outcomes, args.out)
     print(f"done in {time.perf_counter() - start:.0f} s on {args.device}")
     reports = [x.report for x in outcomes]
-    if any(not r.sites or r.remaining_quadratic for r in reports) or any(
+    if any(not r.sites or r.num_remaining for r in reports) or any(
         not site.fused for r in reports for site in r.sites
     ):
         raise SystemExit(

@@ -5,7 +5,7 @@
     python -m bench.host_time --device cuda --json FILE  # small calls, with their kernels
 
 On the CPU no GPU takes part: kernels are replaced by a call that does nothing, and what is
-recorded of them (torch_streamkl/launches/recorded.py) is what a GPU's calls would issue. On a GPU
+recorded of them (torch_streamkl/launches/capture.py) is what a GPU's calls would issue. On a GPU
 a call is timed as fast as the host can issue it, with a wait after each, and its kernels alone in
 a CUDA graph.
 """
@@ -43,7 +43,7 @@ def calls() -> dict[str, Callable[[], object]]:
     import torch
 
     from torch_streamkl import attention_kl
-    from torch_streamkl.attention.sites import CompiledBackward, CompiledForward
+    from torch_streamkl.attention.bound_op import CompiledBackward, CompiledForward
 
     shape = (32, 12, 128, 64)
     with torch.no_grad():
@@ -112,8 +112,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def on_cpu() -> dict[str, dict[str, float]]:
     """Microseconds of the CPU's clock."""
-    from bench.measure import in_turns
-    from torch_streamkl.launches import recorded
+    from bench.measure import interleaved_calls
+    from torch_streamkl.launches import capture
     from torch_streamkl.runtime import launch
 
     def take(function: Callable[[], object]) -> Callable[[int], float]:
@@ -123,9 +123,11 @@ def on_cpu() -> dict[str, dict[str, float]]:
 
     with (
         mock.patch.object(launch, "_start", return_value=NoKernel()),
-        mock.patch.object(recorded, "runs_directly", return_value=True),
+        mock.patch.object(capture, "runs_directly", return_value=True),
     ):
-        found = in_turns({name: take(function) for name, function in calls().items()}, ROUNDS)
+        found = interleaved_calls(
+            {name: take(function) for name, function in calls().items()}, ROUNDS
+        )
     return {name: {"call_us": statistics.median(times)} for name, times in found.items()}
 
 
@@ -151,7 +153,7 @@ def on_gpu() -> dict[str, dict[str, float]]:
 
     small: dict[str, Callable[[], object]] = {
         "forward": lambda: attention_kl(*plain, is_causal=True),
-        "recorded": lambda: attention_kl(*leaves, is_causal=True),
+        "capture": lambda: attention_kl(*leaves, is_causal=True),
         "step": step,
         "dispatched": lambda: ops.attention_kl(*plain, window_right=0),
     }

@@ -176,7 +176,7 @@ def smoothed(losses: list[float]) -> Tensor:
 
 
 def verdict(found: list[Curve]) -> dict[str, float | bool]:
-    """How far the plugin is from eager, beside how far two seeds are from each other."""
+    """How far the plugin is from eager, next to how far two seeds are from each other."""
     eager, other, plugin, resumed = found
     base = smoothed(eager.losses)
     band = float((smoothed(other.losses) - base).abs().max())
@@ -215,10 +215,10 @@ def draw(found: list[Curve], path: Path) -> None:
         ours = (plugin - eager).abs()
         apart.plot(steps, ours, color=COLORS["streamkl"], label="of streamkl from eager")
         apart.set(title="distance of the loss curves", ylabel="difference of the losses")
-        for panel in panels:
-            panel.set(xlabel="training step", yscale="log")
-            panel.grid(alpha=0.3)
-            panel.legend(frameon=False)
+        for query_tile in panels:
+            query_tile.set(xlabel="training step", yscale="log")
+            query_tile.grid(alpha=0.3)
+            query_tile.legend(frameon=False)
         plots.plain_numbers(whole.yaxis)
 
 

@@ -92,7 +92,7 @@ def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, dict
 
 
 def guarded(call: Callable[[], T], device: torch.device) -> T:
-    """``call()``; without enough memory `OutOfMemory` is raised and nothing is left behind."""
+    """``call()``; without enough memory `OutOfMemory` is raised and nothing is left after."""
     try:
         return call()
     except Exception as error:
@@ -186,7 +186,7 @@ def interleaved(
     """Samples of every entry, in rounds: each once on the next of its input sets.
 
     Whatever changes during a run (clocks, heat, other programs) meets all alike, and every round
-    has an order of its own: behind a provider that waits for memory a chip is cooler than behind
+    has an order of its own: after a provider that waits for memory a chip is cooler than after
     one that multiplies. Every entry gets about ``seconds``, at least three rounds.
     """
     results: dict[str, list[Sample] | OutOfMemory] = {}
@@ -216,11 +216,11 @@ def interleaved(
         rounds[name] = max(3, min(max_rounds, round(seconds * 1e3 / cost_ms)))
         results[name] = []
         takes[name] = partial(take, name, repeats=repeats, warm_up=warm_up)
-    in_turns(takes, rounds)
+    interleaved_calls(takes, rounds)
     return results
 
 
-def in_turns(
+def interleaved_calls(
     takes: Mapping[str, Callable[[int], T]], rounds: int | Mapping[str, int]
 ) -> dict[str, list[T]]:
     """What each gives when its turn comes, in rounds that have an order of their own each."""

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.offline import TARGETS, Launch, record_launches
-from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights
-from torch_streamkl.linear.problem import Wanted as OfHeads
+from torch_streamkl.linear.problem import NeedsGrad as OfHeads
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.tensors import Inputs, keys_of, normalised
 from torch_streamkl.rows.trace import Tracer, trace
@@ -35,12 +35,12 @@ HOPPER_VARIANTS = (*VARIANTS, "lengths", "window", "packed", "any order")
 PADDING = "padding"  # a mask of keys, for the portable kernels of attention in two dtypes
 EVERY_VARIANT = (*HOPPER_VARIANTS, PADDING)
 # a head-averaged teacher has kernels of its own; few queries split keys over programs; LM heads,
-# whole and as shards of the vocabulary, have rows of words instead of a head_dim; "whole heads" of
-# few keys have one kernel for dQ and dK
-OF_WORDS = ("LM head", "row program of words")
+# whole and as shards of the vocabulary, have rows of logits instead of a head_dim; "whole heads"
+# of few keys have one kernel for dQ and dK
+OF_VOCAB = ("LM head", "row program of LM heads")
 WORK = (
     "attention", "teacher", "few queries", "whole heads", "head mean", "hopper", "LM head",
-    "row program", "row program of heads", "row program of words",
+    "row program", "row program of heads", "row program of LM heads",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def can_run(cell: Cell) -> bool:
     """Whether our kernels take the cell's dtype on the target, and not as another one."""
     if cell.dtype == "tf32" and cell.target in ("gfx90a", "gfx950"):
         return False  # its products are those of fp32
-    no_units = cell.dtype == "tf32" or (cell.dtype == "bf16" and cell.work not in OF_WORDS)
+    no_units = cell.dtype == "tf32" or (cell.dtype == "bf16" and cell.work not in OF_VOCAB)
     if cell.target == "sm_75" and (no_units or (cell.dtype == "fp16" and cell.head_dim > 128)):
         return False  # the blocked implementation runs it
     if cell.work == "whole heads":
@@ -79,11 +79,11 @@ def can_run(cell: Cell) -> bool:
         )
     if cell.variant not in VARIANTS:
         return False
-    if cell.work in OF_WORDS and (cell.dtype == "tf32" or cell.head_dim > 0):
+    if cell.work in OF_VOCAB and (cell.dtype == "tf32" or cell.head_dim > 0):
         return False
     if cell.work.startswith("row program"):
-        return (cell.head_dim > 0 or cell.work in OF_WORDS) and cell.variant in ("plain", "masks")
-    if cell.work in OF_WORDS:
+        return (cell.head_dim > 0 or cell.work in OF_VOCAB) and cell.variant in ("plain", "masks")
+    if cell.work in OF_VOCAB:
         return True
     return cell.head_dim > 0 and (cell.work != "few queries" or cell.variant in ("plain", "js"))
 
@@ -120,7 +120,7 @@ def problem(cell: Cell) -> AttentionProblem:
 
 
 def _hopper_options(cell: Cell, empty: Callable[..., torch.Tensor]) -> dict[str, Any]:
-    """What a variant has beside causal rows; biases and softcaps it has not."""
+    """What a variant has next to causal rows; biases and softcaps it has not."""
     offsets = empty(5, dtype=torch.int32)
     options: dict[str, dict[str, Any]] = {
         "masks": {"mask": empty(1, 1, 1024, 1024, dtype=torch.bool)},
@@ -141,14 +141,16 @@ def functional(cell: Cell) -> str:
 
 
 def lm_head(cell: Cell) -> LinearProblem:
-    """Rows of 152,064 words; with "masks" also labels, a temperature, biases and softcaps."""
-    tokens, words, more = 512, 152064, cell.variant == "masks"
+    """Rows of 152,064 vocabulary entries; with "masks" also labels, a temperature, biases and
+    softcaps.
+    """
+    tokens, vocab, more = 512, 152064, cell.variant == "masks"
 
     def head(width: int) -> Head:
         hidden, weight = (
-            torch.empty(n, width, dtype=DTYPES[cell.dtype], device="cuda") for n in (tokens, words)
+            torch.empty(n, width, dtype=DTYPES[cell.dtype], device="cuda") for n in (tokens, vocab)
         )
-        bias = torch.empty(words, device="cuda") if more else None
+        bias = torch.empty(vocab, device="cuda") if more else None
         return Head(hidden, weight, bias, softcap=30.0 if more else 0.0)
 
     labels = torch.empty(tokens, dtype=torch.int64, device="cuda") if more else None
@@ -195,7 +197,7 @@ def _of_heads(e: Any, more: bool) -> Any:
     return (p * ((p + 1e-10).log() - s)).sum("key")
 
 
-def _of_words(e: Any, more: bool) -> Any:
+def _of_vocab(e: Any, more: bool) -> Any:
     """The log-probability of a label, the entropy, and a KL; or a KL over given columns."""
     if more:
         t = torch.where(e.top, e.t, -torch.inf).log_softmax("key")
@@ -214,7 +216,7 @@ class Sizes(NamedTuple):
     heads: int = 32
     kv_heads: int = 8
     tokens: int = 512
-    words: int = 152064
+    vocab: int = 152064
     width: int = 3584
     top: int = 64
 
@@ -226,14 +228,14 @@ def row_program_of(
 
     ``empty(*shape, dtype=None)`` makes a tensor, without a dtype one of those that are multiplied.
     """
-    n, m, heads, kv_heads, tokens, words, width, top = sizes
+    n, m, heads, kv_heads, tokens, vocab, width, top = sizes
     f32, ids = torch.float32, torch.int64
-    if work == "row program of words":
-        dots = {name: (empty(tokens, width), empty(words, width)) for name in ("s", "t")}
-        function = partial(_of_words, more=more)
+    if work == "row program of LM heads":
+        dots = {name: (empty(tokens, width), empty(vocab, width)) for name in ("s", "t")}
+        function = partial(_of_vocab, more=more)
         if not more:
             return function, {"dots": dots, "rows": {"label": empty(tokens, dtype=ids)}}
-        columns, keys = {"top": empty(tokens, top, dtype=ids)}, {"bias": empty(words, dtype=f32)}
+        columns, keys = {"top": empty(tokens, top, dtype=ids)}, {"bias": empty(vocab, dtype=f32)}
         return function, {"dots": dots, "columns": columns, "keys": keys}
     q, k = empty(1, heads, n, head_dim), empty(1, kv_heads, m, head_dim)
     given: dict[str, Any] = {}
@@ -261,7 +263,7 @@ def _launch_row_program(cell: Cell) -> None:
     names = ("rows", "keys", "pairs", "columns")
     parts = [tensors.get(name, {}) for name in names]
     given = normalised(Inputs(tensors["dots"], *parts, None, None))
-    is_causal = cell.work not in OF_WORDS
+    is_causal = cell.work not in OF_VOCAB
     keys = keys_of(given, is_causal, (None, None))
     tracer = Tracer(given.dot_heads, given.captures, keys, given.num_heads)
     program = trace(function, given.dot_names, given.capture_names, tracer).program
@@ -270,7 +272,7 @@ def _launch_row_program(cell: Cell) -> None:
         for x in given.tensors
     ]
     p = RowProblem.of(program.text, on_gpu)
-    module: Any = next((x for x in (in_tiles, by_maps) if not x.obstacle(p, True)), None)
+    module: Any = next((x for x in (in_tiles, by_maps) if not x.why_unsupported(p, True)), None)
     if module is None:
         return  # plain torch computes it
     result = module.forward(p, True)
@@ -297,13 +299,16 @@ def launches_of(cell: Cell) -> list[Launch]:
             p = problem(cell)
             _, stats = RowStatistics.allocate(p)
             grad = torch.empty(p.student.q.shape[:3], device="cuda")
-            student, teacher = Wanted(True, True, False, False), Wanted(False, False, True, True)
+            student, teacher = (
+                NeedsGrad(True, True, False, False),
+                NeedsGrad(False, False, True, True),
+            )
             module, has_forward, wanted = {
                 "attention": (portable, True, student),
                 "teacher": (portable, False, teacher),
                 "few queries": (portable, True, None),
-                "whole heads": (portable, False, Wanted(True, True, True, True)),
-                "head mean": (head_mean_launches, True, Wanted(True, True, True, True)),
+                "whole heads": (portable, False, NeedsGrad(True, True, True, True)),
+                "head mean": (head_mean_launches, True, NeedsGrad(True, True, True, True)),
                 "hopper": (hopper, True, student),
             }[cell.work]
             if has_forward:

@@ -113,7 +113,7 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
         most = {n: max(getattr(r, n) for r in group) for n in ("shared_bytes", "registers")}
         where = f"{worst.kernel}, {worst.variant}" if worst.spill_bytes else ""
         lines.append(
-            (target, dtype, f"{head_dim or 'words'}", f"{len(group)}",
+            (target, dtype, f"{head_dim or 'vocab'}", f"{len(group)}",
              f"{most['shared_bytes'] / 1024:.0f}", f"{TARGETS[target].shared_bytes // 1024}",
              f"{worst.spill_bytes}", where, f"{most['registers']}")
         )  # fmt: skip
@@ -145,11 +145,11 @@ def between(path: Path, name: str, text: str) -> None:
     path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
-Known = frozenset[tuple[Any, ...]]  # launches that need not be compiled
+Specialized = frozenset[tuple[Any, ...]]  # launches that need not be compiled
 Found = tuple[Cell, list[Row] | str]  # or why there are none
 
 
-def _work(cell: Cell, known: Known, to: Connection) -> None:
+def _work(cell: Cell, known: Specialized, to: Connection) -> None:
     try:
         to.send(compiled(cell, known))
     except Exception as error:  # what does not compile is a result, and the others go on
@@ -157,7 +157,9 @@ def _work(cell: Cell, known: Known, to: Connection) -> None:
         to.send(f"{type(error).__name__}: {lines[-1]}")
 
 
-def compile_all(items: Sequence[tuple[Cell, Known]], jobs: int, seconds: float) -> Iterator[Found]:
+def compile_all(
+    items: Sequence[tuple[Cell, Specialized]], jobs: int, seconds: float
+) -> Iterator[Found]:
     """Cells as they finish, each in a process; after so many seconds none is begun."""
     processes = multiprocessing.get_context("fork")
     stop = time.monotonic() + seconds

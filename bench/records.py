@@ -62,7 +62,7 @@ def command_line(module: str, arguments: list[str]) -> str:
 
 
 def save(content: dict[str, Any], path: Path) -> None:
-    """Written beside the old file and moved over it, so that an interruption loses nothing."""
+    """Written next to the old file and moved over it, so that an interruption loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")

@@ -6,9 +6,9 @@ queries and keys (and an indexer's head weights), hidden states and LM head. Bef
 provider's loss and gradients are held against float64 on a smaller problem of the same form
 (accuracy.py); what is red has no times.
 
-The cases "compiled: ..." are naive code beside itself with backend="streamkl", of 8 heads of 64
+The cases "compiled: ..." are naive code next to itself with backend="streamkl", of 8 heads of 64
 or an LM head: they say from which size on a program is worth its operator, `LEAST_PROGRAM_MIB` of
-`fx_passes/planning/small.py`. On a CPU: ``--device cpu --threads 1 --cases compiled``.
+`fx_passes/planning/profitability.py`. On a CPU: ``--device cpu --threads 1 --cases compiled``.
 """
 
 from __future__ import annotations
@@ -187,15 +187,15 @@ def _index_program(sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor) ->
 
 
 def _heads(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Hidden states and LM heads of student and teacher, its best words, and labels."""
-    words, hidden = (152064, (3584, 5120)) if size >= 1024 else (4096, (256, 320))
+    """Hidden states and LM heads of student and teacher, its top-k ids, and labels."""
+    vocab, hidden = (152064, (3584, 5120)) if size >= 1024 else (4096, (256, 320))
     made = []
     for dim in hidden:
         made.append(torch.randn(size, dim, device=device, dtype=dtype))
-        made.append(torch.randn(words, dim, device=device, dtype=dtype) * dim**-0.5)
-    top = torch.rand(size, 512, device=device).topk(TOP).indices * (words // 512)
+        made.append(torch.randn(vocab, dim, device=device, dtype=dtype) * dim**-0.5)
+    top = torch.rand(size, 512, device=device).topk(TOP).indices * (vocab // 512)
     log_p = (torch.randn(size, TOP, device=device).log_softmax(-1) - 0.1).to(dtype).float()
-    labels = torch.randint(words, (size,), device=device)
+    labels = torch.randint(vocab, (size,), device=device)
     return [*(x.requires_grad_(i < 2) for i, x in enumerate(made)), top, log_p, labels]
 
 
@@ -283,7 +283,7 @@ def _linear_program(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, *_: Tensor) ->
 # ------------------------------------------------------------------------------ compiled
 
 HIDDEN = 512
-WORDS_PER_TOKEN = 16  # a head of 16 N words for N tokens
+VOCAB_PER_TOKEN = 16  # a head of 16 N vocabulary entries for N tokens
 
 
 def _small_maps(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -292,10 +292,10 @@ def _small_maps(size: int, device: torch.device, dtype: torch.dtype) -> list[Ten
 
 
 def _small_head(size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    words = WORDS_PER_TOKEN * size
+    vocab = VOCAB_PER_TOKEN * size
     h = torch.randn(size, HIDDEN, device=device, dtype=dtype)
-    w = torch.randn(words, HIDDEN, device=device, dtype=dtype) * HIDDEN**-0.5
-    return [h.requires_grad_(), w.requires_grad_(), torch.randint(words, (size,), device=device)]
+    w = torch.randn(vocab, HIDDEN, device=device, dtype=dtype) * HIDDEN**-0.5
+    return [h.requires_grad_(), w.requires_grad_(), torch.randint(vocab, (size,), device=device)]
 
 
 def _softmaxes(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,7 +304,7 @@ def _softmaxes(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> tuple[Tensor, 
 
 
 def key_weights(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, weight: Tensor) -> Tensor:
-    """Weights of keys behind the softmax, renormalised."""
+    """Weights of keys after the softmax, renormalised."""
     p, r = (x * weight for x in _softmaxes(sq, sk, tq, tk))
     p, r = (x / (x.sum(-1, keepdim=True) + 1e-6) for x in (p, r))
     return (r * ((r + 1e-6).log() - (p + 1e-6).log())).sum(-1).mean()
@@ -322,8 +322,8 @@ def entropy(h: Tensor, w: Tensor, _: Tensor) -> Tensor:
     return (logs.exp() * logs).sum(-1).mean() + 1e-4 * s.logsumexp(-1).square().mean()
 
 
-def selected_words(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    """Log-probabilities of given words and the entropy, as of a policy."""
+def selected_entries(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities of given vocabulary entries and the entropy, as of a policy."""
     logs = (h @ w.T).log_softmax(-1)
     chosen = logs.gather(-1, labels[:, None]).squeeze(-1)
     return -chosen.mean() + 0.01 * (logs.exp() * logs).sum(-1).mean()
@@ -393,7 +393,7 @@ CASES: dict[str, Case] = {
     "compiled: key weights, renormalised": _compiled(_small_maps, key_weights),
     "compiled: MSE of maps": _compiled(_small_maps, mse_of_maps),
     "compiled: entropy and z-loss": _compiled(_small_head, entropy),
-    "compiled: selected words and entropy": _compiled(_small_head, selected_words),
+    "compiled: selected vocabulary entries and entropy": _compiled(_small_head, selected_entries),
 }
 
 
@@ -481,7 +481,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--cases are {', '.join(CASES)}, got {', '.join(options.cases)}")
     device = torch.device(options.device)
     dtype = measure.usual_dtype(device)
-    title = "Row programs beside what they replace or are compared with"
+    title = "Row programs next to what they replace or are compared with"
     head["dtype"] = str(dtype).removeprefix("torch.")
     record = Rows(title, COLUMNS, head, options.json)
     for name, case in chosen.items():

@@ -1,6 +1,6 @@
 """Runs a case: every provider is built, checked and weighed, then all are timed in turn.
 
-The library's attention takes its turns with them: its rate is that of the same chip in the same
+The library's attention takes its steps with them: its rate is that of the same chip in the same
 state.
 """
 

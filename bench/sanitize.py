@@ -12,7 +12,7 @@ In the Hopper kernels a warp writes to shared memory, its threads meet (bar.warp
 arrives at an mbarrier, and other warps wait there before they read. That is ordered, but racecheck
 follows the thread that arrived and not those that it met. So the program `_control` does nothing
 else, is right, and is run first: where racecheck complains of it, it cannot judge the Hopper
-kernels, and they are listed as not judged. That all their arrivals stand behind such a meeting is
+kernels, and they are listed as not judged. That all their arrivals stand after such a meeting is
 checked in the compiled code (tests/test_offline_compile.py).
 """
 
@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.offline_cells import OF_WORDS, Sizes, row_program_of
+from bench.offline_cells import OF_VOCAB, Sizes, row_program_of
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed.shard_rows import num_fields
@@ -147,7 +147,7 @@ def _shards(divergence: str) -> None:
     labels = _random(100, dtype=torch.int64)
     functional = named(divergence).text
     whole = linear_ops.problem_of(*tensors, functional=functional, labels=labels)[0]
-    shards = [whole.of_words(slice(*cut)) for cut in ((0, 1500), (1500, 3001))]
+    shards = [whole.of_vocab(slice(*cut)) for cut in ((0, 1500), (1500, 3001))]
     with _multiplied_by_cpu():
         logits = [[x.hidden @ x.weight.t() for x in y.heads] for y in shards]
     parts = torch.empty(3, num_fields(whole), 100, device="cuda")
@@ -163,7 +163,7 @@ def _shards(divergence: str) -> None:
 
 def _row_programs(work: str) -> None:
     """As `bench.offline_matrix` compiles them: plain, then with dense tensors or columns."""
-    sizes = Sizes(rows=150, keys=200, heads=4, kv_heads=2, tokens=100, words=3001, width=64, top=9)
+    sizes = Sizes(rows=150, keys=200, heads=4, kv_heads=2, tokens=100, vocab=3001, width=64, top=9)
     for more in (False, True):
         function, given = row_program_of(work, more, 64, sizes, _random)
         tensors = [x for pair in given["dots"].values() for x in pair]
@@ -172,7 +172,7 @@ def _row_programs(work: str) -> None:
             if x.requires_grad
         ]  # fmt: skip
         with _multiplied_by_cpu():
-            value = row_program(function, is_causal=work not in OF_WORDS, impl="triton", **given)
+            value = row_program(function, is_causal=work not in OF_VOCAB, impl="triton", **given)
             torch.autograd.grad(value.sum(), tensors)
 
 
@@ -227,8 +227,8 @@ FORMS: dict[str, Any] = {
     "lengths": (333, 0),
 }  # fmt: skip
 # few rows of many keys: heads become rows, and programs share the keys of a block
-FEW_TILES = {"LEAST_TILES_OF_SHARE": 4}
-SHARES: Any = {"heads": (8, 2, 8, 2), "queries": 60, "keys": 1500, "limits": FEW_TILES}
+FEW_TILES = {"LEAST_TILES_OF_SPLIT": 4}
+SPLITS: Any = {"heads": (8, 2, 8, 2), "queries": 60, "keys": 1500, "limits": FEW_TILES}
 # a problem so small adds up dQ apart, unless it is told otherwise
 ANY_ORDER: dict[str, Any] = {"deterministic": False, "limits": {"ATOMIC_LEAST_FLOP": 0.0}}
 HEAD_MEAN: dict[str, Any] = {"heads": (2, 2, 4, 4), "head_reduction": "mean"}
@@ -263,13 +263,13 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper, mask": lambda: _hopper_mask(64),
     "hopper, mask, head_dim 128": lambda: _hopper_mask(128),
     "hopper, two passes": lambda: _attention("hopper", head_dim=128, divergence="js"),
-    "hopper, turns": lambda: _attention("hopper", 128, batch=2, is_causal=True),
-    "hopper, turns, window": lambda: _attention("hopper", batch=2, window=(70, 3)),
+    "hopper, steps": lambda: _attention("hopper", 128, batch=2, is_causal=True),
+    "hopper, steps, window": lambda: _attention("hopper", batch=2, window=(70, 3)),
     "hopper, wide": lambda: _attention("hopper", 256, batch=2, is_causal=True),
     "hopper, wide, window": lambda: _attention("hopper", 192, batch=2, window=(70, 3)),
     "hopper, biases": _hopper_biases,
     "hopper, squares": lambda: _attention("hopper", 128, keys=1100, call=_squares),
-    "hopper, shares of dQ": lambda: _attention("hopper", 128, **SHARES),
+    "hopper, shares of dQ": lambda: _attention("hopper", 128, **SPLITS),
     "hopper, head mean": lambda: _attention("hopper", 128, **HEAD_MEAN, is_causal=True),
 }
 LAUNCHED = "launched: "  # what a case says last

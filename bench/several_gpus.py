@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench import machine, sharded_cases
 from bench.accuracy import total_error
-from bench.measure import BURST_S, host_seconds, in_turns, peak_mib, release
+from bench.measure import BURST_S, host_seconds, interleaved_calls, peak_mib, release
 from bench.models import OBJECTIVES
 from bench.records import Program, Rows
 from bench.sharded_cases import Case, Step
@@ -148,7 +148,7 @@ def _times(steps: dict[str, Step], device: torch.device, rounds: int) -> dict[st
 
         return burst
 
-    return in_turns({name: take(step) for name, step in steps.items()}, rounds)
+    return interleaved_calls({name: take(step) for name, step in steps.items()}, rounds)
 
 
 def _of_all_ranks(mine: Any) -> list[Any]:

@@ -80,9 +80,9 @@ def _whole(x: Any) -> Tensor:
 
 
 def vocabulary(mesh: DeviceMesh, device: torch.device) -> Case:
-    """LM heads of a Qwen 7B student and a 32B teacher whose words ranks share."""
+    """LM heads of a Qwen 7B student and a 32B teacher whose vocabulary entries ranks share."""
     sizes = (8192, 3584, 5120, 152064) if device.type == "cuda" else (64, 32, 48, 512)
-    num_tokens, width, teacher_width, num_words = sizes
+    num_tokens, width, teacher_width, vocab_size = sizes
     dtype = usual_dtype(device)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -91,20 +91,20 @@ def vocabulary(mesh: DeviceMesh, device: torch.device) -> Case:
         return x.mul_(scale)
 
     hidden, teacher_hidden = randn(num_tokens, width), randn(num_tokens, teacher_width)
-    weight = randn(num_words, width, scale=2 * width**-0.5)
-    teacher_weight = randn(num_words, teacher_width, scale=2 * teacher_width**-0.5)
+    weight = randn(vocab_size, width, scale=2 * width**-0.5)
+    teacher_weight = randn(vocab_size, teacher_width, scale=2 * teacher_width**-0.5)
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    words = slice(num_words // size * rank, num_words // size * (rank + 1))
+    vocab = slice(vocab_size // size * rank, vocab_size // size * (rank + 1))
     whole = (hidden, weight, teacher_hidden, teacher_weight)
-    shards = (hidden, weight[words], teacher_hidden, teacher_weight[words])
+    shards = (hidden, weight[vocab], teacher_hidden, teacher_weight[vocab])
     rows, cut = [Replicate()], [Shard(0)]
     dtensors = [
         DTensor.from_local(x, mesh, placements, run_check=False)
         for x, placements in zip(shards, (rows, cut, rows, cut), strict=True)
     ]
 
-    def of_words(gradients: list[Tensor]) -> list[Tensor]:
-        return [gradients[0], gradients[1][words]]
+    def of_vocab(gradients: list[Tensor]) -> list[Tensor]:
+        return [gradients[0], gradients[1][vocab]]
 
     def naive(x: Tensor, w: Tensor, t: Tensor, u: Tensor) -> Tensor:
         log_s = F.linear(x, w).float().log_softmax(-1)
@@ -116,17 +116,17 @@ def vocabulary(mesh: DeviceMesh, device: torch.device) -> Case:
     return Case(
         "vocabulary",
         {"tokens": num_tokens, "student width": width, "teacher width": teacher_width,
-         "words": num_words},
+         "vocab": vocab_size},
         {
-            "one GPU": _step_of(lambda *x: linear_kl(*x, reduction="mean"), whole, of_words),
+            "one GPU": _step_of(lambda *x: linear_kl(*x, reduction="mean"), whole, of_vocab),
             "streamkl": _step_of(lambda *x: linear_kl(*x, reduction="mean", group=group), shards),
             "five all-reduces": _step_of(lambda *x: kl_of_shards(*x, group).mean(), shards),
-            "DTensor": _step_of(naive, dtensors, of_words),
+            "DTensor": _step_of(naive, dtensors, of_vocab),
         },
         {
             "streamkl": (ours + d_hidden_bytes) / MIB,
             "five all-reduces": (5 * 8 * num_tokens * (size - 1) / size + d_hidden_bytes) / MIB,
-            "DTensor": (8 * num_tokens * num_words * (size - 1) / size + d_hidden_bytes) / MIB,
+            "DTensor": (8 * num_tokens * vocab_size * (size - 1) / size + d_hidden_bytes) / MIB,
         },
     )  # fmt: skip
 
@@ -237,8 +237,8 @@ def _of_pair(
         torch._dynamo.reset()
         module = Distillation(device, objective)
         call = wrapped(module)
-        words = PAIRS[device.type].vocabulary
-        ids = random_ids(words, 1, context, device, seed=distributed.get_rank())
+        vocab = PAIRS[device.type].vocabulary
+        ids = random_ids(vocab, 1, context, device, seed=distributed.get_rank())
 
         def step() -> tuple[Tensor, list[Tensor]]:
             module.zero_grad(set_to_none=True)

@@ -1,13 +1,13 @@
 """Training steps by every provider, in rounds: what `bench.short_steps` is made of.
 
 A step is both models' forward, the loss and the student's backward, and the optimiser where a step
-has one. Every provider has models of its own with the same weights. All take turns, or where their
-models do not fit side by side one follows the other. "host ms" is how long a step keeps the host
-alone: issued while the device waits.
+has one. Every provider has models of its own with the same weights. All are interleaved, or where
+their models do not fit side by side one follows the other. "host ms" is how long a step keeps the
+host alone: issued while the device waits.
 
 A provider passes the gate when the gradients of its first step, against float64, are at most twice
 as far off as those of eager code, plus one rounding; one that does not pass is red. Where models
-do not fit side by side float64 does not either: there the losses stand beside each other.
+do not fit side by side float64 does not either: there the losses stand next to each other.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def run_step(
                 contenders[name] = made
                 print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
             keep(list(rows.values()))
-        _, why = measure.attempt(lambda: _take_turns(contenders, rows, batch, turns), device)
+        _, why = measure.attempt(lambda: _interleaved(contenders, rows, batch, turns), device)
         for name in contenders:
             rows[name] |= why
         keep(list(rows.values()))
@@ -173,7 +173,7 @@ def run_step(
     return list(rows.values())
 
 
-def _take_turns(
+def _interleaved(
     contenders: dict[str, Contender], rows: dict[str, Row], batch: Sequence[Tensor], turns: Turns
 ) -> None:
     """Times the contenders in rounds, and writes what they took into their rows."""
@@ -181,7 +181,7 @@ def _take_turns(
     for name, contender in contenders.items() if turns.rounds else ():
         repeats = turns.repeats or math.ceil(measure.BURST_S * 1e3 / contender.timed(batch, 1))
         samples[name] = lambda _, c=contender, repeats=repeats: c.timed(batch, repeats)
-    for name, times in measure.in_turns(samples, turns.rounds).items():
+    for name, times in measure.interleaved_calls(samples, turns.rounds).items():
         timing = measure.Timing.of(times)
         if rows[name]["status"] == "untimed":
             rows[name] |= {"status": "ok", "detail": ""}
@@ -192,7 +192,7 @@ def _take_turns(
         }
     if turns.device.type == "cuda":
         alone = {n: lambda _, c=contenders[n]: c.host_ms(batch) for n in samples}
-        for name, times in measure.in_turns(alone, turns.rounds).items():
+        for name, times in measure.interleaved_calls(alone, turns.rounds).items():
             rows[name]["host_ms"] = statistics.median(times)
     if turns.profiles:
         for name, contender in contenders.items():

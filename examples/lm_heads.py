@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from examples.clock import DEVICE, Clock
 from examples.common import compare
 
-WORDS, TOKENS, TEMPERATURE = 8192, 128, 2.0
+VOCAB, TOKENS, TEMPERATURE = 8192, 128, 2.0
 
 
 class Model(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
+        self.embedding = nn.Embedding(VOCAB, width)
         self.hidden = nn.Linear(width, width)
-        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head = nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(torch.tanh(self.hidden(self.embedding(ids))))
@@ -45,7 +45,7 @@ def train(compiles: bool, clock: Clock) -> None:
 
     step = torch.compile(loss_of) if compiles else loss_of
     for _ in range(clock.num_steps):
-        ids = torch.randint(WORDS, (4, TOKENS), device=DEVICE)
+        ids = torch.randint(VOCAB, (4, TOKENS), device=DEVICE)
         labels = ids.roll(-1, 1).masked_fill(torch.arange(TOKENS, device=DEVICE) < 32, -100)
         loss = step(ids, labels)
         loss.backward()

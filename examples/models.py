@@ -1,4 +1,4 @@
-"""A random Llama pair and texts of random words: nothing is downloaded."""
+"""A random Llama pair and texts of random tokens: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-WORDS, TOKENS, TEMPERATURE = 2048, 64, 2.0
+VOCAB, TOKENS, TEMPERATURE = 2048, 64, 2.0
 
 
 def llama(width: int) -> nn.Module:
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1,
+        vocab_size=VOCAB, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS,
         use_cache=False,
     )  # fmt: skip
@@ -34,7 +34,7 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
         return 4096
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 

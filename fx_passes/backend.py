@@ -15,10 +15,10 @@ from torch import fx
 from torch_streamkl import flop_counts
 from torch_streamkl.fx_passes import (
     ddp,
+    inductor_calls,
+    inductor_double_backward,
     inductor_kernels,
-    inductor_once,
-    inductor_sites,
-    sites_alone,
+    run_without_inductor,
 )
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     ShortenTraceback,
@@ -45,7 +45,7 @@ from torch_streamkl.fx_passes.options import (
 )
 from torch_streamkl.fx_passes.pipeline import rewrite
 from torch_streamkl.fx_passes.reporting import artifact, graph_breaks
-from torch_streamkl.fx_passes.reporting.leaving_tensors import leaving_tensors
+from torch_streamkl.fx_passes.reporting.graph_outputs import graph_outputs
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.scan import Scan
 
@@ -112,15 +112,15 @@ def _streamkl(
     inner = ours.inner
     if not ddp.is_part_of_a_rewritten_graph():
         is_usual = mode in (None, "default") and not theirs and _is_inductor_as_it_is()
-        may_run_alone = is_usual and inner != "aot_eager"  # "eager" is explain()
-        rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"), may_run_alone)
+        may_run_without_inductor = is_usual and inner != "aot_eager"  # "eager" is explain()
+        rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"), may_run_without_inductor)
     if inner == "eager":
         return gm.forward
     if inner == "aot_eager":
         aot_eager = later("torch._dynamo.backends.debugging", "aot_eager")
         return aot_eager(gm, list(example_inputs))
-    if sites_alone.ALONE in gm.meta:
-        alone: fx.GraphModule = gm.meta[sites_alone.ALONE]
+    if run_without_inductor.ALONE in gm.meta:
+        alone: fx.GraphModule = gm.meta[run_without_inductor.ALONE]
         return alone.forward
     compile_fx = later("torch._inductor.compile_fx", "compile_fx")
     of_mode = later("torch._inductor", "list_mode_options")(mode) if mode else {}
@@ -249,9 +249,11 @@ def rewrite_and_report(
     gm: fx.GraphModule,
     ours: RewriteOptions,
     cpp_wrapper: bool | None = None,
-    may_run_alone: bool = False,
+    may_run_without_inductor: bool = False,
 ) -> Report:
-    """``may_run_alone``: a graph with nothing to compile runs without Inductor, and is noted."""
+    """``may_run_without_inductor``: a graph with nothing to compile runs without Inductor, and is
+    noted.
+    """
     scan = Scan(gm)
     # a checkpoint around the call counts what is saved, and its hooks may read it
     with _disable_saved_tensors_hooks_during_tracing():
@@ -261,24 +263,28 @@ def rewrite_and_report(
             source_digest(),
             is_compiled=ours.inner != "aot_eager",  # "eager" is explain()
         )
-    alone = sites_alone.runs_alone(gm) if may_run_alone and report.num_fused else None
+    alone = (
+        run_without_inductor.runs_without_inductor(gm)
+        if may_run_without_inductor and report.num_fused
+        else None
+    )
     if alone is not None:
-        gm.meta[sites_alone.ALONE] = alone
-        report.notes.append(sites_alone.NOTE)
+        gm.meta[run_without_inductor.ALONE] = alone
+        report.notes.append(run_without_inductor.NOTE)
     elif report.num_fused and ours.inner == "inductor":
         if cpp_wrapper is None:
             cpp_wrapper = bool(torch._inductor.config.cpp_wrapper)
         if cpp_wrapper:
             launches = inductor_kernels.install()
             report.notes.append(inductor_kernels.NOTE[launches])
-        elif not inductor_sites.install():
-            report.notes.append(inductor_sites.WITHOUT_TABLE)
-        if not inductor_once.install():
-            report.notes.append(inductor_once.WITHOUT_LOWERINGS)
+        elif not inductor_calls.install():
+            report.notes.append(inductor_calls.WITHOUT_TABLE)
+        if not inductor_double_backward.install():
+            report.notes.append(inductor_double_backward.WITHOUT_LOWERINGS)
         if topological_sort() is None:
             report.notes.append(WITHOUT_SORT)
     if not report.remaining:  # else it says what the outputs are kept for
-        report.outside += leaving_tensors(gm.graph)
+        report.outside += graph_outputs(gm.graph)
     scan.add_to(report, gm)
     report.notes += ddp.notes()
     for observer in REPORTS:

@@ -84,14 +84,14 @@ def enable(options: Given = None, /, **named: Unpack[OptionValues]) -> Enabled:
         torch_streamkl.enable()
         trainer = transformers.Trainer(model, TrainingArguments(torch_compile=True, ...), ...)
 
-    It adds our passes behind those that are configured in ``torch._inductor.config``, and sets in
+    It adds our passes after those that are configured in ``torch._inductor.config``, and sets in
     ``torch._dynamo.config`` ``capture_dynamic_output_shape_ops`` (rows that are selected by a
     boolean mask stay in the graph) and, from torch 2.13 on, ``nested_graph_breaks`` (a graph break
     in a called function leaves the graph of its caller whole). What was compiled before stays as
     it is: call `enable` before the first step. Settings of torch.compile belong to the thread that
     makes them: call it in the thread that trains. A graph that Inductor finds in its cache is not
     analysed again, and reported only when it was compiled. A pass that replaces ours later, or
-    comes with ``torch.compile(options=)``, turns the rewrite off: a warning says so.
+    comes with ``torch.compile(options=)``, steps the rewrite off: a warning says so.
 
     A second call replaces the options of the first. As a context manager it puts back at its end
     what was before the call, also inside of another one. Inside, ``backend="streamkl"`` and

@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
+from torch_streamkl.double_backward import double_backward_factor
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants
-from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.torch_names import optional
-from torch_streamkl.once import once_factor
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 log = logging.getLogger("torch_streamkl.rewrite")
@@ -107,7 +107,7 @@ def _try_to_replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> 
 
 
 def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
-    grad, wanted, given = backward.args[0], backward.args[3], backward.args[4:]
+    grad, needs_grad, given = backward.args[0], backward.args[3], backward.args[4:]
     assert isinstance(grad, fx.Node)
     graph, behind = forward.graph, descendants([forward])
     too_late = late | behind
@@ -122,16 +122,16 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
         if factors is None or _value(factors.number).dim() != 0:
             return False
         number = factors.number
-        if kept := _read_inputs(given, wanted):
-            once = _call(graph, once_factor, number, kept)  # see once.py
+        if kept := _read_inputs(given, needs_grad):
+            once = _call(graph, double_backward_factor, number, kept)  # see once.py
             number = _call(graph, aten.mul.Tensor, number, once)
-        call = _call(graph, attention_kl_with_gradients, factors.weight, wanted, *given)
+        call = _call(graph, attention_kl_with_gradients, factors.weight, needs_grad, *given)
         results: dict[fx.Node, fx.Node] = {}
         for part in backward.users:
             index = part.args[1]
             assert isinstance(index, int)
             result = _call(graph, operator.getitem, call, 3 + index)
-            if wanted[index]:  # type: ignore[index]  # a list of bools
+            if needs_grad[index]:  # type: ignore[index]  # a list of bools
                 result = _call(graph, aten.mul.Tensor, result, number)
                 dtype = _value(part).dtype
                 if _value(result).dtype != dtype:
@@ -243,9 +243,11 @@ class _Factors:
         return _call(self.graph, target, *args, **kwargs)
 
 
-def _read_inputs(given: Any, wanted: Any) -> list[fx.Node]:
+def _read_inputs(given: Any, needs_grad: Any) -> list[fx.Node]:
     """The inputs of the graph that backwards of the two products read."""
-    read = [given[i] for i in range(4) if wanted[i] and wanted[i ^ 1]]  # q, k of both sides
+    read = [
+        given[i] for i in range(4) if needs_grad[i] and needs_grad[i ^ 1]
+    ]  # q, k of both sides
     return list(dict.fromkeys(x for n in read if (x := _viewed(n)) is not None))
 
 
@@ -258,7 +260,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 def _same_shape(a: Any, b: Any) -> bool:
     x, y = _value(a).shape, _value(b).shape
-    return len(x) == len(y) and all(same(p, q) for p, q in zip(x, y, strict=True))
+    return len(x) == len(y) and all(provably_equal(p, q) for p, q in zip(x, y, strict=True))
 
 
 def _is_number(x: Any) -> bool:

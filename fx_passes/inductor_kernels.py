@@ -79,7 +79,7 @@ def _lower(
     operator: Any, run: Callable[..., Any], fallback: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """The lowering of an operator whose implementation is ``run``."""
-    if not is_wanted():
+    if not is_needed():
         return fallback(*args, **kwargs)
     given = _by_name(operator, args, kwargs)
     is_attention = "student_q" in given
@@ -97,7 +97,7 @@ def _lower(
     return build()
 
 
-def is_wanted() -> bool:
+def is_needed() -> bool:
     """Whether the graph that Inductor lowers becomes C++, from which a call of Python is long."""
     from torch._inductor.virtualized import V
 

@@ -50,7 +50,7 @@ def linear_implementation(given: dict[str, Any]) -> str:
     if not all(isinstance(n, int) for head in problem.heads for n in head.hidden.shape):
         raise Untraceable("the number of tokens varies, and with it that of chunks")
     rows = linear_ops.row_functions(problem, impl)
-    return "streaming" if rows is linear_rows else "triton"
+    return "torch" if rows is linear_rows else "triton"
 
 
 class Lowering:

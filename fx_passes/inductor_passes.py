@@ -12,7 +12,12 @@ import torch
 from torch import fx
 
 import torch_streamkl
-from torch_streamkl.fx_passes import ddp, inductor_kernels, inductor_once, inductor_sites
+from torch_streamkl.fx_passes import (
+    ddp,
+    inductor_calls,
+    inductor_double_backward,
+    inductor_kernels,
+)
 from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.fx_passes.options import RewriteOptions
@@ -43,7 +48,7 @@ def digest_of(root: Path) -> str:
 
 
 def cache_key(ours: RewriteOptions) -> str:
-    """What a compiled graph depends on beside the graph: our sources and our options."""
+    """What a compiled graph depends on next to the graph: our sources and our options."""
     return f"torch_streamkl {source_digest()} {ours}"
 
 
@@ -65,9 +70,9 @@ class JointPass(CustomGraphPass):
             self.told(configured)
         if not _has_our_operators(graph):
             return  # a graph of somebody else: nothing is installed for it
-        inductor_sites.install()
+        inductor_calls.install()
         inductor_kernels.install()
-        inductor_once.install()
+        inductor_double_backward.install()
         compute_in_forward(graph)
         for node in graph.nodes:
             if node.op == "call_function":

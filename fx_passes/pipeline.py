@@ -18,23 +18,15 @@ from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
-from torch_streamkl.fx_passes.capture.bodies import is_plain_body, owner_of
-from torch_streamkl.fx_passes.capture.preconditions import obstacle
+from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import find_region, has_seeds
 from torch_streamkl.fx_passes.capture.retrace import Trace, fake_mode_of, trace_region
-from torch_streamkl.fx_passes.followup.hard_labels import share_labels
-from torch_streamkl.fx_passes.followup.late_writes import read_after_writes
-from torch_streamkl.fx_passes.followup.loss_sum import sum_in_forward
-from torch_streamkl.fx_passes.followup.once import refuse_second_derivatives
-from torch_streamkl.fx_passes.followup.row_counts import reread_counts, symbols_of_counts
-from torch_streamkl.fx_passes.followup.row_sums import sum_rows_in_forward
-from torch_streamkl.fx_passes.followup.sdpa_fusion import replace_attention
-from torch_streamkl.fx_passes.followup.shape_reads import shapes_as_sizes
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked, Fatal
+from torch_streamkl.fx_passes.capture.subgraphs import is_plain_body, owner_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
+from torch_streamkl.fx_passes.fx_utils.errors import Fatal, Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -45,6 +37,14 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 from torch_streamkl.fx_passes.lowering.calls import emit
 from torch_streamkl.fx_passes.lowering.row_programs import emit as emit_program
 from torch_streamkl.fx_passes.options import RewriteOptions
+from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
+from torch_streamkl.fx_passes.passes.late_writes import read_after_writes
+from torch_streamkl.fx_passes.passes.loss_sum import sum_in_forward
+from torch_streamkl.fx_passes.passes.row_counts import reread_counts, symbols_of_counts
+from torch_streamkl.fx_passes.passes.row_sums import sum_rows_in_forward
+from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
+from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
+from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
 from torch_streamkl.fx_passes.planning.candidates import (
     Candidate,
     find_candidates,
@@ -57,6 +57,7 @@ from torch_streamkl.fx_passes.planning.nan_readers import (
     check_nan_readers,
     readers_of_body,
 )
+from torch_streamkl.fx_passes.planning.profitability import why_left, why_program_is_left
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 from torch_streamkl.fx_passes.planning.row_programs import (
     find_programs,
@@ -68,7 +69,6 @@ from torch_streamkl.fx_passes.planning.row_readers import (
     check_readers_of_program,
     reads_products,
 )
-from torch_streamkl.fx_passes.planning.small import why_left, why_program_is_left
 from torch_streamkl.fx_passes.reporting.describe import describe, describe_program, warning_of
 from torch_streamkl.fx_passes.reporting.execution import (
     how_sites_run,
@@ -76,14 +76,14 @@ from torch_streamkl.fx_passes.reporting.execution import (
     shared_with,
     sum_in_any_order,
 )
-from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, remedy_for
-from torch_streamkl.fx_passes.reporting.remaining_tensors import large_tensors_left
+from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.sites import (
-    left_alone,
+    not_fused,
     reasons_of_programs,
     unfused_sites,
 )
+from torch_streamkl.fx_passes.reporting.unfused_memory import large_tensors_left
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.refusal import Refused, rewrite_checked
 
@@ -114,7 +114,7 @@ def rewrite(
                 report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
                 reason = f"it is in {owner_of(gm, name)}"
-                report.extend(left_alone(reason, child.graph))
+                report.extend(not_fused(reason, child.graph))
 
         if has_dtensors(gm.graph):  # which row programs do not run on
             options = replace(options, row_programs=False)
@@ -135,8 +135,8 @@ def rewrite(
         report.extend(found)
     except Fatal:
         raise
-    except Blocked as reason:
-        report.extend(left_alone(str(reason), gm.graph))
+    except Unsupported as reason:
+        report.extend(not_fused(str(reason), gm.graph))
     except Exception as error:
         log.warning("the analysis failed and the graph is left as it was", exc_info=True)
         report.failures.append(f"{type(error).__name__}: {error}")
@@ -145,15 +145,15 @@ def rewrite(
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:
     """As the body of every parameter that FSDP gathers again: its readers are not looked for."""
-    bodies = [x for x in body.children() if isinstance(x, fx.GraphModule)]
-    return not has_seeds(body.graph) and all(map(_has_nothing_to_find, bodies))
+    subgraphs = [x for x in body.children() if isinstance(x, fx.GraphModule)]
+    return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 
 
 def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:
     """How the rewrite of a graph is checked: DTensors are seen as whole tensors, by all ranks."""
     if not has_dtensors(gm.graph):
         return rewrite_checked
-    from torch_streamkl.fx_passes.sharded.rewriting import rewrite_sharded  # needs DTensor
+    from torch_streamkl.fx_passes.dtensors.rewriting import rewrite_sharded  # needs DTensor
 
     return rewrite_sharded
 
@@ -168,16 +168,16 @@ def _rewrite_graph(
 ) -> tuple[Report, dict[str, str]]:
     """The report, and sites that have to stay after all: the graph is of no use then."""
     report = Report()
-    reason = obstacle(graph)
+    reason = why_unsupported(graph)
     if reason:
-        return left_alone(reason, graph), {}
+        return not_fused(reason, graph), {}
     region = find_region(graph)
     if region is None:
         return report, {}
     try:
         trace = trace_region(gm, region)
-    except Blocked as blocked:
-        return left_alone(str(blocked), graph), {}
+    except Unsupported as blocked:
+        return not_fused(str(blocked), graph), {}
     recognised = Recogniser(trace)
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
@@ -260,7 +260,7 @@ def _rewrite_graph(
     if fused:
         values = recognised.values
         kept = replace_attention(graph, trace, values, aliases, builder, refused, min_mib)
-        report.notes += share_labels(graph, trace, recognised, builder)
+        report.notes += share_cross_entropy(graph, trace, recognised, builder)
         sum_in_forward(graph, builder)
         sum_rows_in_forward(graph, builder)
         if not has_dtensors(gm.graph):  # of which AOTAutograd keeps shards
@@ -276,7 +276,7 @@ def _rewrite_graph(
     for site in fused:
         share = saved // len(fused)
         how, also = runs.get(site.node, ""), shared.get(site.node, "")
-        report.sites.append(replace(site, quadratic_bytes_saved=share, runs=how, also=also))
+        report.sites.append(replace(site, bytes_saved=share, runs=how, also=also))
     of_programs = elements.reasons if elements is not None else {}
     report.sites += unfused_sites(unfused, trace, recognised, plans, of_programs)
     if not report.sites:
@@ -299,7 +299,7 @@ def _fuse(
 ) -> Site:
     """Insert the operators of one site and move its users over, or leave everything as it was.
 
-    ``late`` gets what is written behind the site, of what its operators read.
+    ``late`` gets what is written after the site, of what its operators read.
     """
     node = candidate.node
     location, code = location_of(node)
@@ -309,16 +309,16 @@ def _fuse(
     try:
         with build.undone_if_blocked():
             if node.name in refused:
-                raise Blocked(refused[node.name])
+                raise Unsupported(refused[node.name])
             elements = candidate.plan.rows.elements
             check_masked_logarithms(candidate.inner, elements, recognised.values)
             check_nan_readers(node, candidate.inner, elements, recognised.values, outside)
             replacement = emit(build, candidate.plan, value, trace.outer)
             late[node.name] = aliases.check(build.added, build.selecting, before=node)
             mark_site(build.added, node.name)
-    except Blocked as reason:
-        remedy = remedy_for(str(reason))
-        return Site(False, kind, form, str(reason), location, code, remedy=remedy, node=node.name)
+    except Unsupported as reason:
+        hint = hint_for(str(reason))
+        return Site(False, kind, form, str(reason), location, code, hint=hint, node=node.name)
     node.replace_all_uses_with(replacement)
     warning = warning_of(candidate.plan)
     return Site(True, kind, form, "", location, code, node=node.name, warning=warning)
@@ -345,7 +345,7 @@ def _fuse_program(
     try:
         with build.undone_if_blocked():
             if name in refused:
-                raise Blocked(refused[name])
+                raise Unsupported(refused[name])
             check_readers_of_program(program, outside)
             if not left:
                 replacements = emit_program(build, program, trace.outer, aliases.writes)
@@ -354,11 +354,11 @@ def _fuse_program(
                 for node, replacement in replacements.items():
                     node.replace_all_uses_with(replacement)
         reason = ""
-    except Blocked as blocked:
+    except Unsupported as blocked:
         reason, left = str(blocked), ""
     is_fused = not reason and not left
     site = Site(is_fused, "row_program", form, reason, "", node=name, left=left)
-    site = replace(site, remedy=remedy_for(reason) if reason else FORCE_SIZE if left else "")
+    site = replace(site, hint=hint_for(reason) if reason else FORCE_SIZE if left else "")
     places = (location_of(node) for node in nodes)
     return [replace(site, location=location, code=code) for location, code in places]
 
@@ -373,7 +373,7 @@ def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
     kind, form = describe(candidate.plan)
     place = location_of(candidate.node)
     left = Site(False, kind, form, "", *place, node=candidate.node.name, left=size)
-    return replace(left, remedy=FORCE_SIZE)
+    return replace(left, hint=FORCE_SIZE)
 
 
 def _is_scalar(node: fx.Node) -> bool:

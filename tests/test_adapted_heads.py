@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.bodies import inductor_without_code
 from tests.support.comparing import Outcome, compare, refusals
 from tests.support.covering import every
+from tests.support.subgraphs import inductor_without_code
 
 ROWS, WIDTH, TEACHER, VOCAB, RANK = 7, 12, 20, 50, 3
 Logits = Callable[..., Tensor]
@@ -54,23 +54,23 @@ FORMS: dict[str, Logits] = {
     "scaled adapter": lambda x, w, a, b, bias: F.linear(x, w) + F.linear(F.linear(x * 2, a), b),
     "learned temperature": lambda x, w, a, b, bias: peft(x, w, a, b, bias) / bias.detach()[0],
     "value per row": lambda x, w, a, b, bias: peft(x, w, a, b, bias) * x.detach()[..., :1].abs(),
-    "sliced words": lambda x, w, a, b, bias: peft(x, w, a, b, bias)[..., :30],
-    "padded words": lambda x, w, a, b, bias: F.pad(
+    "sliced vocabulary entries": lambda x, w, a, b, bias: peft(x, w, a, b, bias)[..., :30],
+    "padded vocabulary entries": lambda x, w, a, b, bias: F.pad(
         peft(x, w, a, b, bias)[..., :30], (0, VOCAB - 30), value=float("-inf")
     ),
 }
 
 
 def divergence(s: Tensor, t: Tensor) -> Tensor:
-    num_words = min(s.shape[-1], t.shape[-1])
-    s, t = s[..., :num_words], t[..., :num_words]
+    vocab_size = min(s.shape[-1], t.shape[-1])
+    s, t = s[..., :vocab_size], t[..., :vocab_size]
     return F.kl_div((s / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="none").sum(-1)
 
 
 def fused(program: Any, given: list[Tensor], **options: Any) -> Outcome:
     outcome = compare(program, given, **options).check()
     assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
-    assert outcome.report.remaining_quadratic == 0, str(outcome.report)
+    assert outcome.report.num_remaining == 0, str(outcome.report)
     assert "a sum of two products" in outcome.report.sites[0].form
     return outcome
 
@@ -148,7 +148,7 @@ def two_adapters(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Te
 
 
 def weight_decomposed(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-    """DoRA: a magnitude per word over the norm of the adapted weight."""
+    """DoRA: a magnitude per vocabulary entry over the norm of the adapted weight."""
     norm = (w + 0.5 * b @ a).norm(dim=1).detach()
     magnitude = (bias.abs() / norm)[None]
     adapted = F.linear(F.linear(x, a), b) * 0.5
@@ -221,7 +221,7 @@ def test_left_alone(form: Logits) -> None:
 
 
 def test_other_types_are_left_alone() -> None:
-    """An adapter in float32 beside a head in bfloat16: the operator would round it."""
+    """An adapter in float32 next to a head in bfloat16: the operator would round it."""
 
     def loss(x, w, a, b, bias, xt, wt, labels):  # type: ignore[no-untyped-def]
         adapted = F.linear(F.linear(x.float(), a.float()), b.float())

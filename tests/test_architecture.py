@@ -24,19 +24,19 @@ STAGES = (
     "planning",
     "lowering",
     "reporting",
-    "followup",
+    "passes",
     "validation",
-    "sharded",
+    "dtensors",
     "pipeline",
     "ddp",
-    "inductor_sites",
+    "inductor_calls",
     "inductor_launch",
     "inductor_lowering",
     "inductor_kernels",
     "gradients_in_forward",
-    "inductor_once",
+    "inductor_double_backward",
     "inductor_passes",
-    "sites_alone",
+    "run_without_inductor",
     "backend",
     "explain",
     "verification",
@@ -91,7 +91,7 @@ def test_public_names_exist() -> None:
 
 
 LAUNCH = OPERATORS / "runtime" / "launch.py"
-WRITTEN = OPERATORS / "launches" / "recorded.py"  # writes a compiled kernel's launch as source
+WRITTEN = OPERATORS / "launches" / "capture.py"  # writes a compiled kernel's launch as source
 # what is looked up and called, and is no kernel
 TABLES = {"_FUNCTIONS", "COMPARISONS", "_calls", "lowerings", "list", "dict", "set", "frozenset"}
 # functions of torch.cuda that are of no device, or of all

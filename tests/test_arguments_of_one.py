@@ -1,7 +1,8 @@
 """Kernels whose integer arguments are all 1, which Triton makes Python's constants of.
 
 What is a tensor for any other number is an int there, without a tensor's methods: a call with one
-token, one word, one row. Triton's interpreter does not do that, and sizes of tests are larger.
+token, one vocabulary entry, one row. Triton's interpreter does not do that, and sizes of tests are
+larger.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ outside = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are rec
 QUICK = (
     ("attention", "masks"), ("few queries", "js"), ("whole heads", "padding"),
     ("head mean", "masks"), ("hopper", "packed"), ("LM head", "js"),
-    ("row program of heads", "masks"), ("row program of words", "plain"),
+    ("row program of heads", "masks"), ("row program of LM heads", "plain"),
 )  # fmt: skip
 CELLS = [
-    Cell("sm_90", work, "bf16", 0 if work in ("LM head", "row program of words") else 64, variant)
+    Cell(
+        "sm_90", work, "bf16", 0 if work in ("LM head", "row program of LM heads") else 64, variant
+    )
     for work, variant in [
         ("attention", "js"),
         ("attention", "masks"),
@@ -41,8 +44,8 @@ CELLS = [
         ("LM head", "js"),
         ("row program", "masks"),
         ("row program of heads", "masks"),
-        ("row program of words", "plain"),
-        ("row program of words", "masks"),
+        ("row program of LM heads", "plain"),
+        ("row program of LM heads", "masks"),
     ]
 ]
 

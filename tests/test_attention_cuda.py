@@ -96,7 +96,7 @@ def test_few_rows(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["head_mean", "head_mean_groups"])
 def test_head_mean_in_chunks(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block of the mean at a time: the first compiled kernel serves those behind it, too."""
+    """One block of the mean at a time: the first compiled kernel serves those after it, too."""
     from torch_streamkl.attention.triton import head_mean_launches
 
     monkeypatch.setattr(head_mean_launches, "MEAN_BYTES", 1)

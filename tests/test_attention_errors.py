@@ -272,7 +272,7 @@ CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "triton without a GPU": (
         NotImplementedError,
-        "impl='triton' needs a GPU .*got device cpu; impl='streaming' computes it",
+        "impl='triton' needs a GPU .*got device cpu; impl='torch' computes it",
         inputs() | {"impl": "triton"},
     ),
 }
@@ -348,7 +348,7 @@ def test_kernel_limits(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.randn(1, 1, 2, dim, dtype=dtype)
-    with pytest.raises(NotImplementedError, match=f"{message}; impl='streaming' computes it"):
+    with pytest.raises(NotImplementedError, match=f"{message}; impl='torch' computes it"):
         attention_kl(x, x, x, x, impl="triton")
 
 
@@ -357,7 +357,7 @@ def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -
     problem, _ = ops.problem_of(x, x, x, x)
     launch.warn_once.cache_clear()
     with caplog.at_level("WARNING", logger="torch_streamkl"):
-        assert launch.select_implementation(problem, "auto") == "streaming"
+        assert launch.select_implementation(problem, "auto") == "torch"
     assert "which is slower: the kernel needs a GPU" in caplog.text
 
 

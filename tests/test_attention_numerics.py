@@ -15,7 +15,7 @@ from torch_streamkl.attention import ops, reference
 from torch_streamkl.divergences import row_state
 from torch_streamkl.divergences.functional import named
 
-IMPLS = ["reference", "streaming"]
+IMPLS = ["reference", "torch"]
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     IMPLS.append("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

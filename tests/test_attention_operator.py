@@ -43,7 +43,7 @@ class SeenOperators(TorchDispatchMode):
 
 
 def tensors_of(spec: Spec = SMALL, wanted: str = "") -> list[Tensor]:
-    """q and k of both sides; ``wanted`` names the side with gradient, both by default."""
+    """q and k of both sides; ``needs_grad`` names the side with gradient, both by default."""
     tensors = build(spec).tensors
     return [tensors[n].detach().requires_grad_(n.startswith(wanted)) for n in INPUTS]
 
@@ -64,7 +64,7 @@ def arguments_of(spec: Spec) -> tuple[Any, ...]:
     inputs = interface.Inputs(*(public.get(n) for n in interface.Inputs._fields))
     layout = interface.PACKED if spec.packed is not None else spec.layout
     given = {**interface.Settings._field_defaults, **public, "deterministic": False}
-    given |= {"layout": layout, "impl": "streaming"}
+    given |= {"layout": layout, "impl": "torch"}
     given |= {"head_reduction": public.get("head_reduction")}
     settings = interface.Settings(*(given[n] for n in interface.Settings._fields))
     checked = list(interface._checked_options(inputs, settings))
@@ -121,9 +121,9 @@ def test_fake_with_symbolic_sizes() -> None:
 )
 def test_direct_call_and_operator_give_the_same_bits(name: str) -> None:
     call = build(CASES[name])
-    plain = call.value_and_gradients("streaming")
+    plain = call.value_and_gradients("torch")
     with SeenOperators() as seen:
-        watched = call.value_and_gradients("streaming")
+        watched = call.value_and_gradients("torch")
     assert "torch_streamkl.attention_kl.default" in seen.names
     assert "torch_streamkl.attention_kl_backward.default" in seen.names
     for output, expected in plain.items():
@@ -420,14 +420,14 @@ def test_compiled_call() -> None:
 @pytest.mark.parametrize("name", ["forward_kl", "js", "gqa", "varlen"])
 def test_same_bits_on_every_run(name: str) -> None:
     call = build(CASES[name])
-    first, second = (call.value_and_gradients("streaming") for _ in range(2))
+    first, second = (call.value_and_gradients("torch") for _ in range(2))
     assert all(torch.equal(first[output], second[output]) for output in first)
 
 
 def test_inputs_are_neither_changed_nor_copied() -> None:
     call = build(CASES["strides_padded"])
     before = {name: (x._version, x.detach().clone()) for name, x in call.tensors.items()}
-    check(call.value_and_gradients("streaming"), budget(call))
+    check(call.value_and_gradients("torch"), budget(call))
     for name, (version, content) in before.items():
         assert call.tensors[name]._version == version
         assert torch.equal(call.tensors[name], content)

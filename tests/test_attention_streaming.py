@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
-from torch_streamkl.attention import blocked, ops
+from torch_streamkl.attention import ops, torch_impl
 from torch_streamkl.divergences.names import functional_text
 from torch_streamkl.launches import launch
 
@@ -29,7 +29,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_feature(name: str) -> None:
     call = build(CASES[name])
-    check(call.value_and_gradients("streaming"), budget(call))
+    check(call.value_and_gradients("torch"), budget(call))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -39,14 +39,14 @@ def test_gradients_of_the_student_alone(name: str) -> None:
     call = build(CASES[name])
     for x in (n for n in call.tensors if n.startswith("teacher")):
         call.tensors[x].requires_grad_(False)
-    check(call.value_and_gradients("streaming"), budget(call))
+    check(call.value_and_gradients("torch"), budget(call))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached", "mask_additive"])
 def test_dtype(name: str, dtype: torch.dtype) -> None:
     call = build(replace(CASES[name], dtype=dtype))
-    check(call.value_and_gradients("streaming"), budget(call))
+    check(call.value_and_gradients("torch"), budget(call))
 
 
 def _any_call(num_calls: int) -> None:
@@ -54,7 +54,7 @@ def _any_call(num_calls: int) -> None:
     @settings(max_examples=num_calls)
     def any_call(spec: Spec) -> None:
         call = build(spec)
-        check(call.value_and_gradients("streaming"), budget(call))
+        check(call.value_and_gradients("torch"), budget(call))
 
     any_call()
 
@@ -84,15 +84,17 @@ def test_padded_rows_take_a_second_pass_where_padding_counts(
 ) -> None:
     """NOTE [Masked keys far below] in divergences/row_state.py."""
     calls = [1]
-    original = blocked._second_pass
-    monkeypatch.setattr(blocked, "_second_pass", lambda *args: calls.append(2) or original(*args))
+    original = torch_impl._second_pass
+    monkeypatch.setattr(
+        torch_impl, "_second_pass", lambda *args: calls.append(2) or original(*args)
+    )
     torch.manual_seed(0)
     tensors = torch.randn(4, 2, 1, 40, 8).unbind(0)
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     mask[1, ..., 30:] = False
     ops.attention_kl(
         *tensors, mask=mask, mask_value=fill, functional=clamped,
-        student_scale=0.1, teacher_scale=0.1, impl="streaming",
+        student_scale=0.1, teacher_scale=0.1, impl="torch",
     )  # fmt: skip
     assert max(calls) == num_passes
 
@@ -126,8 +128,8 @@ def test_memory_is_a_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     text = functional_text(call.spec.divergence, 0.5, 0.0, 0.0, call.spec.student_clamp, 0.0)
     problem, _ = ops.problem_of(*tensors, functional=text, **options)
     with LargestTensor(*tensors, mask) as largest:
-        value, stats = blocked.forward(problem)
-        blocked.backward(problem, stats, value, blocked.Wanted(True, True, True, True))
+        value, stats = torch_impl.forward(problem)
+        torch_impl.backward(problem, stats, value, torch_impl.NeedsGrad(True, True, True, True))
     gradients = max(x.untyped_storage().nbytes() for x in tensors)
     block = 4 * 2**12
     assert largest.size <= max(block, gradients)

@@ -156,7 +156,7 @@ def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.Mo
     plan, config = plans.plan_of(p), plans.config_of(p, launch.HOPPER_AGAIN)
     blocks = launch.ceil_div(hopper._longest(p)[0], config.BLOCK_M)
     works = blocks * 2 * plan.num_sequences
-    attention_forward.forward_again_kernel[(launch.ceil_div(works, 3), 1, 1)](
+    attention_forward.recompute_kernel[(launch.ceil_div(works, 3), 1, 1)](
         *plan.arguments(p), *found, plan.stats_stride, blocks, 2, works, plan.inv_temperature,
         plan.fill, 3, plan.form, plan.helper, config,
     )  # fmt: skip
@@ -233,17 +233,17 @@ def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dK whose heads are shared by programs is what one program gives."""
     from torch_streamkl.attention.triton import launches as portable
 
-    original, shares = portable.key_shares, []
+    original, shares = portable.key_splits, []
 
     def counted(*arguments: Any, **options: Any) -> int:
         shares.append(original(*arguments, **options))
         return shares[-1]
 
     call = build(CASES[name])
-    monkeypatch.setattr(portable, "key_shares", counted)
+    monkeypatch.setattr(portable, "key_splits", counted)
     shared = call.value_and_gradients("triton")
     assert (max(shares) > 1) == name.endswith(("qa", "qa_causal"))
-    monkeypatch.setattr(portable, "key_shares", lambda *_, **__: 1)
+    monkeypatch.setattr(portable, "key_splits", lambda *_, **__: 1)
     for tensor, x in call.value_and_gradients("triton").items():
         torch.testing.assert_close(shared[tensor], x)
 
@@ -260,9 +260,9 @@ def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_queries_of_a_group_are_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.attention.triton import launches as portable
 
-    original, found = portable.heads_as_rows, []
+    original, found = portable.pack_gqa_heads, []
     monkeypatch.setattr(
-        portable, "heads_as_rows", lambda problem: found.append(original(problem)) or found[-1]
+        portable, "pack_gqa_heads", lambda problem: found.append(original(problem)) or found[-1]
     )
     build(CASES[name]).value_and_gradients("triton")
     sizes = {rows.student.q.shape[1:3] for rows in found if rows is not None}
@@ -326,10 +326,11 @@ def test_only_blocks_with_nan_are_computed_again(each: int, window_right: int | 
     for head, row in ((0, 16), (1, 69), (1, 64)):
         value[0, head, row] = math.nan
     blocks, tiles, plan = 5, launch.TritonLaunch(16, 16, 4, 1), plans.plan_of(problem)
-    attention_forward.forward_again_kernel[(launch.ceil_div(2 * blocks, each),)](
+    attention_forward.recompute_kernel[(launch.ceil_div(2 * blocks, each),)](
         *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
         blocks, 2, 2 * blocks, plan.inv_temperature, plan.fill, EACH=each,
-        FORM=plan.form, HELPER=None, CONFIG=plans.config_of(problem, tiles), **tiles.options(),
+        COEFFICIENTS=plan.form, POINTWISE_FN=None, CONFIG=plans.config_of(problem, tiles),
+        **tiles.options(),
     )  # fmt: skip
     repeated = torch.zeros(1, 2, 70, dtype=torch.bool)
     repeated[0, 0, 16:32] = repeated[0, 1, 64:] = True
@@ -400,8 +401,8 @@ def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool)
         form = problem.functional.closed_form
         assert form is not None and form.ts == -1.0
         _, stats = portable.forward(problem)
-        assert ((stats.student_sum != form.ts) == is_reached).all()
-        assert size == 0.5 or (stats.student_sum + 1.0).abs().max() < 1e-4
+        assert ((stats.student_delta != form.ts) == is_reached).all()
+        assert size == 0.5 or (stats.student_delta + 1.0).abs().max() < 1e-4
 
 
 @inside
@@ -415,14 +416,14 @@ def test_padded_rows_reach_a_clamp_where_padding_counts(fill: float, is_reached:
     functional = named("forward_kl", student_clamp=1e-30).text
     problem = problem_of(q, k, k, q, mask=mask, mask_value=fill, functional=functional)[0]
     _, stats = portable.forward(problem)
-    assert ((stats.student_sum != -1.0) == is_reached).all()
+    assert ((stats.student_delta != -1.0) == is_reached).all()
 
 
 @inside
 @pytest.mark.filterwarnings("ignore:overflow")  # of the ratio that is not used then
 def test_denominators_of_any_two_sizes() -> None:
     """As in test_attention_numerics.py; sums relative to a fixed base may be far apart."""
-    from torch_streamkl.attention.hopper import parts as hopper_parts
+    from torch_streamkl.attention.hopper import split_kv as hopper_parts
     from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
     from torch_streamkl.attention.triton.plans import plan_of
 
@@ -433,7 +434,7 @@ def test_denominators_of_any_two_sizes() -> None:
     state = torch.zeros(1, NUM_STATE_FIELDS, n)
     state[0, 1], state[0, 3] = l_t, l_s
     value, stats = RowStatistics.allocate(problem)
-    hopper_parts.unite_rows_kernel[(1,)](
+    hopper_parts.combine_kernel[(1,)](
         state, n, state.numel(), 0, n, value, stats.student, stats.teacher, plan.stats_stride,
         1, 1024, plan.form, plan.stage(problem, "forward").config,
     )  # fmt: skip
@@ -450,7 +451,7 @@ def test_parts_of_rows_are_united(
 
     Rows below a clamp, and those that a part had doubts about, get NaN: computed again.
     """
-    from torch_streamkl.attention.hopper import parts as hopper_parts
+    from torch_streamkl.attention.hopper import split_kv as hopper_parts
     from torch_streamkl.attention.triton import forward as attention_forward
     from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
     from torch_streamkl.attention.triton.plans import plan_of
@@ -474,7 +475,7 @@ def test_parts_of_rows_are_united(
     value, stats = RowStatistics.allocate(problem)
     for x in (value, stats.student, stats.teacher):
         x.fill_(-1.0)
-    hopper_parts.unite_rows_kernel[(-(-last.shape[2] // block),)](
+    hopper_parts.combine_kernel[(-(-last.shape[2] // block),)](
         last, last.stride(1), last.stride(0), first_row, last.shape[2],
         value, stats.student, stats.teacher, plan.stats_stride,
         parts, block, plan.form, stage.config,

@@ -1,7 +1,7 @@
 """Axes are identities with extents: split, permuted, averaged, shared and broadcast on both sides.
 
 Every program is compared with float64, value and all gradients, whether it fuses or not. Programs
-with a reason are left alone; the others have to fuse.
+with a reason are not fused; the others have to fuse.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def test_fuses(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool)
         assert outcome.num_fused > 0, str(outcome.report)
 
 
-# -------------------------------------------------------------------------- programs left alone
+# -------------------------------------------------------------------------- programs not fused
 def groups_that_do_not_match(sq, sk, tq, tk):
     return kd(sq @ sk.mT, (tq @ repeated(tk, 3).mT).unflatten(1, (3, 2)))
 

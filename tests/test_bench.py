@@ -450,7 +450,7 @@ def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("bench.attention_cells.WINDOW", 20)
     monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda _: 10.0)
     path = tmp_path / "new" / results.MATRIX
-    arguments = ["--json", str(path), "--impl", "streaming", "--rounds", "1"]
+    arguments = ["--json", str(path), "--impl", "torch", "--rounds", "1"]
     assert attention_matrix.main(arguments, TINY_CELLS) == 0
     matrix = results.load_matrix(path.parent)
     assert matrix is not None
@@ -468,8 +468,8 @@ def test_attention_matrix_beside_others(
     monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda _: 10.0)
     path = tmp_path / results.MATRIX
     cells = [TINY_CELL, replace(TINY_CELL, mask="causal", teacher_kv_heads=2)]
-    arguments = ["--json", str(path), "--impl", "streaming", "--rounds", "1", "--only", "causal"]
-    arguments += ["--beside", "reference", "attention"]
+    arguments = ["--json", str(path), "--impl", "torch", "--rounds", "1", "--only", "causal"]
+    arguments += ["--next to", "reference", "attention"]
     assert attention_matrix.main(arguments, cells) == 0
     (row,) = attention_matrix.Matrix.load(path).rows
     assert row.status == "ok", row.detail
@@ -480,7 +480,7 @@ def test_attention_matrix_beside_others(
 def test_attention_matrix_names_what_does_not_compile() -> None:
     wrong = replace(TINY_CELL, kv_heads=3)
     with tqdm(total=2) as progress:
-        failed = attention_matrix.compile_first([TINY_CELL, wrong], 1, "streaming", CPU, progress)
+        failed = attention_matrix.compile_first([TINY_CELL, wrong], 1, "torch", CPU, progress)
     assert list(failed) == [wrong]
     assert "must be a multiple" in failed[wrong]
 
@@ -516,7 +516,7 @@ def test_attention_matrix_rejects_wrong_results(
         return value
 
     monkeypatch.setattr(attention_matrix, "call_of", wrong)
-    row = attention_matrix.run_cell(TINY_CELL, CPU, "streaming", rounds=0, rows=3)
+    row = attention_matrix.run_cell(TINY_CELL, CPU, "torch", rounds=0, rows=3)
     assert row.status == "red"
     assert ("value of row" if part == 0 else "sum(k dK)") in row.detail
 

@@ -72,7 +72,7 @@ def _processes(root: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
 
 
 def _uses(result: dict[str, Any]) -> tuple[int, int, int]:
-    """Hits, misses and bypasses of the AOTAutograd cache, in front of the FX graph cache."""
+    """Hits, misses and bypasses of the AOTAutograd cache, before the FX graph cache."""
     return tuple(result[f"autograd_cache_{e}"] for e in ("hit", "miss", "bypass"))
 
 

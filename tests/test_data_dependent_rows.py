@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_streamkl
-from tests.support.bodies import inductor_without_code
 from tests.support.covering import every
+from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -62,7 +62,7 @@ def count_as_a_number(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
 
 
 def branch_in_front(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
-    """The logits exist when the branch is taken: the KL is in the graph behind it."""
+    """The logits exist when the branch is taken: the KL is in the graph after it."""
     if not keep.any():
         return s.sum() * 0
     return (rows(s, t) * keep).sum() / keep.sum()
@@ -105,7 +105,7 @@ def _without_code() -> Iterator[None]:
 
 
 def run(loss: Loss, keeps_none: bool = False, **options: Any) -> Report:
-    """Compiled beside eager, values and gradients."""
+    """Compiled next to eager, values and gradients."""
 
     def step(x: Tensor, w: Tensor, xt: Tensor, wt: Tensor, keep: Tensor) -> Tensor:
         return loss(F.linear(x, w), F.linear(xt, wt), keep)
@@ -131,7 +131,7 @@ def test_fused_under_enable(loss: Loss) -> None:
     with torch_streamkl.enable():
         report = run(loss, fullgraph=loss in ONE_GRAPH)
     assert report.num_fused == len(report.sites) == 1, report
-    assert not report.remaining_quadratic, report
+    assert not report.num_remaining, report
 
 
 def test_a_mask_that_selects_no_row() -> None:
@@ -151,9 +151,9 @@ def test_the_setting_is_named_by_default(loss: Loss) -> None:
     assert report.num_fused == 0, report
     (site,) = report.sites
     name = "capture_dynamic_output_shape_ops" if loss in ONE_GRAPH else "nested_graph_breaks"
-    assert f"torch._dynamo.config.{name} = True" in site.remedy, report
+    assert f"torch._dynamo.config.{name} = True" in site.hint, report
     if name == "capture_dynamic_output_shape_ops" or MENDS_NESTED_BREAKS:
-        assert "torch_streamkl.enable()" in site.remedy, report
+        assert "torch_streamkl.enable()" in site.hint, report
 
 
 def test_what_stays_under_enable() -> None:

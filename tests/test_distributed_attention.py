@@ -269,7 +269,7 @@ def keys_that_go_around(me: Rank) -> None:
 
 @on_ranks
 def windows_that_go_around(me: Rank) -> None:
-    """Of any size beside a chunk's."""
+    """Of any size next to a chunk's."""
     for window in ((0, None), (3, None), (9, 1), (None, 12), (17, 17), (1, 0), (0, 0)):
         for balance in ("head_tail", None):
             _context_parallel(Problem(me, 2, window=window), method="ring", load_balance=balance)

@@ -30,7 +30,7 @@ from tests.support.ranks import (
     same_error,
 )
 from torch_streamkl import linear_kl
-from torch_streamkl.distributed import reshard_words, shard_loops
+from torch_streamkl.distributed import reshard_vocab, shard_loops
 
 NUM_TOKENS, NUM_WORDS, WIDTH, TEACHER_WIDTH = 40, 101, 16, 24
 
@@ -55,28 +55,29 @@ class Problem:
 
     me: Rank
     options: dict[str, Any] = field(default_factory=dict)
-    words: tuple[int, int] = (NUM_WORDS, NUM_WORDS)
+    vocab: tuple[int, int] = (NUM_WORDS, NUM_WORDS)
     bias: bool = False
     scale: float = 1.0
-    # of biases in the reference, whose JS has no gradient where a word is -inf on both sides
+    # of biases in the reference, whose JS has no gradient where a vocabulary entry is -inf on both
+    # sides
     lowest: float = -torch.inf
 
     def __post_init__(self) -> None:
         randn = self.me.randn
         self.tensors = {
             "student_hidden": randn(NUM_TOKENS, WIDTH, scale=self.scale),
-            "student_weight": randn(self.words[0], WIDTH),
+            "student_weight": randn(self.vocab[0], WIDTH),
             "teacher_hidden": randn(NUM_TOKENS, TEACHER_WIDTH, scale=self.scale),
-            "teacher_weight": randn(self.words[1], TEACHER_WIDTH),
+            "teacher_weight": randn(self.vocab[1], TEACHER_WIDTH),
         }
         if self.bias:
-            self.tensors["student_bias"] = randn(self.words[0])
-            self.tensors["teacher_bias"] = randn(self.words[1])
+            self.tensors["student_bias"] = randn(self.vocab[0])
+            self.tensors["teacher_bias"] = randn(self.vocab[1])
         rows = NUM_TOKENS if self.options.get("reduction", "none") == "none" else 1
         self.grad = torch.rand(rows).to(self.me.device)
 
     def whole(self, dtype: torch.dtype, impl: str) -> dict[str, Tensor]:
-        """Value and gradients of one process with all words."""
+        """Value and gradients of one process with the whole vocabulary."""
         inputs = {k: x.to(dtype) for k, x in leaves(self.tensors).items()}
         for name, x in inputs.items():
             if name.endswith("bias") and impl == "reference":
@@ -88,28 +89,28 @@ class Problem:
         (value.reshape(-1) * self.grad).sum().backward()
         return {"value": value.detach(), **{k: x.grad for k, x in inputs.items()}}
 
-    def shard(self, words: tuple[slice, slice]) -> dict[str, Tensor]:
+    def shard(self, vocab: tuple[slice, slice]) -> dict[str, Tensor]:
         """This rank's part of the tensors."""
-        cut = dict(zip(("student", "teacher"), words, strict=True))
+        cut = dict(zip(("student", "teacher"), vocab, strict=True))
         return {
             name: x if name.endswith("hidden") else x[cut[name.partition("_")[0]]]
             for name, x in self.tensors.items()
         }
 
     def check(
-        self, words: tuple[slice, slice] | None = None, compiler: Any = None, **more: Any
+        self, vocab: tuple[slice, slice] | None = None, compiler: Any = None, **more: Any
     ) -> None:
-        """What this rank finds with its words, against whole tensors in float64."""
-        words = words or (self.me.words(self.words[0]), self.me.words(self.words[1]))
+        """What this rank finds with its vocabulary entries, against whole tensors in float64."""
+        vocab = vocab or (self.me.vocab(self.vocab[0]), self.me.vocab(self.vocab[1]))
         truth = self.whole(torch.float64, "reference")
         single = self.whole(self.me.dtype, "auto")
-        inputs = {k: x.requires_grad_() for k, x in leaves(self.shard(words)).items()}
+        inputs = {k: x.requires_grad_() for k, x in leaves(self.shard(vocab)).items()}
 
         def run(given: dict[str, Tensor]) -> Tensor:
             return linear_kl(**given, **self.options, **more, group=self.me.group)
 
         ours = self.results((compiler(run) if compiler else run)(inputs), inputs)
-        cut = {"student": words[0], "teacher": words[1]}
+        cut = {"student": vocab[0], "teacher": vocab[1]}
         for name, got in ours.items():
             is_whole = name == "value" or name.endswith("hidden")
             part = slice(None) if is_whole else cut[name.partition("_")[0]]
@@ -143,7 +144,7 @@ def labels_of(me: Rank) -> Tensor:
 @on_ranks
 def divergences(me: Rank) -> None:
     for options in DIVERGENCES:
-        Problem(me, options).check((me.words(NUM_WORDS, uneven=True),) * 2)
+        Problem(me, options).check((me.vocab(NUM_WORDS, uneven=True),) * 2)
         Problem(me, {**options, "reduction": "mean"}).check()
 
 
@@ -164,16 +165,16 @@ def every_option_at_once(me: Rank) -> None:
                 "reduction": "mean",
                 "strategy": strategy,
             }
-            Problem(me, options, bias=True).check((me.words(NUM_WORDS, uneven=True),) * 2)
+            Problem(me, options, bias=True).check((me.vocab(NUM_WORDS, uneven=True),) * 2)
 
 
 @on_ranks
 def vocabularies_that_differ(me: Rank) -> None:
-    cut = me.words(100)
+    cut = me.vocab(100)
     teacher = slice(cut.start, 104 if me.rank == me.size - 1 else cut.stop)
     for options in ({}, {"divergence": "js"}, {"reduction": "sum"}):
-        Problem(me, dict(options), words=(100, 104)).check((cut, teacher))
-        Problem(me, dict(options), words=(104, 100)).check((teacher, cut))
+        Problem(me, dict(options), vocab=(100, 104)).check((cut, teacher))
+        Problem(me, dict(options), vocab=(104, 100)).check((teacher, cut))
 
 
 @on_ranks
@@ -188,7 +189,7 @@ def words_that_are_excluded(me: Rank) -> None:
         problem = Problem(me, {"divergence": divergence}, bias=True)
         problem.tensors["student_bias"][::3] = -torch.inf
         truth = problem.whole(torch.float64, "reference")["value"]
-        parts = problem.shard((me.words(NUM_WORDS),) * 2)
+        parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
         value = linear_kl(**parts, **problem.options, group=me.group)
         close(value, truth, problem.whole(me.dtype, "auto")["value"])
         assert truth.isfinite().all() == (divergence == "reverse_kl")
@@ -197,40 +198,40 @@ def words_that_are_excluded(me: Rank) -> None:
 @on_ranks
 def shards_without_words(me: Rank) -> None:
     everything, nothing = slice(0, NUM_WORDS), slice(NUM_WORDS, NUM_WORDS)
-    words = everything if me.rank == 0 else nothing
+    vocab = everything if me.rank == 0 else nothing
     options = {"labels": labels_of(me), "reduction": "mean"}
     for more in ({}, {"divergence": "js"}, {"strategy": "recompute"}):
-        Problem(me, {**options, **more}, bias=True).check((words, words))
-    # a rank that has words of the teacher only
+        Problem(me, {**options, **more}, bias=True).check((vocab, vocab))
+    # a rank that has vocabulary entries of the teacher only
     cut = slice(0, 60) if me.rank == 0 else slice(60, 60)
     teacher = slice(0, 60) if me.rank == 0 else slice(60, 104)
     for reduction in ("none", "sum"):
-        problem = Problem(me, {"reduction": reduction}, words=(60, 104))
-        problem.check((cut, teacher), student_first_word=cut.start,
-                      teacher_first_word=teacher.start)  # fmt: skip
+        problem = Problem(me, {"reduction": reduction}, vocab=(60, 104))
+        problem.check((cut, teacher), student_vocab_start=cut.start,
+                      teacher_vocab_start=teacher.start)  # fmt: skip
 
 
 @on_ranks
 def words_in_another_order(me: Rank) -> None:
     rank = me.size - 1 - me.rank
-    words = Rank(rank, me.size, me.device, me.dtype).words(NUM_WORDS)
+    vocab = Rank(rank, me.size, me.device, me.dtype).vocab(NUM_WORDS)
     options = {"labels": labels_of(me), "reduction": "sum"}
-    first = {"student_first_word": words.start, "teacher_first_word": words.start}
-    Problem(me, options).check((words, words), **first)
+    first = {"student_vocab_start": vocab.start, "teacher_vocab_start": vocab.start}
+    Problem(me, options).check((vocab, vocab), **first)
 
 
 @on_ranks
 def labels_that_are_no_word(me: Rank) -> None:
     problem = Problem(me, {"labels": labels_of(me)})
     problem.options["labels"][7] = NUM_WORDS
-    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
     value = linear_kl(**parts, **problem.options, group=me.group)
     assert torch.equal(value.isnan(), torch.arange(NUM_TOKENS, device=me.device) == 7)
 
 
 @on_ranks
 def numbers_of_collectives(me: Rank) -> None:
-    words = (me.words(NUM_WORDS),) * 2
+    vocab = (me.vocab(NUM_WORDS),) * 2
     for options, forward in (
         ({}, {"all_gather": 1}),
         ({"reduction": "mean"}, {"all_gather": 1}),
@@ -238,7 +239,7 @@ def numbers_of_collectives(me: Rank) -> None:
         ({"divergence": "tv", "reduction": "mean"}, {"all_gather": 1, "all_reduce": 1}),
     ):
         problem = Problem(me, options)
-        parts = leaves(problem.shard(words))
+        parts = leaves(problem.shard(vocab))
         for name in ("student_hidden", "student_weight"):
             parts[name].requires_grad_()
         with counted_collectives() as counts:
@@ -257,7 +258,7 @@ def chunks_of_tokens(me: Rank) -> None:
     original, agree = shard_loops.logits_buffer, shard_loops.Shard.chunks
     rows = 5
 
-    def remembered(*args: Any) -> Tensor:
+    def validated(*args: Any) -> Tensor:
         buffer = original(*args)
         buffers.append(tuple(buffer.shape))
         return buffer
@@ -267,7 +268,7 @@ def chunks_of_tokens(me: Rank) -> None:
         object.__setattr__(shard, "workspace", rows * sum(shard.row_bytes))
         return agree(shard, bytes_per_token)
 
-    shard_loops.logits_buffer, shard_loops.Shard.chunks = remembered, small
+    shard_loops.logits_buffer, shard_loops.Shard.chunks = validated, small
     try:
         for options, num_gathers in (
             ({"reduction": "mean"}, None),
@@ -275,11 +276,11 @@ def chunks_of_tokens(me: Rank) -> None:
             ({"divergence": "js"}, None),
             ({}, 1),
         ):
-            words = (me.words(NUM_WORDS, uneven=True),) * 2
-            Problem(me, options).check(words)
+            vocab = (me.vocab(NUM_WORDS, uneven=True),) * 2
+            Problem(me, options).check(vocab)
             with counted_collectives() as counts:
                 problem = Problem(me, options)
-                linear_kl(**problem.shard(words), **options, group=me.group)
+                linear_kl(**problem.shard(vocab), **options, group=me.group)
             assert counts["all_gather"] == num_gathers or num_gathers is None
         assert max(shape[0] for shape in buffers) <= rows
     finally:
@@ -290,7 +291,7 @@ def chunks_of_tokens(me: Rank) -> None:
 def the_same_bits(me: Rank) -> None:
     options = {"reduction": "mean", "labels": labels_of(me)}
     first, second = (
-        _sharded(me, Problem(me, options), (me.words(NUM_WORDS, uneven=True),) * 2)
+        _sharded(me, Problem(me, options), (me.vocab(NUM_WORDS, uneven=True),) * 2)
         for _ in range(2)
         if torch.manual_seed(3)
     )
@@ -301,8 +302,8 @@ def the_same_bits(me: Rank) -> None:
     assert all(torch.equal(value, values[0]) for value in values)
 
 
-def _sharded(me: Rank, problem: Problem, words: tuple[slice, slice]) -> dict[str, Tensor]:
-    inputs = {k: x.requires_grad_() for k, x in leaves(problem.shard(words)).items()}
+def _sharded(me: Rank, problem: Problem, vocab: tuple[slice, slice]) -> dict[str, Tensor]:
+    inputs = {k: x.requires_grad_() for k, x in leaves(problem.shard(vocab)).items()}
     return problem.results(linear_kl(**inputs, **problem.options, group=me.group), inputs)
 
 
@@ -377,7 +378,7 @@ def dtensors_gather_hidden_states_only(me: Rank) -> None:
 
 @on_ranks
 def dtensors_with_tokens_of_their_own(me: Rank) -> None:
-    """Data parallel: words whole on every rank, gradients of weights summed."""
+    """Data parallel: vocabulary entries whole on every rank, gradients of weights summed."""
     for options in ({}, {"reduction": "mean"}, {"reduction": "batchmean"}):
         problem = Problem(me, {**options, "labels": labels_of(me)})
         inputs = _distributed(problem, me.mesh, [Shard(0)], [Replicate()])
@@ -420,13 +421,13 @@ def dtensors_compiled(me: Rank) -> None:
 
 @on_ranks
 def resharded_teacher(me: Rank) -> None:
-    problem = Problem(me, {}, words=(100, 104))
+    problem = Problem(me, {}, vocab=(100, 104))
     student = _distributed(problem, me.mesh, [Replicate()], [Shard(0)])
     teacher = student["teacher_weight"].detach()
     with counted_collectives() as counts:
-        moved = reshard_words(teacher, like=student["student_weight"])
+        moved = reshard_vocab(teacher, like=student["student_weight"])
     assert counts == {"all_to_all": 1}
-    cut = me.words(100)
+    cut = me.vocab(100)
     stop = 104 if me.rank == me.size - 1 else cut.stop
     assert torch.equal(moved, problem.tensors["teacher_weight"][cut.start : stop])
     inputs = {**student, "teacher_hidden": student["teacher_hidden"].detach()}
@@ -440,8 +441,8 @@ def resharded_teacher(me: Rank) -> None:
           single["student_weight"])  # fmt: skip
     # ranges, on plain shards
     ranges = [(0, 7), (7, 104)] + [(104, 104)] * (me.size - 2)
-    own = problem.tensors["teacher_weight"][me.words(104)]
-    got = reshard_words(own, ranges, group=me.group)
+    own = problem.tensors["teacher_weight"][me.vocab(104)]
+    got = reshard_vocab(own, ranges, group=me.group)
     assert torch.equal(got, problem.tensors["teacher_weight"][slice(*ranges[me.rank])])
 
 
@@ -453,27 +454,29 @@ FORMS = ("plain", Replicate(), Shard(0))  # shards and a group, or the hidden st
 def _of_kind(
     me: Rank, kind: str, options: dict[str, Any]
 ) -> tuple[Problem, tuple[slice, slice] | None]:
-    """A problem and this rank's words, None as DTensor cuts them."""
+    """A problem and this rank's vocabulary shard, None as DTensor cuts them."""
     if kind == "other":
-        cut = me.words(100)
+        cut = me.vocab(100)
         teacher = slice(cut.start, 104 if me.rank == me.size - 1 else cut.stop)
-        return Problem(me, options, words=(100, 104)), (cut, teacher)
+        return Problem(me, options, vocab=(100, 104)), (cut, teacher)
     if kind == "labels":
         return Problem(me, {**options, "labels": labels_of(me)}), None
     problem = Problem(me, options, bias=kind == "excluded", scale=30.0 if kind == "peaked" else 1)
-    if kind == "excluded":  # the same words on both sides, most of the last rank's among them
+    if (
+        kind == "excluded"
+    ):  # the same vocabulary entries on both sides, most of the last rank's among them
         problem.lowest = -1e4
         for side in ("student", "teacher"):
             problem.tensors[f"{side}_bias"][::5] = -torch.inf
             problem.tensors[f"{side}_bias"][NUM_WORDS // 2 + 3 :] = -torch.inf
-    return problem, (me.words(NUM_WORDS, uneven=True),) * 2 if kind == "uneven" else None
+    return problem, (me.vocab(NUM_WORDS, uneven=True),) * 2 if kind == "uneven" else None
 
 
 def _check_form(me: Rank, kind: str, form: Any, options: dict[str, Any], compiler: Any) -> None:
     """One cell: value and gradients against float64."""
-    problem, words = _of_kind(me, kind, dict(options))
+    problem, vocab = _of_kind(me, kind, dict(options))
     if form == "plain":
-        problem.check(words, compiler)
+        problem.check(vocab, compiler)
         return
     inputs = _distributed(problem, me.mesh, [form], [Shard(0)])
     function = compiler(lambda x: linear_kl(**x, **problem.options))
@@ -485,7 +488,7 @@ def every_divergence_in_every_form(me: Rank) -> None:
     for kind in KINDS:
         for form in FORMS:
             if form != "plain" and kind in ("uneven", "other"):
-                continue  # DTensors cut words evenly, and reshard_words makes them fit
+                continue  # DTensors cut evenly, and reshard_vocab makes them fit
             for options in DIVERGENCES:
                 _check_form(me, kind, form, options, lambda function: function)
 
@@ -521,7 +524,7 @@ def matrix_by_inductor(me: Rank) -> None:
 @on_ranks
 def ranks_that_disagree(me: Rank) -> None:
     problem = Problem(me)
-    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
     is_last = me.rank == me.size - 1
 
     def call(**changes: Any) -> Any:
@@ -536,8 +539,9 @@ def ranks_that_disagree(me: Rank) -> None:
     same_error(me, call(temperature=-1.0), "temperature must be positive", "got -1.0", "rank")
     cut = parts["student_weight"] if is_last else parts["student_weight"][:-1]
     same_error(me, lambda: linear_kl(**{**parts, "student_weight": cut}, group=me.group),
-               "same words", "reshard_words", "[0, 50) (rank 0)", "[0, 51) (rank 0)")  # fmt: skip
-    same_error(me, call(student_first_word=3), "student_first_word", "None (rank 0)", "3 (rank")
+               "same vocabulary entries", "reshard_vocab",
+                "[0, 50) (rank 0)", "[0, 51) (rank 0)")  # fmt: skip
+    same_error(me, call(student_vocab_start=3), "student_vocab_start", "None (rank 0)", "3 (rank")
     double = {name: x.double() for name, x in parts.items()}
     same_error(me, call(**double), "element size of student_hidden", "(rank 0)")
     # after all that the ranks still meet
@@ -546,10 +550,12 @@ def ranks_that_disagree(me: Rank) -> None:
 
 @on_ranks
 def ranks_that_disagree_about_dtensors(me: Rank) -> None:
-    """What one rank refuses is raised on those too that have other tokens or other words."""
+    """What one rank refuses is raised on those too that have other tokens or other vocabulary
+    entries.
+    """
     is_last = me.rank == me.size - 1
     labels, temperature = labels_of(me)[: NUM_TOKENS - is_last], -1.0 if is_last else 1.0
-    square = init_device_mesh(me.device.type, (me.size, 1), mesh_dim_names=("data", "words"))
+    square = init_device_mesh(me.device.type, (me.size, 1), mesh_dim_names=("data", "vocab"))
     for mesh, hidden, weight in (
         (me.mesh, [Shard(0)], [Replicate()]),
         (me.mesh, [Replicate()], [Shard(0)]),
@@ -568,21 +574,21 @@ def ranks_that_disagree_about_dtensors(me: Rank) -> None:
 @on_ranks
 def bad_calls(me: Rank) -> None:
     problem = Problem(me)
-    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
     same_error(
         me, lambda: linear_kl(**parts, group=me.group, impl="reference"), "impl='reference'"
     )
     same_error(me, lambda: linear_kl(**parts, group=3), "process group", "int")
-    same_error(me, lambda: linear_kl(**parts, student_first_word=0), "need a group")
-    square = init_device_mesh(me.device.type, (1, me.size), mesh_dim_names=("data", "words"))
+    same_error(me, lambda: linear_kl(**parts, student_vocab_start=0), "need a group")
+    square = init_device_mesh(me.device.type, (1, me.size), mesh_dim_names=("data", "vocab"))
     same_error(
         me, lambda: linear_kl(**parts, group=square), "one dimension", f"shape (1, {me.size})"
     )
-    first = 0 if me.rank == 0 else 60  # words 51 to 59 are nobody's
+    first = 0 if me.rank == 0 else 60  # vocabulary entries 51 to 59 are nobody's
     same_error(
         me,
         lambda: linear_kl(
-            **parts, group=me.group, student_first_word=first, teacher_first_word=first
+            **parts, group=me.group, student_vocab_start=first, teacher_vocab_start=first
         ),
         "must make up a whole vocabulary", "[0, 51) (rank 0)", "[60, 110) (rank 1)",
     )  # fmt: skip
@@ -611,22 +617,22 @@ def bad_calls(me: Rank) -> None:
     same_error(me, call(teacher_weight=elsewhere), "same device mesh", "teacher_weight")
 
     def moved(*ranges: tuple[int, int]) -> Any:
-        return lambda: reshard_words(parts["student_weight"], list(ranges), group=me.group)
+        return lambda: reshard_vocab(parts["student_weight"], list(ranges), group=me.group)
 
-    same_error(me, moved((0, 3)), f"words of {me.size} ranks", "[(0, 3)]")
+    same_error(me, moved((0, 3)), f"vocabulary entries of {me.size} ranks", "[(0, 3)]")
     same_error(me, moved((0, 3), (4, NUM_WORDS)), "consecutive", "(4, 101)")
-    same_error(me, moved((0, 3), (3, 99)), "last of 101 words", "(3, 99)")
+    same_error(me, moved((0, 3), (3, 99)), "last of 101 vocabulary entries", "(3, 99)")
     mine = (0, 3 + me.rank)
     same_error(me, moved(mine, (mine[1], NUM_WORDS)), "(rank 0)", "(rank 1)")
-    same_error(me, lambda: reshard_words(weight), "either ranges or like")
-    same_error(me, lambda: reshard_words(parts["student_weight"]), "needs a group")
+    same_error(me, lambda: reshard_vocab(weight), "either ranges or like")
+    same_error(me, lambda: reshard_vocab(parts["student_weight"]), "needs a group")
 
 
 @on_ranks
 def a_killed_rank(me: Rank) -> None:
     """The last check: nobody waits for a rank that is gone."""
     problem = Problem(me)
-    parts = problem.shard((me.words(NUM_WORDS),) * 2)
+    parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
     if me.device.type == "cuda":
         return  # NCCL ends the process itself, which the other checks' results would not survive
     if me.rank == me.size - 1:

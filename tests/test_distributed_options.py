@@ -14,7 +14,7 @@ from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
 
 BATCH, HEADS, HEAD_DIM = 2, 6, 4
-TOKENS, WORDS, WIDTH = 6, 10, 4
+TOKENS, VOCAB, WIDTH = 6, 10, 4
 NAMES = ("student_q", "student_k", "teacher_q", "teacher_k")
 
 
@@ -163,7 +163,7 @@ def _heads(*tokens: int) -> dict[str, Tensor]:
     return {
         f"{side}_{name}": torch.randn(*shape, WIDTH)
         for side in ("student", "teacher")
-        for name, shape in (("hidden", tokens), ("weight", (WORDS,)))
+        for name, shape in (("hidden", tokens), ("weight", (VOCAB,)))
     }
 
 
@@ -201,18 +201,18 @@ def weights_of_tokens_on_a_mesh(me: Rank) -> None:
         truth = weight.double().requires_grad_()
         value = (_linear_rows(x) * truth).mean()
         value.backward()
-        for hidden, words in FORMS:
+        for hidden, vocab in FORMS:
             for is_plain in (False, True):
                 given: Any = weight.clone()
                 if not is_plain:
                     given = distribute_tensor(given, me.mesh, [place])
-                placed = _placed(me, x, hidden, words)
+                placed = _placed(me, x, hidden, vocab)
                 ours = linear_kl(
                     **placed, row_weight=given.requires_grad_(), reduction="mean",
                     strategy="recompute",
                 )  # fmt: skip
                 ours.full_tensor().backward()
-                what = f"{shape} {place} {hidden} {words} plain {is_plain}"
+                what = f"{shape} {place} {hidden} {vocab} plain {is_plain}"
                 _close(ours.detach(), value.detach(), what)
                 _close(given.grad, truth.grad, f"gradient, {what}")
 
@@ -224,11 +224,11 @@ def masks_of_tokens_on_a_mesh(me: Rank) -> None:
         mask = torch.rand(shape) < 0.6
         counted = mask.expand(TOKENS, 2)
         value = _linear_rows(x)[counted].sum() / counted.sum()
-        for hidden, words in FORMS:
-            placed = _placed(me, x, hidden, words)
+        for hidden, vocab in FORMS:
+            placed = _placed(me, x, hidden, vocab)
             given = distribute_tensor(mask, me.mesh, [place])
             ours = linear_kl(**placed, row_mask=given, reduction="mean")
-            _close(ours.detach(), value, f"{shape} {place} {hidden} {words}")
+            _close(ours.detach(), value, f"{shape} {place} {hidden} {vocab}")
 
 
 @on_ranks
@@ -254,15 +254,15 @@ def means_beside_weights_of_16_bits(me: Rank) -> None:
 def calls_without_tokens(me: Rank) -> None:
     """On all ranks, and on all but the first: no rank waits, sums are 0 with gradient 0."""
     labels = torch.zeros(0, dtype=torch.int64)
-    for hidden, words in (*FORMS[::2], FORMS[3], (None, None)):
+    for hidden, vocab in (*FORMS[::2], FORMS[3], (None, None)):
         for given in (None, labels):
             for reduction in ("none", "sum", "mean", "batchmean"):
                 x = _heads(0)
-                if words is None:
+                if vocab is None:
                     placed: Any = {name: t.requires_grad_() for name, t in x.items()}
                     value = linear_kl(**placed, labels=given, reduction=reduction, group=me.group)
                 else:
-                    placed = _placed(me, x, hidden, words)
+                    placed = _placed(me, x, hidden, vocab)
                     value = linear_kl(**placed, labels=given, reduction=reduction).full_tensor()
                 value.sum().backward()
                 assert all(not t.grad.any() for t in placed.values())

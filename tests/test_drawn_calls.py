@@ -29,7 +29,7 @@ def implementations(kind: str, device: str = "cpu") -> tuple[str, ...]:
         return ("auto", "hopper", "triton") if kind == "attention" else ("auto", "triton")
     if INTERPRETED:
         return ("triton",)
-    of_kind = ("reference", "streaming", "compiled")
+    of_kind = ("reference", "torch", "compiled")
     return of_kind if kind == "attention" else (*of_kind, "shards")
 
 

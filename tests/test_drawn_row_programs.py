@@ -90,12 +90,12 @@ def _off(got: Tensor, expected: Tensor, naive: Any) -> str:
 
 
 @outside
-@pytest.mark.parametrize("impl", ["blocked", "reference"])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_drawn(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_streamkl.rows import blocked
+    from torch_streamkl.rows import torch_impl
 
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 24)
-    monkeypatch.setattr(blocked, "MAX_KEYS", 3)
+    monkeypatch.setattr(torch_impl, "BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr(torch_impl, "MAX_KEYS", 3)
     wrong = {seed: difference(seed, impl, "cpu", torch.float64) for seed in range(IN_CI)}
     assert not {s: w for s, w in wrong.items() if w and not w.startswith("refused")}
     assert sum(w.startswith("refused") for w in wrong.values()) < IN_CI // 4
@@ -122,7 +122,7 @@ def main() -> int:
             sys.executable, [sys.executable, "-m", "tests.test_drawn_row_programs", *sys.argv[1:]]
         )
     is_kernel = given.interpreter or given.device != "cpu"
-    impl = given.impl or ("triton" if given.interpreter else "auto" if is_kernel else "blocked")
+    impl = given.impl or ("triton" if given.interpreter else "auto" if is_kernel else "torch")
     dtype = torch.float32 if is_kernel else torch.float64
     torch.backends.cuda.matmul.allow_tf32 = False
     counts: collections.Counter[str] = collections.Counter()

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_streamkl.launches import driver_calls, recorded
+from torch_streamkl.launches import capture, driver_calls
 from torch_streamkl.runtime.launch import launch
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
@@ -56,7 +56,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(driver_calls, "BuiltinFunctionType", (BuiltinFunctionType, Driver))
-    monkeypatch.setattr(recorded, "runs_directly", lambda: True)
+    monkeypatch.setattr(capture, "runs_directly", lambda: True)
     PyCUtensorMap.count = 0
     return Driver()
 
@@ -113,7 +113,7 @@ def _program(kernel: Kernel, *, described: bool = True) -> tuple[Any, Any]:
         launch(kernel, (3, 2, 1), arguments, (), {})
         return [out]
 
-    _, program = recorded.record(function, _tensors(0))
+    _, program = capture.record(function, _tensors(0))
     assert program is not None
     return function, program
 

@@ -15,7 +15,7 @@ import torch._inductor.custom_graph_pass
 from torch import Tensor, fx
 
 import torch_streamkl
-from tests.support.bodies import inductor_without_code
+from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import CustomGraphPass

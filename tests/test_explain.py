@@ -16,7 +16,7 @@ import torch_streamkl
 from tests.support.covering import every
 from tests.support.hard_programs import PROGRAMS, make_inputs
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.hints import hint_for
 from torch_streamkl.fx_passes.reporting.report import Report
 
 EAGER = {"streamkl.inner": "eager"}
@@ -63,12 +63,12 @@ def test_sites_answer_in_the_terms_of_the_user() -> None:
     assert "kl_div(got, wanted" in good.code
     assert (good.kind, good.form, good.reason) == ("attention_kl", "forward_kl", "")
     # two scores, two softmaxes and the products of [2, 3, 6, 6] float64 values
-    assert good.quadratic_bytes_saved >= 4 * 2 * 3 * 6 * 6 * 8
+    assert good.bytes_saved >= 4 * 2 * 3 * 6 * 6 * 8
     assert bad.location == _line_of(unfused, "kl_div")
     assert "sort of scores" in bad.reason
     assert bad.blocked_at == _line_of(unfused, "ranked =")
-    assert "needs whole rows" in bad.remedy
-    assert report.remaining_quadratic > 0
+    assert "needs whole rows" in bad.hint
+    assert report.num_remaining > 0
 
 
 def test_report_is_a_table() -> None:
@@ -84,7 +84,7 @@ def test_report_is_a_table() -> None:
     assert "2. " not in same
 
 
-COMPILED = "as panels of query rows, compiled by Inductor"
+COMPILED = "by query tiles, compiled by Inductor"
 BLOCKS = "in plain torch, by blocks of queries and keys"
 
 
@@ -111,7 +111,7 @@ def test_averaged_teachers_say_what_they_cost() -> None:
     q, k, teacher = (torch.randn(2, heads, 16, 8) for heads in (1, 1, 4))
     (site,) = torch_streamkl.explain(indexer, q, k, teacher).sites
     assert site.fused
-    assert site.runs.startswith(f"{BLOCKS}, ")  # panels have no averaged heads
+    assert site.runs.startswith(f"{BLOCKS}, ")  # query tiles have no averaged heads
     assert "the mean of 4 teacher heads made again in the backward" in site.runs
 
 
@@ -128,7 +128,7 @@ def test_sizes_of_data_are_a_reason() -> None:
         value = torch.compile(loss, backend="streamkl", options=EAGER)(*inputs)
     (site,) = report.sites
     assert "sizes are read from tensors" in site.reason
-    assert "mask what is beyond the lengths" in site.remedy
+    assert "mask what is beyond the lengths" in site.hint
     assert not report.failures
     torch.testing.assert_close(value, loss(*inputs))
 
@@ -159,10 +159,10 @@ def test_what_nothing_reads_does_not_remain() -> None:
         return F.kl_div(scores.log_softmax(-1), (t @ t.mT).softmax(-1), reduction="batchmean")
 
     report = torch_streamkl.explain(loss, *make_inputs())
-    assert (report.num_fused, report.remaining_quadratic) == (1, 0)
+    assert (report.num_fused, report.num_remaining) == (1, 0)
     report = torch_streamkl.explain(checked, *make_inputs())
     assert report.num_fused == 1
-    assert report.remaining_quadratic > 0
+    assert report.num_remaining > 0
 
 
 def _tokens(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -217,13 +217,13 @@ def test_every_unfused_program_says_why_and_what_to_do(name: str) -> None:
     assert report.sites
     for site in report.sites:
         assert site.reason
-        assert site.remedy, site.reason
+        assert site.hint, site.reason
         assert ":" in site.location
 
 
 def test_remedies_are_for_reasons() -> None:
-    assert remedy_for("dropout changes the probabilities after the softmax")
-    assert remedy_for("an unheard-of reason") == ""
+    assert hint_for("dropout changes the probabilities after the softmax")
+    assert hint_for("an unheard-of reason") == ""
 
 
 def test_explain_neither_uses_nor_leaves_compiled_code() -> None:

@@ -50,18 +50,20 @@ else:
 
 
 class Maps(nn.Module):
-    """Queries and keys of two heads, and the logits of 20 words."""
+    """Queries and keys of two heads, and the logits of 20 vocabulary entries."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.words = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(8, 20)
+        self.q, self.k, self.vocab = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(8, 20)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k)]
 
 
 class Step(nn.Module):
-    """The loss of a distillation step: maps and words, by naive code or by our functions."""
+    """The loss of a distillation step: maps and vocabulary entries, by naive code or by our
+    functions.
+    """
 
     def __init__(self, is_naive: bool) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class Step(nn.Module):
         self.teacher.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._maps(x) + self._words(x.flatten(0, 1))
+        return self._maps(x) + self._vocab(x.flatten(0, 1))
 
     def _maps(self, x: Tensor) -> Tensor:
         q, k = self.student(x)
@@ -85,8 +87,8 @@ class Step(nn.Module):
         teacher = (teacher_q @ teacher_k.mT * SCALE).softmax(-1)
         return F.kl_div(student, teacher, reduction="batchmean")
 
-    def _words(self, x: Tensor) -> Tensor:
-        heads = self.student.words, self.teacher.words
+    def _vocab(self, x: Tensor) -> Tensor:
+        heads = self.student.vocab, self.teacher.vocab
         if not self.is_naive:
             (w, b), (tw, tb) = ((head.weight, head.bias) for head in heads)
             return linear_kl(x, w, x, tw, student_bias=b, teacher_bias=tb, reduction="mean")
@@ -188,7 +190,7 @@ def _value_and_gradients(function: Callable[..., Tensor], step: Step, x: Tensor)
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_cpp_wrapper(device: str) -> None:
-    """C++ calls the operators and nothing of ours beside; on a GPU it launches the kernels."""
+    """C++ calls the operators and nothing of ours next to; on a GPU it launches the kernels."""
     step = Step(is_naive=True).to(device)
     x = batch(device)
     options: dict[str, Any] = {"cpp_wrapper": True, "streamkl.strict": True}

@@ -49,7 +49,7 @@ def step(tensors: list[Tensor], **options: Any) -> list[Tensor]:
 # ---------------------------------------------------------------------------------- large tensors
 @pytest.mark.parametrize("impl", IMPLS)
 def test_offsets_past_two_billion_elements(impl: str) -> None:
-    """The last heads of q and k lie behind 2^31 elements; alone they give the same."""
+    """The last heads of q and k lie after 2^31 elements; alone they give the same."""
     skip_unless_it_runs(impl)
     rows, dim = 64, 64
     heads = 2**31 // (rows * dim) + 8  # of one tensor: 4.3 GB in bfloat16
@@ -85,11 +85,11 @@ def test_gradients_past_two_billion_elements() -> None:
 
 
 def test_logits_past_two_billion_elements() -> None:
-    """18,000 tokens of 130,000 words: more logits than an int32 counts."""
-    tokens, words, width = 18_000, 130_000, 16
-    assert tokens * words > 2**31
+    """18,000 tokens of 130,000 vocabulary entries: more logits than an int32 counts."""
+    tokens, vocab, width = 18_000, 130_000, 16
+    assert tokens * vocab > 2**31
     tensors = [
-        torch.randn(n, width, device="cuda", dtype=BF16) for n in (tokens, words, tokens, words)
+        torch.randn(n, width, device="cuda", dtype=BF16) for n in (tokens, vocab, tokens, vocab)
     ]
     with torch.no_grad():
         whole = linear_kl(*tensors, max_workspace_mib=16384)
@@ -212,7 +212,7 @@ def test_cuda_graph(name: str) -> None:
 def replayed(
     step: Callable[[], list[Tensor]], leaves: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a captured step computes on other numbers, beside an ordinary one."""
+    """What a captured step computes on other numbers, next to an ordinary one."""
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -277,7 +277,7 @@ import torch
 from torch_streamkl import attention_kl, linear_kl
 
 x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
-plain = attention_kl(x, x, x, x, impl="streaming")
+plain = attention_kl(x, x, x, x, impl="torch")
 assert plain.isfinite().all()
 for call in (attention_kl, linear_kl):
     tensors = [x] * 4 if call is attention_kl else [x[0, 0]] * 4
@@ -298,10 +298,10 @@ def test_without_a_c_compiler(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     errors = done.stdout.splitlines()
     assert len(errors) in (0, 2)
-    assert all("takes a C compiler" in line and "impl='streaming'" in line for line in errors)
+    assert all("takes a C compiler" in line and "impl='torch'" in line for line in errors)
 
 
-# ------------------------------------------------------------------ a check leaves nothing behind
+# ------------------------------------------------------------------ a check leaves nothing after
 def test_gradients_after_a_check_of_attention() -> None:
     """NOTE [cuDNN's attention is not run in checks] in validation/isolation.py."""
     x = torch.randn(4, 128, 4 * 64, device="cuda", dtype=BF16)

@@ -74,8 +74,8 @@ def of_heads(n: int) -> tuple[list[Tensor], Step]:
     )
 
 
-def of_words(n: int, reduction: str = "none") -> tuple[list[Tensor], Step]:
-    """The log-probability of a label, the entropy, and a KL over given words."""
+def of_vocab(n: int, reduction: str = "none") -> tuple[list[Tensor], Step]:
+    """The log-probability of a label, the entropy, and a KL over given vocabulary entries."""
     leaves = [leaf(n, 64), leaf(4 * n, 64), leaf(n, 48), leaf(4 * n, 48)]
     label = torch.randint(4 * n, (n,), device="cuda")
     top = torch.randint(4 * n, (n, 16), device="cuda")
@@ -103,10 +103,10 @@ def shards(n: int) -> tuple[list[Tensor], Step]:
     """What the ranks of a sharded vocabulary launch, one after the other; no gradients."""
     from torch_streamkl.linear.triton import shards as shard_kernels
 
-    words = 4 * n
-    tensors = [torch.randn(m, 64, device="cuda", dtype=BF16) for m in (n, words, n, words)]
+    vocab = 4 * n
+    tensors = [torch.randn(m, 64, device="cuda", dtype=BF16) for m in (n, vocab, n, vocab)]
     whole = linear_ops.problem_of(*tensors, functional=named("forward_kl").text)[0]
-    parts = [whole.of_words(slice(*cut)) for cut in ((0, n), (n, words))]
+    parts = [whole.of_vocab(slice(*cut)) for cut in ((0, n), (n, vocab))]
     # the caller makes the logits, of a chunk of rows at a time
     logits = [[side.hidden @ side.weight.t() for side in part.heads] for part in parts]
 
@@ -115,7 +115,7 @@ def shards(n: int) -> tuple[list[Tensor], Step]:
         for part, pair, state in zip(parts, logits, states, strict=True):
             shard_kernels.state(part, *pair, state)
         out = RowValues.allocate(whole)
-        shard_kernels.merged(whole, states, words, out)
+        shard_kernels.merged(whole, states, vocab, out)
         return [out.value, out.student_lse, out.teacher_lse]
 
     return [x for pair in logits for x in pair], step
@@ -154,10 +154,10 @@ def admitted(n: int) -> Tensor:
 FORMS: dict[str, Form] = {
     "row program": in_tiles,
     "row program of heads": of_heads,
-    "row program of words": of_words,
-    "sum of a row program of words": functools.partial(of_words, reduction="mean"),
+    "row program of LM heads": of_vocab,
+    "sum of a row program of LM heads": functools.partial(of_vocab, reduction="mean"),
     "LM head, two passes": head,
-    "shards of words": shards,
+    "vocabulary shards": shards,
     "hopper, lengths": hopper(key_lengths=lengths),
     "hopper, window": hopper(window=(100, 0)),
     "hopper, mask": hopper(attn_mask=admitted),
@@ -166,12 +166,12 @@ FORMS: dict[str, Form] = {
     "hopper, any order": hopper(64, deterministic=False),
     "hopper, packed": packed,
 }
-# blocks of rows and of words take what a caller allows them, whatever the lengths
+# blocks of rows and of vocabulary entries take what a caller allows them, whatever the lengths
 WORKSPACE_MIB = {
     "row program of heads": 64,
     "LM head, two passes": 256,
-    "row program of words": 256,
-    "sum of a row program of words": 512,
+    "row program of LM heads": 256,
+    "sum of a row program of LM heads": 512,
 }
 SUMS_IN_ANY_ORDER = ("hopper, any order",)
 
@@ -214,12 +214,12 @@ def test_no_allocation_of_all_pairs(name: str) -> None:
     """A byte for each pair would be n^2, which the mask that is given has."""
     n = 4108
     _, step = FORMS[name](n)
-    pairs = n * n * (4 if "words" in name or "LM head" in name else 1)
+    pairs = n * n * (4 if "vocab" in name or "LM head" in name else 1)
     assert largest_allocation(step) < max(pairs, WORKSPACE_MIB.get(name, 0) * 2**20 + 1)
 
 
 def test_a_row_program_past_two_billion_elements() -> None:
-    """The last heads of the operands lie behind 2^31 elements; alone they give the same."""
+    """The last heads of the operands lie after 2^31 elements; alone they give the same."""
     rows, dim = 64, 64
     heads = 2**31 // (rows * dim) + 8
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.covering import every
 from tests.support.problems import CASES, build
+from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
 from torch_streamkl import linear_kl
-from torch_streamkl.attention import blocked, ops, panels
+from torch_streamkl.attention import ops, query_tiles, torch_impl
 from torch_streamkl.launches import launch
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
-from torch_streamkl.linear import panels as linear_panels
+from torch_streamkl.linear import token_tiles
 
 PACKED = ((2, 4), (3, 1))
 
 
-@pytest.mark.parametrize("impl", ["reference", "streaming"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("name", every(3, CASES))
 def test_attention(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 8)  # several blocks of each kind
@@ -45,7 +45,7 @@ def test_attention(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert gradcheck(function, tuple(call.tensors[n] for n in wanted))
 
 
-# those with a limit of panels, and one of many heads that takes as long as all others
+# those with a limit of query tiles, and one of many heads that takes as long as all others
 NOT_OF_PANELS = ("teacher_lse", "gqa_few_queries")
 OF_PANELS = [n for n in CASES if "mean" not in n and n not in NOT_OF_PANELS]
 
@@ -54,12 +54,12 @@ OF_PANELS = [n for n in CASES if "mean" not in n and n not in NOT_OF_PANELS]
 @pytest.mark.parametrize("name", every(5, OF_PANELS))
 def test_panels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiled graphs run on a CPU, without compiling it."""
-    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 20)
-    monkeypatch.setattr(panels, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(ops, "_module", lambda _: panels)
+    monkeypatch.setattr(query_tiles, "QUERY_TILE_ELEMENTS", 20)
+    monkeypatch.setattr(query_tiles, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(ops, "_module", lambda _: query_tiles)
     for function in ("forward", "backward", "forward_with_gradients"):
-        monkeypatch.setattr(blocked, function, None)  # what panels hand on
-    test_attention(name, "streaming", monkeypatch)
+        monkeypatch.setattr(torch_impl, function, None)  # what query tiles hand on
+    test_attention(name, "torch", monkeypatch)
 
 
 LINEAR: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ LINEAR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
-@pytest.mark.parametrize("impl", ["reference", "streaming"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear(name: str, impl: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def two_rows(problem: Any, _: object) -> int:
@@ -96,6 +96,6 @@ def test_linear(name: str, impl: str, strategy: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
 @pytest.mark.parametrize("name", every(2, LINEAR))
 def test_linear_panels(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_panels, "BLOCK_ELEMENTS", 5)
-    monkeypatch.setattr(linear_ops, "rows_of", lambda *_: linear_panels)
-    test_linear(name, "streaming", strategy, monkeypatch)
+    monkeypatch.setattr(token_tiles, "BLOCK_ELEMENTS", 5)
+    monkeypatch.setattr(linear_ops, "rows_of", lambda *_: token_tiles)
+    test_linear(name, "torch", strategy, monkeypatch)

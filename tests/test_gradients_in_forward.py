@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
-from tests.support.bodies import (
+from tests.support.subgraphs import (
     bodies_as_written,  # noqa: F401  # a fixture
     inductor_without_code,
 )
 from torch_streamkl import attention_kl
-from torch_streamkl.attention import ops, panels
+from torch_streamkl.attention import ops, query_tiles
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.fx_passes import gradients_in_forward, inductor_passes
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
@@ -181,9 +181,9 @@ def test_separate_passes_of_a_compiled_graph_are_panels(monkeypatch: pytest.Monk
     """Also where its wrapper calls a site instead of the operator."""
     called: list[str] = []
     for name in ("forward", "backward"):
-        original = getattr(panels, name)
+        original = getattr(query_tiles, name)
         monkeypatch.setattr(
-            panels, name, lambda *args, n=name, f=original: called.append(n) or f(*args)
+            query_tiles, name, lambda *args, n=name, f=original: called.append(n) or f(*args)
         )
     inputs = [torch.randn(2, 2, 21, 8) for _ in range(4)]
     inputs[0].requires_grad_()

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.offline import TARGETS, compile_launch, looks_like, ptxas_messages, record_launches
 from tests.support.problems import Call, Spec, build
 from tests.support.tolerances import budget, check
-from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.divergences.functional import DIVERGENCES, named
 from torch_streamkl.launches import launch
 from torch_streamkl.launches.devices import gpu_of
@@ -112,7 +112,7 @@ def test_compiled(teacher_dim: int) -> None:
         p = of_indexer(teacher_dim)
         _, stats = kernels.forward(p)
         grad = torch.empty(1, 1, 4096, device="cuda")
-        kernels.backward(p, stats, grad, Wanted(True, True, False, False))
+        kernels.backward(p, stats, grad, NeedsGrad(True, True, False, False))
     own = [x for x in launches if x.kernel.is_gluon()]
     names = [x.kernel.__name__ for x in own]
     assert names == ["heads_lse_kernel", "heads_mean_kernel", "heads_mean_kernel"]

@@ -226,7 +226,7 @@ def test_what_lies_beyond_a_length_does_not_count(mask: str, deterministic: bool
 @on_hopper
 @pytest.mark.usefixtures("adds_small_queries")
 def test_low_scores_beside_absent_keys() -> None:
-    """Keys of 0 beyond the last one, beside which every score of a row is far below."""
+    """Keys of 0 beyond the last one, next to which every score of a row is far below."""
     q, k = (torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for n in (150, 200))
     q[..., 0], k[..., 0] = 40.0, -40.0
     q.requires_grad_()
@@ -390,7 +390,7 @@ def test_whole_blocks_and_parts() -> None:
     ],
 )
 def test_parts_of_last_round(blocks: int, tiles: int, expected: tuple[int, int]) -> None:
-    assert launch.parts_of_last_round(blocks, tiles, torch.device("cuda")) == expected
+    assert launch.splits_of_last_wave(blocks, tiles, torch.device("cuda")) == expected
 
 
 @pytest.fixture
@@ -399,7 +399,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     from torch_streamkl.attention.triton import forward
 
     seen: list[torch.Tensor] = []
-    kernel = forward.forward_again_kernel
+    kernel = forward.recompute_kernel
 
     class Recording:
         def __getitem__(self, grid: Any) -> Any:
@@ -409,7 +409,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
             return run
 
-    monkeypatch.setattr(forward, "forward_again_kernel", Recording())
+    monkeypatch.setattr(forward, "recompute_kernel", Recording())
     return seen
 
 
@@ -622,7 +622,7 @@ def test_incoming_gradients(kind: str, clamp: float, head_dim: int) -> None:
 @on_hopper
 @pytest.mark.parametrize("clamp", [0.0, 1e-3])  # the second has another kernel
 def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dK of eight heads that share keys: in four shares, and in one."""
+    """dK of eight grouped heads (GQA): in four shares, and in one."""
     from torch_streamkl.attention.hopper import launches as hopper_attention
 
     case = spec(
@@ -630,8 +630,8 @@ def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
         is_causal=True, student_clamp=clamp, divergence="reverse_kl",
     )  # fmt: skip
     call = build(case)
-    for num_shares in (4, 1):
-        monkeypatch.setattr(hopper_attention, "key_shares", lambda *_, n=num_shares, **__: n)
+    for num_splits in (4, 1):
+        monkeypatch.setattr(hopper_attention, "key_splits", lambda *_, n=num_splits, **__: n)
         plans.clear_plans()
         check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
     plans.clear_plans()
@@ -647,7 +647,7 @@ def test_key_shares(group: int, blocks: int, is_causal: bool, expected: int) -> 
     with FakeTensorMode():
         q, k = (torch.empty(1, heads, 8192, 64, device="cuda") for heads in (group, 1))
     problem = problem_of(q, k, q, k, window_right=0 if is_causal else None)[0]
-    assert launch.key_shares(problem, group, blocks, resident=1) == expected
+    assert launch.key_splits(problem, group, blocks, resident=1) == expected
 
 
 @pytest.mark.usefixtures("h200")
@@ -662,14 +662,14 @@ def test_shares_have_one_key_head_of_each_side(
     with FakeTensorMode():
         x = torch.empty(1, 1, 8192, 64, device="cuda")
     problem = problem_of(x, x, x, x)[0]
-    found = launch.key_shares(problem, group, blocks, resident=1, together=other_group)
+    found = launch.key_splits(problem, group, blocks, resident=1, together=other_group)
     assert found == expected
 
 
 @pytest.mark.gpu
 @on_hopper
 def test_cuda_graph() -> None:
-    # kernels that begin beside the one before stay so in a graph
+    # kernels that begin next to the one before stay so in a graph
     call = build(spec(64, seqlen_q=300, seqlen_k=500)).to(device="cuda")
     inputs = list(call.tensors.values())
 
@@ -823,7 +823,7 @@ def test_who_takes_turns(
     with FakeTensorMode():
         x = torch.empty(2, 4, seqlen, 128, device="cuda", dtype=torch.bfloat16)
     problem = problem_of(x, x, x, x, **options)[0]
-    assert tuple(launch.takes_turns(problem, backward) for backward in (False, True)) == expected
+    assert tuple(launch.is_persistent(problem, backward) for backward in (False, True)) == expected
 
 
 @pytest.mark.usefixtures("h200")

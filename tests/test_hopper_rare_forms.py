@@ -132,7 +132,7 @@ def test_same_bits_of_wide_heads_and_biases() -> None:
 @pytest.mark.parametrize("mask", ["none", "causal", "lengths"])
 def test_shares_of_query_gradients(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for tiles in (2, 8):
-        monkeypatch.setattr(launch, "LEAST_TILES_OF_SHARE", tiles)
+        monkeypatch.setattr(launch, "LEAST_TILES_OF_SPLIT", tiles)
         for sizes in ((200, 900), (64, 4000)):
             form = ((128, 128), (2, 2), mask, "forward_kl", 0.0)
             check_on_gpu(call_of(form, sizes))
@@ -141,7 +141,7 @@ def test_shares_of_query_gradients(mask: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 @on_hopper
 def test_heads_that_become_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LEAST_TILES_OF_SHARE", 4)
+    monkeypatch.setattr(launch, "LEAST_TILES_OF_SPLIT", 4)
     for sizes in ((64, 3000), (40, 700), (3, 130)):
         form = ((128, 128), (2, 2), "lengths", "forward_kl", 0.0)
         check_on_gpu(call_of(form, sizes))
@@ -156,7 +156,7 @@ def shares_of(rows: int, keys: int, heads: int = 8, **options: Any) -> tuple[int
         plan = hopper.plan_of(problem)
         sides = problem.student, problem.teacher
         tasks = [hopper._task(problem, plan, *sides, True, rows, False) for rows in (True, False)]
-    return tasks[0].SHARES, tasks[1].SHARES
+    return tasks[0].SPLITS, tasks[1].SPLITS
 
 
 @pytest.mark.parametrize(

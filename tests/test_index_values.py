@@ -29,7 +29,7 @@ SLICES = {
     "arange before its first": lambda n, m: (
         torch.arange(n)[-100:, None] + m - n >= torch.arange(m)
     ),
-    "stop behind the last": lambda n, m: lower(n, m)[:500, :500],
+    "stop after the last": lambda n, m: lower(n, m)[:500, :500],
     "start from the end": lambda n, m: torch.arange(n + 3)[-n:, None] + 5 >= torch.arange(m),
     "every other row": lambda n, m: torch.arange(2 * n)[::2, None] >= torch.arange(m),
     "negative numbers": lambda n, m: torch.arange(-n, 0)[:, None] + m >= torch.arange(m),

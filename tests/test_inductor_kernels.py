@@ -31,7 +31,7 @@ SPLIT = {"state_kernel": 1, "merge_kernel": 1, "dq_kernel": 2, "dk_kernel": 2}
 CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, int]]] = {
     "plain": (EQUAL, {}, ONE),
     "causal": (GROUPS, {"is_causal": True, "divergence": "js"}, ONE),
-    "few_queries": (FEW, {}, ONE),
+    "pack_gqa": (FEW, {}, ONE),
     "split": (
         LONG,
         {"divergence": "js"},
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, int]]] = {
         | {"mean_dq_kernel": 2, "mean_dk_kernel": 2},
     ),
 }
-QUICK = ("split", "few_queries")
+QUICK = ("split", "pack_gqa")
 
 
 def results(function: Any, inputs: list[Tensor]) -> list[Tensor]:

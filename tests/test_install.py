@@ -47,7 +47,7 @@ def test_backend_is_found_by_name(tmp_path: Path, editable: bool) -> None:
     installed = Path(torch.__file__).parents[1]
     # looked up, not imported: setuptools gives up its own distutils in a process that imports pip
     if not all((installed / name).is_dir() for name in ("pip", "setuptools")):
-        pytest.skip("pip and setuptools are not installed beside torch")
+        pytest.skip("pip and setuptools are not installed next to torch")
     source, home = tmp_path / "source", tmp_path / "home"
     source.mkdir()
     for name in PARTS:

@@ -1,6 +1,6 @@
-"""The labels' cross-entropy under autocast or no_grad, and the KL behind it: one call for both.
+"""The labels' cross-entropy under autocast or no_grad, and the KL after it: one call for both.
 
-What reads the cross-entropy has to move behind the KL, and may only where it computes the same.
+What reads the cross-entropy has to move after the KL, and may only where it computes the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.bodies import inductor_without_code
 from tests.support.comparing import compare
+from tests.support.subgraphs import inductor_without_code
 
 ROWS, WIDTH, TEACHER, VOCAB = 7, 12, 20, 50
 
@@ -47,7 +47,7 @@ def arithmetic_under_autocast(x, w, xt, wt, labels):  # type: ignore[no-untyped-
 
 
 def matmul_under_autocast(x, w, xt, wt, labels):  # type: ignore[no-untyped-def]
-    """Rounded to bfloat16 where it is, and not behind the KL."""
+    """Rounded to bfloat16 where it is, and not after the KL."""
     with torch.autocast("cpu", torch.bfloat16):
         s = F.linear(x, w)
         rows = of_labels(s, labels, reduction="none")
@@ -99,6 +99,6 @@ def test_shared_where_the_rest_computes_the_same(program: Any, inner: str) -> No
         outcome = compare(program, inputs(), inner=name)
     outcome.check()
     assert outcome.num_fused == 1, str(outcome.report)
-    shares = outcome.report.remaining_quadratic == 0
+    shares = outcome.report.num_remaining == 0
     assert shares == CASES[program], str(outcome.report)
     assert shares or any("keeps the student's logits" in x for x in outcome.report.notes)

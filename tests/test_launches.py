@@ -20,7 +20,7 @@ from tests.support.interpreter import inside, quiet
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.fx_passes.validation import records
 from torch_streamkl.kernels.arguments import Window
-from torch_streamkl.launches import devices, recorded, repeated
+from torch_streamkl.launches import capture, devices, replay
 from torch_streamkl.runtime import launch as runtime
 
 pytestmark = quiet
@@ -36,7 +36,7 @@ class Gpus:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "device", self.device)
-        monkeypatch.setattr(recorded, "_current_device", lambda: self.current)
+        monkeypatch.setattr(capture, "_current_device", lambda: self.current)
         stream_of = lambda index: 100 + index  # noqa: E731
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream_of, raising=False)
 
@@ -115,8 +115,8 @@ def test_recorded_launches_go_to_the_device_of_their_tensors(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And to its current stream, not to that of the current device."""
-    monkeypatch.setattr(recorded, "runs_directly", lambda: True)
-    kernel, make = Kernel(gpus), recorded.Recorder.program
+    monkeypatch.setattr(capture, "runs_directly", lambda: True)
+    kernel, make = Kernel(gpus), capture.Recorder.program
 
     def program(self: Any, outputs: Any) -> Any:
         self.device = SECOND  # what ran was on a CPU
@@ -127,8 +127,8 @@ def test_recorded_launches_go_to_the_device_of_their_tensors(
         runtime.launch(kernel, (1, 1, 1), (x, out), (), {})
         return [out]
 
-    monkeypatch.setattr(recorded.Recorder, "program", program)
-    _, replay = recorded.record(function, [torch.zeros(4)])
+    monkeypatch.setattr(capture.Recorder, "program", program)
+    _, replay = capture.record(function, [torch.zeros(4)])
     assert replay is not None
     kernel.seen.clear()
     for current in (0, 1, 2):
@@ -148,7 +148,7 @@ def test_captures_are_asked_of_the_device_of_the_tensors(
     with FakeTensorMode():
         x = torch.empty(4, device="cuda:1")
     calls: list[Any] = []
-    repeat = repeated.Repeated(lambda *given: calls.append(given) or [])  # type: ignore[func-returns-value]
+    repeat = replay.Replay(lambda *given: calls.append(given) or [])  # type: ignore[func-returns-value]
     for _ in range(3):
         repeat(x)  # would be recorded the second time
     assert len(calls) == 3 and repeat._program is None
@@ -198,7 +198,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device | No
 
     monkeypatch.setattr(runtime, "on_device", guard)
     monkeypatch.setattr(GridExecutor, "__call__", seen)
-    monkeypatch.setattr(repeated, "RECORDS", False)
+    monkeypatch.setattr(replay, "RECORDS", False)
     yield found
     assert found and set(found) == {torch.device("cpu")}
 

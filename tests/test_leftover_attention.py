@@ -1,4 +1,4 @@
-"""Attention left beside a fused KL, with heads that a GPU's fused attention does not take."""
+"""Attention left next to a fused KL, with heads that a GPU's fused attention does not take."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.support.comparing import compare
 from tests.support.plants import planted
-from torch_streamkl.fx_passes.followup import sdpa_fusion
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.passes import sdpa_fusion
 
 LOWEST = torch.finfo(torch.float32).min
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,7 +55,7 @@ def test_narrow_heads_are_filled_up(
         outcome = compare(step, inputs(*widths), options={"streamkl.min_mib": 0.0})
     outcome.check()
     assert outcome.num_fused == 1, outcome.report
-    assert outcome.report.remaining_quadratic == 0, outcome.report
+    assert outcome.report.num_remaining == 0, outcome.report
     whole = tuple(-(-n // 4) * 4 for n in (widths[0], *widths))
     assert set(found) == {whole}
 
@@ -67,7 +67,7 @@ def test_on_a_gpu(widths: tuple[int, int]) -> None:
     tensors = inputs(*widths, device="cuda")
     outcome = compare(step, tensors, inner="inductor", options={"streamkl.min_mib": 0.0})
     outcome.check()
-    assert outcome.report.remaining_quadratic == 0, outcome.report
+    assert outcome.report.num_remaining == 0, outcome.report
 
 
 def by_labels(sizes: dict[str, int], labels: tuple[str, ...], mask: str = "") -> Any:
@@ -117,7 +117,7 @@ def test_einsums(labels: tuple[str, ...], mask: str, dynamic: bool) -> None:
     outcome = compare(program, given, options=options, dynamic=dynamic).check()
     if not dynamic:
         assert outcome.num_fused == 1, outcome.report
-        assert outcome.report.remaining_quadratic == 0, outcome.report
+        assert outcome.report.num_remaining == 0, outcome.report
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_transformers_attention(family: str, padding: str) -> None:
     outcome = compare_step(make_step, _pair(family), (ids, mask)).check()
     assert outcome.num_graphs == 1
     assert outcome.report.num_fused == 2, outcome.report
-    assert outcome.report.remaining_quadratic == 0, outcome.report
+    assert outcome.report.num_remaining == 0, outcome.report
 
 
 # ------------------------------------------------------------------------- losses of libraries
@@ -168,4 +168,4 @@ def test_losses_on_logits(name: str) -> None:
     outcome = compare(LOSSES[name](), [*inputs, labels], inner="aot_eager").check()
     print(f"{name}: {outcome.num_fused} of {len(outcome.report.sites)} {outcome.reasons}")
     assert outcome.num_fused == len(outcome.report.sites) > 0, outcome.report
-    assert outcome.report.remaining_quadratic == 0, outcome.report
+    assert outcome.report.num_remaining == 0, outcome.report

@@ -1,4 +1,4 @@
-"""A second, narrow head beside an LM head: what a low-rank adapter of the head adds to logits.
+"""A second, narrow head next to an LM head: what a low-rank adapter of the head adds to logits.
 
 Its oracle is one head over concatenated features, [x, u] [W, B]^T, in float64.
 """
@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
-from torch_streamkl.linear.problem import RowWeights, Wanted
+from torch_streamkl.linear.problem import NeedsGrad, RowWeights
 
-TOKENS, WORDS, WIDTHS, RANKS = 41, 300, (24, 40), (4, 3)
+TOKENS, VOCAB, WIDTHS, RANKS = 41, 300, (24, 40), (4, 3)
 NAMES = ("hidden", "weight", "adapter_hidden", "adapter_weight")
 
 
@@ -27,7 +27,7 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     result = []
     for width, rank in zip(WIDTHS, RANKS, strict=True):
-        for shape in ((TOKENS, width), (WORDS, width), (TOKENS, rank), (WORDS, rank)):
+        for shape in ((TOKENS, width), (VOCAB, width), (TOKENS, rank), (VOCAB, rank)):
             x = torch.randn(shape, generator=generator, dtype=torch.float64) * shape[1] ** -0.5
             result.append((x * 2).to(dtype).requires_grad_())
     return result
@@ -65,7 +65,7 @@ def fused(xs: list[Tensor], labels: Tensor, weight: Tensor, sums: bool, mib: int
 def test_one_head_over_concatenated_features(
     dtype: torch.dtype, sums: bool, frozen: tuple[int, ...]
 ) -> None:
-    labels = torch.arange(TOKENS) % WORDS
+    labels = torch.arange(TOKENS) % VOCAB
     weight = torch.linspace(0.1, 1.0, TOKENS, dtype=torch.float64)
     # the row weights of the operator are of the type that it computes in
     chosen = weight if dtype == torch.float64 else weight.float()
@@ -86,13 +86,13 @@ def test_one_head_over_concatenated_features(
             assert apart <= 16 * eps * b.grad.double().norm()
 
 
-@pytest.mark.parametrize("words", [pytest.param(1, marks=pytest.mark.slow), 7, 63, 257])
-def test_blocks_of_words(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward by blocks of words and of tokens has the gradients of one block."""
+@pytest.mark.parametrize("vocab", [pytest.param(1, marks=pytest.mark.slow), 7, 63, 257])
+def test_blocks_of_words(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward by blocks of the vocabulary and of tokens has one block's gradients."""
     labels, weight = torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.float64)
     whole, parts = tensors(torch.float64), tensors(torch.float64)
     fused(whole, labels, weight, False, 8).backward()
-    monkeypatch.setattr(linear_chunks, "even_step", lambda size, *_: min(size, words))
+    monkeypatch.setattr(linear_chunks, "even_step", lambda size, *_: min(size, vocab))
     fused(parts, labels, weight, False, 8).backward()
     for a, b in zip(whole, parts, strict=True):
         assert a.grad is not None
@@ -108,7 +108,9 @@ def test_the_weight_is_not_copied() -> None:
     x, w, u, b, xt, wt, ut, bt = few
     adapters = dict(zip(linear_ops.ADAPTER_NAMES, (u, b, ut, bt), strict=True))
     problem, _, _ = linear_ops.problem_of(x, w, xt, wt, **adapters)
-    wanted = Wanted(student_hidden=True, student_adapter_hidden=True, student_adapter_weight=True)
+    wanted = NeedsGrad(
+        student_hidden=True, student_adapter_hidden=True, student_adapter_weight=True
+    )
     weights = RowWeights(torch.ones(num_tokens), None)
     with Allocations() as made:
         rows = linear_chunks.forward(problem, 1)
@@ -141,7 +143,7 @@ def _is_tensor(x: object) -> bool:
 
 def test_flops() -> None:
     xs = [x.detach() for x in tensors(torch.float32)]
-    matmuls = [2 * TOKENS * WORDS * n for n in (*WIDTHS, *RANKS)]
+    matmuls = [2 * TOKENS * VOCAB * n for n in (*WIDTHS, *RANKS)]
     with FlopCounterMode(display=False) as counter:
         fused(xs, torch.arange(TOKENS), torch.ones(TOKENS), False, 8)
     assert counter.get_total_flops() == sum(matmuls)
@@ -149,7 +151,7 @@ def test_flops() -> None:
         x.requires_grad_()
     with FlopCounterMode(display=False) as counter:
         fused(xs, torch.arange(TOKENS), torch.ones(TOKENS), True, 8)
-    student = 2 * TOKENS * WORDS * (WIDTHS[0] + RANKS[0])
+    student = 2 * TOKENS * VOCAB * (WIDTHS[0] + RANKS[0])
     assert counter.get_total_flops() == sum(matmuls) + 2 * student
 
 

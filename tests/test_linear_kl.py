@@ -22,9 +22,9 @@ from torch_streamkl.linear.problem import (
     MAX_LOW_PRECISION_SUMS,
     Head,
     LinearProblem,
+    NeedsGrad,
     RowValues,
     RowWeights,
-    Wanted,
     even_ranges,
     even_step,
     workspace_bytes,
@@ -34,14 +34,14 @@ from torch_streamkl.nitrobrew import forward_kl, reverse_kl
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")
 
 
-def heads(num_tokens=10, widths=(8, 12), words=(37, 37), dtype=torch.float64, seed=0, size=1.0):
+def heads(num_tokens=10, widths=(8, 12), vocab=(37, 37), dtype=torch.float64, seed=0, size=1.0):
     """student_hidden, student_weight, teacher_hidden and teacher_weight, all with gradient."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (
         (num_tokens, widths[0]),
-        (words[0], widths[0]),
+        (vocab[0], widths[0]),
         (num_tokens, widths[1]),
-        (words[1], widths[1]),
+        (vocab[1], widths[1]),
     )
     scales = (1.0, size * widths[0] ** -0.5, 1.0, size * widths[1] ** -0.5)
     return [
@@ -134,7 +134,7 @@ def test_every_option_at_once(strategy, workspace):
 @given(
     num_tokens=st.sampled_from([1, 2, 7, 33]),
     widths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    words=st.tuples(st.sampled_from([1, 5, 64, 129]), st.sampled_from([1, 5, 64, 129])),
+    vocab=st.tuples(st.sampled_from([1, 5, 64, 129]), st.sampled_from([1, 5, 64, 129])),
     divergence=st.sampled_from(["js", "tv"]),  # finite where the vocabularies differ
     needed=st.lists(st.booleans(), min_size=4, max_size=4),
     temperature=st.sampled_from([1.0, 3.0]),
@@ -143,14 +143,14 @@ def test_every_option_at_once(strategy, workspace):
     rows=st.sampled_from([1, 4, 100]),
 )
 def test_shapes(
-    num_tokens, widths, words, divergence, needed, temperature, has_labels, strategy, rows
+    num_tokens, widths, vocab, divergence, needed, temperature, has_labels, strategy, rows
 ):
-    inputs = heads(num_tokens, widths, words)
+    inputs = heads(num_tokens, widths, vocab)
     for x, need in zip(inputs, needed, strict=True):
         x.requires_grad_(need or not any(needed))
     options = {"divergence": divergence, "temperature": temperature, "strategy": strategy}
     if has_labels:
-        options["labels"] = torch.arange(num_tokens) % words[0]
+        options["labels"] = torch.arange(num_tokens) % vocab[0]
     with pytest.MonkeyPatch.context() as patch:
         limit_workspace(patch, rows)
         assert_is_definition(inputs, reduction="sum", **options)
@@ -174,10 +174,10 @@ def test_shifted_hidden_states_and_transposed_weights():
 
 
 def test_extra_words_are_impossible():
-    student_has_more = heads(words=(50, 37))
+    student_has_more = heads(vocab=(50, 37))
     assert_is_definition(student_has_more, reduction="mean")
     assert_is_definition(student_has_more, divergence="cross_entropy")
-    student_has_fewer = heads(words=(37, 50))
+    student_has_fewer = heads(vocab=(37, 50))
     assert linear_kl(*student_has_fewer).isposinf().all()
     assert_is_definition(student_has_fewer, divergence="reverse_kl", reduction="mean")
     assert not linear_kl(*student_has_fewer, reduction="sum").isnan()
@@ -208,7 +208,7 @@ def test_error_is_that_of_naive_code(dtype, strategy, num_chunks, monkeypatch):
     rows = num_tokens // num_chunks
     limit_workspace(monkeypatch, rows)
     monkeypatch.setattr(linear_chunks, "TOKEN_MULTIPLE", {"cpu": 1})
-    monkeypatch.setattr(linear_chunks, "WORD_MULTIPLE", 1)
+    monkeypatch.setattr(linear_chunks, "VOCAB_MULTIPLE", 1)
     ours = relative_errors(linear_kl(*inputs, reduction="mean", strategy=strategy), inputs, truth)
     value_eps = torch.finfo(torch.float32).eps * 8
     for error, budget, eps in zip(
@@ -259,7 +259,7 @@ def test_float16_gradients_wait_for_the_loss_scale():
 
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
 def test_ignored_rows_add_nothing_even_where_infinite(strategy):
-    inputs = heads(6, words=(37, 37))
+    inputs = heads(6, vocab=(37, 37))
     with torch.no_grad():
         inputs[0][2] = 1e200  # the row overflows: its own value is not finite
     mask = torch.arange(6) != 2
@@ -345,8 +345,8 @@ def test_double_backward_is_refused():
 
 def test_unwanted_gradient_is_an_error():
     inputs = heads()
-    total = linear_ops.linear_kl_sum(*inputs, wanted=[True])[0]
-    with pytest.raises(RuntimeError, match="wanted"):
+    total = linear_ops.linear_kl_sum(*inputs, needs_grad=[True])[0]
+    with pytest.raises(RuntimeError, match="needs_grad"):
         total.backward()
 
 
@@ -390,27 +390,29 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("loop", ["forward", "backward", "forward_with_gradients"])
 def test_no_tensor_has_tokens_times_words(loop):
-    num_tokens, num_words, dtype = 256, 4096, torch.float32
-    x, w = torch.randn(num_tokens, 4, dtype=dtype), torch.randn(num_words, 4, dtype=dtype)
+    num_tokens, vocab_size, dtype = 256, 4096, torch.float32
+    x, w = torch.randn(num_tokens, 4, dtype=dtype), torch.randn(vocab_size, 4, dtype=dtype)
     problem = LinearProblem(Head(x, w), Head(x, w), named("forward_kl"))
-    weights, wanted = RowWeights(torch.ones(num_tokens), None), Wanted(True, True)
+    weights, needs_grad = RowWeights(torch.ones(num_tokens), None), NeedsGrad(True, True)
     with Largest() as largest:
         if loop == "forward":
             linear_chunks.forward(problem, 1)
         elif loop == "backward":
             values = RowValues.allocate(problem)
             values.statistics.zero_()
-            linear_chunks.backward(problem, values, weights, wanted, 1)
+            linear_chunks.backward(problem, values, weights, needs_grad, 1)
         else:
-            linear_chunks.forward_with_gradients(problem, weights, wanted, 1)
+            linear_chunks.forward_with_gradients(problem, weights, needs_grad, 1)
     assert largest.elements <= 2**20 // 4
 
 
 def test_a_workspace_that_would_cost_precision_is_refused(monkeypatch):
-    """More chunks than the error budget of 16 bits allows, and words cannot be cut any finer."""
+    """More chunks than the error budget of 16 bits allows, and vocabulary entries cannot be cut
+    any finer.
+    """
     monkeypatch.setattr(linear_chunks, "workspace_bytes", lambda *_: 2**12)
     monkeypatch.setattr(linear_chunks, "TOKEN_MULTIPLE", {"cpu": 1})
-    inputs = heads(400, words=(256, 256), dtype=torch.bfloat16)
+    inputs = heads(400, vocab=(256, 256), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="max_workspace_mib must be at least 1 for 400 tokens"):
         linear_kl(*inputs, reduction="mean")
 
@@ -433,24 +435,24 @@ def test_ranges_cover_everything_within_the_limit(size, limit, multiple):
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "cross_entropy", "jeffreys"])
 def test_shards_of_the_vocabulary_merge(divergence):
-    xs, ws, xt, wt = (x.detach() for x in heads(words=(40, 40)))
+    xs, ws, xt, wt = (x.detach() for x in heads(vocab=(40, 40)))
     labels = torch.arange(10) * 4
     functional = named(divergence)
     whole = LinearProblem(Head(xs, ws), Head(xt, wt), functional, temperature=2.0, labels=labels)
-    shards = [whole.of_words(slice(0, 13)), whole.of_words(slice(13, 40))]
+    shards = [whole.of_vocab(slice(0, 13)), whole.of_vocab(slice(13, 40))]
     (a, hard_a), (b, hard_b) = (linear_chunks.partial_state(shard) for shard in shards)
     sums = row_state.finish(row_state.merge(a, b, functional.bilinear), functional.bilinear)
     expected = linear_chunks.forward(whole, 0)
     torch.testing.assert_close(sums.value, expected.value)
-    lses = (sums.student_lse, sums.teacher_lse, sums.student_sum, sums.teacher_sum)
+    lses = (sums.student_lse, sums.teacher_lse, sums.student_delta, sums.teacher_delta)
     hard_lse = torch.logaddexp(hard_a, hard_b)
     statistics = torch.stack([*lses, hard_lse, *expected.statistics[5:]])
     torch.testing.assert_close(statistics, expected.statistics)
     rows = RowValues(sums.value, expected.hard, statistics)
     weights = RowWeights(torch.rand(10, dtype=torch.float64), torch.rand(10, dtype=torch.float64))
-    wanted = Wanted(True, True, True, True)
-    parts = [linear_chunks.backward(shard, rows, weights, wanted, 0) for shard in shards]
-    truth = linear_chunks.backward(whole, expected, weights, wanted, 0)
+    needs_grad = NeedsGrad(True, True, True, True)
+    parts = [linear_chunks.backward(shard, rows, weights, needs_grad, 0) for shard in shards]
+    truth = linear_chunks.backward(whole, expected, weights, needs_grad, 0)
     for i in (0, 2):  # hidden states' gradients add up, weights' are the shards'
         torch.testing.assert_close(parts[0][i] + parts[1][i], truth[i])
         torch.testing.assert_close(torch.cat([parts[0][i + 1], parts[1][i + 1]]), truth[i + 1])

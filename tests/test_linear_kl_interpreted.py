@@ -24,7 +24,7 @@ def check(inputs, **options):
         for name, x in options.items()
     }
     truth = outcome(exact, **in_double, impl="reference")
-    plain = outcome(inputs, **options, impl="streaming")
+    plain = outcome(inputs, **options, impl="torch")
     ours = outcome(inputs, **options, impl="triton")
     eps = torch.finfo(inputs[0].dtype).eps
     for got, same, expected in zip(ours, plain, truth, strict=True):
@@ -46,9 +46,9 @@ def is_float(x) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_divergences(divergence, dtype):
-    check(heads(3, words=(150, 150), dtype=dtype), divergence=divergence)
+    check(heads(3, vocab=(150, 150), dtype=dtype), divergence=divergence)
     if dtype == torch.float32:
-        check(heads(3, words=(150, 150), dtype=dtype), divergence=divergence, reduction="mean")
+        check(heads(3, vocab=(150, 150), dtype=dtype), divergence=divergence, reduction="mean")
 
 
 @inside
@@ -56,7 +56,7 @@ def test_divergences(divergence, dtype):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_every_option_at_once(strategy, temperature):
     check(
-        heads(5, words=(77, 77), dtype=torch.float32, size=4.0),
+        heads(5, vocab=(77, 77), dtype=torch.float32, size=4.0),
         student_bias=torch.randn(77).requires_grad_(),
         teacher_bias=torch.randn(77).requires_grad_(),
         temperature=temperature,
@@ -73,25 +73,25 @@ def test_every_option_at_once(strategy, temperature):
 
 
 @inside
-@pytest.mark.parametrize("words", [(64, 64), (1, 70), (130, 63)])
-def test_vocabularies_of_any_size(words):
-    for divergence in ("js", "tv") if words[0] < words[1] else ("js", "forward_kl"):
-        check(heads(2, words=words, dtype=torch.float32), divergence=divergence)
+@pytest.mark.parametrize("vocab", [(64, 64), (1, 70), (130, 63)])
+def test_vocabularies_of_any_size(vocab):
+    for divergence in ("js", "tv") if vocab[0] < vocab[1] else ("js", "forward_kl"):
+        check(heads(2, vocab=vocab, dtype=torch.float32), divergence=divergence)
 
 
 @inside
 def test_blocks_of_words_in_the_backward(monkeypatch):
     limit_workspace(monkeypatch, num_rows=2)
-    monkeypatch.setattr(linear_chunks, "WORD_MULTIPLE", 64)
+    monkeypatch.setattr(linear_chunks, "VOCAB_MULTIPLE", 64)
     labels = torch.tensor([0, 299, 150, 64, -100])
-    for words in ((300, 300), (300, 200)):
-        inputs = heads(5, words=words, dtype=torch.float32)
+    for vocab in ((300, 300), (300, 200)):
+        inputs = heads(5, vocab=vocab, dtype=torch.float32)
         check(inputs, labels=labels, reduction="mean", strategy="recompute", temperature=2.0)
 
 
 @inside
 def test_extreme_logits():
-    inputs = heads(2, words=(100, 100), dtype=torch.float32, size=1e4)
+    inputs = heads(2, vocab=(100, 100), dtype=torch.float32, size=1e4)
     for divergence in DIVERGENCES:
         assert all(
             x.isfinite().all() for x in outcome(inputs, divergence=divergence, impl="triton")

@@ -14,7 +14,7 @@ Loss = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def bisected_entmax(s: Tensor, t: Tensor, steps: int) -> Tensor:
-    """Values of rows, each of which the next step reads several times."""
+    """Per-row values, each of which the next step reads several times."""
     with torch.no_grad():
         high = s.amax(-1, keepdim=True)
         low = high - 1

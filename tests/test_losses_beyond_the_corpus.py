@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.comparing import compare
 from tests.support.covering import every
 
-TOKENS, WORDS, WIDTH, TEACHER_WIDTH, TOP = 16, 24, 6, 5, 3
+TOKENS, VOCAB, WIDTH, TEACHER_WIDTH, TOP = 16, 24, 6, 5, 3
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 14, 17, 4
 
 Loss = Callable[..., Tensor]
@@ -25,10 +25,10 @@ def lm_heads() -> list[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=make)
 
-    h, w = normal(TOKENS, WIDTH).requires_grad_(), normal(WORDS, WIDTH).requires_grad_()
-    labels = torch.randint(0, WORDS, (TOKENS,), generator=make)
-    values, ids = normal(TOKENS, WORDS).log_softmax(-1).topk(TOP, -1)
-    return [h, w, normal(TOKENS, TEACHER_WIDTH), normal(WORDS, TEACHER_WIDTH), labels, ids, values]
+    h, w = normal(TOKENS, WIDTH).requires_grad_(), normal(VOCAB, WIDTH).requires_grad_()
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=make)
+    values, ids = normal(TOKENS, VOCAB).log_softmax(-1).topk(TOP, -1)
+    return [h, w, normal(TOKENS, TEACHER_WIDTH), normal(VOCAB, TEACHER_WIDTH), labels, ids, values]
 
 
 def maps() -> list[Tensor]:
@@ -38,7 +38,8 @@ def maps() -> list[Tensor]:
     return [x.requires_grad_(i < 2) for i, x in enumerate(found)]
 
 
-# ------------------------------------------------------------ of two distributions over words
+# ------------------------------------------------------------ of two distributions over vocabulary
+# entries
 def skewed_kl(s, t):
     p, q = t.softmax(-1), s.softmax(-1)
     return (p * (p.log() - (0.1 * p + 0.9 * q).log())).sum(-1).mean()
@@ -202,7 +203,7 @@ def fused_completely(program: Loss, given: list[Tensor]) -> None:
     outcome = compare(program, given).check()
     report = outcome.report
     assert outcome.num_fused and outcome.num_fused == len(report.sites), str(report)
-    assert report.remaining_quadratic == 0, str(report)
+    assert report.num_remaining == 0, str(report)
 
 
 @pytest.mark.parametrize("loss", every(2, OF_LOGITS), ids=lambda f: f.__name__)

@@ -1,4 +1,4 @@
-"""Malformed calls, two hundred of them: what each is told, word for word, in messages.txt.
+"""Malformed calls, two hundred of them: what each is told, verbatim, in messages.txt.
 
 STREAMKL_ACCEPT_MESSAGES=1 pytest tests/test_messages.py     # after a change that was meant
 """
@@ -123,7 +123,7 @@ def calls() -> Iterator[Call]:
     for name in LINEAR:
         for what, value in wrong.items():
             if name.endswith("weight") and what == "other tokens":
-                continue  # words: the vocabularies may differ in size
+                continue  # vocabulary entries: the vocabularies may differ in size
             yield f"linear_kl({name}: {what})", linear_kl, linear | {name: value}
     for name, values in OF_LINEAR.items():
         for value in values:
@@ -178,7 +178,7 @@ def calls_of_programs() -> Iterator[Call]:
         "window": ((-1, None), (None, -2), (1.5, None)),
         "key_lengths": (torch.ones(3).int(), torch.ones(2), torch.ones(2).int().to("meta")),
         "mask": (torch.ones(6, 6), torch.ones(5, 6) > 0, torch.ones(2, 4, 6, 6) > 0),
-        "impl": ("cuda", "streaming"),
+        "impl": ("cuda", "torch"),
     }.items():  # fmt: skip
         for value in values:
             text = f"row_program({name}={_inside(value)})"
@@ -188,7 +188,11 @@ def calls_of_programs() -> Iterator[Call]:
         "pairs": {"w": torch.zeros(4, 10)}, "columns": {"c": torch.zeros(5, 2).long()},
         "key_lengths": torch.ones(4).int(),
     }.items():  # fmt: skip
-        yield f"row_program of words({name}={_inside(value)})", row_program, head | {name: value}
+        yield (
+            f"row_program of vocabulary entries({name}={_inside(value)})",
+            row_program,
+            head | {name: value},
+        )
     functions: dict[str, Callable[[Any], Any]] = {
         "an element for each key": lambda e: e.s,
         "a number": lambda e: 1.0,

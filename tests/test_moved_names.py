@@ -18,29 +18,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_streamkl
-from tests.support.bodies import inductor_without_code
+from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.fx_passes import (
     backend,
     gradients_in_forward,
+    inductor_calls,
+    inductor_double_backward,
     inductor_kernels,
-    inductor_once,
-    inductor_sites,
 )
 from torch_streamkl.fx_passes.fx_utils import torch_names
 
 # the name, and what the report says without it
 MOVED = {
-    "torch._inductor.lowering.lowerings": inductor_once.WITHOUT_LOWERINGS,
+    "torch._inductor.lowering.lowerings": inductor_double_backward.WITHOUT_LOWERINGS,
     "torch._inductor.lowering.fallback_handler": "",
     "torch._inductor.pattern_matcher.stable_topological_sort": gradients_in_forward.WITHOUT_SORT,
     "torch._inductor.codegen.custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN": (
-        inductor_sites.WITHOUT_TABLE
+        inductor_calls.WITHOUT_TABLE
     ),
     "torch._inductor.codegen.custom_extern_kernel_codegen.CustomCodegen": (
-        inductor_sites.WITHOUT_TABLE
+        inductor_calls.WITHOUT_TABLE
     ),
-    "torch._inductor.codegen.wrapper.ExternKernelAllocLine": inductor_sites.WITHOUT_TABLE,
-    "torch._inductor.virtualized.V": inductor_sites.WITHOUT_TABLE,
+    "torch._inductor.codegen.wrapper.ExternKernelAllocLine": inductor_calls.WITHOUT_TABLE,
+    "torch._inductor.virtualized.V": inductor_calls.WITHOUT_TABLE,
     "torch._inductor.ir.UserDefinedTritonKernel": "",
     "torch._inductor.kernel.mm.aten_mm": "",
     "torch._inductor.cudagraph_trees.reset_cudagraph_trees": "",
@@ -61,7 +61,7 @@ NEEDED_BY_TORCH = {
     "torch._inductor.lowering.lowerings", "torch._dynamo.compiled_autograd._disable",
     "torch._C._get_fp32_precision_getter", "torch._TorchCompileInductorWrapper",
 }  # fmt: skip
-INSTALLED = (inductor_once.install, inductor_sites.install, inductor_kernels.install)
+INSTALLED = (inductor_double_backward.install, inductor_calls.install, inductor_kernels.install)
 
 
 def fused(s: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def test_graphs_of_others_get_no_hooks() -> None:
         torch.compile(unfused)(*x)
         assert not any(install.cache_info().currsize for install in INSTALLED)
         torch.compile(fused)(*x)
-    assert inductor_once.install.cache_info().currsize == 1
+    assert inductor_double_backward.install.cache_info().currsize == 1
 
 
 def test_an_import_changes_nothing_of_torch() -> None:

@@ -1,4 +1,4 @@
-"""Code that asks for the NaN or infinity of eager code sees them: the divergence is left alone."""
+"""Code that asks for the NaN or infinity of eager code sees them: the divergence is not fused."""
 
 from __future__ import annotations
 
@@ -169,12 +169,14 @@ def test_fuses_where_nothing_reads(
     assert explain(program, *maps()).num_fused == 1
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_reader_outside_of_the_checkpoint(depth: int) -> None:
+@pytest.mark.parametrize("log_normalizer", [1, 2])
+def test_a_reader_outside_of_the_checkpoint(log_normalizer: int) -> None:
     def rows(s: Tensor, t: Tensor) -> Tensor:
         return kl_of_logs(s, t)
 
-    def nested(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, level: int = depth) -> Tensor:
+    def nested(
+        q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, level: int = log_normalizer
+    ) -> Tensor:
         if level == 0:
             return rows(causal(q @ k.mT, -math.inf), causal(qt @ kt.mT, -math.inf))
         inner = functools.partial(nested, level=level - 1)

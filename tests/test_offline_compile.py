@@ -15,9 +15,9 @@ from bench.offline import (
     record_launches,
     stack_in_main_loops,
 )
-from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
 from torch_streamkl.launches.launch import HopperLaunch
 from torch_streamkl.linear import problem as linear_problem
@@ -74,14 +74,14 @@ def portable_launches(
         p = problem(head_dim, window_right=0, dtype=dtype)
         _, stats = portable.forward(p)
         grad = torch.empty(1, 32, 1024, device="cuda")
-        portable.backward(p, stats, grad, Wanted(True, True, False, False))
+        portable.backward(p, stats, grad, NeedsGrad(True, True, False, False))
     return launches
 
 
 # Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
 # dK on Hopper with one query head a program (every one of a model without groups) takes the most.
 STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 88}
-WHOLE_HEADS_STACK = 16  # of heads of 64 beside a mask of keys at sm_100
+WHOLE_HEADS_STACK = 16  # of heads of 64 next to a mask of keys at sm_100
 BIASED_STACK = 176  # of gradients with a bias, which impl="hopper" asks for; no main loop reads it
 WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
@@ -119,7 +119,7 @@ TWO_KERNELS = ["dq_kernel", "dk_kernel"]
 def gradient_launches(
     target: str, keys: int, head_dim: int = 64, rows: int = 128, batch: int = 32, **options: Any
 ) -> list[Launch]:
-    """Both gradients of the student, of 12 heads beside a teacher's of 64, as models have them."""
+    """Both gradients of the student, 12 heads next to a teacher's 64, as models have them."""
     from torch_streamkl.attention.triton import launches as portable
 
     with record_launches(target) as launches:
@@ -132,7 +132,7 @@ def gradient_launches(
         p = problem_of(q, k, tq, tk, **given)[0]
         _, stats = RowStatistics.allocate(p)
         grad = torch.empty(batch, 12, rows, device="cuda")
-        portable.backward(p, stats, grad, Wanted(True, True, False, False))
+        portable.backward(p, stats, grad, NeedsGrad(True, True, False, False))
     return launches
 
 
@@ -212,7 +212,7 @@ def test_head_mean(target: str) -> None:
         p = problem_of(q, k, tq, tk, functional=kl, window_right=0, head_mean=True, **scales)[0]
         _, stats = head_mean_launches.forward(p)
         grad = torch.empty(1, 1, 4096, device="cuda")
-        head_mean_launches.backward(p, stats, grad, Wanted(True, True, False, False))
+        head_mean_launches.backward(p, stats, grad, NeedsGrad(True, True, False, False))
     assert Counter(launch.kernel.__name__ for launch in launches) == {
         "lse_kernel": 2,  # of both sides
         "mean_kernel": 2,  # forward and backward
@@ -263,8 +263,8 @@ def check_hopper(launch: Launch, stack: int) -> None:
         launch.kernel.__name__ == "forward_kernel" and not launch.args["CONFIG"].S_BIAS
     ):
         assert not stack_in_main_loops(built.asm["cubin"])
-    if launch.kernel.__name__ == "turns_forward_kernel":
-        has_plain_loop = launch.args["HELPER"] is None and not launch.args["CONFIG"].HAS_MASK
+    if launch.kernel.__name__ == "persistent_forward_kernel":
+        has_plain_loop = launch.args["POINTWISE_FN"] is None and not launch.args["CONFIG"].HAS_MASK
         assert not (has_plain_loop and stack_in_main_loops(built.asm["cubin"]))
     assert "mbarrier.arrive.shared" in built.asm["ptx"]
     assert not arrivals_alone(built.asm["ptx"])
@@ -272,7 +272,7 @@ def check_hopper(launch: Launch, stack: int) -> None:
     assert not re.search(r"C75\d\d", said), "wgmma is serialised"
 
 
-# key heads of the student, then of the teacher, beside 8 of both elsewhere
+# key heads of the student, then of the teacher, next to 8 of both elsewhere
 OTHER_SIDES = {"student_dim": 64, "key_heads": (4, 8)}
 WINDOW = {"window_left": 511, "window_right": 0}
 
@@ -318,17 +318,17 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
             assert compile_launch(launch, "sm_90").spill_bytes <= 8
         launches = launches[2:]
     forward, *others = without_tables(launches)
-    by_tiles = forward.kernel.__name__ == "turns_forward_kernel"
+    by_tiles = forward.kernel.__name__ == "persistent_forward_kernel"
     is_wide = forward.kernel.__name__ == "wide_forward_kernel"
     assert is_wide == (head_dim > 128)
     asks = "window_left" in options or "has_mask" in options or divergence in (JS, "tv")
     assert by_tiles == (asks and not is_wide)
     two_passes = "two passes" if divergence in (JS, "tv") else "forward"
     check_hopper(forward, HOPPER_TURNS_STACK[two_passes] if by_tiles else HOPPER_FORWARD_STACK)
-    expected = ["forward_again_kernel"]
+    expected = ["recompute_kernel"]
     whole = not {"window_right", "has_mask", "has_bias"} & set(options)
     if whole and seqlen > 1:  # the last round is less than half full
-        expected.insert(0, "unite_rows_kernel")
+        expected.insert(0, "combine_kernel")
     assert [launch.kernel.__name__ for launch in others] == expected
     for launch in others:
         stack = AGAIN_STACK if launch.args.get("EACH", 1) > 1 else 0
@@ -367,11 +367,11 @@ def test_hopper_backward(
         p = problem(head_dim, divergence, seqlen, **options)
         _, stats = RowStatistics.allocate(p)
         grad = torch.empty(1, 32, seqlen, device="cuda")
-        wanted = Wanted(of_student, of_student, not of_student, not of_student)
+        wanted = NeedsGrad(of_student, of_student, not of_student, not of_student)
         hopper.backward(p, stats, grad, wanted)
     if options.get("has_mask"):
         names = [launch.kernel.__name__ for launch in launches[:2]]
-        assert names == ["words_kernel", "lists_kernel"]
+        assert names == ["bit_mask_kernel", "lists_kernel"]
         launches = launches[2:]
     launches = without_tables(launches)
     assert len(launches) == 2
@@ -379,7 +379,7 @@ def test_hopper_backward(
     if options.get("has_bias"):
         stack = BIASED_STACK
     for launch in launches:
-        if launch.kernel.__name__ == "turns_backward_kernel":
+        if launch.kernel.__name__ == "persistent_backward_kernel":
             stack = HOPPER_TURNS_STACK["backward"]
         check_hopper(launch, stack)
 
@@ -400,7 +400,7 @@ def test_hopper_sums_in_any_order(window_right: int | None, divergence: str) -> 
         p = problem(64, divergence, 4096, window_right=window_right, deterministic=False)
         _, stats = RowStatistics.allocate(p)
         grad = torch.empty(1, 32, 4096, device="cuda")
-        hopper.backward(p, stats, grad, Wanted(True, True, False, False))
+        hopper.backward(p, stats, grad, NeedsGrad(True, True, False, False))
     both, in_order = launches
     check_hopper(both, 0)
     assert in_order.kernel.__name__ == "gradient_kernel"
@@ -450,7 +450,7 @@ def test_rows_of_logits(target: str, divergence: str) -> None:
         )
         student, teacher = (torch.empty(512, 152064, device="cuda").bfloat16() for _ in range(2))
         weights = linear_problem.RowWeights(torch.empty(512, device="cuda"), None)
-        wanted = linear_problem.Wanted(student_hidden=True, student_weight=True)
+        wanted = linear_problem.NeedsGrad(student_hidden=True, student_weight=True)
         out = linear_problem.RowValues.allocate(p)
         row_kernels.values_and_gradient(p, student, teacher, out, weights, wanted)
     (launch,) = launches

@@ -14,18 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._pytree import tree_map_only
 
-from tests.support.bodies import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.covering import only
 from tests.support.problems import CASES
 from tests.support.row_cases import CASES as CASES_OF_ROWS
 from tests.support.row_cases import EXAMPLES, Sizes
 from tests.support.strategies import specs
+from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
 from tests.test_attention_operator import arguments_of, operator_arguments
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.divergences.functional import DIVERGENCES, named
+from torch_streamkl.double_backward import double_backward_factor, once
 from torch_streamkl.linear import ops as linear_ops
-from torch_streamkl.once import once, once_factor
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.rows import op as rows_op
 from torch_streamkl.rows.expressions import FLOAT, Node
@@ -90,12 +90,12 @@ def row_program_arguments(requires_grad: bool = True) -> Arguments:
     shapes = ((2, 2, 3, 4), (2, 1, 5, 4), (2, 2, 3, 2), (2, 2, 5, 2), (1, 1, 5))
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
-    return [x.requires_grad_(requires_grad) for x in tensors], program.text, True, "blocked"
+    return [x.requires_grad_(requires_grad) for x in tensors], program.text, True, "torch"
 
 
 def row_program_backward_arguments() -> Arguments:
     tensors, text, *_ = row_program_arguments(requires_grad=False)
-    saved = rows_op.row_program(tensors, text, True, "blocked")
+    saved = rows_op.row_program(tensors, text, True, "torch")
     grad_of = list(Program.of(text).outputs)
     return (
         [torch.ones_like(saved[grad_of[0]])],
@@ -104,7 +104,7 @@ def row_program_backward_arguments() -> Arguments:
         [True] * 5,
         tensors,
         text,
-        "blocked",
+        "torch",
     )
 
 
@@ -114,7 +114,7 @@ def example_arguments(name: str, sizes: Sizes = Sizes(1, 4, 3, 7, 3)) -> Argumen
     original = RowProblem.of
 
     def spy(text: str, tensors: Any) -> RowProblem:
-        seen.append((list(tensors), text, True, "blocked"))
+        seen.append((list(tensors), text, True, "torch"))
         return original(text, tensors)
 
     with mock.patch.object(RowProblem, "of", spy):
@@ -125,11 +125,11 @@ def example_arguments(name: str, sizes: Sizes = Sizes(1, 4, 3, 7, 3)) -> Argumen
 def example_backward(args: Arguments) -> Arguments:
     tensors, text, *_ = args
     tensors = [x.detach() for x in tensors]
-    saved = rows_op.row_program(tensors, text, True, "blocked")
+    saved = rows_op.row_program(tensors, text, True, "torch")
     grad_of = list(Program.of(text).outputs)
     wanted = [x.is_floating_point() for x in tensors]
     grads = [torch.ones_like(saved[i]) for i in grad_of]
-    return (grads, grad_of, saved, wanted, tensors, text, "blocked")
+    return (grads, grad_of, saved, wanted, tensors, text, "torch")
 
 
 def example_sum(args: Arguments, wanted: bool = True) -> Arguments:
@@ -142,7 +142,7 @@ def example_sum(args: Arguments, wanted: bool = True) -> Arguments:
         nodes += [*more, Node("add", (count - 1, count + 2))] if count else more
     flags = [wanted and x.is_floating_point() for x in tensors]
     weights = [torch.rand(1, 1, tensors[0].shape[2])]
-    return tensors, weights, text, RowLoss(tuple(nodes), True).text, flags, "blocked"
+    return tensors, weights, text, RowLoss(tuple(nodes), True).text, flags, "torch"
 
 
 LINEAR = linear_arguments()
@@ -213,7 +213,11 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
     ),
     "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), {}),
-    "once_factor": (once_factor, (torch.rand(()), [torch.rand(3), torch.rand(0)]), {}),
+    "double_backward_factor": (
+        double_backward_factor,
+        (torch.rand(()), [torch.rand(3), torch.rand(0)]),
+        {},
+    ),
 }  # fmt: skip
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torch_streamkl
-from tests.support.bodies import inductor_without_code
 from tests.support.option_table import PAGE, update
+from tests.support.subgraphs import inductor_without_code
 from torch_streamkl import RewriteOptions
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.options import NAMES, OptionValues, split_options
@@ -30,7 +30,7 @@ def loss(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
 
 
 def custom(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
-    """No divergence: left to Inductor on a CPU below gigabytes."""
+    """No divergence: skipped on a CPU below gigabytes."""
     weighted = (t @ t.mT).softmax(-1) * torch.arange(8.0)
     return (weighted * (q @ k.mT).log_softmax(-1)).sum(-1).mean()
 
@@ -278,13 +278,13 @@ class _Pass(torch._inductor.custom_graph_pass.CustomGraphPass):
         return "a pass of the user"
 
 
-@pytest.mark.parametrize("how", ["set later", "set to None", "in options", "beside ours"])
+@pytest.mark.parametrize("how", ["set later", "set to None", "in options", "next to ours"])
 def test_a_pass_that_replaces_the_rewrite_is_named(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, mine = torch._inductor.config, None if how == "set to None" else _Pass()
     options: dict[str, Any] = {}
-    if how == "beside ours":
+    if how == "next to ours":
         options = {**torch_streamkl.inductor_options(min_mib=0), "pre_grad_custom_pass": mine}
     else:
         torch_streamkl.enable(min_mib=0)

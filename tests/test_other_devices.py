@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.support import device_cases
 from tests.support.device_cases import COMPILED, STEPS, Case, Results, compiled_inputs, judged
 from torch_streamkl import attention_kl, checks, explain, verify
-from torch_streamkl.launches import recorded, repeated
+from torch_streamkl.launches import capture, replay
 from torch_streamkl.rows import op
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -74,7 +74,7 @@ def same(found: Results, expected: Results, case: Case) -> None:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call of a recorded program whether it applied."""
     found: list[bool] = []
-    record = recorded.record
+    record = capture.record
 
     def watched(*arguments: Any) -> Any:
         outputs, program = record(*arguments)
@@ -88,7 +88,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return outputs, replay
 
-    monkeypatch.setattr(recorded, "record", watched)
+    monkeypatch.setattr(capture, "record", watched)
     return found
 
 
@@ -100,7 +100,7 @@ def test_operator(
     case = STEPS[name]
     forget()
     with monkeypatch.context() as patch, current_device(device):
-        patch.setattr(repeated, "RECORDS", False)
+        patch.setattr(replay, "RECORDS", False)
         try:
             expected = [case.step(seed, device) for seed in range(len(IS_OTHER))]
         except NotImplementedError as error:

@@ -48,13 +48,13 @@ def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 96)
     monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 16)
     call = build(padded(CASES[name]))
-    check(call.value_and_gradients("streaming"), budget(call))
+    check(call.value_and_gradients("torch"), budget(call))
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js"])
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
 def test_linear(strategy: str, divergence: str) -> None:
-    impl = "triton" if INTERPRETED else "streaming"
+    impl = "triton" if INTERPRETED else "torch"
     shapes = ((5, 8), (21, 8), (5, 12), (21, 12))
     tensors = [torch.randn(s).requires_grad_() for s in shapes]
     labels = torch.tensor([0, -100, 3, 20, -100])
@@ -76,7 +76,7 @@ ROWS = ("weighted_keys", "indexer", "top_k_with_ghost", "cached_top_k")
 @pytest.mark.parametrize("name", ROWS)
 def test_row_programs(name: str) -> None:
     """In tiles and by maps of a block of rows; operands have NaN between their rows."""
-    impl = "triton" if INTERPRETED else "blocked"
+    impl = "triton" if INTERPRETED else "torch"
     case = CASES_OF_ROWS[name](Sizes(1, 2, 17, 35, 5))
     case = cast(case, torch.float32 if INTERPRETED else torch.float64)
     for key, x in case.tensors.items():
@@ -89,7 +89,7 @@ def test_row_programs(name: str) -> None:
 
 
 def spread(x: Tensor) -> Tensor:
-    """The same numbers with a row of NaN behind each."""
+    """The same numbers with a row of NaN after each."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
     wide[..., : x.shape[-1]] = x.detach()
     return wide[..., : x.shape[-1]].requires_grad_(x.requires_grad)
@@ -97,7 +97,7 @@ def spread(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js"])
 def test_shards_of_words(divergence: str) -> None:
-    """States and sums of ranks, one of which has no words."""
+    """States and sums of ranks, one of which has no vocabulary entries."""
     from torch_streamkl.linear.triton import shards as shard_kernels
 
     whole = problem(divergence, labels=torch.tensor([3, -100, 149, 0, 60]))

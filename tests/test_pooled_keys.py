@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
 from torch_streamkl.fx_passes.explain import explain
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import torch_impl
 
 BATCH, HEADS, ROWS, KEYS, DIM, SIZE = 2, 4, 7, 24, 4, 6
 BLOCKS = KEYS // SIZE
@@ -183,8 +183,8 @@ def test_large_scores(form: Any) -> None:
 
 def test_sums_of_one_map_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = blocked.forward
-    monkeypatch.setattr(blocked, "forward", lambda *args: calls.append(args) or forward(*args))
+    forward = torch_impl.forward
+    monkeypatch.setattr(torch_impl, "forward", lambda *args: calls.append(args) or forward(*args))
     options = {"streamkl.inner": "eager", "streamkl.verify": "never"}
     torch._dynamo.reset()
     torch.compile(of_two_sizes, backend="streamkl", options=options)(*inputs())
@@ -197,7 +197,7 @@ def test_the_report_says_what_runs() -> None:
     assert "in plain torch, by blocks of rows and keys: bounded memory, no kernels" in report
 
 
-# ------------------------------------------------------------ left alone
+# ------------------------------------------------------------ not fused
 def axes_that_mix(sq, sk, tq, tk, b, w):
     return probabilities(sq, sk).reshape(BATCH, HEADS, BLOCKS, ROWS, SIZE).sum(-1).square().sum()
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.support.ranks import Rank, assert_passed, on_ranks, outcomes
 from torch_streamkl import attention_kl, linear_kl
-from torch_streamkl.distributed import attention_kl_context_parallel, reshard_words
+from torch_streamkl.distributed import attention_kl_context_parallel, reshard_vocab
 
-TOKENS, WORDS, WIDTH = 6, 12, 4
+TOKENS, VOCAB, WIDTH = 6, 12, 4
 BATCH, HEADS, ROWS, HEAD_DIM = 1, 6, 12, 4
 SECONDS = 10  # on a busy machine; a rank that waits does so for a minute
 ODD = 1  # the rank that gives something else
@@ -29,7 +29,7 @@ ODD = 1  # the rank that gives something else
 EXEMPT = {"group", "mesh"}
 # legal values of options that are text, and of tensors that are left out
 LEGAL = {
-    "divergence": "js", "reduction": "sum", "impl": "streaming", "strategy": "recompute",
+    "divergence": "js", "reduction": "sum", "impl": "torch", "strategy": "recompute",
     "layout": "bnhd", "method": "heads", "head_reduction": "mean", "load_balance": None,
 }  # fmt: skip
 OF_TOKENS = {
@@ -119,8 +119,8 @@ def _shown(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)} {x.requires_grad}" if isinstance(x, Tensor) else repr(x)
 
 
-def _heads(words: int) -> dict[str, Tensor]:
-    shapes = {"hidden": (TOKENS, WIDTH), "weight": (words, WIDTH)}
+def _heads(vocab: int) -> dict[str, Tensor]:
+    shapes = {"hidden": (TOKENS, WIDTH), "weight": (vocab, WIDTH)}
     return {
         f"{side}_{name}": torch.randn(shapes[name]).requires_grad_(side == "student")
         for side in ("student", "teacher")
@@ -187,18 +187,18 @@ def _in_mode(mode: Any, me: Rank, form: Form) -> None:
 @on_ranks
 def linear_kl_of_a_group(me: Rank) -> None:
     own = ("student_weight", "teacher_weight")
-    _check(me, Form(linear_kl, {**_heads(WORDS), "group": me.group}, OF_TOKENS, own))
+    _check(me, Form(linear_kl, {**_heads(VOCAB), "group": me.group}, OF_TOKENS, own))
 
 
 @on_ranks
 def linear_kl_of_shared_words(me: Rank) -> None:
-    given = _on_mesh(me, _heads(WORDS), {"hidden": Replicate(), "weight": Shard(0)})
+    given = _on_mesh(me, _heads(VOCAB), {"hidden": Replicate(), "weight": Shard(0)})
     _check(me, Form(linear_kl, {**given, "reduction": "mean"}, OF_TOKENS))
 
 
 @on_ranks
 def linear_kl_of_shared_tokens(me: Rank) -> None:
-    given = _on_mesh(me, _heads(WORDS), {"hidden": Shard(0), "weight": Replicate()})
+    given = _on_mesh(me, _heads(VOCAB), {"hidden": Shard(0), "weight": Replicate()})
     _check(me, Form(linear_kl, {**given, "reduction": "mean"}, OF_TOKENS))
 
 
@@ -231,15 +231,15 @@ def _context_parallel(me: Rank, method: str) -> Form:
 
 @on_ranks
 def resharded_words(me: Rank) -> None:
-    ranges = [(r * WORDS, (r + 1) * WORDS) for r in range(me.size)]
-    given = {"weight": torch.randn(WORDS, WIDTH), "ranges": ranges, "group": me.group}
-    _check(me, Form(reshard_words, given, {}, ("weight",)))
+    ranges = [(r * VOCAB, (r + 1) * VOCAB) for r in range(me.size)]
+    given = {"weight": torch.randn(VOCAB, WIDTH), "ranges": ranges, "group": me.group}
+    _check(me, Form(reshard_vocab, given, {}, ("weight",)))
 
 
 @on_ranks
 def words_resharded_like_others(me: Rank) -> None:
-    weights = (distribute_tensor(torch.randn(WORDS, WIDTH), me.mesh, [Shard(0)]) for _ in "ab")
-    _check(me, Form(reshard_words, dict(zip(("weight", "like"), weights, strict=True)), {}))
+    weights = (distribute_tensor(torch.randn(VOCAB, WIDTH), me.mesh, [Shard(0)]) for _ in "ab")
+    _check(me, Form(reshard_vocab, dict(zip(("weight", "like"), weights, strict=True)), {}))
 
 
 NAMES = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_ranks")]

@@ -15,7 +15,7 @@ import torch
 import torch_streamkl
 from tests.support.reason_examples import ELSEWHERE, EXAMPLES, OF_DIVERGENCES
 from tests.support.user_losses import USER_LOSSES
-from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, remedy_for
+from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, hint_for
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "reasons.md"
@@ -42,7 +42,7 @@ def test_the_example_gets_its_row(reason: str) -> None:
     left = [site for site in report.sites if not site.fused]
     rows = [advice_for(site.reason) for site in left]
     assert reason in [row.reason for row in rows if row is not None], report
-    assert all(site.remedy.startswith(remedy_for(site.reason)[:20]) for site in left)
+    assert all(site.hint.startswith(hint_for(site.reason)[:20]) for site in left)
 
 
 def test_every_row_has_a_program() -> None:

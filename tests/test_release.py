@@ -153,7 +153,7 @@ attention_kl(q, q, q, "not a tensor")
 
 @pytest.fixture(scope="module")
 def said(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy says of each user's file beside the wheel's: one run, which reads all of torch."""
+    """What mypy says of each user's file in one run, which reads all of torch."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")
     (path,) = dist.glob("*.whl")

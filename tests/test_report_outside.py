@@ -12,7 +12,7 @@ import torch_streamkl
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.reporting.report import Report
 
-WIDTH, WORDS, TOKENS = 8, 96, 6
+WIDTH, VOCAB, TOKENS = 8, 96, 6
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weights = (x @ x.mT * 0.3).softmax(-1)
@@ -46,13 +46,13 @@ def report_of(fn: object, *args: Tensor) -> Report:
 def test_logits_and_maps_that_leave() -> None:
     report = report_of(Model(), torch.randn(2, TOKENS, WIDTH))
     assert [(x.what, x.shape, x.num_bytes) for x in report.outside] == [
-        ("logits", (2, TOKENS, WORDS), 2 * TOKENS * WORDS * 4),
+        ("logits", (2, TOKENS, VOCAB), 2 * TOKENS * VOCAB * 4),
         ("attention map", (2, TOKENS, TOKENS), 2 * TOKENS * TOKENS * 4),
     ]
     assert all(__file__ in x.location for x in report.outside)
     text = report.details()
     assert "compile what computes the loss, such as compute_loss" in text
-    assert f"logits [2 x {TOKENS} x {WORDS}], 4.5 KiB tests" in text
+    assert f"logits [2 x {TOKENS} x {VOCAB}], 4.5 KiB tests" in text
 
 
 def test_nothing_leaves_where_the_loss_is_compiled() -> None:
@@ -76,7 +76,7 @@ def test_hard_labels_that_keep_the_logits(smoothing: float) -> None:
         hard = F.cross_entropy(logits, labels, label_smoothing=smoothing)
         return hard + F.kl_div(logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
 
-    labels = torch.randint(0, WORDS, (2 * TOKENS,))
+    labels = torch.randint(0, VOCAB, (2 * TOKENS,))
     report = report_of(loss, torch.randn(2, TOKENS, WIDTH), labels)
     assert report.num_fused == 1
     assert bool(report.notes) == bool(smoothing) == bool(report.remaining)
@@ -90,11 +90,11 @@ def selected(x: Tensor, y: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def test_the_setting_that_helps_is_named() -> None:
-    inputs = [torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH), torch.randn(WORDS, WIDTH)]
+    inputs = [torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH), torch.randn(VOCAB, WIDTH)]
     rows = torch.arange(TOKENS) > 2
     report = report_of(selected, *inputs, rows)
     assert report.num_fused == 0
-    assert any("torch_streamkl.enable()" in site.remedy for site in report.sites), report
+    assert any("torch_streamkl.enable()" in site.hint for site in report.sites), report
     torch._dynamo.reset()
     with torch_streamkl.enable():
         assert report_of(selected, *inputs, rows).num_fused == 1
@@ -107,8 +107,8 @@ def from_outside(p: Tensor, q: Tensor) -> Tensor:
 def test_one_graph_has_no_graph_breaks() -> None:
     report = report_of(from_outside, torch.randn(3, 5), torch.randn(3, 5))
     assert report.num_fused == 0
-    assert report.sites[0].remedy
-    assert "break" not in report.sites[0].remedy
+    assert report.sites[0].hint
+    assert "break" not in report.sites[0].hint
 
 
 def test_no_scalar_is_quadratic() -> None:

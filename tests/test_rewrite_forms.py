@@ -34,7 +34,7 @@ def fused(program: Any, inputs: list[Any], **options: Any) -> Outcome:
     """Compare, and require that every site fused and nothing of queries x keys is left."""
     outcome = compare(program, inputs, **options).check()
     assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
-    assert outcome.report.remaining_quadratic == 0, str(outcome.report)
+    assert outcome.report.num_remaining == 0, str(outcome.report)
     return outcome
 
 
@@ -78,7 +78,7 @@ def test_sum_over_the_keys_of_the_stricter_side(mask: str, form: Any, gradient: 
     outcome = compare(program, Program(gradient=gradient).inputs()).check()
     assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
     # the count of rows is the user's own: it makes its mask of queries x keys
-    assert outcome.report.remaining_quadratic <= 1, str(outcome.report)
+    assert outcome.report.num_remaining <= 1, str(outcome.report)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -175,7 +175,8 @@ def test_shapes_modes_and_inner_compilers(dynamic: bool, training: bool, inner: 
     )
 
 
-# what symbolic sizes change is in the rule of a mask or of a producer: each is here, beside others
+# what symbolic sizes change is in the rule of a mask or of a producer: each is here, next to
+# others
 @pytest.mark.parametrize(
     ("mask", "producer"),
     [
@@ -561,7 +562,7 @@ def test_cross_entropy_of_labels_shares_the_logits(loss: str, first: str) -> Non
     outcome = compare(step, hidden_inputs(), inner="aot_eager").check()
     assert outcome.num_fused == 1
     shared = loss in WITH_LABELS
-    assert (outcome.report.remaining_quadratic == 0) == shared, str(outcome.report)
+    assert (outcome.report.num_remaining == 0) == shared, str(outcome.report)
 
 
 ROW_SELECTIONS = {
@@ -619,7 +620,7 @@ PADDED = {
         .sum(-1)
         .mean()
     ),
-    "common words": lambda s, t: F.kl_div(
+    "common vocabulary entries": lambda s, t: F.kl_div(
         s[..., : t.shape[-1]].log_softmax(-1), t.softmax(-1), reduction="batchmean"
     ),
 }

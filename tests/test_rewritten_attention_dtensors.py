@@ -28,7 +28,7 @@ from tests.support.ranks import (
 )
 from tests.test_rewritten_dtensors import AS_IT_IS, Case, all_close, kl, mesh_of, whole
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.sharded import rewriting
+from torch_streamkl.fx_passes.dtensors import rewriting
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 16, 8
 STUDENT, ALL = ("q_s", "k_s"), ("q_s", "k_s", "q_t", "k_t")
@@ -225,7 +225,7 @@ def attention_that_does_not_fit(me: Rank) -> None:
         student, teacher = whole(scores(q_s, k_s)), whole(scores(q_t, k_t))
         return kl(torch.where(allowed, student, -1e4), torch.where(allowed, teacher, -1e4))
 
-    AttentionCase(plain_mask, wanted=STUDENT).stays(me, "is a plain tensor beside DTensors")
+    AttentionCase(plain_mask, wanted=STUDENT).stays(me, "is a plain tensor next to DTensors")
     if ANY_DIMENSION:
         case = AttentionCase(causal_queries, wanted=STUDENT, default=BY_QUERIES)
         case.stays(me, "counts from the last query")
@@ -235,7 +235,7 @@ def attention_that_does_not_fit(me: Rank) -> None:
 @on_ranks
 def a_rank_that_cannot_put_back(me: Rank) -> None:
     """What one rank cannot put back stays on all of them, and the reason names it."""
-    original = rewriting.PutBack.run
+    original = rewriting.Restore.run
 
     def failing(self: Any) -> None:
         if me.rank == 1 and not failing.done:  # type: ignore[attr-defined]
@@ -244,30 +244,30 @@ def a_rank_that_cannot_put_back(me: Rank) -> None:
         original(self)
 
     failing.done = False  # type: ignore[attr-defined]
-    rewriting.PutBack.run = failing  # type: ignore[method-assign]
+    rewriting.Restore.run = failing  # type: ignore[method-assign]
     try:
         AttentionCase(of_maps).stays(me, "rank 1: of a test")
     finally:
-        rewriting.PutBack.run = original  # type: ignore[method-assign]
+        rewriting.Restore.run = original  # type: ignore[method-assign]
 
 
 @on_ranks
 def a_rank_that_fails_late(me: Rank) -> None:
-    original = rewriting.PutBack.run
+    original = rewriting.Restore.run
 
     def failing(self: Any) -> None:
         if me.rank == 1:
             raise IndexError("of a test")
         original(self)
 
-    rewriting.PutBack.run = failing  # type: ignore[method-assign]
+    rewriting.Restore.run = failing  # type: ignore[method-assign]
     case = AttentionCase(of_maps)
     try:
         with backend.collected() as report:
             compiled = torch.compile(of_maps, backend="streamkl", options=AS_IT_IS)
             case.results(compiled, case.placed(me))
     finally:
-        rewriting.PutBack.run = original  # type: ignore[method-assign]
+        rewriting.Restore.run = original  # type: ignore[method-assign]
     assert not report.num_fused
     if me.rank == 0:
         assert "rank 1: IndexError: of a test" in str(report), str(report)

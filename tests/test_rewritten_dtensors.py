@@ -33,11 +33,11 @@ from tests.support.ranks import (
     outcomes,
 )
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.dtensors import agreement
 from torch_streamkl.fx_passes.reporting.report import Report
-from torch_streamkl.fx_passes.sharded import agreement
 from torch_streamkl.fx_passes.validation import check, refusal
 
-NUM_TOKENS, NUM_WORDS, WIDTH = 12, 23, 8  # words that two ranks do not share evenly
+NUM_TOKENS, NUM_WORDS, WIDTH = 12, 23, 8  # vocabulary entries that two ranks do not share evenly
 Program = Callable[..., Any]
 AS_IT_IS = {"streamkl.inner": "aot_eager"}
 UNEVEN = TorchVersion(torch.__version__) >= "2.13"
@@ -95,15 +95,15 @@ class Case:
     placements: dict[str, list[Any]] = field(default_factory=dict)
     wanted: tuple[str, ...] = ("x_s", "w_s")
     shape: tuple[int, ...] = (NUM_TOKENS,)
-    num_words: int = NUM_WORDS
+    vocab_size: int = NUM_WORDS
     mesh: tuple[int, ...] | None = None
     compiled: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self, me: Rank) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        hidden, words = (*self.shape, WIDTH), (self.num_words, WIDTH)
-        shapes = {"x_s": hidden, "w_s": words, "x_t": hidden, "w_t": words}
+        hidden, vocab = (*self.shape, WIDTH), (self.vocab_size, WIDTH)
+        shapes = {"x_s": hidden, "w_s": vocab, "x_t": hidden, "w_t": vocab}
         return {name: me.randn(*shape) for name, shape in shapes.items()}
 
     def placed(self, me: Rank, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ def forms(me: Rank) -> None:
     for program in (on_dtensors, on_whole_logits, on_local_copies):
         report = Case(program).fuses(me)
         site = report.sites[0]
-        assert "words shared by 2 ranks" in site.runs, site.runs
+        assert "vocabulary entries shared by 2 ranks" in site.runs, site.runs
         assert site.check.startswith("same value and gradients"), site.check
     Case(two_losses).fuses(me, num_sites=2)
     Case(on_dtensors, wanted=("x_s", "w_s", "x_t", "w_t")).fuses(me)
@@ -262,7 +262,7 @@ def logits_that_stay(me: Rank) -> None:
 
 
 COPIED, SHARED = [Replicate()], [Shard(0)]
-PLACEMENTS = [  # of hidden states, words of the student and of the teacher
+PLACEMENTS = [  # of hidden states, vocabulary entries of the student and of the teacher
     (SHARED, SHARED, COPIED), (SHARED, COPIED, SHARED), (COPIED, COPIED, SHARED),
     (COPIED, SHARED, COPIED), (SHARED, SHARED, SHARED), (COPIED, SHARED, SHARED),
 ]  # fmt: skip
@@ -278,7 +278,7 @@ def placements(me: Rank) -> None:
     for program in (summed_on_dtensors, rows_as_dtensor, mean_of_tokens):  # data parallel
         Case(program, OF_ROWS, shape=(7,)).fuses(me)  # ranks have other numbers of tokens
     Case(rows_as_dtensor, OF_ROWS).fuses(me)
-    Case(on_whole_logits, num_words=3).fuses(me)
+    Case(on_whole_logits, vocab_size=3).fuses(me)
 
 
 @on_ranks
@@ -347,8 +347,8 @@ def more_on_two_mesh_dimensions(me: Rank) -> None:
 
 
 def _on_two_mesh_dimensions(me: Rank, program: Program, mesh: Any, other: Any) -> None:
-    hidden, words = [Shard(0), Replicate()], [Replicate(), Shard(0)]
-    case = {"x_s": [Shard(0), other], "x_t": hidden, "w_s": words, "w_t": words}
+    hidden, vocab = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+    case = {"x_s": [Shard(0), other], "x_t": hidden, "w_s": vocab, "w_t": vocab}
     Case(program, case, mesh=mesh).fuses(me)
 
 
@@ -386,10 +386,10 @@ def weights_of_a_rank(me: Rank) -> None:
 
 
 class Head(nn.Module):
-    def __init__(self, num_words: int) -> None:
+    def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.body = nn.Linear(WIDTH, WIDTH)
-        self.lm_head = nn.Linear(WIDTH, num_words)
+        self.lm_head = nn.Linear(WIDTH, vocab_size)
 
     def forward(self, x: Tensor) -> Any:
         return self.lm_head(self.body(x))
@@ -430,7 +430,7 @@ def parallelized_modules(me: Rank) -> None:
 
 @on_ranks
 def linear_layers_of_own_words(me: Rank) -> None:
-    """What transformers' tp_plan runs under no_grad: a linear layer of a rank's own words.
+    """What transformers' tp_plan runs under no_grad: a linear layer of a rank's vocabulary shard.
 
     The hidden states are whatever a rank has, and their gradient is this rank's share.
     """
@@ -449,7 +449,7 @@ def linear_layers_of_own_words(me: Rank) -> None:
         return kl(student, whole(logits(x_t, w_t))) + student.square().mean()
 
     for program in (teacher_alone, used_elsewhere):
-        case = Case(program, num_words=24)
+        case = Case(program, vocab_size=24)
 
         def results(
             run: Program, dtype: torch.dtype | None = None, case: Case = case
@@ -509,10 +509,10 @@ def what_does_not_fit(me: Rank) -> None:
     def in_place(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
         return kl(whole(x_s @ w_s.T), whole(x_t @ w_t.T).div_(2))
 
-    Case(plain_teacher).stays(me, "is a plain tensor beside DTensors")
+    Case(plain_teacher).stays(me, "is a plain tensor next to DTensors")
     Case(fewer_words).stays(me, "would gather it")
     Case(chosen_rows).stays(me, "whose number only the data decides")
-    Case(plain_scale).stays(me, "is a plain tensor beside DTensors")
+    Case(plain_scale).stays(me, "is a plain tensor next to DTensors")
     Case(in_place).stays(me, "modified in place")
     by_width = [Shard(1)]
     Case(on_whole_logits, {"w_s": by_width, "w_t": by_width}).stays(me, "student_weight may be")
@@ -538,7 +538,9 @@ def gradients_that_ranks_add_up(me: Rank) -> None:
 
 @on_ranks
 def softmaxes_that_ranks_add_up(me: Rank) -> None:
-    """Each rank has words of its own as plain tensors, as in NeMo's losses: the report says so."""
+    """Each rank has vocabulary entries of its own as plain tensors, as in NeMo's losses: the
+    report says so.
+    """
 
     def whole_sum(x: Tensor) -> Tensor:
         return functional_collectives.all_reduce(x, "sum", me.group)
@@ -549,12 +551,14 @@ def softmaxes_that_ranks_add_up(me: Rank) -> None:
         return whole_sum((p * (p.log() - q.log())).sum(-1)).sum()
 
     case = Case(program)
-    own = {k: x[me.words(NUM_WORDS)] if k[0] == "w" else x for k, x in case.tensors(me).items()}
+    own = {k: x[me.vocab(NUM_WORDS)] if k[0] == "w" else x for k, x in case.tensors(me).items()}
     with backend.collected() as report:
         compiled = torch.compile(program, backend="streamkl", options=AS_IT_IS)
         ours = case.results(compiled, own)
     assert not report.num_fused
-    assert "ranks add up what each computes of its own words" in str(report), str(report)
+    assert "ranks add up what each computes of its own vocabulary entries" in str(report), str(
+        report
+    )
     assert "linear_kl(..., group=tp_group)" in str(report), str(report)
     for name, x in case.results(program, own).items():
         torch.testing.assert_close(ours[name], x)
@@ -619,7 +623,7 @@ def ranks_that_compile_other_losses(me: Rank) -> None:
 
 @on_ranks
 def an_analysis_that_fails_on_one_rank(me: Rank) -> None:
-    from torch_streamkl.fx_passes.sharded import rewriting
+    from torch_streamkl.fx_passes.dtensors import rewriting
 
     original = rewriting.whole_graph
 
@@ -631,7 +635,7 @@ def an_analysis_that_fails_on_one_rank(me: Rank) -> None:
     rewriting.whole_graph = failing
     try:
         with backend.collected() as report:
-            case = Case(on_dtensors, num_words=31)
+            case = Case(on_dtensors, vocab_size=31)
             compiled = torch.compile(on_dtensors, backend="streamkl", options=AS_IT_IS)
             case.results(compiled, case.placed(me))
     finally:

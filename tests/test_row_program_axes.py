@@ -13,12 +13,12 @@ from torch import Tensor
 from torch_streamkl import row_program
 from torch_streamkl.rows.problem import RowProblem
 
-IMPLS = ("reference", "blocked")
+IMPLS = ("reference", "torch")
 B, H, N, K = 2, 3, 5, 7
 CASES: dict[str, Callable[[Any, float], Any]] = {
     "a coefficient": lambda e, a: (a * e.t).sum("key"),
     "of a sum": lambda e, a: a * e.t.logsumexp("key"),
-    "beside a mean of heads": lambda e, a: (e.t.mean("head") + a * e.t).sum("key"),
+    "next to a mean of heads": lambda e, a: (e.t.mean("head") + a * e.t).sum("key"),
     "a power": lambda e, a: (e.t**a).sum("key"),
     "of keys alone": lambda e, a: (e.w * (e.t**a)).sum("key"),
     "two numbers": lambda e, a: torch.where(e.t > 0, a, 0.0).sum("key"),
@@ -159,7 +159,7 @@ def test_one_of_several_results_is_a_number() -> None:
 
 
 def test_an_infinite_sum_times_zero() -> None:
-    """0 beside an infinity is 0, for a number as for a tensor of numbers."""
+    """0 next to an infinity is 0, for a number as for a tensor of numbers."""
     q, k = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 3, 2)
     for function in (
         lambda e: 0.0 * torch.where(e.t == 0, -math.inf, e.t).logsumexp("key"),

@@ -1,4 +1,4 @@
-"""Sums over blocks of keys: beside naive code in float64, by their laws, and what is refused."""
+"""Sums over blocks of keys: next to naive code in float64, by their laws, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_streamkl import row_program
-from torch_streamkl.rows import blocked, tile
+from torch_streamkl.rows import tile, torch_impl
 from torch_streamkl.rows.program import Program
 
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 7, 23, 5
@@ -22,8 +22,8 @@ SIZES = [1, 2, 4, 5, 23, 40]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 6 keys, whose ends are inside of blocks."""
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 96)
-    monkeypatch.setattr(blocked, "MAX_KEYS", 6)
+    monkeypatch.setattr(torch_impl, "BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(torch_impl, "MAX_KEYS", 6)
 
 
 def operands(spread: float = 1.0, heads: int = HEADS, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def weights(keys: int = KEYS) -> Tensor:
 
 
 def program(size: int) -> Any:
-    """Sums over blocks of two sizes beside one over all keys, of elements of two levels."""
+    """Sums over blocks of two sizes next to one over all keys, of elements of two levels."""
 
     def function(e: Any) -> Any:
         p = (e.t * 0.4).softmax("key")
@@ -105,7 +105,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor], tolerance: float = 1
         assert float((a - b)[finite].abs().max()) <= tolerance * max(1.0, float(b.abs().max()))
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("how", ["none", "causal", "window", "lengths", "mask"])
 @pytest.mark.parametrize("size", SIZES)
 def test_beside_naive_code(size: int, how: str, impl: str, small_blocks: None) -> None:
@@ -130,7 +130,7 @@ def test_large_scores(size: int, spread: float, small_blocks: None) -> None:
     assert_equal(gradients(list(found.values()), [q, k, w]), expected, 1e-10)
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("size", SIZES)
 def test_after_a_sum_over_heads(size: int, impl: str, small_blocks: None) -> None:
     q, k = operands()
@@ -192,7 +192,7 @@ def test_memory_is_that_of_rows_and_blocks(monkeypatch: pytest.MonkeyPatch) -> N
                 largest = max(largest, out.numel())
             return out
 
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 4096)
+    monkeypatch.setattr(torch_impl, "BLOCK_ELEMENTS", 4096)
     q, k = torch.randn(1, 1, rows, 4), torch.randn(1, 1, keys, 4)
     q.requires_grad_()
     k.requires_grad_()
@@ -251,7 +251,7 @@ def test_a_block_longer_than_a_tile_takes_no_room(size: int, small_blocks: None)
     """Nothing is as long as a block of which there are fewer keys."""
     q, k = operands()
     found = row_program(
-        lambda e: e.t.softmax("key").sum("key", block=size), dots={"t": (q, k)}, impl="blocked"
+        lambda e: e.t.softmax("key").sum("key", block=size), dots={"t": (q, k)}, impl="torch"
     )
     expected = pooled((q @ k.mT).softmax(-1), size)
     assert_equal(gradients([found], [q, k]), gradients([expected], [q, k]))

@@ -15,7 +15,7 @@ from tests.support.covering import only
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
 from torch_streamkl import row_program
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import torch_impl
 from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
@@ -114,8 +114,8 @@ def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
     dots = _operands(rows=21)  # tiles have 16
     double = {n: tuple(x.double() for x in pair) for n, pair in dots.items()}
-    truth = _compare(double, "blocked", **MASKS[name])
-    same = _compare(dots, "blocked", **MASKS[name])
+    truth = _compare(double, "torch", **MASKS[name])
+    same = _compare(dots, "torch", **MASKS[name])
     _check(_compare(dots, "triton", **MASKS[name]), same, truth)
 
 
@@ -137,8 +137,8 @@ def test_every_captured_tensor_gets_its_gradient() -> None:
             {n: tuple(x.to(t) for x in pair) for n, pair in dots.items()}, impl, differentiated
         )
         for impl, t in (
-            ("blocked", torch.float64),
-            ("blocked", torch.float32),
+            ("torch", torch.float64),
+            ("torch", torch.float32),
             ("triton", torch.float32),
         )
     )
@@ -165,8 +165,8 @@ def _check_blocks(dots: dict[str, Any], size: int, options: dict[str, Any]) -> N
         _of_blocks(dots, impl, dtype, size, options)
         for impl, dtype in (
             ("triton", torch.float32),
-            ("blocked", torch.float32),
-            ("blocked", torch.float64),
+            ("torch", torch.float32),
+            ("torch", torch.float64),
         )
     )
     for a, b, exact in zip(got, same, truth, strict=True):
@@ -178,7 +178,7 @@ def _check_blocks(dots: dict[str, Any], size: int, options: dict[str, Any]) -> N
 def _of_blocks(
     dots: dict[str, Any], impl: str, dtype: torch.dtype, size: int, options: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Sums over blocks of both levels, with a Jacobian of each, beside one over all keys."""
+    """Sums over blocks of both levels, with a Jacobian of each, next to one over all keys."""
     pairs = {n: tuple(x.to(dtype) for x in pair) for n, pair in dots.items()}
     device = pairs["t"][0].device
     key = torch.rand(1, 1, 67, generator=torch.Generator().manual_seed(2)).to(device)
@@ -245,16 +245,16 @@ def test_tiles_fit_every_gpu() -> None:
 
     text, _ = _recorded()
 
-    def obstacle(target: str, head_dim: int, dtype: torch.dtype) -> str:
+    def why_unsupported(target: str, head_dim: int, dtype: torch.dtype) -> str:
         with looks_like(target), FakeTensorMode():
             x = torch.empty(1, 2, 64, head_dim, dtype=dtype, device="cuda")
             weight = torch.empty(1, 1, 64, device="cuda")
-            return row_kernels.obstacle(RowProblem.of(text, [*[x] * 4, weight]), True)
+            return row_kernels.why_unsupported(RowProblem.of(text, [*[x] * 4, weight]), True)
 
     for target, head_dim in itertools.product(TARGETS, (32, 80, 128, 256)):
         for dtype in (torch.float16, torch.float32):
             fits = (target, head_dim, dtype) != ("sm_75", 256, torch.float32)
-            assert ("KiB" not in obstacle(target, head_dim, dtype)) >= fits
+            assert ("KiB" not in why_unsupported(target, head_dim, dtype)) >= fits
 
 
 @outside
@@ -267,7 +267,7 @@ def test_a_gpu_without_matrix_units_for_a_dtype() -> None:
         x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
         problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
         for module in (row_kernels, row_blocks):
-            limit = module.obstacle(problem, True)
+            limit = module.why_unsupported(problem, True)
             assert "takes bfloat16 from compute capability 8.0 on" in limit
 
 
@@ -281,14 +281,14 @@ def test_maps_that_fit_no_gpu() -> None:
         with looks_like("sm_75"), FakeTensorMode():
             x = torch.empty(1, 2, 64, dim, dtype=torch.float32, device="cuda")
             problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
-            assert room in row_blocks.obstacle(problem, True)
-            assert bool(row_blocks.obstacle(problem, True)) == bool(room)
+            assert room in row_blocks.why_unsupported(problem, True)
+            assert bool(row_blocks.why_unsupported(problem, True)) == bool(room)
 
 
 def _recorded() -> tuple[str, list[torch.Tensor]]:
     """The text of weighted, renormalised KL, and its tensors."""
     seen: list[Any] = []
-    original = blocked.forward
+    original = torch_impl.forward
 
     def spy(problem: RowProblem, is_differentiated: bool) -> Any:
         seen.append(problem)
@@ -296,7 +296,7 @@ def _recorded() -> tuple[str, list[torch.Tensor]]:
 
     case = CASES["weighted_keys"](SMALL)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "forward", spy)
+        patch.setattr(torch_impl, "forward", spy)
         EXAMPLES["weighted_keys"](**case.tensors)
     problem = seen[0]
     return problem.program.text, [*(x for p in problem.operands for x in p), *problem.captures]
@@ -329,7 +329,7 @@ def test_example_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     spread = 0.1 if dtype == torch.float16 else 1.0
     sizes = Sizes(batch=2, heads=4, rows=193, keys=259, dim=64, spread=spread)
     check_errors(name, "triton", dtype, sizes, "cuda")
-    check_errors(name, "blocked", dtype, sizes, "cuda")
+    check_errors(name, "torch", dtype, sizes, "cuda")
 
 
 @gpu
@@ -354,6 +354,6 @@ def test_masks_and_captures_on_a_gpu(name: str) -> None:
         for n, pair in _operands().items()
     }
     options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in MASKS[name].items()}
-    results = (_compare(dots, impl, **options) for impl in ("triton", "blocked"))
+    results = (_compare(dots, impl, **options) for impl in ("triton", "torch"))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from tests.support.covering import only
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
 from torch_streamkl import row_program
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import torch_impl
 from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
@@ -30,7 +30,7 @@ def _all(first: str, *others: str) -> list[Any]:
 
 @pytest.fixture
 def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of rows, and of words."""
+    """Several blocks of rows, and of vocabulary entries."""
     from torch_streamkl.rows.triton import blocks as row_blocks
 
     monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 100 * problem.num_keys * 4)
@@ -62,8 +62,8 @@ def _heads() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     return given, kl
 
 
-def _words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """Two LM heads with a bias, a mask of words, ids and values at them."""
+def _vocab() -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Two LM heads with a bias, a mask of vocabulary entries, ids and values at them."""
     ids = torch.rand(19, 300).argsort(-1)[:, :9]
     ids[:, 7] = ids[:, 2]  # which is summed
     ids[::3, 8] = -1
@@ -88,7 +88,9 @@ def _words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
 
 
 def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """Sums over blocks of an LM head's words, whose gradients come by blocks of words."""
+    """Sums over blocks of an LM head's vocabulary entries, whose gradients come by blocks of
+    vocabulary entries.
+    """
     given: dict[str, Any] = {
         "dots": {"t": (_leaf(51, 7), _leaf(520, 7)), "s": (_leaf(51, 260), _leaf(520, 260))},
         "rows": {"w": _leaf(51)},
@@ -102,7 +104,7 @@ def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     return given, sums
 
 
-PROBLEMS = {"heads": _heads, "words": _words, "blocks of words": _blocks_of_words}
+PROBLEMS = {"heads": _heads, "vocab": _vocab, "blocks of vocabulary entries": _blocks_of_words}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "window": {"window": (20, 3)},
@@ -179,12 +181,12 @@ def test_which_sums_over_heads_are_kept() -> None:
 
 @inside
 def test_words(small_workspace: None) -> None:
-    _check("words")
+    _check("vocab")
 
 
 @inside
 def test_blocks_of_words(small_workspace: None) -> None:
-    _check("blocks of words")
+    _check("blocks of vocabulary entries")
 
 
 def _check(name: str, **options: Any) -> None:
@@ -219,7 +221,7 @@ def test_one_mask_holds_for_the_blocks_of_a_program(small_workspace: None) -> No
 
     problem = _recorded("top_k_with_ghost")
     covered = torch.zeros(problem.num_rows, problem.num_keys)
-    for _, rows, keys in row_blocks._word_blocks(problem, 9):
+    for _, rows, keys in row_blocks._vocab_blocks(problem, 9):
         covered[rows, keys] += 1
     assert (covered == 1).all()
 
@@ -227,14 +229,14 @@ def test_one_mask_holds_for_the_blocks_of_a_program(small_workspace: None) -> No
 def _recorded(name: str) -> RowProblem:
     """The problem of an example."""
     seen: list[RowProblem] = []
-    original = blocked.forward
+    original = torch_impl.forward
 
     def spy(problem: RowProblem, is_differentiated: bool) -> Any:
         seen.append(problem)
         return original(problem, is_differentiated)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "forward", spy)
+        patch.setattr(torch_impl, "forward", spy)
         EXAMPLES[name](**CASES[name](Sizes(1, 4, 16, 300, 8)).tensors)
     return seen[0]
 

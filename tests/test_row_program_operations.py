@@ -210,7 +210,7 @@ def _differences(name: str, spelling: Spelling, place: str, impl: str) -> str:
     got = _program(spelling, *inputs, place, impl)
     expected = torch.as_tensor(spelling(*inputs)).to(dtype)
     x, y = (t.detach() for t in inputs)
-    # a product is 0 where a factor is, also beside an infinity or NaN (docs/row-programs.md)
+    # a product is 0 where a factor is, also next to an infinity or NaN (docs/row-programs.md)
     has_zero = (x == 0) | (y == 0) | (float(spelling(torch.tensor(2.0), torch.tensor(3.0))) == 0)
     if name == "xlogy":
         has_zero |= y == 1
@@ -240,7 +240,7 @@ def _differences(name: str, spelling: Spelling, place: str, impl: str) -> str:
 
 @outside
 @pytest.mark.parametrize(
-    ("impl", "place"), [("blocked", "pair"), ("blocked", "dot"), ("reference", "row")]
+    ("impl", "place"), [("torch", "pair"), ("torch", "dot"), ("reference", "row")]
 )
 def test_numbers(impl: str, place: str) -> None:
     found = []
@@ -333,7 +333,7 @@ def _of_types(f: Spelling, x: Tensor, y: Any, impl: str) -> tuple[Tensor, str]:
 
 
 @outside
-@pytest.mark.parametrize("impl", ["blocked", "reference"])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_types(impl: str) -> None:
     """Of conditions, integers and floats on either side, elements and numbers."""
     found = []

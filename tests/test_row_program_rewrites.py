@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
 from torch_streamkl.fx_passes.explain import explain
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import torch_impl
 
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 7, 9, 4
 
@@ -185,7 +185,7 @@ def streamed(program: Any, given: list[Any], **options: Any) -> Outcome:
     kinds = {site.kind for site in outcome.report.sites if site.fused}
     assert kinds == {"row_program"}, str(outcome.report)
     assert outcome.num_fused == len(outcome.report.sites), str(outcome.report)
-    assert outcome.report.remaining_quadratic == 0, str(outcome.report)
+    assert outcome.report.num_remaining == 0, str(outcome.report)
     return outcome
 
 
@@ -256,8 +256,8 @@ def test_losses_that_share_scores_are_one_program(monkeypatch: pytest.MonkeyPatc
     outcome = streamed(program, inputs("all"))
     assert outcome.num_fused == 2
     calls = []
-    forward = blocked.forward
-    monkeypatch.setattr(blocked, "forward", lambda *args: calls.append(args) or forward(*args))
+    forward = torch_impl.forward
+    monkeypatch.setattr(torch_impl, "forward", lambda *args: calls.append(args) or forward(*args))
     options = {"streamkl.inner": "eager", "streamkl.verify": "never"}
     torch._dynamo.reset()
     torch.compile(program, backend="streamkl", options=options)(*inputs("all"))
@@ -387,7 +387,7 @@ def test_ids_that_are_written_after_their_top_k() -> None:
     assert outcome.num_fused == 0, str(outcome.report)
 
 
-# ------------------------------------------------------------ left alone
+# ------------------------------------------------------------ not fused
 def scores_are_returned(sq, sk, tq, tk, w, pad):
     s, t = scores(sq, sk, tq, tk)
     return (w * t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean(), s, t

@@ -13,10 +13,10 @@ from torch.autograd import gradcheck
 
 from tests.support.covering import only
 from torch_streamkl import row_program
-from torch_streamkl.rows import blocked, op
+from torch_streamkl.rows import op, torch_impl
 from torch_streamkl.rows.program import Program
 
-IMPLS = ("reference", "blocked")
+IMPLS = ("reference", "torch")
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -38,8 +38,8 @@ def _kl(e: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 24)
-    monkeypatch.setattr(blocked, "MAX_KEYS", 3)
+    monkeypatch.setattr(torch_impl, "BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr(torch_impl, "MAX_KEYS", 3)
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -280,7 +280,7 @@ def test_operator_checks() -> None:
     text = _text(_kl, **_maps())
     tensors = [x for pair in _maps().values() for x in pair]
     torch.library.opcheck(
-        torch.ops.torch_streamkl.row_program.default, (tensors, text, True, "blocked")
+        torch.ops.torch_streamkl.row_program.default, (tensors, text, True, "torch")
     )
 
 
@@ -301,7 +301,7 @@ def test_memory_is_bounded_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sizes():
         rows = row_program(lambda e: e.s.logsumexp("key"), dots={"s": (hidden, weight)})
         rows.sum().backward()
-    assert largest <= blocked.BLOCK_ELEMENTS < 700 * 5000
+    assert largest <= torch_impl.BLOCK_ELEMENTS < 700 * 5000
 
 
 # ------------------------------------------------------------------------------------------ errors

@@ -1,4 +1,4 @@
-"""Sums of an LM head's rows whose gradients are computed in the forward, beside naive float64."""
+"""Sums of an LM head's rows whose gradients are computed in the forward, next to naive float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.offline import compile_launch, record_launches
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Case, Sizes, cast, leaves
 from torch_streamkl import row_program
-from torch_streamkl.rows import blocked, closed, op
+from torch_streamkl.rows import closed, op, torch_impl
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
@@ -24,17 +24,17 @@ from torch_streamkl.rows.program import Keys, Program
 from torch_streamkl.rows.trace import Tracer
 
 pytestmark = quiet
-WORDS = ("top_k_with_ghost", "cached_top_k", "z_loss", "dkd")
+VOCAB = ("top_k_with_ghost", "cached_top_k", "z_loss", "dkd")
 FACTOR = 1.7  # of the sum, which the backward multiplies by
 SUM = op.row_program_sum._schema.name.split("::")[1]
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks of tokens, parts of them and blocks of words."""
-    monkeypatch.setattr(blocked, "_tokens_of_chunk", lambda problem: 11)
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 96)
-    monkeypatch.setattr(blocked, "MAX_KEYS", 24)
+    """Several chunks of tokens, parts of them and blocks of vocabulary entries."""
+    monkeypatch.setattr(torch_impl, "_tokens_of_chunk", lambda problem: 11)
+    monkeypatch.setattr(torch_impl, "BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(torch_impl, "MAX_KEYS", 24)
 
 
 @pytest.fixture
@@ -87,21 +87,21 @@ def _errors_are_naive_codes(
 
 @outside
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", VOCAB)
 def test_by_blocks(name: str, reduction: str, small_chunks: None) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        _errors_are_naive_codes(name, reduction, "blocked", dtype)
+        _errors_are_naive_codes(name, reduction, "torch", dtype)
 
 
 @inside
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", VOCAB)
 def test_by_kernels(name: str, small_workspace: None) -> None:
     _errors_are_naive_codes(name, "mean", "triton", torch.float32)
 
 
 @outside
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", VOCAB)
 def test_on_a_gpu(name: str, small_workspace: None) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         _errors_are_naive_codes(name, "mean", "triton", dtype, "cuda")
@@ -118,7 +118,7 @@ def test_kernels_where_a_weight_would_be_rounded_too_often(
 
 
 @inside
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", VOCAB)
 def test_gradients_to_values_of_rows_by_one_kernel(
     name: str, small_workspace: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +173,7 @@ def test_compiles(target: str) -> None:
     with record_launches(target) as launches:
         heads = [torch.empty(1, 1, n, 8, device="cuda") for n in (300, 70)]
         problem = RowProblem.of(program.text, heads)
-        result = blocked.allocate(problem, True)
+        result = torch_impl.allocate(problem, True)
         weight = torch.empty(1, 1, 300, dtype=torch.bfloat16, device="cuda")
         at = slice(0, 1), slice(128, 300), slice(0, 70)
         found = seeds.seeds_of(problem, result.of_rows(*at[:2]), loss, [weight], at)
@@ -193,7 +193,7 @@ def _program_of_labels() -> Program:
 
 @outside
 def test_many_maps_beside_few_logits() -> None:
-    """Ids and values at them, 5 bytes beside 2, are not worth the short parts that they leave."""
+    """Ids and values at them, 5 bytes next to 2, are not worth the short parts that they leave."""
     from torch_streamkl.rows.triton import blocks as row_blocks
 
     found = []
@@ -205,7 +205,7 @@ def test_many_maps_beside_few_logits() -> None:
                 "loss_and_gradients",
                 lambda p, *a: (
                     found.append(row_blocks._chunks(p, row_blocks._Gradients(p, a[2])))
-                    or blocked.loss_and_gradients(p, *a)
+                    or torch_impl.loss_and_gradients(p, *a)
                 ),
             )
             case = cast(CASES[name](Sizes(rows=13, keys=71, dim=9)), torch.bfloat16)
@@ -213,9 +213,9 @@ def test_many_maps_beside_few_logits() -> None:
     assert [x is None for x in found] == [True, False]
 
 
-def _head(rows: int = 9, words: int = 21) -> tuple[Tensor, Tensor]:
+def _head(rows: int = 9, vocab: int = 21) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
-    made = [torch.randn(n, 5, dtype=torch.float64) for n in (rows, words)]
+    made = [torch.randn(n, 5, dtype=torch.float64) for n in (rows, vocab)]
     return made[0].requires_grad_(), made[1].requires_grad_()
 
 
@@ -391,7 +391,7 @@ def test_reductions_without_gradients_in_the_forward(reduction: str) -> None:
 
 @outside
 def test_a_divergence_runs_as_linear_kl_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "loss_and_gradients", None)
+    monkeypatch.setattr(torch_impl, "loss_and_gradients", None)
     student = tuple(x.detach().float().requires_grad_() for x in _head())
     teacher = tuple(x.detach().flip(0) * 0.7 for x in student)
     weight = torch.rand(9)
@@ -411,7 +411,7 @@ def test_a_divergence_runs_as_linear_kl_does(monkeypatch: pytest.MonkeyPatch) ->
 
 @outside
 def test_a_divergence_that_is_not_summed_as_it_is() -> None:
-    """The square root of a KL: what the row weighs is known behind its value alone."""
+    """The square root of a KL: what the row weighs is known after its value alone."""
     student, teacher = _head(), tuple(x.detach().flip(0) for x in _head())
 
     def root(e: Any) -> Any:
@@ -458,7 +458,7 @@ def test_an_input_that_needs_a_gradient_that_was_not_wanted() -> None:
 
     first = RowLoss((Node("reduction", value=0),), False)
     total = op.row_program_sum([q, k], [], seen[0], first.text, [True, False], "auto")[0]
-    with pytest.raises(RuntimeError, match="wanted="):
+    with pytest.raises(RuntimeError, match="needs_grad="):
         total.backward()
 
 
@@ -511,4 +511,4 @@ def test_the_name_of_the_form() -> None:
         patch.setattr(op, "chosen_of_sum", spy)
         for function in (kl, lambda e: kl(e).sqrt()):
             row_program(function, dots={"t": teacher, "s": student}, reduction="mean")
-    assert seen == [op.CLOSED, "blocked"] and closed.form_of is not None
+    assert seen == [op.CLOSED, "torch"] and closed.form_of is not None

@@ -19,14 +19,14 @@ from tests.support.row_cases import (
     example,
     value_and_gradients,
 )
-from torch_streamkl.rows import blocked
+from torch_streamkl.rows import torch_impl
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of batch, rows and keys."""
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 48)
-    monkeypatch.setattr(blocked, "MAX_KEYS", 4)
+    monkeypatch.setattr(torch_impl, "BLOCK_ELEMENTS", 48)
+    monkeypatch.setattr(torch_impl, "MAX_KEYS", 4)
 
 
 def _assert_equal(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
@@ -41,7 +41,7 @@ def test_every_example_is_tested() -> None:
     assert functions - {"row_program"} == set(CASES)
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("name", CASES)
 def test_example(name: str, impl: str, small_blocks: None) -> None:
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_example(name: str, impl: str, small_blocks: None) -> None:
 
 @pytest.mark.parametrize("name", every(2, CASES))
 def test_float32_errs_no_more_than_naive_code(name: str, small_blocks: None) -> None:
-    check_errors(name, "blocked", torch.float32)
+    check_errors(name, "torch", torch.float32)
 
 
 @settings(max_examples=25, deadline=None)
@@ -70,7 +70,7 @@ def test_generated_sizes(
     name: str, batch: int, heads: int, rows: int, more: int, dim: int, spread: float, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    # causal examples need a key for every row; of one word nothing is distilled
+    # causal examples need a key for every row; of one vocabulary entry nothing is distilled
     case = CASES[name](Sizes(batch, heads, rows, rows + more + 1, dim, spread))
     expected = value_and_gradients(case.naive, case)
     got = value_and_gradients(EXAMPLES[name], case)

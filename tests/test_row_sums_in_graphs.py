@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
 
-BATCH, ROWS, WORDS, DIM = 2, 7, 61, 12
+BATCH, ROWS, VOCAB, DIM = 2, 7, 61, 12
 IN_FORWARD = "gradients in the forward"
 Loss = Callable[..., Any]
 
@@ -26,9 +26,9 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
         x = torch.randn(shape, generator=make, dtype=torch.float64) * shape[-1] ** -0.5
         return x.to(dtype)
 
-    student = [normal(BATCH, ROWS, DIM).requires_grad_(), normal(WORDS, DIM).requires_grad_()]
-    teacher = [3 * normal(BATCH, ROWS, DIM + 3), normal(WORDS, DIM + 3)]
-    labels = torch.randint(WORDS, (BATCH, ROWS), generator=make)
+    student = [normal(BATCH, ROWS, DIM).requires_grad_(), normal(VOCAB, DIM).requires_grad_()]
+    teacher = [3 * normal(BATCH, ROWS, DIM + 3), normal(VOCAB, DIM + 3)]
+    labels = torch.randint(VOCAB, (BATCH, ROWS), generator=make)
     mask = (torch.rand(BATCH, ROWS, generator=make) > 0.3).to(dtype)
     return [*student, *teacher, labels, mask, torch.rand(BATCH, ROWS, generator=make).to(dtype)]
 
@@ -140,7 +140,7 @@ def test_backward_twice() -> None:
 
 
 def test_behind_a_module_and_another_loss() -> None:
-    """The sum's gradient is scaled by code that is behind it."""
+    """The sum's gradient is scaled by code that is after it."""
 
     def loss(h, w, th, tw, labels, mask, a):
         kl = ghost(h, w, th, tw, labels, mask, a)

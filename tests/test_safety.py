@@ -194,7 +194,7 @@ def test_exported_program() -> None:
 
 # ------------------------------------------------------------------------------------- faults
 STAGES = [
-    (rewriting, "obstacle"),
+    (rewriting, "why_unsupported"),
     (rewriting, "copied"),
     (rewriting, "find_region"),
     (rewriting, "trace_region"),

@@ -21,7 +21,7 @@ from tests.support.comparing import Outcome, refusals
 from tests.support.covering import every
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 5, 7, 4
-TOKENS, WIDTH, WORDS = 6, 4, 9
+TOKENS, WIDTH, VOCAB = 6, 4, 9
 INF = float("inf")
 LOWEST = torch.finfo(torch.float32).min
 
@@ -33,7 +33,7 @@ def compare(program: Callable[..., Any], inputs: list[Any], **options: Any) -> O
 
 @dataclass
 class Beside:
-    """Tensors that chains use beside the scores."""
+    """Tensors that chains use next to the scores."""
 
     bias: Tensor
     rows: Tensor
@@ -150,9 +150,9 @@ def of_maps(chains: list[list[str]], loss: str, seed: int) -> Given:
 
 
 def of_heads(chains: list[list[str]], loss: str, seed: int) -> Given:
-    shapes = [(TOKENS, WIDTH), (WORDS, WIDTH)] * 2
-    x, w, y, v, bias, rows = tensors(seed, *shapes, (4 * WORDS,), (TOKENS, 1))
-    b = beside(bias, rows, 4 * WORDS, seed)
+    shapes = [(TOKENS, WIDTH), (VOCAB, WIDTH)] * 2
+    x, w, y, v, bias, rows = tensors(seed, *shapes, (4 * VOCAB,), (TOKENS, 1))
+    b = beside(bias, rows, 4 * VOCAB, seed)
 
     def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor, *values: Tensor) -> Tensor:
         b = Beside(*values)
@@ -385,9 +385,9 @@ def test_part_of_scores(name: str, masked: str, dynamic: bool) -> None:
     check(compare(program, inputs, dynamic=dynamic))
 
 
-@pytest.mark.parametrize("num_words", [5, 9, 13])
+@pytest.mark.parametrize("vocab_size", [5, 9, 13])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_padding_to_the_other_s_words(num_words: int, dynamic: bool) -> None:
+def test_padding_to_the_other_s_words(vocab_size: int, dynamic: bool) -> None:
     """A negative width crops."""
 
     def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
@@ -395,7 +395,7 @@ def test_padding_to_the_other_s_words(num_words: int, dynamic: bool) -> None:
         t = F.pad(t, (0, s.shape[-1] - t.shape[-1]), value=-INF)
         return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
 
-    x, w, y, v = tensors(4, (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, WIDTH), (num_words, WIDTH))
+    x, w, y, v = tensors(4, (TOKENS, WIDTH), (VOCAB, WIDTH), (TOKENS, WIDTH), (vocab_size, WIDTH))
     inputs = [x.requires_grad_(), w.requires_grad_(), y, v]
     check(compare(program, inputs, dynamic=dynamic))
 
@@ -426,9 +426,9 @@ BEFORE: dict[str, Change] = {
 def test_labels_beside_a_temperature(name: str) -> None:
     """The cross-entropy of logits that the divergence has divided by a temperature."""
     x, w, y, v, bias, rows = tensors(
-        5, (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, WIDTH), (WORDS, WIDTH), (WORDS,), (TOKENS, 1)
+        5, (TOKENS, WIDTH), (VOCAB, WIDTH), (TOKENS, WIDTH), (VOCAB, WIDTH), (VOCAB,), (TOKENS, 1)
     )
-    b = beside(bias, rows, WORDS, 5)
+    b = beside(bias, rows, VOCAB, 5)
     labels = torch.arange(TOKENS)
 
     def program(x: Tensor, w: Tensor, y: Tensor, v: Tensor, *values: Tensor) -> Tensor:

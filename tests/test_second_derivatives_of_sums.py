@@ -130,7 +130,7 @@ def _divergence(scores: Tensor, others: Tensor) -> Tensor:
     return F.kl_div(scores.log_softmax(-1), others.softmax(-1), reduction="batchmean")
 
 
-def words(h: Tensor, w: Tensor) -> Tensor:
+def vocab(h: Tensor, w: Tensor) -> Tensor:
     return _divergence(h @ w.T, w.new_ones(11, 5).cumsum(0)[:7] @ w.new_ones(5, 11))
 
 
@@ -157,13 +157,13 @@ def maps(h: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("inner", "loss"),
     [
-        ("eager", words),
+        ("eager", vocab),
         ("eager", words_of_a_layer),
         ("eager", entropy_of_words),
         ("aot_eager", words_viewed),
         ("aot_eager", words_of_a_layer),
         ("aot_eager", entropy_of_words),
-        ("inductor", words),
+        ("inductor", vocab),
         ("inductor", entropy_of_words),
         ("inductor", maps),
     ],

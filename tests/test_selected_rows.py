@@ -14,7 +14,7 @@ from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 
-BATCH, TOKENS, WORDS = 2, 7, 50
+BATCH, TOKENS, VOCAB = 2, 7, 50
 
 
 def inputs(seed: int = 0) -> dict[str, Tensor]:
@@ -25,9 +25,9 @@ def inputs(seed: int = 0) -> dict[str, Tensor]:
 
     return {
         "x": draw(BATCH, TOKENS, 12).requires_grad_(),
-        "w": draw(WORDS, 12).requires_grad_(),
+        "w": draw(VOCAB, 12).requires_grad_(),
         "xt": draw(BATCH, TOKENS, 20),
-        "wt": draw(WORDS, 20),
+        "wt": draw(VOCAB, 20),
         "keep": torch.rand(BATCH, TOKENS, generator=make) < 0.6,
         "b": torch.tensor([0, 1, 1, 0, 1]),
         "p": torch.tensor([3, 0, -1, 3, 5]),
@@ -144,14 +144,14 @@ FUSED: dict[str, Callable[..., Tensor]] = {
     "int32 positions": lambda s, t, p: kd(s[:, p.int()], t[:, p.int()]),
     "one sample, positions": lambda s, t, p: kd(s[1, p], t[1, p]),
     "other positions for the teacher": lambda s, t, b, p: kd(s[b, p], t[b, p - 1]),
-    "before and behind the softmax": lambda s, t, b, p: F.kl_div(
+    "before and after the softmax": lambda s, t, b, p: F.kl_div(
         s.log_softmax(-1)[b, p], t[b, p].softmax(-1), reduction="batchmean"
     ),
     "gather": lambda s, t, each: kd(
         s.gather(1, expanded(each, s)), t.gather(1, expanded(each, t))
     ),
     "gather, repeated": lambda s, t, each: kd(
-        *(x.gather(1, each[..., None].repeat(1, 1, WORDS)) for x in (s, t))
+        *(x.gather(1, each[..., None].repeat(1, 1, VOCAB)) for x in (s, t))
     ),
     "take_along_dim": lambda s, t, each: kd(
         *(torch.take_along_dim(x, each[..., None], 1) for x in (s, t))
@@ -174,16 +174,16 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda s, t, keep: rows(s[keep][:2], t[~keep][:2]).sum(),
         "unknown size|equal|sizes are read from tensors",  # the last with torch 2.11
     ),
-    "entries of some words": (
+    "entries of some vocabulary entries": (
         lambda s, t: kd(
-            *(x.masked_select(torch.arange(WORDS) % 2 == 0).view(-1, WORDS // 2) for x in (s, t))
+            *(x.masked_select(torch.arange(VOCAB) % 2 == 0).view(-1, VOCAB // 2) for x in (s, t))
         ),
         "single entries",
     ),
     "entries in rows of two": (
         lambda s, t: kd(
             *(
-                x.masked_select((torch.arange(TOKENS) < 4)[:, None]).view(-1, 2 * WORDS)
+                x.masked_select((torch.arange(TOKENS) < 4)[:, None]).view(-1, 2 * VOCAB)
                 for x in (s, t)
             )
         ),
@@ -191,11 +191,11 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "entries of transposed logits": (
         lambda s, t, keep: kd(
-            *(x.mT.masked_select(keep[:, None]).view(-1, WORDS) for x in (s, t))
+            *(x.mT.masked_select(keep[:, None]).view(-1, VOCAB) for x in (s, t))
         ),
         "single entries",
     ),
-    "gathered words": (
+    "gathered vocabulary entries": (
         lambda s, t, each: F.kl_div(
             s.log_softmax(-1).gather(-1, each[:, None, :2].expand(-1, TOKENS, 2)),
             t.softmax(-1).gather(-1, each[:, None, :2].expand(-1, TOKENS, 2)),
@@ -203,7 +203,7 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
         ),
         "gather",
     ),
-    "some words after the softmax": (
+    "some vocabulary entries after the softmax": (
         lambda s, t, flat: F.kl_div(
             s.log_softmax(-1)[..., flat], t.softmax(-1)[..., flat], reduction="sum"
         ),
@@ -215,13 +215,13 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
         ),
         "keys are selected after the softmax",
     ),
-    "positions and words": (
+    "positions and vocabulary entries": (
         lambda s, t, b, p: rows(s[b, :, p], t[b, :, p]).sum(),
         "gathered by index",
     ),
     "fewer samples than the logits have": (
         lambda s, t, each: kd(
-            *(x.gather(1, each[:1, :, None].expand(1, 3, WORDS)) for x in (s, t))
+            *(x.gather(1, each[:1, :, None].expand(1, 3, VOCAB)) for x in (s, t))
         ),
         "gather",
     ),
@@ -269,7 +269,7 @@ def test_stays(name: str) -> None:
 
 
 def test_a_word_of_each_row() -> None:
-    """As a sum over all words in which the others are 0."""
+    """As a sum over the whole vocabulary in which the others are 0."""
 
     def program(s: Tensor, t: Tensor, each: Tensor) -> Tensor:
         ids = each[:, :1, None].expand(-1, TOKENS, 1)
@@ -299,9 +299,9 @@ def negated_mask_written_between(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
 
 def mask_of_entries_written_between(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
     mask = keep[..., None].expand_as(s)
-    first = s.detach().masked_select(mask).view(-1, WORDS)
+    first = s.detach().masked_select(mask).view(-1, VOCAB)
     keep.fill_(True)
-    return rows(first[:2], t.masked_select(mask).view(-1, WORDS)[:2]).sum() + s.sum()
+    return rows(first[:2], t.masked_select(mask).view(-1, VOCAB)[:2]).sum() + s.sum()
 
 
 def positions_written_between(s: Tensor, t: Tensor, b: Tensor, p: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def test_what_selects_rows_is_written(program: Callable[..., Tensor]) -> None:
         lambda s, t, b, p: kd(s[b, p + 6], t[b, p + 6]),
         lambda s, t, b, p: kd(s.index_select(1, p), t.index_select(1, p)),
         lambda s, t, each: kd(
-            *(x.gather(1, (each - 1)[..., None].expand(-1, -1, WORDS)) for x in (s, t))
+            *(x.gather(1, (each - 1)[..., None].expand(-1, -1, VOCAB)) for x in (s, t))
         ),
     ],
     ids=["positions out of range", "negative, index_select", "negative, gather"],

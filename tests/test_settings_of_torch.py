@@ -25,12 +25,12 @@ def _maps(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
     return F.kl_div(student, teacher, reduction="batchmean")
 
 
-def _words(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+def _vocab(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
     student = (x @ weight.T).log_softmax(-1)
     return F.kl_div(student, (teacher_x @ teacher_weight.T).softmax(-1), reduction="batchmean")
 
 
-LOSSES = {_maps: (1, 2, 24, 16), _words: (24, 16)}
+LOSSES = {_maps: (1, 2, 24, 16), _vocab: (24, 16)}
 
 
 def _inputs(*shape: int) -> list[Tensor]:
@@ -65,7 +65,7 @@ def _compare_operators() -> None:
     def squares(e: Any) -> Any:
         return ((e.s - e.t) ** 2).sum("key")
 
-    impl = IMPL if INTERPRETED else "blocked"
+    impl = IMPL if INTERPRETED else "torch"
     dots = {"s": (q, k), "t": (teacher[0], teacher[1])}
     values = row_program(squares, dots=dots, is_causal=True, impl=impl)
     torch.autograd.grad(values.sum(), (q, k))
@@ -95,7 +95,7 @@ def _precision_again() -> Iterator[None]:
 @pytest.mark.usefixtures("_precision_again")
 @pytest.mark.parametrize("owner", [torch.backends, torch.backends.cuda.matmul])
 def test_precisions_of_backends(owner: Any) -> None:
-    """What replaces torch.set_float32_matmul_precision(), whose getter raises behind it."""
+    """What replaces torch.set_float32_matmul_precision(), whose getter raises after it."""
     assert matmul_precision() != "tf32"
     owner.fp32_precision = "tf32"
     assert matmul_precision() == "tf32"
@@ -116,21 +116,21 @@ def test_the_older_setting() -> None:
 
 @outside
 def test_references_under_autocast() -> None:
-    """Operands are cast as those of other implementations, and nothing is behind them."""
+    """Operands are cast as those of other implementations, and nothing is after them."""
     q, k, *teacher = _inputs(1, 2, 24, 16)
-    words = _inputs(24, 16)
+    vocab = _inputs(24, 16)
 
     def mass(e: Any) -> Any:
         return (e.s.softmax("key") * e.t).sum("key")
 
     dots = {"s": (q, k), "t": (teacher[0], teacher[1])}
-    calls: dict[str, Callable[[str], Tensor]] = {
-        "streaming": lambda impl: attention_kl(q, k, *teacher, impl=impl),
-        "auto": lambda impl: linear_kl(*words, impl=impl),
-        "blocked": lambda impl: row_program(mass, dots=dots, impl=impl),
-    }
+    calls: list[tuple[str, Callable[[str], Tensor]]] = [
+        ("torch", lambda impl: attention_kl(q, k, *teacher, impl=impl)),
+        ("auto", lambda impl: linear_kl(*vocab, impl=impl)),
+        ("torch", lambda impl: row_program(mass, dots=dots, impl=impl)),
+    ]
     with torch.autocast("cpu", torch.bfloat16):
-        for impl, call in calls.items():
+        for impl, call in calls:
             given, exact = call(impl), call("reference")
             assert given.dtype == exact.dtype == torch.float32
             torch.testing.assert_close(given, exact, rtol=2e-2, atol=2e-2)
@@ -140,10 +140,10 @@ def test_references_under_autocast() -> None:
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("on", [False, True])
 def test_meta_tensors_know_no_autocast(on: bool, impl: str) -> None:
-    q, words = torch.randn(1, 2, 24, 16, device="meta"), torch.randn(24, 16, device="meta")
+    q, vocab = torch.randn(1, 2, 24, 16, device="meta"), torch.randn(24, 16, device="meta")
     with torch.autocast("cpu", torch.bfloat16, enabled=on):
         rows = attention_kl(q, q, q, q, impl=impl)
-        tokens = linear_kl(words, words, words, words, impl=impl)
+        tokens = linear_kl(vocab, vocab, vocab, vocab, impl=impl)
         sums = row_program(lambda e: e.s.softmax("key").sum("key"), dots={"s": (q, q)}, impl=impl)
     assert [(x.device.type, x.shape) for x in (rows, tokens, sums)] == [
         ("meta", (1, 2, 24)),

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten
 
 import torch_streamkl
 from tests.support import quick
-from tests.support.bodies import inductor_without_code
 from tests.support.covering import every, only
 from tests.support.distilled_step import HEADS, WIDTH, Step, gradients
 from tests.support.hard_programs import PROGRAMS, make_inputs
 from tests.support.ranks import start
+from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.distributed import trace_fully_shard
 from torch_streamkl.fx_passes import backend, ddp
 
@@ -129,7 +129,7 @@ def test_maps_of_different_buckets(
 
 
 class Shifted(nn.Module):
-    """A program behind parameters that are added to its inputs."""
+    """A program after parameters that are added to its inputs."""
 
     def __init__(self, program: Any, inputs: list[Tensor]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Shifted(nn.Module):
         return self.program(*[x + next(shifts) if x.is_floating_point() else x for x in inputs])
 
 
-# these write to inputs, which autograd has saved behind a shift: torch refuses them, us or not
+# these write to inputs, which autograd has saved after a shift: torch refuses them, us or not
 REFUSED = {
     "view_of_leaf_modified", "setitem_on_leaf", "leaf_written_as_out", "leaf_activated_in_place",
     "input_modified_later", "row_weights_modified_later",
@@ -304,7 +304,7 @@ def test_fully_shard(one_process: None, by_layer: bool) -> None:
         return
     assert report.num_fused == 0
     assert any("not made in this graph" in site.reason for site in report.sites)
-    assert any("fully_shard" in site.remedy for site in report.sites)
+    assert any("fully_shard" in site.hint for site in report.sites)
     assert {tuple(x.shape) for x in report.remaining} == {(3, HEADS, SEQLEN, SEQLEN)}
 
 
@@ -314,18 +314,18 @@ class Logits(nn.Module):
     def __init__(self, bodies_first: bool) -> None:
         super().__init__()
         self.bodies_first = bodies_first
-        self.bodies = nn.ModuleList(
+        self.subgraphs = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
         )
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 96, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bodies_first:
-            s, t = self.bodies[0](x), self.bodies[1](x)
+            s, t = self.subgraphs[0](x), self.subgraphs[1](x)
             s, t = self.heads[0](s), self.heads[1](t)
         else:
-            s = self.heads[0](self.bodies[0](x))
-            t = self.heads[1](self.bodies[1](x))
+            s = self.heads[0](self.subgraphs[0](x))
+            t = self.heads[1](self.subgraphs[1](x))
         target = t.softmax(-1)
         return F.kl_div(s.log_softmax(-1), target, reduction="none").sum(-1).mean()
 
@@ -343,7 +343,7 @@ def test_logits_under_fully_shard_on_every_layer(one_process: None, how: str) ->
     plain = make()
     plain(x).backward()
     step = make()
-    for body in step.bodies:
+    for body in step.subgraphs:
         for layer in body:
             fully_shard(layer, mesh=mesh)
     fully_shard(step, mesh=mesh)
@@ -356,9 +356,9 @@ def test_logits_under_fully_shard_on_every_layer(one_process: None, how: str) ->
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
     assert (report.num_fused, len(report.sites)) == (int(how != "model_by_model"), 1)
     if how == "model_by_model":
-        remedy = report.sites[0].remedy
-        assert "both bodies run before both LM heads" in remedy
-        assert "trace_fully_shard" in remedy
+        hint = report.sites[0].hint
+        assert "both bodies run before both LM heads" in hint
+        assert "trace_fully_shard" in hint
 
 
 class Pair(nn.Module):

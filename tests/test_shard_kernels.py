@@ -20,7 +20,7 @@ from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.ops import problem_of
-from torch_streamkl.linear.problem import LinearProblem, RowValues, RowWeights, Wanted
+from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues, RowWeights
 
 pytestmark = quiet
 
@@ -31,7 +31,7 @@ def problem(
     divergence: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
 ) -> LinearProblem:
     xs, ws = torch.randn(NUM_TOKENS, 16) * 3, torch.randn(NUM_WORDS, 16)
-    # words that the teacher lacks make the reverse KL infinite
+    # vocabulary entries that the teacher lacks make the reverse KL infinite
     lacking = 0 if divergence == "jeffreys" else 3
     xt, wt = torch.randn(NUM_TOKENS, 8) * 3, torch.randn(NUM_WORDS - lacking, 8)
     if options.pop("bias", False):
@@ -48,12 +48,12 @@ def logits(part: LinearProblem) -> tuple[Tensor, Tensor]:
 
 def sharded(whole: LinearProblem, module: Any, cuts: list[int]) -> tuple[RowValues, list[Any]]:
     """Merged statistics, and the gradients of the logits of each shard."""
-    shards = [whole.of_words(slice(a, b)) for a, b in itertools.pairwise(cuts)]
+    shards = [whole.of_vocab(slice(a, b)) for a, b in itertools.pairwise(cuts)]
     new = functools.partial(whole.student.hidden.new_empty, dtype=torch.float32)
     parts = new((len(shards) + 1, shard_rows.num_fields(whole), NUM_TOKENS))
     for shard, part in zip(shards, parts, strict=False):
         module.state(shard, *logits(shard), part)
-    module.empty_state(parts[-1])  # of a rank without words
+    module.empty_state(parts[-1])  # of a rank without vocabulary entries
     out = RowValues.allocate(whole)
     module.merged(whole, parts, NUM_WORDS, out)
     if whole.functional.bilinear is None:
@@ -62,7 +62,7 @@ def sharded(whole: LinearProblem, module: Any, cuts: list[int]) -> tuple[RowValu
             module.sums(shard, *logits(shard), out, total)
         for field, total in zip((out.value, *out.statistics[2:4]), totals.sum(0), strict=True):
             field.copy_(total)
-    wanted = Wanted(student_weight=True, teacher_weight=True)
+    wanted = NeedsGrad(student_weight=True, teacher_weight=True)
     ours, hard = (torch.rand(NUM_TOKENS).to(parts.device) for _ in range(2))
     weights = RowWeights(ours, None if whole.labels is None else hard)
     gradients = []
@@ -116,7 +116,7 @@ def test_compiles_offline(target: str) -> None:
         labels = torch.empty(512, dtype=torch.int64, device="cuda")
         for divergence in ("forward_kl", "js"):
             whole = problem_of(*tensors, functional=named(divergence).text, labels=labels)[0]
-            whole = replace(whole, first_word=76032)
+            whole = replace(whole, vocab_start=76032)
             s, t = (torch.empty(512, 76032, dtype=torch.bfloat16, device="cuda") for _ in "st")
             parts = torch.empty(2, shard_rows.num_fields(whole), 512, device="cuda")
             out = RowValues.allocate(whole)

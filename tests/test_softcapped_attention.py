@@ -1,4 +1,4 @@
-"""``softmax(softcap(QK^T)) @ V`` beside a fused KL becomes FlexAttention, where that compiles.
+"""``softmax(softcap(QK^T)) @ V`` next to a fused KL becomes FlexAttention, where that compiles.
 
 Programs are as transformers' Gemma2 writes them. FlexAttention is compiled for GPUs; on a CPU such
 attention stays and is reported. What it becomes is compared on a CPU all the same, with the
@@ -21,9 +21,9 @@ from tests.support.comparing import Outcome, compare, run
 from tests.support.covering import every
 from tests.support.plants import planted
 from torch_streamkl.fx_passes.backend import collected
-from torch_streamkl.fx_passes.followup import softcapped
-from torch_streamkl.fx_passes.followup.flex_attention import softcapped_attention
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.passes import softcapped
+from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
 
 LOWEST = torch.finfo(torch.float32).min
 CALL = f"{softcapped_attention.__module__}.{softcapped_attention.__name__}"
@@ -123,7 +123,7 @@ def check(outcome: Outcome, remaining: int = 0) -> None:
     assert outcome.num_fused == len(outcome.report.sites) > 0, outcome.report
     for site in outcome.report.sites:
         assert site.check == "same value and gradients on random inputs", outcome.report
-    assert outcome.report.remaining_quadratic == remaining, outcome.report
+    assert outcome.report.num_remaining == remaining, outcome.report
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
@@ -204,7 +204,7 @@ def test_on_a_cpu_it_stays() -> None:
     outcome = compare(program(MASKS["causal"]), inputs())
     outcome.check()
     assert outcome.num_fused == 1
-    assert outcome.report.remaining_quadratic > 0
+    assert outcome.report.num_remaining > 0
     assert "FlexAttention has no backward on a CPU" in outcome.report.details()
 
 

@@ -47,7 +47,9 @@ def test_what_is_none(text: str) -> None:
 
 
 @triton.jit
-def _kernel(t_ptr, s_ptr, out_ptr, SPLIT: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr):
+def _kernel(
+    t_ptr, s_ptr, out_ptr, SPLIT: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr
+):
     """8 rows of 64 scores, in tiles of 16; from SPLIT on in a state of its own."""
     rows = tl.arange(0, 8)
     first = empty_state(8)
@@ -58,10 +60,12 @@ def _kernel(t_ptr, s_ptr, out_ptr, SPLIT: tl.constexpr, FORM: tl.constexpr, CONF
         t = tl.load(t_ptr + place)
         s = tl.load(s_ptr + place)
         if n < SPLIT:
-            first = update(first, t, s, t > -1e38, True, FORM, CONFIG)
+            first = update(first, t, s, t > -1e38, True, COEFFICIENTS, CONFIG)
         else:
-            second = update(second, t, s, t > -1e38, True, FORM, CONFIG)
-    _lse_t, _lse_s, value, h, g = finish(merge(first, second, FORM), 0.0, 0.0, FORM, CONFIG)
+            second = update(second, t, s, t > -1e38, True, COEFFICIENTS, CONFIG)
+    _lse_t, _lse_s, value, h, g = finish(
+        merge(first, second, COEFFICIENTS), 0.0, 0.0, COEFFICIENTS, CONFIG
+    )
     tl.store(out_ptr + rows, value)
     tl.store(out_ptr + 8 + rows, h)
     tl.store(out_ptr + 16 + rows, g)
@@ -87,9 +91,9 @@ def test_running_sums(text: str, near: bool, split: int) -> None:
     off = dict.fromkeys(Config._fields, False)
     log2e = 1.4426950408889634
     out = torch.empty(3, 8)
-    _kernel[(1,)](t * log2e, s * log2e, out, SPLIT=split, FORM=form, CONFIG=Config(**off))
+    _kernel[(1,)](t * log2e, s * log2e, out, SPLIT=split, COEFFICIENTS=form, CONFIG=Config(**off))
     for got, exact in zip(out, _truth(text, t, s), strict=True):
-        # scores near 300 have five digits behind the point in float32, a probability near 1 seven
+        # scores near 300 have five digits after the point in float32, a probability near 1 seven
         torch.testing.assert_close(got.double(), exact, rtol=5e-3 if near else 1e-4, atol=2e-7)
 
 
@@ -124,9 +128,9 @@ def test_on_hopper(form: str, near: float | None) -> None:
     results = {}
     for name, impl, dtype, text in (
         ("hopper", "hopper", torch.bfloat16, TEXTS[0]),
-        ("float32", "streaming", torch.float32, TEXTS[0]),
-        ("truth", "streaming", torch.float64, TEXTS[0]),
-        ("probabilities", "streaming", torch.float32, "P*P+S*S"),
+        ("float32", "torch", torch.float32, TEXTS[0]),
+        ("truth", "torch", torch.float64, TEXTS[0]),
+        ("probabilities", "torch", torch.float32, "P*P+S*S"),
     ):
         x = [y.detach().to(dtype).requires_grad_() for y in (*student, *teacher)]
         value = ops.attention_kl(*x, functional=text, impl=impl, **more)[0]

@@ -139,7 +139,7 @@ def test_what_a_gpu_cannot_run_goes_to_the_blocks(
     p = problem(dtype, head_dim)
     with looks_like(target), caplog.at_level("WARNING", logger="torch_streamkl"):
         chosen = launch.select_implementation(p, "auto")
-        assert chosen == ("triton" if reason is None else "streaming")
+        assert chosen == ("triton" if reason is None else "torch")
         if reason is not None:
             assert reason in caplog.text
             with pytest.raises(NotImplementedError, match=reason):
@@ -160,12 +160,12 @@ def test_the_report_says_why_a_gpu_runs_blocks() -> None:
             return execution.how_sites_run(graph, mode, is_compiled=True)["site"]
 
     launch.warn_once.cache_clear()
-    attention, words = ops.attention_kl, linear_ops.linear_kl
+    attention, vocab = ops.attention_kl, linear_ops.linear_kl
     limit = "(the kernel takes bfloat16 from compute capability 8.0 on, got sm_75 of (7, 5))"
     assert call("sm_75", attention, torch.bfloat16).endswith(f"queries and keys {limit}")
-    for kernels in (call("sm_80", attention, torch.bfloat16), call("sm_75", words, torch.float16)):
+    for kernels in (call("sm_80", attention, torch.bfloat16), call("sm_75", vocab, torch.float16)):
         assert kernels.startswith("as Triton kernels")
-    assert "plain torch (the kernel takes float16," in call("sm_80", words, torch.float64)
+    assert "plain torch (the kernel takes float16," in call("sm_80", vocab, torch.float64)
 
 
 def test_a_gpu_below_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     devices.require_driver.cache_clear()
 
 
-NO_COMPILER = r"takes a C compiler .* impl='streaming'.* RuntimeError: Failed to find C compiler"
+NO_COMPILER = r"takes a C compiler .* impl='torch'.* RuntimeError: Failed to find C compiler"
 
 
 @pytest.mark.usefixtures("broken_driver")
@@ -220,7 +220,7 @@ def test_a_driver_without_a_compiler(impl: str) -> None:
             with pytest.raises(RuntimeError, match=NO_COMPILER) as error:
                 launch.select_implementation(p, impl)
             assert "\n" not in str(error.value)
-        assert launch.select_implementation(p, "streaming") == "streaming"
+        assert launch.select_implementation(p, "torch") == "torch"
 
 
 @pytest.mark.usefixtures("broken_driver")

@@ -34,7 +34,7 @@ OPTIONAL = {
     "inductor_kernels.py",
     "inductor_launch.py",
     "inductor_lowering.py",
-    "inductor_sites.py",
+    "inductor_calls.py",
 }
 PUBLIC = {"torch._dynamo.config", "torch._inductor.config"}  # as torch documents them
 

@@ -37,7 +37,7 @@ def test_of_users(name: str) -> None:
     assert report.num_fused >= loss.fuses, report
     assert_true(report, shapes)
     for site in report.sites:
-        assert site.fused or (site.reason and site.remedy), report
+        assert site.fused or (site.reason and site.hint), report
     if not report.sites:
         assert report.unrecognized, report.details()
         assert "no distillation loss recognized" in str(report)

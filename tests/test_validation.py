@@ -1,6 +1,6 @@
 """Every rewrite is checked when it is compiled: what computes something else stays out.
 
-Faults are planted behind the rewrite, whatever its rules are. Each must be caught, and nothing
+Faults are planted after the rewrite, whatever its rules are. Each must be caught, and nothing
 that is right may be stopped.
 """
 

@@ -48,7 +48,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class Verdict:
+class Validation:
     """What legal arguments come to, and what their user keeps for the next call with such."""
 
     __slots__ = ("kept", "options")
@@ -58,15 +58,15 @@ class Verdict:
         self.kept: dict[Any, Any] = {}
 
 
-_verdicts: dict[Any, Verdict] = {}
+_verdicts: dict[Any, Validation] = {}
 MAX_VERDICTS = 4096
 
 
-def remembered(
+def validated(
     tensors: tuple[Tensor | None, ...],
     settings: tuple[Any, ...],
     check: Callable[[Any, Any], tuple[Any, ...]],
-) -> Verdict:
+) -> Validation:
     """``check(tensors, settings)`` for plain tensors, run once for each metadata.
 
     The checks of a call cost more than its launch, and depend on metadata only. Types belong to
@@ -81,9 +81,9 @@ def remembered(
         key = (settings, types, torch.is_grad_enabled(), _autocast_dtype(tensors), *metadata)
         verdict = _verdicts.get(key)
     except (TypeError, RuntimeError):  # an unhashable setting, a tensor without strides: illegal
-        return Verdict(check(tensors, settings))
+        return Validation(check(tensors, settings))
     if verdict is None:
-        verdict = Verdict(check(tensors, settings))
+        verdict = Validation(check(tensors, settings))
         if _has_tensor(settings):  # whose value may be another one, and which would be kept alive
             return verdict
         if len(_verdicts) >= MAX_VERDICTS:

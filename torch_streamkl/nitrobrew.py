@@ -1,4 +1,4 @@
-"""Drop-in for Nitrobrew's two functions, with `linear_kl` behind them.
+"""Drop-in for Nitrobrew's two functions, with `linear_kl` after them.
 
 ``from torch_streamkl.nitrobrew import forward_kl, reverse_kl``. Everything else that `linear_kl`
 can do (biases, softcaps, labels, row weights, gradients to the teacher) is there, not here.
@@ -33,7 +33,7 @@ def forward_kl(
 
     Args:
         xs, xt: ``[batch, tokens, width]`` hidden states of the student and the teacher.
-        ws, wt: ``[num_words, width]`` their LM heads. Gradients go to xs and ws; the teacher is
+        ws, wt: ``[vocab_size, width]`` their LM heads. Gradients go to xs and ws; the teacher is
             constant.
         temperature: divides both logits; the T^2 factor is the caller's.
         reduction: ``"mean"`` over tokens, ``"sum"``, ``"batchmean"`` or ``"none"``.
@@ -80,7 +80,7 @@ def _kl(
     for name, x, ndim in (("xs", xs, None), ("xt", xt, None), ("ws", ws, 2), ("wt", wt, 2)):
         checks.tensor(name, x)
         if x.ndim < 2 or x.ndim > (ndim or x.ndim):
-            raise ValueError(f"{name} must be [..., tokens, width] or [num_words, width], got "
+            raise ValueError(f"{name} must be [..., tokens, width] or [vocab_size, width], got "
                              f"shape {tuple(x.shape)}")  # fmt: skip
     elements = max(math.prod(xs.shape[:-1]) * chunk_V, ws.shape[0] + 64)
     bytes_of_both = elements * (xs.element_size() + xt.element_size())

@@ -1,4 +1,4 @@
-"""What every operator of the library needs said to torch.library in the same words."""
+"""Registers operators with torch.library: what all of them need alike."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def register(
 
 
 def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same, with an error for what the dispatcher drops: a tangent, beside a graph's inputs.
+    """The same, with an error for what the dispatcher drops: a tangent, next to a graph's inputs.
 
     Dynamo does not compile again for a level of dual numbers that is entered later.
     """

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention import ops
-from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.launches import launch, launch_table
 from torch_streamkl.launches.devices import device_name
 from torch_streamkl.launches.launch_table import (
@@ -145,8 +145,8 @@ class Workload:
         if kernel == "forward":
             value, stats = module.forward(self.problem)
             return value, _finite(stats, student=True), _finite(stats, student=False)
-        wanted = Wanted(kernel == "dq", kernel == "dk", False, False)
-        grads = module.backward(self.problem, self.stats, self.grad, wanted)
+        needs_grad = NeedsGrad(kernel == "dq", kernel == "dk", False, False)
+        grads = module.backward(self.problem, self.stats, self.grad, needs_grad)
         return tuple(g for g in grads if g is not None)
 
     def table(self, kernel: str, tiles: TritonLaunch) -> LaunchTable:
@@ -156,8 +156,8 @@ class Workload:
 
 
 def _finite(stats: RowStatistics, student: bool) -> Tensor:
-    lse, key_sum = (stats.student if student else stats.teacher).unbind(0)
-    return torch.stack((lse.nan_to_num(neginf=0.0), key_sum), -1)
+    lse, delta = (stats.student if student else stats.teacher).unbind(0)
+    return torch.stack((lse.nan_to_num(neginf=0.0), delta), -1)
 
 
 def measured(
@@ -266,7 +266,7 @@ def _trial(
 def _decide(
     workload: Workload, kernel: str, best: Trial, default: Trial, timer: Timer
 ) -> tuple[Trial, Trial]:
-    """The winner and the default, timed in turns."""
+    """The winner and the default, timed interleaved."""
     taken: dict[int, list[float]] = {0: [], 1: []}
     for _ in range(ROUNDS):
         for i, trial in enumerate((best, default)):

@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Rows,
     Shifted,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 Cast = Scores | Elements | Entries | Rows | LogSumExp | RowMax | Shifted | ExpSum
 
@@ -46,7 +46,7 @@ def after_rounding(analysis: Analysis, node: fx.Node, value: object) -> object:
     if not isinstance(made, Tensor) or not isinstance(value, Cast):
         return value
     if made.is_complex():
-        raise Blocked("probabilities or scores are cast to a complex type")
+        raise Unsupported("probabilities or scores are cast to a complex type")
     if not made.dtype.is_floating_point:
         return value  # a condition
     for source in node.all_input_nodes:
@@ -58,7 +58,7 @@ def after_rounding(analysis: Analysis, node: fx.Node, value: object) -> object:
         if isinstance(x, Rows):
             return None
         if not all(_goes_back(key, made.dtype) for key in _keys_of(x)):
-            raise Blocked(
+            raise Unsupported(
                 f"probabilities or scores are rounded to {str(made.dtype).removeprefix('torch.')}"
             )
     return value

@@ -19,7 +19,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Rows,
     Shifted,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one
@@ -60,14 +60,14 @@ class Analysis:
         if any(isinstance(v, Rows) for v in known):
             return None  # what the user does with rows stays the user's code
         if any(isinstance(v, (Elements, Shifted)) for v in known):
-            raise Blocked(f"{name} of attention or vocabulary probabilities")
+            raise Unsupported(f"{name} of attention or vocabulary probabilities")
         if any(isinstance(v, Scores) for v in known):
-            raise Blocked(f"{name} of scores")
+            raise Unsupported(f"{name} of scores")
         if any(isinstance(v, Entries) for v in known):
-            raise Blocked(SINGLE_ENTRIES)
+            raise Unsupported(SINGLE_ENTRIES)
         for a in node.all_input_nodes:
             if a in self.reasons:
-                raise Blocked(self.reasons[a])
+                raise Unsupported(self.reasons[a])
         return None
 
     def value(self, x: object) -> object:
@@ -78,7 +78,7 @@ class Analysis:
             return Number(float(x))
         return None
 
-    def trained(self, node: fx.Node) -> bool:
+    def requires_grad(self, node: fx.Node) -> bool:
         """Whether gradient flows through a node: what Dynamo recorded for the user's code.
 
         Its record of an attribute such as ``k.mT`` does not know of no_grad.
@@ -96,13 +96,13 @@ class Analysis:
 
     def reference(self, node: fx.Node, layout: Layout = ()) -> TensorRef:
         """A tensor that a value is made of, with what it says of its own gradient."""
-        return TensorRef(self.canonical[node], layout, grad=self.trained(node))
+        return TensorRef(self.canonical[node], layout, grad=self.requires_grad(node))
 
     def _stays_blocked(self, *nodes: object) -> None:
         """Raise the reason of an input that was blocked before."""
         for node in nodes:
             if isinstance(node, fx.Node) and node in self.reasons:
-                raise Blocked(self.reasons[node])
+                raise Unsupported(self.reasons[node])
 
     def _row_factor(
         self,
@@ -114,7 +114,7 @@ class Analysis:
         divides: bool = False,
     ) -> RowFactor:
         if not isinstance(other, fx.Node):
-            raise Blocked(
+            raise Unsupported(
                 "a value that is neither a tensor nor a number multiplies the divergence"
             )
         self._stays_blocked(other)
@@ -122,15 +122,17 @@ class Analysis:
         if isinstance(value, Tensor):
             dim = value.dim() - (x.rank - x.key_dim)
             if value.dim() > x.rank:
-                raise Blocked("the divergence is broadcast against a tensor with more dimensions")
+                raise Unsupported(
+                    "the divergence is broadcast against a tensor with more dimensions"
+                )
             if dim >= 0 and not is_one(value.shape[dim]):
-                raise Blocked("weights that vary along the keys multiply the divergence")
+                raise Unsupported("weights that vary along the keys multiply the divergence")
         return RowFactor(self.reference(other), x.rank, selects, keeps, divides)
 
     def _axis(self, x: Scores, dim: int) -> int:
         pieces = x.layout[dim]
         if len(pieces) != 1 or lay.axis_dim(x.layout, pieces[0].axis) != dim:
-            raise Blocked("a reduction over a dimension that is not one axis of the scores")
+            raise Unsupported("a reduction over a dimension that is not one axis of the scores")
         return pieces[0].axis
 
 

@@ -27,9 +27,9 @@ from torch_streamkl.fx_passes.domain.index_values import stored
 from torch_streamkl.fx_passes.domain.masks import Affine
 from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.domain.scores import Scores
-from torch_streamkl.fx_passes.domain.tensor_ref import cut, flows, refs_in
+from torch_streamkl.fx_passes.domain.tensor_ref import cut, grad_flows, refs_in
 from torch_streamkl.fx_passes.domain.values import Number
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     under_no_grad,
     written_by,
@@ -86,13 +86,15 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
         name = name_of(node)
         try:
             if any(a in self._overwritten for a in node.all_input_nodes):
-                raise Blocked(
+                raise Unsupported(
                     "a tensor that is modified in place through a view or in a list is used later"
                 )
             if self._hides_its_write(node):
-                raise Blocked("a tensor that has a gradient is modified in place under no_grad")
+                raise Unsupported(
+                    "a tensor that has a gradient is modified in place under no_grad"
+                )
             value = self._apply(node, name)
-        except Blocked as reason:
+        except Unsupported as reason:
             self.reasons[node] = str(reason)
             value = None
         finally:
@@ -142,7 +144,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
             arguments = fx.map_arg(
                 (node.args, tuple(sorted(node.kwargs.items()))), lambda n: self.canonical[n]
             )
-            key = (node.target, _hashable(arguments), _shape_key(node), self.trained(node))
+            key = (node.target, _hashable(arguments), _shape_key(node), self.requires_grad(node))
             return self._numbering.setdefault(key, node)
         except TypeError:
             return node
@@ -175,10 +177,10 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
             return value  # a condition names the distributions that it asks about
         if next(refs_in(value), None) is None:
             return value
-        if not self.trained(node):
+        if not self.requires_grad(node):
             return cut(value)
-        if not flows(value):
-            raise Blocked("a gradient flows through part of the divergence that is a constant")
+        if not grad_flows(value):
+            raise Unsupported("a gradient flows through part of the divergence that is a constant")
         return value
 
 

@@ -94,7 +94,7 @@ def _is_call(node: fx.Node, name: str) -> bool:
 def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
-    """Why a site stays: the nearest thing behind or before it that blocked, and its node."""
+    """Why a site stays: the nearest thing after or before it that blocked, and its node."""
     for node in (site, *site.users):
         if any(x.op == "placeholder" for x in compared_by_hand(node)):
             return f"{ONE_SIDE} in this graph", None
@@ -160,7 +160,7 @@ def quadratic_nodes(
     """The user's nodes with a value per query and key on a site's path, and the trace's nodes.
 
     These are scores, probabilities and what is made of them, as long as it has as many entries.
-    The logits of a language-model loss beside a divergence are not on its path. Nor are features
+    The logits of a language-model loss next to a divergence are not on its path. Nor are features
     of linear attention, which ``operands`` of the sites' products are: softmaxes of products that
     are no larger than what they are computed from.
     """
@@ -179,7 +179,7 @@ def quadratic_nodes(
 
 
 class _Families:
-    """Which score matrices are behind each node, as bits."""
+    """Which score matrices are after each node, as bits."""
 
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.behind: dict[fx.Node, int] = {}

@@ -3,7 +3,7 @@
 Eager code may change a tensor after its scores were computed. A fused operator reads the tensor
 later (and again in the backward), so a site whose inputs are written to after the scores were made
 stays. Only an operator that makes its gradients in the forward reads nothing afterwards: a teacher
-that is updated behind the loss, in the same graph, does not concern it.
+that is updated after the loss, in the same graph, does not concern it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import Region
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, storage_of
 
@@ -66,7 +66,7 @@ class Aliases:
         all their uses, and tensors that those were made of: of these, the analysis has seen the
         writes that are part of the region.
 
-        The nodes are inserted in front of ``before``. Writes behind it do not harm them, but a
+        The nodes are inserted before ``before``. Writes after it do not harm them, but a
         backward that reads the tensor again: those to tensors without gradient are returned.
         """
         late: list[LateWrite] = []
@@ -77,7 +77,7 @@ class Aliases:
                 found = LateWrite(node, write, "after the scores are computed")
                 is_behind = before is not None and self.position[write] > self.position[before]
                 if not is_behind or _requires_grad(node):
-                    raise Blocked(found.reason)
+                    raise Unsupported(found.reason)
                 late.append(found)
         for tensors, made_of in selecting:
             for node, known in (
@@ -86,7 +86,7 @@ class Aliases:
             ):
                 for write in self._writes_since(node, self.position[node]):
                     if write not in known:
-                        raise Blocked(LateWrite(node, write, "and selects rows").reason)
+                        raise Unsupported(LateWrite(node, write, "and selects rows").reason)
         return late
 
     def _writes_since(self, node: fx.Node, position: int) -> list[fx.Node]:

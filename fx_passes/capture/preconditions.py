@@ -16,7 +16,7 @@ _FORWARD_MODE = "the code runs in forward mode, for which fused operators have n
 _LIKE_A_DIVERGENCE = ("kl_div", "cross_entropy", "log_softmax", "logsumexp", "softmax")
 
 
-def obstacle(graph: fx.Graph) -> str:
+def why_unsupported(graph: fx.Graph) -> str:
     """Why the graph is left as it is, in the user's terms; empty when it can be analysed."""
     if forward_ad._current_level >= 0:  # which Dynamo guards on
         return _FORWARD_MODE

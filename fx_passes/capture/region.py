@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of, storage_of
-from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque
+from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
 
 SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
 # inputs of these are operands of a score matmul: leaves of the region
@@ -22,7 +22,7 @@ MATMULS = {
     "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
 }  # fmt: skip
 # never part of a score or a mask, and the door to the rest of the network
-WALLS = {
+BARRIERS = {
     "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
     "layer_norm", "rms_norm", "group_norm", "batch_norm", "gelu", "silu",
     "conv1d", "conv2d", "conv3d", "conv_transpose2d", "checkpoint", "all_reduce", "all_gather",
@@ -64,9 +64,9 @@ def find_region(graph: fx.Graph) -> Region | None:
         _add_with_inputs(node, inside)
         value = example(node)
         if isinstance(value, Tensor) and value.dim() == 0:
-            continue  # behind the first scalar there is only arithmetic on losses
+            continue  # after the first scalar there is only arithmetic on losses
         for user in node.users:
-            if user not in seen and _is_operation(user) and name_of(user) not in WALLS:
+            if user not in seen and _is_operation(user) and name_of(user) not in BARRIERS:
                 seen.add(user)
                 if name_of(user) in MATMULS:
                     _add_with_inputs(user, inside)  # probabilities @ values
@@ -165,7 +165,7 @@ def _is_of_product(node: fx.Node) -> bool:
         current = frontier.pop()
         if name_of(current) in MATMULS:
             return True
-        if _is_operation(current) and name_of(current) not in WALLS | SEEDS:
+        if _is_operation(current) and name_of(current) not in BARRIERS | SEEDS:
             frontier.extend(current.all_input_nodes)
     return False
 
@@ -209,7 +209,7 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
     stack = [node]
     while stack:
         current = stack.pop()
-        if current in inside or not _is_operation(current) or name_of(current) in WALLS:
+        if current in inside or not _is_operation(current) or name_of(current) in BARRIERS:
             continue
         inside.add(current)
         inputs = current.all_input_nodes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensor,
@@ -55,7 +55,9 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """The user's node that holds an ATen node's value."""
     found = outer.get(node)
     if found is None:
-        raise Blocked(f"an intermediate value ({node.name}) of a composite operation is needed")
+        raise Unsupported(
+            f"an intermediate value ({node.name}) of a composite operation is needed"
+        )
     return found
 
 
@@ -131,11 +133,13 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
                 _allow_non_fake_inputs=True,
             )(*fakes)
         except GuardOnDataDependentSymNode as error:
-            raise Blocked(SIZES_OF_DATA) from error
+            raise Unsupported(SIZES_OF_DATA) from error
         except RuntimeError as error:
             if "don't support automatic differentiation" not in str(error):
                 raise
-            raise Blocked("a result is written with out=, which records no gradient") from error
+            raise Unsupported(
+                "a result is written with out=, which records no gradient"
+            ) from error
     nodes = {n.name: n for n in traced.graph.nodes}
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     outer = {nodes[name]: source for name, source in same_value.items() if name in nodes}

@@ -36,10 +36,10 @@ from torch_streamkl.fx_passes.domain.values import (
     where_within,
     within,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product
 
-OF_BLOCKS = "sums over blocks of them are values of rows and blocks, of row programs alone"
+OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 
 
 def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
@@ -62,9 +62,9 @@ def _elements(expr: Expr, scores: Scores, dim: int) -> Elements:
 def _distribution(scores: Scores, dim: int) -> Distribution:
     pieces = scores.layout[dim]
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
-        raise Blocked("softmax over a dimension that is not one axis of the scores")
+        raise Unsupported("softmax over a dimension that is not one axis of the scores")
     if any(isinstance(x, Pad) and x.axis != pieces[0].axis for x in scores.key.steps):
-        raise Blocked("softmax over the rows of padded scores")
+        raise Unsupported("softmax over the rows of padded scores")
     key, _ = scores.key.split_shift()
     return Distribution(key, pieces[0].axis)
 
@@ -74,10 +74,10 @@ def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
     rank = max(a.rank, b.rank)
     a, b = with_rank(a, rank), with_rank(b, rank)
     if a.key_dim != b.key_dim:
-        raise Blocked("two distributions over different dimensions are combined")
+        raise Unsupported("two distributions over different dimensions are combined")
     shape = lay.broadcast(a.shape, b.shape)
     if shape is None:
-        raise Blocked("two distributions whose sizes are not known to be equal are combined")
+        raise Unsupported("two distributions whose sizes are not known to be equal are combined")
     parts, layouts = list(a.parts), list(a.layouts)
     number: dict[int, int] = {}
     for k, (distribution, layout) in enumerate(zip(b.parts, b.layouts, strict=True)):
@@ -121,7 +121,7 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
     if op == "div" and y is not None:
         return a.map(lambda e: e / y)
     if x is None or y is None:
-        raise Blocked(f"{op} of values that carry row weights")
+        raise Unsupported(f"{op} of values that carry row weights")
     return replace(a, terms=(Term(apply(op, x, y)),))
 
 
@@ -141,7 +141,7 @@ def unary(op: str, a: Elements) -> Elements:
         return a.map(lambda e: -e)
     e = a.single()
     if e is None:
-        raise Blocked(f"{op} of values that carry row weights")
+        raise Unsupported(f"{op} of values that carry row weights")
     if op == "log":
         return replace(a, terms=(Term(_log(e)),))
     if op == "exp":
@@ -180,7 +180,7 @@ def takes_part(a: Elements) -> Elements:
     if not any(isinstance(x, Pad) for d in a.parts for x in d.scores.steps):
         return a.map(lambda _: ONE)
     if len(a.parts) != 1 or a.single() is None:
-        raise Blocked("a condition on padded probabilities and others")
+        raise Unsupported("a condition on padded probabilities and others")
     return replace(a, terms=(Term(apply("gt", log_prob(0), const(FLOOR_OF_EXP))),))
 
 
@@ -199,7 +199,7 @@ def kept_where(a: Elements, condition: Expr | None, *, inverted: bool) -> Elemen
     """The value where a condition on probabilities holds (or does not), 0 elsewhere."""
     e = a.single()
     if e is None or condition is None:
-        raise Blocked("a condition on probabilities and values that carry row weights")
+        raise Unsupported("a condition on probabilities and values that carry row weights")
     branches = (ZERO, e) if inverted else (e, ZERO)
     return replace(a, terms=(Term(apply("where", condition, *branches)),))
 
@@ -237,7 +237,7 @@ def not_negative(a: Elements) -> bool:
 
 def _without_lse(e: Expr) -> Expr:
     if mentions(e, "lse"):
-        raise Blocked("exp of raw scores")
+        raise Unsupported("exp of raw scores")
     return e
 
 
@@ -250,7 +250,7 @@ def with_constant(op: str, a: Elements, value: float, *, reverse: bool = False) 
         return a.map(lambda e: c * e)
     single = a.single()
     if single is None:
-        raise Blocked(f"{op} of a number and values that carry row weights")
+        raise Unsupported(f"{op} of a number and values that carry row weights")
     return replace(a, terms=(Term(apply(op, c, single) if reverse else apply(op, single, c)),))
 
 
@@ -263,7 +263,7 @@ def chosen(condition: Expr, a: Elements, b: Elements, c: Elements) -> Elements:
     """where(condition, a, b); the condition's variables are those of ``c``."""
     x, y, z = a.single(), b.single(), c.single()
     if x is None or y is None or z is None:
-        raise Blocked("where on values that carry row weights")
+        raise Unsupported("where on values that carry row weights")
     return replace(a, terms=(Term(apply("where", condition, x, y)),))
 
 
@@ -297,7 +297,7 @@ def masked_after(
     ):
         condition = within(equal[0])
     else:
-        raise Blocked("a mask on keys is applied after the softmax")
+        raise Unsupported("a mask on keys is applied after the softmax")
     return a.map(lambda e: apply("where", condition, e, ZERO))
 
 
@@ -305,13 +305,13 @@ def _conditions(
     mask: BoolTensor, layout: Layout, shape: Shape, node_rank: Mapping[fx.Node, int]
 ) -> Mask:
     if mask.rank > len(shape):
-        raise Blocked("a mask with more dimensions is applied after the softmax")
+        raise Unsupported("a mask with more dimensions is applied after the softmax")
     indexed = mask.raised(len(shape)).indexed_dims()
     if any(layout[d] == () and not is_one(shape[d]) for d in indexed):
-        raise Blocked("a mask varies along a dimension that a distribution is broadcast along")
+        raise Unsupported("a mask varies along a dimension that a distribution is broadcast along")
     found = to_axes(mask, layout, node_rank)
     if found is None:
-        raise Blocked(
+        raise Unsupported(
             "a mask that is not a conjunction of conditions is applied after the softmax"
         )
     return found
@@ -331,26 +331,26 @@ def _num_dims(layout: Layout, axis: int) -> int:
 def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) -> Elements:
     """A view operation applied to every layout; the keys stay one dimension."""
     if any(t.factors for t in a.terms):
-        raise Blocked(f"{what} of values that carry row weights")
+        raise Unsupported(f"{what} of values that carry row weights")
     layouts = []
     for layout in a.layouts:
         changed = change(layout)
         if changed is None:
-            raise Blocked(f"{what} that mixes the axes of the scores")
+            raise Unsupported(f"{what} that mixes the axes of the scores")
         layouts.append(changed)
     key_dims = {axis_dim(x, d.axis) for x, d in zip(layouts, a.parts, strict=True)}
     if len(key_dims) != 1 or None in key_dims:
         pairs = zip(layouts, a.parts, strict=True)
         if any(_num_dims(x, d.axis) > 1 for x, d in pairs):
-            raise Blocked(f"{what} that splits the keys: {OF_BLOCKS}")
-        raise Blocked(f"{what} that touches the keys")
+            raise Unsupported(f"{what} that splits the keys: {OF_BLOCKS}")
+        raise Unsupported(f"{what} that touches the keys")
     (key_dim,) = key_dims
     assert key_dim is not None
     shape: Shape | None = lay.sizes_of(layouts[0])
     for layout in layouts[1:]:
         shape = None if shape is None else lay.broadcast(shape, lay.sizes_of(layout))
     if shape is None:
-        raise Blocked(f"{what} of distributions whose sizes are not known to be equal")
+        raise Unsupported(f"{what} of distributions whose sizes are not known to be equal")
     return replace(a, layouts=tuple(layouts), key_dim=key_dim, shape=shape)
 
 
@@ -367,13 +367,13 @@ def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Rows
     for term in a.terms:
         expr, term_offsets, term_constant = split_constants(term.expr)
         if term.factors and (term_offsets or term_constant):
-            raise Blocked("row weights on a log-sum-exp")
+            raise Unsupported("row weights on a log-sum-exp")
         if expr != ZERO:
             terms.append(replace(term, expr=expr))
         offsets += [(_lse_of(a, k), c) for k, c in term_offsets]
         constant += term_constant
     if (offsets or constant) and tuple(dims) != (a.key_dim,):
-        raise Blocked("a log-sum-exp is summed over rows together with the keys")
+        raise Unsupported("a log-sum-exp is summed over rows together with the keys")
     elements = replace(a, terms=tuple(terms))
     return Rows(elements, tuple(sorted(dims)), keepdim, 1.0, divisors, tuple(offsets), constant)
 
@@ -408,7 +408,7 @@ def split_constants(e: Expr) -> tuple[Expr, list[tuple[int, float]], float]:
         elif names == ["P", "lse"]:
             offsets += [(int(f.value), coefficient) for f in factors if f.op == "lse"]
         elif mentions(addend, "lse"):
-            raise Blocked("raw scores in a sum that is not an expectation of them")
+            raise Unsupported("raw scores in a sum that is not an expectation of them")
         else:
             rest = rest + addend if sign > 0 else rest - addend
     return rest, offsets, constant
@@ -448,15 +448,15 @@ def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Ele
     distribution = a.probability()
     layout = a.layouts[0] if distribution is not None else ()
     if distribution is None or a.parts != (distribution,):
-        raise Blocked(
+        raise Unsupported(
             "a sum over rows of values that are not plain probabilities, before the sum over keys"
         )
     pieces = tuple(p for d in dims for p in layout[d])
     if distribution.averaged:
-        raise Blocked("probabilities are averaged twice")
+        raise Unsupported("probabilities are averaged twice")
     count = product(a.shape[d] for d in dims)
     if not isinstance(count, int):
-        raise Blocked("probabilities are averaged over a dimension of unknown size")
+        raise Unsupported("probabilities are averaged over a dimension of unknown size")
     kept = tuple(() if d in dims else x for d, x in enumerate(layout) if keepdim or d not in dims)
     sizes = tuple(1 if d in dims else x for d, x in enumerate(a.shape) if keepdim or d not in dims)
     mixed = replace(distribution, averaged=pieces)

@@ -12,12 +12,12 @@ from dataclasses import replace
 from torch_streamkl.fx_passes.domain.layout import sizes_of
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import Elements, ExpSum, LogSumExp, RowMax, Shifted
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     is_one,
     is_unknown,
-    same,
+    provably_equal,
 )
 
 
@@ -30,13 +30,13 @@ def fitted(value: object, shape: Sequence[Size]) -> object:
     match value:
         case Scores() | LogSumExp() | RowMax() | ExpSum():
             if not _all_equal(sizes_of(value.layout), shape):
-                raise Blocked("scores are broadcast to more entries than they have")
+                raise Unsupported("scores are broadcast to more entries than they have")
         case Shifted():
             fitted(value.scores, shape)
         case Elements():
             sizes = [sizes_of(x) for x in value.layouts]
             if not all(_all_equal(x, shape, broadcast=True) for x in sizes):
-                raise Blocked("values after the softmax are in a tensor of another shape")
+                raise Unsupported("values after the softmax are in a tensor of another shape")
             known = zip(value.shape, shape, strict=True)
             return replace(value, shape=tuple(a if is_unknown(a) else b for a, b in known))
     return value
@@ -49,6 +49,6 @@ def _all_equal(sizes: Sequence[Size], shape: Sequence[Size], *, broadcast: bool 
     analysis keeps the first.
     """
     return len(sizes) == len(shape) and all(
-        same(a, b) or (broadcast and is_one(a)) or (is_unknown(a) and is_unknown(b))
+        provably_equal(a, b) or (broadcast and is_one(a)) or (is_unknown(a) and is_unknown(b))
         for a, b in zip(sizes, shape, strict=True)
     )

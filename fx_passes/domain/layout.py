@@ -16,8 +16,8 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     expression,
     is_one,
     product,
+    provably_equal,
     quotient,
-    same,
 )
 
 
@@ -64,19 +64,19 @@ def with_rank(layout: Layout, rank: int) -> Layout | None:
 
 def has_shape(layout: Layout, shape: Sequence[Size]) -> bool:
     """Whether a tensor of this layout has provably this shape."""
-    return len(layout) == len(shape) and all(map(same, sizes_of(layout), shape))
+    return len(layout) == len(shape) and all(map(provably_equal, sizes_of(layout), shape))
 
 
 def broadcasts_to(layout: Layout, shape: Sequence[Size]) -> bool:
     """Whether a tensor of this layout is, or is provably broadcast to, this shape."""
     return len(layout) == len(shape) and all(
-        d == () or same(dim_size(d), size) for d, size in zip(layout, shape, strict=True)
+        d == () or provably_equal(dim_size(d), size) for d, size in zip(layout, shape, strict=True)
     )
 
 
 def broadcast(a: Sequence[Size], b: Sequence[Size]) -> Shape | None:
     """The shape of two tensors of one rank together; None where extents may differ."""
-    if not all(is_one(x) or is_one(y) or same(x, y) for x, y in zip(a, b, strict=True)):
+    if not all(is_one(x) or is_one(y) or provably_equal(x, y) for x, y in zip(a, b, strict=True)):
         return None
     return tuple(y if is_one(x) else x for x, y in zip(a, b, strict=True))
 
@@ -121,7 +121,7 @@ def merged(dim: Dim) -> Dim:
     for piece in dim:
         if result:
             last = result[-1]
-            if last.axis == piece.axis and same(last.stride, piece.size * piece.stride):
+            if last.axis == piece.axis and provably_equal(last.stride, piece.size * piece.stride):
                 result[-1] = Piece(piece.axis, last.size * piece.size, piece.stride)
                 continue
         result.append(piece)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, axis_dim, dim_size
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, provably_equal, shape_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Linear:
         return (
             isinstance(other, Linear)
             and self.coefficients == other.coefficients
-            and same(self.constant, other.constant)
+            and provably_equal(self.constant, other.constant)
         )
 
     def __hash__(self) -> int:
@@ -174,7 +174,7 @@ class AxisCondition:
         return (
             isinstance(other, AxisCondition)
             and self.coefficients == other.coefficients
-            and same(self.constant, other.constant)
+            and provably_equal(self.constant, other.constant)
         )
 
     def __hash__(self) -> int:
@@ -247,7 +247,7 @@ def _to_axes(
     for dim, source in enumerate(literal.dims):
         if source is not None:
             dims[source] = layout[dim]
-            if not same(dim_size(layout[dim]), shape_of(literal.node)[source]):
+            if not provably_equal(dim_size(layout[dim]), shape_of(literal.node)[source]):
                 return None  # the mask has more entries than what it is applied to
     return AxisTensor(literal.node, tuple(dims), literal.positive)
 

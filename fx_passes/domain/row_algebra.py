@@ -1,4 +1,4 @@
-"""Rules for sums over keys: sums of them, and log-sum-exps beside them.
+"""Rules for sums over keys: sums of them, and log-sum-exps next to them.
 
 Two sums belong together when they were taken over the same axes, with the same extents, and
 divided by the same sizes.
@@ -12,8 +12,8 @@ from torch_streamkl.divergences.functional import ZERO, const
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.element_algebra import aligned, collected, with_rank
 from torch_streamkl.fx_passes.domain.values import LogSumExp, Rows
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import product, same
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import product, provably_equal
 
 
 def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
@@ -25,10 +25,10 @@ def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
     rank = max(a.elements.rank, b.elements.rank)
     a, b = _rows_with_rank(a, rank), _rows_with_rank(b.scaled(sign), rank)
     extents = [tuple(r.elements.shape[d] for d in r.reduced) for r in (a, b)]
-    if (a.reduced, a.keepdim) != (b.reduced, b.keepdim) or not all(map(same, *extents)):
-        raise Blocked("two sums over different dimensions are added")
-    if not same(product(a.divisors), product(b.divisors)):
-        raise Blocked("two sums that are divided by different sizes are added")
+    if (a.reduced, a.keepdim) != (b.reduced, b.keepdim) or not all(map(provably_equal, *extents)):
+        raise Unsupported("two sums over different dimensions are added")
+    if not provably_equal(product(a.divisors), product(b.divisors)):
+        raise Unsupported("two sums that are divided by different sizes are added")
     x, y = aligned(a.elements, b.elements)
     x = x.map(lambda e: const(a.weight) * e)
     y = y.map(lambda e: const(b.weight) * e)
@@ -63,16 +63,16 @@ def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
     """rows + sign * log-sum-exp."""
     elements, layout = rows.elements, value.layout
     if rows.reduced != (elements.key_dim,) or rows.divisors:
-        raise Blocked("a log-sum-exp is added to a sum over more than the keys")
+        raise Unsupported("a log-sum-exp is added to a sum over more than the keys")
     placed = lay.with_rank(layout, elements.rank if rows.keepdim else elements.rank - 1)
     if placed is not None and not rows.keepdim:  # in the dimensions of the elements
         placed = lay.unsqueeze(placed, elements.key_dim)
     shape = (*elements.shape[: elements.key_dim], 1, *elements.shape[elements.key_dim + 1 :])
     if placed is None or not lay.broadcasts_to(placed, shape):
-        raise Blocked("a log-sum-exp of other rows is added to a sum over keys")
+        raise Unsupported("a log-sum-exp of other rows is added to a sum over keys")
     key, shift = value.scores.split_shift()
     if shift and rows.constant_within:
-        raise Blocked("a number is added to rows of which some have no keys")
+        raise Unsupported("a number is added to rows of which some have no keys")
     added = ((replace(value, scores=key, layout=placed), sign),)
     constant = rows.constant + sign * shift
     return replace(rows, offsets=_added(rows.offsets, added), constant=constant)

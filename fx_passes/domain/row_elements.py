@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, quotient, same
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, provably_equal, quotient
 
 Dim = tuple[int, ...]  # axes, the leading one first; () is a dimension without an index
 
@@ -58,7 +58,7 @@ class Axes:
         """An atom as two: index = leading * size of trailing + trailing."""
         leading = quotient(self._sizes[atom], trailing)
         if leading is None:
-            raise Blocked(
+            raise Unsupported(
                 "an axis of the scores is split into parts of sizes that do not divide it"
             )
         self._parts[atom] = (self.new(leading), self.new(trailing))
@@ -71,10 +71,10 @@ class Axes:
             x, y = left.pop(0), right.pop(0)
             if x == y:
                 continue
-            if same(self._sizes[x], self._sizes[y]):
+            if provably_equal(self._sizes[x], self._sizes[y]):
                 self._same_as[y] = x
                 if y in left or y in right or x in left or x in right:
-                    raise Blocked("an axis of the scores meets itself in another place")
+                    raise Unsupported("an axis of the scores meets itself in another place")
                 continue
             rest = quotient(self._sizes[x], self._sizes[y])
             if rest is not None:
@@ -84,12 +84,12 @@ class Axes:
                 continue
             rest = quotient(self._sizes[y], self._sizes[x])
             if rest is None:
-                raise Blocked("scores meet a tensor whose dimensions are other axes")
+                raise Unsupported("scores meet a tensor whose dimensions are other axes")
             leading, trailing = self.split(y, rest)
             right[:0] = [leading, trailing]
             left.insert(0, x)
         if left or right:
-            raise Blocked("scores meet a tensor of another shape")
+            raise Unsupported("scores meet a tensor of another shape")
 
     def digits(self, axis: int, size: Size, stride: Size) -> Dim:
         """The atoms of a digit of an axis, which is split where that needs it."""
@@ -102,7 +102,7 @@ class Axes:
         remaining = trailing
         while not is_one(remaining):
             if not rest:
-                raise Blocked("an operand's axis is longer than that of the scores")
+                raise Unsupported("an operand's axis is longer than that of the scores")
             last = rest.pop()
             left_over = quotient(remaining, self._sizes[last])
             if left_over is not None:
@@ -124,7 +124,7 @@ class Axes:
             remaining: Size = size
             while not is_one(remaining):
                 if not atoms:
-                    raise Blocked("reshape that mixes the axes of the scores")
+                    raise Unsupported("reshape that mixes the axes of the scores")
                 first = atoms.pop(0)
                 rest = quotient(remaining, self._sizes[first])
                 if rest is not None:
@@ -133,14 +133,14 @@ class Axes:
                     continue
                 behind = quotient(self._sizes[first], remaining)
                 if behind is None:
-                    raise Blocked("reshape that mixes the axes of the scores")
+                    raise Unsupported("reshape that mixes the axes of the scores")
                 leading, trailing = self.split(first, behind)
                 dim.append(leading)
                 atoms.insert(0, trailing)
                 remaining = 1
             result.append(tuple(dim))
         if atoms:
-            raise Blocked("reshape that mixes the axes of the scores")
+            raise Unsupported("reshape that mixes the axes of the scores")
         return tuple(result)
 
 
@@ -202,7 +202,7 @@ class Formula:
     Leaves: "dot" (data: `Dot`), "const" (a number), "capture" (a node and the axes of each of its
     dimensions), "linear" (coefficients by axis and a constant: whether their sum is not
     negative), "columns" (a node with ids, its axes and the axis that they are of: whether an
-    index is among the ids of its row). "reduce" has a `Sum`. ``flows`` are the tensors that a
+    index is among the ids of its row). "reduce" has a `Sum`. ``grad_flows`` are the tensors that a
     gradient reaches, ``key`` is the axis that was summed over inside, if one was.
     """
 
@@ -210,7 +210,7 @@ class Formula:
     args: tuple[Formula, ...] = ()
     data: Any = None
     axes: frozenset[int] = frozenset()
-    flows: frozenset[object] = frozenset()
+    grad_flows: frozenset[object] = frozenset()
     dots: frozenset[Dot] = frozenset()
     key: int | None = None
     is_bool: bool = False

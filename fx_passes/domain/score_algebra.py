@@ -35,15 +35,17 @@ from torch_streamkl.fx_passes.domain.scores import (
 )
 from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
 from torch_streamkl.fx_passes.domain.values import CONTRACTED
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, provably_equal
 
 
 def padded(scores: Scores, size: Size) -> Scores:
-    """Scores with -inf behind the last one of their last dimension: words that this side lacks."""
+    """Scores with -inf after the last one of their last dimension: vocabulary entries that this
+    side lacks.
+    """
     key, (*rows, last) = scores.key, scores.layout
     if len(last) != 1 or axis_dim(scores.layout, last[0].axis) != len(rows):
-        raise Blocked("scores are padded along a dimension that is not one axis of them")
+        raise Unsupported("scores are padded along a dimension that is not one axis of them")
     axis = last[0].axis
     sizes = tuple((a, size if a == axis else s) for a, s in key.sizes)
     key = replace(key.then(Pad(axis, size)), sizes=sizes)
@@ -55,12 +57,12 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
     key, pieces = scores.key, scores.layout[dim]
     operands = (key.lhs, key.rhs)
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
-        raise Blocked("scores are averaged over part of a dimension")
+        raise Unsupported("scores are averaged over part of a dimension")
     axis = pieces[0].axis
     size = key.size(axis)
     steps = tuple(_summed_step(step, axis, size) for step in key.steps)
     if any(axis_dim(o.layout, axis) is None for o in operands):
-        raise Blocked("scores are averaged over a dimension that only one operand has")
+        raise Unsupported("scores are averaged over a dimension that only one operand has")
     lowest = min((p.axis for o in operands for d in o.layout for p in d), default=0)
     contracted = Piece(min(lowest, CONTRACTED) - 1, pieces[0].size)
     lhs, rhs = (
@@ -75,7 +77,7 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
     if not mean:
         return summed, ()
     if not isinstance(size, int):
-        raise Blocked("scores are averaged over a dimension of unknown size")
+        raise Unsupported("scores are averaged over a dimension of unknown size")
     return summed.then(Scale(1.0 / size)), ()
 
 
@@ -87,9 +89,9 @@ def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
         return Shift(step.number * size)
     if isinstance(step, Factor):
         if axis in axes_of(step.tensor.layout):
-            raise Blocked("scores are averaged over a dimension that only one operand has")
+            raise Unsupported("scores are averaged over a dimension that only one operand has")
         return step
-    raise Blocked("scores are averaged over heads after a mask, a bias or a softcap")
+    raise Unsupported("scores are averaged over heads after a mask, a bias or a softcap")
 
 
 def part(
@@ -100,9 +102,9 @@ def part(
     if pieces == ():
         return key, layout if length is not None else (*layout[:dim], *layout[dim + 1 :])
     if len(pieces) != 1 or axis_dim(layout, pieces[0].axis) != dim:
-        raise Blocked("a flattened dimension of the scores is sliced")
+        raise Unsupported("a flattened dimension of the scores is sliced")
     axis = pieces[0].axis
-    if length is not None and same(length, pieces[0].size):
+    if length is not None and provably_equal(length, pieces[0].size):
         return key, layout
     steps = tuple(_part_of_step(step, axis, start, length) for step in key.steps)
     lhs, rhs = (part_of_operand(o, axis, start, length) for o in (key.lhs, key.rhs))
@@ -121,9 +123,9 @@ def _part_of_step(step: ScoreStep, axis: int, start: Size, length: Size | None) 
             lhs, rhs = (part_of_operand(o, axis, start, length) for o in (step.lhs, step.rhs))
             return replace(step, lhs=lhs, rhs=rhs)
         case Factor() | Bias() if axis in axes_of_step(step):
-            raise Blocked("scores are sliced after a tensor was added or multiplied")
+            raise Unsupported("scores are sliced after a tensor was added or multiplied")
         case Pad(axis=padded) if padded == axis:
-            raise Blocked("some of the keys are used after the scores were padded")
+            raise Unsupported("some of the keys are used after the scores were padded")
         case Masking():
             mask = frozenset(_part_of_literal(x, axis, start, length) for x in step.mask)
             return replace(step, mask=mask)
@@ -142,7 +144,7 @@ def part_of_operand(operand: TensorRef, axis: int, start: Size, length: Size | N
         return operand
     dim = axis_dim(operand.layout, axis)
     if dim is None:
-        raise Blocked("part of a repeated or flattened dimension of an operand is used")
+        raise Unsupported("part of a repeated or flattened dimension of an operand is used")
     if length is None:
         layout = (*operand.layout[:dim], *operand.layout[dim + 1 :])
         return replace(operand, layout=layout, steps=(*operand.steps, Step("select", dim, start)))
@@ -157,11 +159,11 @@ def _part_of_literal(
 ) -> AxisLiteral:
     if isinstance(literal, AxisExcept):
         if axis == literal.axis:
-            raise Blocked("scores are sliced after some of their keys were overwritten")
+            raise Unsupported("scores are sliced after some of their keys were overwritten")
         return literal
     if isinstance(literal, AxisTensor):
         if axis in axes_of(literal.layout):
-            raise Blocked("scores are sliced after a tensor mask was applied")
+            raise Unsupported("scores are sliced after a tensor mask was applied")
         return literal
     moved = literal.constant + dict(literal.coefficients).get(axis, 0) * start
     kept = tuple((a, c) for a, c in literal.coefficients if length is not None or a != axis)
@@ -176,12 +178,12 @@ def selected_rows(
     indexed = layout[dim:end]
     pieces = merged(tuple(p for d in indexed for p in d))
     axes = [p.axis for p in pieces]
-    whole = all(is_one(p.stride) and same(p.size, key.size(p.axis)) for p in pieces)
+    whole = all(is_one(p.stride) and provably_equal(p.size, key.size(p.axis)) for p in pieces)
     exact = whole and has_shape(indexed, selection.sizes)
     if not pieces or not exact or len(set(axes)) != len(axes):
-        raise Blocked("rows are selected of part of the rows, or of dimensions of size one")
+        raise Unsupported("rows are selected of part of the rows, or of dimensions of size one")
     if any(set(axes) & axes_of_step(x) for x in key.steps if not isinstance(x, Product)):
-        raise Blocked("rows are selected of scores after a mask or a tensor was applied")
+        raise Unsupported("rows are selected of scores after a mask or a tensor was applied")
     first = max(a for a, _ in key.sizes) + 1
     new: Layout = tuple(
         () if is_one(size) else (Piece(first + i, size),) for i, size in enumerate(selection.shape)
@@ -206,13 +208,13 @@ def _selected(
     axes = {p.axis for p in pieces}
     holders = [x for x in (lhs, rhs) if axes_of(x.layout) & axes]
     if len(holders) != 1:
-        raise Blocked("rows are selected of a dimension that both operands of the scores have")
+        raise Unsupported("rows are selected of a dimension that both operands of the scores have")
     operand = holders[0]
     held = [d for d, dim_pieces in enumerate(operand.layout) if axes_of((dim_pieces,)) & axes]
     first, num_held = held[0], len(held)
     in_operand = merged(tuple(p for d in operand.layout[first : first + num_held] for p in d))
     if in_operand != pieces or held != list(range(first, first + num_held)):
-        raise Blocked("rows are selected of dimensions that the operand has in another order")
+        raise Unsupported("rows are selected of dimensions that the operand has in another order")
     step = Step("rows", first, selection=selection, num_dims=num_held)
     layout = (*operand.layout[:first], *new, *operand.layout[first + num_held :])
     changed = replace(operand, layout=layout, steps=(*operand.steps, step))

@@ -1,8 +1,8 @@
 """What the operators can do with a chain of operations on scores.
 
 They compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases, fill)``, with
-biases either before or behind the tanh, and a number added to all of it, which a softmax ignores.
-For LM heads ``x.y`` may be a sum of products, in front of the tanh.
+biases either before or after the tanh, and a number added to all of it, which a softmax ignores.
+For LM heads ``x.y`` may be a sum of products, before the tanh.
 `read` follows a chain step by step and keeps it in that form, or says which step leaves it.
 """
 
@@ -28,7 +28,7 @@ from torch_streamkl.fx_passes.domain.scores import (
     Tanh,
 )
 from torch_streamkl.fx_passes.domain.signs import is_positive
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ScoreForm:
     layers: tuple[Layer, ...] = ()
     added: bool = False  # a tensor or mask was added: gradient flows through masked keys
     padded: int | None = None
-    shift: float = 0.0  # behind everything else
-    row_shift: bool = False  # a value per row, or a scalar tensor, is added behind it as well
+    shift: float = 0.0  # after everything else
+    row_shift: bool = False  # a value per row, or a scalar tensor, is added after it as well
 
     @property
     def is_shifted(self) -> bool:
@@ -93,7 +93,9 @@ def _after(form: ScoreForm, step: ScoreStep) -> ScoreForm:
             return _multiplied(form, step)
         case Shift():
             if not abs(step.number) <= LARGEST_SHIFT:
-                raise Blocked(f"{step.number:g} is added to all scores, which are lost beside it")
+                raise Unsupported(
+                    f"{step.number:g} is added to all scores, which are lost next to it"
+                )
             return replace(form, shift=form.shift + step.number)
         case Tanh():
             return _with_tanh(form)
@@ -109,11 +111,11 @@ def _after(form: ScoreForm, step: ScoreStep) -> ScoreForm:
 
 def _scaled(form: ScoreForm, number: float) -> ScoreForm:
     if number == 0.0:
-        raise Blocked("scores multiplied by 0")
+        raise Unsupported("scores multiplied by 0")
     if not math.isfinite(number):
-        raise Blocked(f"scores multiplied by {number}")
+        raise Unsupported(f"scores multiplied by {number}")
     if number < 0.0 and (form.padded is not None or (form.mask and form.fill <= ABSORBING)):
-        raise Blocked("masked scores multiplied by a negative number")
+        raise Unsupported("masked scores multiplied by a negative number")
     inner = form.softcap != 0.0
     return replace(
         form,
@@ -131,13 +133,17 @@ def _scaled(form: ScoreForm, number: float) -> ScoreForm:
 def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
     """A tensor: a scalar, or one value per row."""
     if form.softcap:
-        raise Blocked("scores are multiplied by a tensor after a softcap")
+        raise Unsupported("scores are multiplied by a tensor after a softcap")
     if form.biases and factor.tensor.layout:
-        raise Blocked("scores are multiplied by a tensor that is no scalar after a bias was added")
+        raise Unsupported(
+            "scores are multiplied by a tensor that is no scalar after a bias was added"
+        )
     if form.mask and form.fill > ABSORBING:
-        raise Blocked("scores are multiplied by a tensor after a finite mask value was filled in")
+        raise Unsupported(
+            "scores are multiplied by a tensor after a finite mask value was filled in"
+        )
     if form.mask and form.fill != -math.inf and not is_positive(factor.tensor.node):
-        raise Blocked("masked scores are multiplied by a tensor that may be negative")
+        raise Unsupported("masked scores are multiplied by a tensor that may be negative")
     return replace(
         form,
         factors=(*form.factors, factor),
@@ -150,11 +156,11 @@ def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
 
 def _with_tanh(form: ScoreForm) -> ScoreForm:
     if form.softcap:
-        raise Blocked("tanh of scores that were capped before")
+        raise Unsupported("tanh of scores that were capped before")
     if form.is_shifted:
-        raise Blocked("tanh of scores that a number was added to before")
+        raise Unsupported("tanh of scores that a number was added to before")
     if form.padded is not None:
-        raise Blocked("tanh of scores that were padded before")
+        raise Unsupported("tanh of scores that were padded before")
     return replace(
         form,
         softcap=1.0,
@@ -168,9 +174,9 @@ def _with_tanh(form: ScoreForm) -> ScoreForm:
 
 def _with_bias(form: ScoreForm, bias: Bias) -> ScoreForm:
     if form.padded is not None:
-        raise Blocked("a tensor is added to scores after they were padded")
+        raise Unsupported("a tensor is added to scores after they were padded")
     if form.mask and form.fill > ABSORBING:
-        raise Blocked("a tensor is added to scores after a finite mask value was filled in")
+        raise Unsupported("a tensor is added to scores after a finite mask value was filled in")
     # the tensor may be a mask: keys of a row without any allowed key may go to -inf
     exact = form.exact_fill and (not form.mask or form.fill == -math.inf)
     return replace(form, biases=(*form.biases, bias), exact_fill=exact, added=True)
@@ -178,20 +184,20 @@ def _with_bias(form: ScoreForm, bias: Bias) -> ScoreForm:
 
 def _with_product(form: ScoreForm, step: Product) -> ScoreForm:
     if form.softcap or form.mask or form.padded is not None:
-        raise Blocked("a product is added to scores after a tanh, a mask or padding")
+        raise Unsupported("a product is added to scores after a tanh, a mask or padding")
     return replace(form, products=(*form.products, step))
 
 
 def _filled(form: ScoreForm, mask: Mask, fill: float) -> ScoreForm:
     """``fill`` where the mask does not hold."""
     if math.isnan(fill) or fill >= -ABSORBING:
-        raise Blocked(f"masked scores have the value {fill:g}")
+        raise Unsupported(f"masked scores have the value {fill:g}")
     if form.padded is not None and fill != -math.inf:
-        raise Blocked("scores are masked with a finite value after they were padded")
+        raise Unsupported("scores are masked with a finite value after they were padded")
     if fill > ABSORBING:
         if form.row_shift:
-            raise Blocked("a finite mask value is filled in after a value per row was added")
-        fill -= form.shift  # the shift is behind the mask in this form
+            raise Unsupported("a finite mask value is filled in after a value per row was added")
+        fill -= form.shift  # the shift is after the mask in this form
     layer = Layer(mask, fill)
     if form.mask <= mask:  # what was masked before is filled anew
         added = form.added and bool(form.biases)
@@ -206,7 +212,7 @@ def _added(form: ScoreForm, step: Masking) -> ScoreForm:
     """``fill`` is added where the mask does not hold."""
     mask, fill = step.mask, step.fill
     if not fill <= ABSORBING:
-        raise Blocked(
+        raise Unsupported(
             f"an additive mask value of {fill:g} does not remove a key; it is kept as a bias"
         )
     form = replace(form, added=True)
@@ -225,7 +231,7 @@ def _added(form: ScoreForm, step: Masking) -> ScoreForm:
 def _overlapping(form: ScoreForm, layer: Layer) -> ScoreForm:
     """Two masks: keys of a row without any allowed key differ by which of them removed them."""
     if form.fill > ABSORBING or layer.fill > ABSORBING:
-        raise Blocked(f"two masks with different values, {form.fill:g} and {layer.fill:g}")
+        raise Unsupported(f"two masks with different values, {form.fill:g} and {layer.fill:g}")
     return replace(
         form,
         mask=form.mask | layer.mask,
@@ -237,7 +243,7 @@ def _overlapping(form: ScoreForm, layer: Layer) -> ScoreForm:
 
 def _padded(form: ScoreForm, step: Pad) -> ScoreForm:
     if form.padded is not None:
-        raise Blocked("scores are padded twice")
+        raise Unsupported("scores are padded twice")
     if form.mask or any(step.axis in axes_of(x.tensor.layout) for x in form.factors):
-        raise Blocked("scores are padded after they were masked or multiplied by a tensor")
+        raise Unsupported("scores are padded after they were masked or multiplied by a tensor")
     return replace(form, padded=step.axis)

@@ -18,7 +18,7 @@ from torch_streamkl.fx_passes.domain.scores import (
     Shift,
     Steps,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import same
+from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 
 
 def sum_of_heads(x: Scores, y: Scores, sign: float) -> Scores | None:
@@ -49,7 +49,7 @@ def _is_plain(steps: Steps) -> bool:
 
 
 def _is_linear(steps: Steps) -> bool:
-    """No mask, padding or tanh, behind which a product cannot be added."""
+    """No mask, padding or tanh, after which a product cannot be added."""
     return all(isinstance(step, Scale | Factor | Bias | Product | Shift) for step in steps)
 
 
@@ -72,7 +72,7 @@ def _are_alike(x: Scores, y: Scores) -> bool:
 
 def _same_sizes(a: ScoreKey, b: ScoreKey) -> bool:
     mine, others = dict(a.sizes), dict(b.sizes)
-    return mine.keys() == others.keys() and all(same(mine[k], others[k]) for k in mine)
+    return mine.keys() == others.keys() and all(provably_equal(mine[k], others[k]) for k in mine)
 
 
 def _axes(layout: Layout) -> set[int]:

@@ -5,8 +5,8 @@ may move past:
 
 - a number that multiplies (`Scale`) moves to the front, or up to the last tanh: it commutes with
   other factors and with padding (if it is positive), and distributes over what is added or filled
-  in. So there is one Scale before a tanh and one behind it, and a temperature is one number;
-- a number that is added (`Shift`) moves behind tensors that are added, and no further;
+  in. So there is one Scale before a tanh and one after it, and a temperature is one number;
+- a number that is added (`Shift`) moves after tensors that are added, and no further;
 - everything else stays where it was written.
 """
 
@@ -27,7 +27,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size
 ABSORBING = -1e30
 # Beside any score that a model makes, one this low has no probability in float32.
 IMPROBABLE = -1e4
-# In float32, scores beside a larger number have less than three decimals left.
+# In float32, scores next to a larger number have less than three decimals left.
 LARGEST_SHIFT = 1e4
 
 
@@ -98,7 +98,7 @@ class Masking:
 
 @dataclass(frozen=True)
 class Pad:
-    """Scores of -inf behind the last one of an axis, which has ``size`` of them then."""
+    """Scores of -inf after the last one of an axis, which has ``size`` of them then."""
 
     axis: int
     size: Size
@@ -216,7 +216,7 @@ def axes_of_step(step: ScoreStep) -> set[int]:
 
 
 def leading_scale(steps: Steps) -> float:
-    """The number that multiplies everything behind the last tanh, or from the start."""
+    """The number that multiplies everything after the last tanh, or from the start."""
     behind = max((i + 1 for i, step in enumerate(steps) if isinstance(step, Tanh)), default=0)
     first = steps[behind] if behind < len(steps) else None
     return first.number if isinstance(first, Scale) else 1.0

@@ -89,14 +89,14 @@ def _may_hold_refs(value: object) -> bool:
     return is_value and not isinstance(value, (Expr, Piece, Step))
 
 
-def flows(value: object) -> bool:
+def grad_flows(value: object) -> bool:
     """Whether a gradient of the value reaches any tensor."""
     return any(ref.grad for ref in refs_in(value))
 
 
 def cut(value: T) -> T:
     """The value without gradient, as after detach or under no_grad."""
-    return map_refs(value, lambda ref: replace(ref, grad=False)) if flows(value) else value
+    return map_refs(value, lambda ref: replace(ref, grad=False)) if grad_flows(value) else value
 
 
 def same_numbers(a: object, b: object) -> bool:

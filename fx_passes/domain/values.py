@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from torch_streamkl.divergences.functional import Expr, apply
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
 from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
-from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, flows
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, grad_flows
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
@@ -29,9 +29,9 @@ class Distribution:
     averaged: tuple[Piece, ...] = ()
 
     @property
-    def trained(self) -> bool:
+    def requires_grad(self) -> bool:
         """Whether a gradient flows back to the scores from this use of them."""
-        return flows(self.scores)
+        return grad_flows(self.scores)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Elements:
 
     def __post_init__(self) -> None:
         if sum(num_operations(t.expr, MAX_OPERATIONS) for t in self.terms) > MAX_OPERATIONS:
-            raise Blocked(
+            raise Unsupported(
                 f"a formula of probabilities has more than {MAX_OPERATIONS} operations, written "
                 "out without the values that it uses several times"
             )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
@@ -57,11 +57,11 @@ class Builder:
 
     @contextlib.contextmanager
     def undone_if_blocked(self) -> Iterator[None]:
-        """Take back what is inserted meanwhile when it turns out to be Blocked."""
+        """Take back what is inserted meanwhile when it steps out to be Blocked."""
         kept = len(self.added)
         try:
             yield
-        except Blocked:
+        except Unsupported:
             while len(self.added) > kept:
                 self.graph.erase_node(self.added.pop())
             raise
@@ -109,9 +109,9 @@ class Builder:
                 result = run(*values)
             except (ValueError, TypeError, NotImplementedError) as refusal:
                 # an operator's own check of its inputs
-                raise Blocked(f"{getattr(target, '__name__', target)}: {refusal}") from refusal
+                raise Unsupported(f"{getattr(target, '__name__', target)}: {refusal}") from refusal
         if self._is_in_inference_mode and _is_view_of(result, args):
-            raise Blocked("in inference mode AOTAutograd cannot trace views")
+            raise Unsupported("in inference mode AOTAutograd cannot trace views")
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["example_value"] = result
@@ -129,7 +129,7 @@ class Builder:
     ) -> fx.Node:
         """Where a boolean mask is True, as indices into its flattened entries.
 
-        They are made behind the mask, once for each selection; ``rows`` adds the nodes that make
+        They are made after the mask, once for each selection; ``rows`` adds the nodes that make
         one entry a row of it.
         """
         made = self.selections.positions.get(selection)
@@ -167,7 +167,7 @@ class Builder:
         if isinstance(wanted, FloorDiv):
             whole, part = (self._symbolic(x, tensors) for x in wanted.args)
             return self.call(operator.floordiv, whole, part)
-        raise Blocked(f"the size {wanted} is not the size of any input of the scores")
+        raise Unsupported(f"the size {wanted} is not the size of any input of the scores")
 
     def product(self, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> int | fx.Node:
         """Product of sizes."""
@@ -186,7 +186,7 @@ class Builder:
 def _present(node: fx.Node) -> Any:
     """An input's value. Equal masks have one meaning, and what made the first may be gone."""
     if node._erased:
-        raise Blocked("a tensor that it reads was removed with the code that was replaced")
+        raise Unsupported("a tensor that it reads was removed with the code that was replaced")
     return example(node)
 
 

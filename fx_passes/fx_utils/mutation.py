@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import bodies_of, name_of, nodes_in, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in, storage_of, subgraphs_of
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -74,7 +74,7 @@ def written_storages(graph: fx.Graph) -> set[int | None]:
 
 def _has_body_that_writes(node: fx.Node) -> bool:
     """Whether a graph that an operator runs, such as a checkpoint, writes to its inputs."""
-    for body in bodies_of(node):
+    for body in subgraphs_of(node):
         inputs = {storage_of(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")}
         if any(storage_of(x) in inputs for n in body.graph.nodes for x in written_by(n)):
             return True
@@ -116,7 +116,7 @@ def _is_named_in_place(node: fx.Node) -> bool:
 
 
 def _packet_of(node: fx.Node, name: str) -> torch._ops.OpOverloadPacket | None:
-    """The ATen operator behind a method, or behind a function of torch that is written in C."""
+    """The ATen operator after a method, or after a function of torch that is written in C."""
     if node.op == "call_method" or inspect.isbuiltin(node.target):
         packet = getattr(torch.ops.aten, name, None)
         return packet if isinstance(packet, torch._ops.OpOverloadPacket) else None

@@ -85,7 +85,7 @@ def _reached(
     return found
 
 
-def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
+def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order operator runs."""
     owner = node.graph.owning_module
     named = [
@@ -127,7 +127,7 @@ def in_torch(file: str) -> bool:
 
 
 def location_of(node: fx.Node) -> tuple[str, str]:
-    """file:line, and its text, of the innermost frame of the user's code behind a node."""
+    """file:line, and its text, of the innermost frame of the user's code after a node."""
     trace = node.meta.get("stack_trace")
     if not trace:
         return UNKNOWN, ""

@@ -42,7 +42,7 @@ def simplified(expr: sympy.Expr) -> sympy.Expr:
     return expr.replace(FloorDiv, divided) if expr.has(FloorDiv) else expr
 
 
-def same(a: Size, b: Size) -> bool:
+def provably_equal(a: Size, b: Size) -> bool:
     """Provably equal, without asking the symbolic shapes for a guard."""
     x, y = expression(a), expression(b)
     return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"

@@ -1,4 +1,4 @@
-"""How values lie in memory: code behind a replaced value may view it, or read its strides."""
+"""How values lie in memory: code after a replaced value may view it, or read its strides."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_unknown, is_zero, same
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_one,
+    is_unknown,
+    is_zero,
+    provably_equal,
+)
 
 
 def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
@@ -27,14 +33,16 @@ def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
     if order != list(range(like.dim())):
         x = build.method("permute", x, tuple(order.index(d) for d in range(like.dim())))
     if not _lie_alike(_value(x), like):
-        raise Blocked(f"its value has strides {tuple(like.stride())}, which are not of one block")
+        raise Unsupported(
+            f"its value has strides {tuple(like.stride())}, which are not of one block"
+        )
     return x
 
 
 def strides_are_seen(
     node: fx.Node, other: fx.Node, build: Builder, written: Container[int | None]
 ) -> bool:
-    """Whether code behind ``node`` could tell that it gets ``other`` in another memory layout.
+    """Whether code after ``node`` could tell that it gets ``other`` in another memory layout.
 
     ``written`` is the memory that the graph writes to.
 
@@ -88,7 +96,7 @@ def _lie_alike(a: Tensor, b: Tensor) -> bool:
     """Whether strides are equal, of dimensions that have more than one entry."""
     sizes = list(b.shape)
     return any(is_zero(n) for n in sizes) or all(
-        is_one(n) or same(x, y) or (is_unknown(x) and is_unknown(y))
+        is_one(n) or provably_equal(x, y) or (is_unknown(x) and is_unknown(y))
         for n, x, y in zip(sizes, a.stride(), b.stride(), strict=True)
     )
 

@@ -17,10 +17,10 @@ from torch_streamkl.fx_passes.domain.masks import AxisTensor
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Bias
 from torch_streamkl.fx_passes.domain.values import Rows
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, same
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
 from torch_streamkl.fx_passes.lowering import lm_head
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, window_tensor
@@ -62,10 +62,10 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
     assert isinstance(result, Tensor)
     # a number of selected rows has a symbol of its own in the rewritten graph
     if len(result.shape) != len(like.shape) or not all(
-        same(a, b) or (is_unknown(a) and is_unknown(b))
+        provably_equal(a, b) or (is_unknown(a) and is_unknown(b))
         for a, b in zip(result.shape, like.shape, strict=True)
     ):
-        raise Blocked(
+        raise Unsupported(
             f"the fused value has shape {tuple(result.shape)}, the user's {tuple(like.shape)}"
         )
     return with_strides_of(build, total, like)
@@ -196,7 +196,7 @@ def _compute_dtype(call: Call, outer: Mapping[fx.Node, fx.Node]) -> torch.dtype:
     for dtype in dtypes[1:]:
         widest = torch.promote_types(widest, dtype)
     if not widest.is_floating_point:
-        raise Blocked(f"scores of {widest} operands")
+        raise Unsupported(f"scores of {widest} operands")
     return widest
 
 
@@ -216,7 +216,7 @@ def add_up_biases(
     total: fx.Node | None = None
     for bias in biases:
         if bias.tensor.grad or any(factor.tensor.grad for factor in bias.factors):
-            raise Blocked("a bias that is added to the scores needs a gradient")
+            raise Unsupported("a bias that is added to the scores needs a gradient")
         node = materialise(build, bias.tensor, outer)
         x = placed(build, node, bias.tensor.layout, side, shape, tensors)
         value = example(x)

@@ -30,7 +30,7 @@ def rows_with_keys(
 ) -> fx.Node:
     """Where a row of the additive mask [..., keys] leaves something of its scores, as [..., 1].
 
-    ``keep`` is the boolean mask beside it. ``all_heads``: a row counts when it does in any head.
+    ``keep`` is the boolean mask next to it. ``all_heads``: a row counts when it does in any head.
     """
     if keep is not None:
         added = build.call(torch.where, keep, added, -math.inf)

@@ -20,8 +20,8 @@ from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.masks import AxisExcept, Mask
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Bias
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, weight
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
@@ -63,7 +63,7 @@ def emit(
         options |= _adapter(build, name, index, geometry, operands, outer)
         bias = _bias(build, added_to_logits(form), side, form.scale, outer)
         if form.mask:
-            removed = _removed_words(build, form.mask, inputs[f"{name}_weight"])
+            removed = _removed_vocab_entries(build, form.mask, inputs[f"{name}_weight"])
             bias = removed if bias is None else build.call(torch.add, bias, removed)
         if bias is not None:
             options[f"{name}_bias"] = bias
@@ -93,7 +93,7 @@ def _adapter(
     found, key = adapter(side), side.distribution.scores
     if found is None:
         return {}
-    product, rows, words = found
+    product, rows, vocab = found
     assert key.dtype is not None
     hidden = canonical(
         build,
@@ -110,20 +110,20 @@ def _adapter(
     scale = read(key).scale
     if product.weight != scale:
         hidden = build.call(torch.mul, hidden, product.weight / scale)
-    narrow = weight(build, words, index, geometry, outer, key.dtype)
+    narrow = weight(build, vocab, index, geometry, outer, key.dtype)
     return {f"{name}_adapter_hidden": hidden, f"{name}_adapter_weight": narrow}
 
 
-def _removed_words(build: Builder, mask: Mask, head: fx.Node) -> fx.Node:
-    """-inf at the words that the mask leaves out, as [words]."""
+def _removed_vocab_entries(build: Builder, mask: Mask, head: fx.Node) -> fx.Node:
+    """-inf at the vocabulary entries that the mask leaves out, as [vocabulary entries]."""
     matrix = example(head)
     assert isinstance(matrix, Tensor)
-    words = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)
+    vocab = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)
     total: fx.Node | None = None
     for literal in sorted(mask, key=str):
         assert isinstance(literal, AxisExcept)
-        below = build.call(torch.lt, words, literal.start)
-        keep = build.call(torch.logical_or, below, build.call(torch.ge, words, literal.stop))
+        below = build.call(torch.lt, vocab, literal.start)
+        keep = build.call(torch.logical_or, below, build.call(torch.ge, vocab, literal.stop))
         total = keep if total is None else build.call(torch.logical_and, total, keep)
     removed = build.call(torch.where, total, 0.0, -math.inf)
     return build.method("to", removed, matrix.dtype)
@@ -153,5 +153,5 @@ def _bias(
     value = example(total)
     assert isinstance(value, Tensor)
     if not value.dtype.is_floating_point:
-        raise Blocked("a bias that is not a floating-point tensor")
+        raise Unsupported("a bias that is not a floating-point tensor")
     return total if value.dtype == dtype else build.method("to", total, dtype)

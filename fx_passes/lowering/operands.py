@@ -21,10 +21,10 @@ from torch_streamkl.fx_passes.domain.layout import (
 )
 from torch_streamkl.fx_passes.domain.scores import Factor, Pad
 from torch_streamkl.fx_passes.domain.tensor_ref import Step, TensorRef
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, provably_equal
 from torch_streamkl.fx_passes.lowering.selections import selected
 from torch_streamkl.fx_passes.planning.dimensions import (
     Geometry,
@@ -65,7 +65,7 @@ def canonical(
     present = [p.slot for p in places if p.slot in slots]
     ones = [slot for slot in slots if slot.kind == "one"]
     if len(present) + len(ones) < len(slots):
-        raise Blocked(
+        raise Unsupported(
             "an operand varies along a dimension that its place in the operator cannot have"
         )
     x = _permuted(build, x, [slots.index(slot) for slot in (*present, *ones)])
@@ -124,7 +124,7 @@ def _split(layout: Layout, side: int, geometry: Geometry) -> list[SubDim]:
         padded = any(isinstance(x, Pad) and x.axis == distribution.axis for x in key.steps)
         have = start if padded else key.size(distribution.axis)
         if not is_split_of(keys.pieces, Piece(distribution.axis, have)):
-            raise Blocked("an operand's keys are repeated")
+            raise Unsupported("an operand's keys are repeated")
     result: list[SubDim] = []
     for dim in layout:
         if dim == ():
@@ -203,7 +203,7 @@ def _places(
     else:
         places.append(_query_place(geometry))
         if geometry.query is not None and places[-1].slot not in {p.slot for p in pieces}:
-            raise Blocked("the queries of one side do not vary along the query dimension")
+            raise Unsupported("the queries of one side do not vary along the query dimension")
     return places + [Place("width", p.slot, p.size) for p in _of("dim", pieces)]
 
 
@@ -234,7 +234,7 @@ def _with_step(
     if step.selection is not None:
         return selected(build, x, step.dim, step.num_dims, step.selection, outer)
     if not isinstance(step.start, int) or not isinstance(step.length, int):
-        raise Blocked("scores are sliced at a position of unknown size")
+        raise Unsupported("scores are sliced at a position of unknown size")
     if step.kind == "select":
         return build.method("select", x, step.dim, step.start)
     return build.method("narrow", x, step.dim, step.start, step.length)
@@ -258,7 +258,9 @@ def _reshaped(
     build: Builder, x: fx.Node, sizes: Sequence[Size], tensors: Sequence[fx.Node]
 ) -> fx.Node:
     have = shape(x)
-    if len(have) == len(sizes) and all(same(a, b) for a, b in zip(have, sizes, strict=True)):
+    if len(have) == len(sizes) and all(
+        provably_equal(a, b) for a, b in zip(have, sizes, strict=True)
+    ):
         return x
     return build.method("reshape", x, tuple(build.size(s, (x, *tensors)) for s in sizes))
 
@@ -305,7 +307,7 @@ def _placed(
     pieces = _split(layout, side, geometry)
     by_slot = {p.slot: d for d, p in enumerate(pieces) if p.slot.kind != "one"}
     if set(by_slot) - set(slots):
-        raise Blocked("a tensor that multiplies the scores varies along the keys")
+        raise Unsupported("a tensor that multiplies the scores varies along the keys")
     x = _reshaped(build, node, [p.size for p in pieces], [node])
     ones = [d for d, p in enumerate(pieces) if p.slot.kind == "one"]
     x = _permuted(build, x, [*(by_slot[s] for s in slots if s in by_slot), *ones])
@@ -406,11 +408,15 @@ def placed(
     places += keys or [Place("width", Slot("key"), 1)]
     slots = {p.slot for p in pieces if p.slot.kind != "one"}
     if slots - {p.slot for p in places}:
-        raise Blocked("a mask varies along a dimension that its place in the operator cannot have")
+        raise Unsupported(
+            "a mask varies along a dimension that its place in the operator cannot have"
+        )
     for group in GROUPS:
         varies = {p.slot in slots for p in places if p.group == group and not is_one(p.size)}
         if len(varies) > 1:
-            raise Blocked("a mask varies along some of the dimensions that are flattened into one")
+            raise Unsupported(
+                "a mask varies along some of the dimensions that are flattened into one"
+            )
     pieces, places = _merged(pieces, places)
     x = _reshaped(build, node, [p.size for p in pieces], tensors)
     found = {p.slot: d for d, p in enumerate(pieces)}

@@ -15,10 +15,10 @@ from torch_streamkl.fx_passes.analysis.elements.operands import is_symbolic_numb
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.row_elements import Axes, Dim, Formula
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_unknown, same
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
 from torch_streamkl.fx_passes.lowering.operands import (
     _grouped,
@@ -52,7 +52,7 @@ def emit(
         tensors += [lowering.rows(i), lowering.columns(i)]
     tensors = lowering.of_one_type(tensors)
     tensors += [lowering.captured(c) for c in plan.captures]
-    call = build.call(op.row_program, tensors, plan.program.text, bool(plan.flows), "auto")
+    call = build.call(op.row_program, tensors, plan.program.text, bool(plan.grad_flows), "auto")
     values = {
         f: (build.call(operator.getitem, call, slot), heads)
         for f, (slot, heads) in plan.sums.items()
@@ -85,7 +85,7 @@ class _Lowering:
         for dtype in dtypes[1:]:
             widest = torch.promote_types(widest, dtype)
         if not widest.is_floating_point or widest.itemsize == 1:
-            raise Blocked(f"scores of {widest} operands")
+            raise Unsupported(f"scores of {widest} operands")
         return [
             x if dtype == widest else self.build.method("to", x, widest)
             for x, dtype in zip(tensors, dtypes, strict=True)
@@ -112,8 +112,8 @@ class _Lowering:
         dot = self.plan.dots[i]
         side = "lhs" if is_rows != self.plan.is_swapped[i] else "rhs"
         ref: TensorRef = getattr(dot, side)
-        flows = ref.grad and (dot, side) in self.plan.flows
-        x = materialise(self.build, replace(ref, grad=flows), self.outer)
+        grad_flows = ref.grad and (dot, side) in self.plan.grad_flows
+        x = materialise(self.build, replace(ref, grad=grad_flows), self.outer)
         slots: list[Slot] = []
         sizes: list[Size] = []
         for dim in ref.layout:
@@ -137,8 +137,8 @@ class _Lowering:
         if is_symbolic_number(c.node):
             x = self._number(c.node)
         else:
-            flows = c.flows and c.node in self.plan.flows
-            x = materialise(self.build, TensorRef(c.node, (), (), flows), self.outer)
+            grad_flows = c.grad_flows and c.node in self.plan.grad_flows
+            x = materialise(self.build, TensorRef(c.node, (), (), grad_flows), self.outer)
         slots: list[Slot] = []
         sizes: list[Size] = []
         if c.kind == COLUMNS and c.node in self.plan.elements.unchecked_ids:
@@ -204,7 +204,7 @@ class _Lowering:
         present = [s for s in flat if s in slots]
         ones = [s for s in slots if s[0] == "one"]
         if len(present) + len(ones) != len(slots):
-            raise Blocked("a tensor varies along a dimension that it cannot have")
+            raise Unsupported("a tensor varies along a dimension that it cannot have")
         x = _permuted(build, x, [slots.index(s) for s in (*present, *ones)])
         x = _squeezed(build, x, len(present), len(ones))
         missing = [i for i, s in enumerate(flat) if s not in slots]
@@ -223,12 +223,12 @@ class _Lowering:
         return _grouped(build, x, bounds)
 
     def result(self, output: Output, values: Mapping[Formula, tuple[fx.Node, Dim]]) -> fx.Node:
-        """Values of rows as the user's graph has them."""
+        """Per-row values as the user's graph has them."""
         build, like = self.build, _value(output.node)
         dims = [self.axes.atoms(d) for d in output.placed.dims]
         x = self._of_rows(output.placed.formula, dims, values, like.dtype)
         if isinstance(x, float):
-            raise Blocked("the sum is a constant")
+            raise Unsupported("the sum is a constant")
         made = _value(x).shape
         if any(is_one(a) and not is_one(b) for a, b in zip(made, like.shape, strict=True)):
             sizes = [
@@ -239,10 +239,10 @@ class _Lowering:
         if _value(x).dtype != like.dtype:
             x = build.method("to", x, like.dtype)
         if not all(
-            same(a, b) or (is_unknown(a) and is_unknown(b))
+            provably_equal(a, b) or (is_unknown(a) and is_unknown(b))
             for a, b in zip(_value(x).shape, like.shape, strict=True)
         ):
-            raise Blocked(
+            raise Unsupported(
                 f"the fused value has shape {tuple(_value(x).shape)}, the user's "
                 f"{tuple(like.shape)}"
             )
@@ -273,7 +273,7 @@ class _Lowering:
         return made[f]
 
     def _step(self, f: Formula, arguments: Sequence[fx.Node | float]) -> fx.Node | float:
-        """One operation on values of rows."""
+        """One operation on per-row values."""
         if f.op == "const":
             return float(f.data)
         if f.op == "pow":
@@ -282,13 +282,13 @@ class _Lowering:
             (x,) = arguments
             return x if isinstance(x, float) else self.build.method("detach", x)
         if f.op not in OF_ROWS or all(isinstance(x, float) for x in arguments):
-            raise Blocked(f"{f.op} of a value of rows, inside of an operation")
+            raise Unsupported(f"{f.op} of a value of rows, inside of an operation")
         return self.build.call(OF_ROWS[f.op], *arguments)
 
     def _summed(
         self, f: Formula, dims: Sequence[Dim], value: fx.Node, heads: Dim, like: torch.dtype
     ) -> fx.Node:
-        """A sum over keys and perhaps rows, from the program's values of rows, and of blocks."""
+        """A sum over keys and perhaps rows, from the program's per-row values, and of blocks."""
         build, what, groups = self.build, f.data, self.plan.groups
         summed = set(self.axes.atoms(what.over))
         blocks = (a for a in groups.keys if a not in summed)
@@ -299,13 +299,13 @@ class _Lowering:
         over = summed - set(groups.keys)
         places = [i for i, a in enumerate(order) if a in over]
         if not over <= set(order):
-            raise Blocked("the sum has other rows than the program")
+            raise Unsupported("the sum has other rows than the program")
         if places:
             x = build.method("sum", x, dim=tuple(places))
         left = [a for a in order if a not in over]
         flat = [a for dim in dims for a in dim]
         if not set(left) <= set(flat):
-            raise Blocked("the sum has other rows than the program")
+            raise Unsupported("the sum has other rows than the program")
         if left:
             x = _permuted(build, x, [left.index(a) for a in flat if a in left])
         sizes = [self.axes.extent(a for a in dim if a in left) for dim in dims]

@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.domain.row_selection import (
 )
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, provably_equal, shape_of
 
 
 def selected(
@@ -59,7 +59,7 @@ def _mask_of_rows(build: Builder, mask: fx.Node, selection: RowSelection) -> fx.
         return mask
     rows = build.method("select", mask, -1, 0)
     have = _shape(rows)
-    if len(have) == len(selection.sizes) and all(map(same, have, selection.sizes)):
+    if len(have) == len(selection.sizes) and all(map(provably_equal, have, selection.sizes)):
         return rows
     return build.method("expand", rows, *(build.size(s, [mask]) for s in selection.sizes))
 
@@ -72,7 +72,7 @@ def _count_positions(build: Builder, selection: RowSelection, tensors: list[fx.N
         behind = i - len(selection.shape) - (selection.kind == GATHER)
         for inner, tensor in zip(selection.tensors, tensors, strict=True):
             shape = shape_of(inner)
-            if -behind <= len(shape) and same(shape[behind], size):
+            if -behind <= len(shape) and provably_equal(shape[behind], size):
                 build.count(size, tensor, behind)
 
 
@@ -83,7 +83,7 @@ def _flat(build: Builder, x: fx.Node, dim: int, num_dims: int) -> fx.Node:
 def _regrouped(build: Builder, x: fx.Node, dim: int, num_dims: int, sizes: Shape) -> fx.Node:
     """Dimensions of an operand as those that the user's code selects from."""
     have = _shape(x)[dim : dim + num_dims]
-    if len(have) == len(sizes) and all(map(same, have, sizes)):
+    if len(have) == len(sizes) and all(map(provably_equal, have, sizes)):
         return x
     tensor, x = x, _flat(build, x, dim, num_dims)
     if len(sizes) == 1:
@@ -112,7 +112,7 @@ def _is_contiguous(node: fx.Node) -> bool:
     assert isinstance(value, Tensor)
     expected: Size = 1
     for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
-        if not is_one(size) and not same(stride, expected):
+        if not is_one(size) and not provably_equal(stride, expected):
             return False
         expected = expected * size
     return True

@@ -10,11 +10,11 @@ from torch import fx
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.values import Rows
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.plan import Plan, plan
 
-# what a divergence reads that is made beside a planned operator
+# what a divergence reads that is made next to a planned operator
 DISTRIBUTIONS = MATMULS | {
     "_softmax", "softmax", "_log_softmax", "log_softmax", "logsumexp", "kl_div",
     "cross_entropy_loss",
@@ -44,7 +44,7 @@ def find_candidates(
     for node, value in rows.items():
         try:
             plans[node] = plan(value)
-        except Blocked as reason:
+        except Unsupported as reason:
             plans[node] = str(reason)
     covered: set[fx.Node] = set()
     chosen: dict[fx.Node, Plan] = {}

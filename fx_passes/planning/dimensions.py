@@ -16,7 +16,7 @@ defines:
 - keys with fewer heads: query head h uses key head h // group. So the digits that keys lack are
   left to grouping where they are the last ones of the query heads;
 - a teacher averaged over heads: student head h has the teacher heads h * n to h * n + n - 1, so
-  the averaged digits come behind the head digits. Their order is free.
+  the averaged digits come after the head digits. Their order is free.
 To that end digits are split until every operand has each of them whole or not at all. What cannot
 be split so, such as 2 key heads for 6 query heads that the program takes as 3 x 2, is refused.
 """
@@ -31,8 +31,8 @@ from torch_streamkl.fx_passes.domain.masks import AxisCondition, AxisTensor
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import Distribution
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_zero, quotient, same
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_zero, provably_equal, quotient
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 
@@ -90,7 +90,7 @@ class Geometry:
         within = [(slot, p) for slot, p in found if p is not None and _covers(piece, p)]
         order = leading_first([p for _, p in within])
         if not is_split_of([within[i][1] for i in order], piece):
-            raise Blocked(
+            raise Unsupported(
                 "an operand has rows that the divergence does not use, or in other groups"
             )
         return [(within[i][0], within[i][1].size) for i in order]
@@ -106,12 +106,12 @@ def geometry(
 ) -> Geometry:
     """Geometry of the pair, or Blocked; ``others`` are further operands of the student's side."""
     num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
-    if not same(*num_keys):
-        raise Blocked("teacher and student have different keys")
+    if not provably_equal(*num_keys):
+        raise Unsupported("teacher and student have different keys")
     if any(
         is_zero(p.size) for layout in (teacher_layout, student_layout) for d in layout for p in d
     ):
-        raise Blocked("the scores have a dimension without entries")
+        raise Unsupported("the scores have a dimension without entries")
     digits: list[Digit] = []
     for dim, (t, s) in enumerate(zip(teacher_layout, student_layout, strict=True)):
         if dim != key_dim:
@@ -126,7 +126,7 @@ def geometry(
         parts = _refined(digit, held)
         if i == query:
             if len(parts) > 1:
-                raise Blocked("several heads share their query rows")
+                raise Unsupported("several heads share their query rows")
             place = len(refined)
         refined += parts
     sides = tuple(
@@ -147,7 +147,7 @@ def _digits(dim: int, t: Dim, s: Dim) -> list[Digit]:
     left, right = list(t), list(s)
     while left and right:
         a, b = left.pop(0), right.pop(0)
-        if same(a.size, b.size):
+        if provably_equal(a.size, b.size):
             result.append(Digit(dim, a.size, (a, b)))
             continue
         # the larger piece is split: its leading digit has the size of the smaller one
@@ -158,11 +158,11 @@ def _digits(dim: int, t: Dim, s: Dim) -> list[Digit]:
             continue
         inner = quotient(b.size, a.size)
         if inner is None:
-            raise Blocked("teacher and student rows are flattened in ways that do not match")
+            raise Unsupported("teacher and student rows are flattened in ways that do not match")
         result.append(Digit(dim, a.size, (a, Piece(b.axis, a.size, b.stride * inner))))
         right.insert(0, Piece(b.axis, inner, b.stride))
     if left or right:
-        raise Blocked("teacher and student rows are flattened in ways that do not match")
+        raise Unsupported("teacher and student rows are flattened in ways that do not match")
     return result
 
 
@@ -189,7 +189,9 @@ def _cut(piece: Piece, operands: Sequence[TensorRef]) -> Size | None:
             continue  # where the digit begins or ends, or outside
         inner = quotient(edge, piece.stride)
         if inner is None or quotient(end, edge) is None:
-            raise Blocked("heads are shared in groups other than those that they are split into")
+            raise Unsupported(
+                "heads are shared in groups other than those that they are split into"
+            )
         return inner
     return None
 
@@ -224,7 +226,7 @@ def _operands(distribution: Distribution) -> tuple[TensorRef, TensorRef]:
     key = distribution.scores
     holders = [o for o in (key.lhs, key.rhs) if distribution.axis in axes_of(o.layout)]
     if len(holders) != 1:
-        raise Blocked("the softmax is over a dimension that both operands of the scores have")
+        raise Unsupported("the softmax is over a dimension that both operands of the scores have")
     (keys,) = holders
     return (key.rhs if keys is key.lhs else key.lhs), keys
 
@@ -277,7 +279,7 @@ def is_split_of(pieces: Sequence[Piece], whole: Piece) -> bool:
     ends = [p.size * p.stride for p in pieces]
     starts = [p.stride for p in pieces]
     wanted = [whole.size * whole.stride, *starts]
-    return len(pieces) > 0 and all(map(same, wanted, [*ends, whole.stride]))
+    return len(pieces) > 0 and all(map(provably_equal, wanted, [*ends, whole.stride]))
 
 
 def _query(
@@ -299,7 +301,7 @@ def _query(
     if rows:
         return rows[-1]
     if any(ROW_ONLY in side for side in kinds):
-        raise Blocked("teacher and student do not share a dimension of query rows")
+        raise Unsupported("teacher and student do not share a dimension of query rows")
     return None
 
 
@@ -314,7 +316,7 @@ def _heads(
 ) -> tuple[int, ...]:
     """The last digit, and with it those before where queries of several heads share keys.
 
-    One is left for the batch, unless they are one dimension behind another, a batch of size 1.
+    One is left for the batch, unless they are one dimension after another, a batch of size 1.
     And as many are as a mask or bias asks for that varies along some of them only.
     """
     heads = tuple(rest[-1:])

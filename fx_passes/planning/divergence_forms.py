@@ -16,7 +16,7 @@ from torch_streamkl.divergences.functional import (
     const,
 )
 from torch_streamkl.fx_passes.domain.values import Distribution
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 Monomials = dict[tuple[tuple[str, int], ...], float]
 
@@ -95,20 +95,20 @@ def split_pairs(
     polynomial = monomials(expr)
     c = None if polynomial is None else _coefficients(polynomial)
     if c is None:
-        raise Blocked(f"{len(used)} distributions are combined in one expression")
+        raise Unsupported(f"{len(used)} distributions are combined in one expression")
     pairs = []
     for a in used:
         others = [b for b in used if b != a and c.get((a, b), 0.0)]
         own, crossed = c.get((a, a), 0.0), sum(c[(a, b)] for b in others)
         if own and not math.isclose(own, -crossed, rel_tol=1e-9):
-            raise Blocked(
+            raise Unsupported(
                 f"{len(used)} distributions are combined into what is no sum of divergences"
             )
         for b in others:
             name = "forward_kl" if own else "cross_entropy"
             pair = (Functional.of(DIVERGENCES[name]).expr, a, b, -c[(a, b)])
             if (
-                parts[a].trained and not parts[b].trained
+                parts[a].requires_grad and not parts[b].requires_grad
             ):  # the trained side is the student: swap the roles
                 reverse = Functional.of(DIVERGENCES["reverse_kl"]).expr if own else -(S * LOG_P)
                 pair = (reverse, b, a, -c[(a, b)])

@@ -32,26 +32,30 @@ def _is_head(side: SideGeometry) -> bool:
         set(side.kinds) == {ROW_ONLY}
         and on_keys == {axis}
         and len(contracted) == 1
-        and _leaves_out_words(form, axis)
+        and _excludes_vocab_entries(form, axis)
         and not side.distribution.averaged
-        and all(_is_per_word(x, side) and not x.factors for x in added)
+        and all(_is_per_vocab_entry(x, side) and not x.factors for x in added)
         and not (form.softcap and form.biases)
         and len(form.products) <= 1
     )
 
 
-def _is_per_word(bias: Bias, side: SideGeometry) -> bool:
-    """Whether a bias has a value for each word of the matrix, in the order of the words."""
+def _is_per_vocab_entry(bias: Bias, side: SideGeometry) -> bool:
+    """Whether a bias has a value for each vocabulary entry of the matrix, in the order of the
+    vocabulary entries.
+    """
     axis = side.distribution.axis
     pieces = [p for dim in bias.tensor.layout for p in dim]
-    words = [p.size for dim in side.keys.layout for p in dim if p.axis == axis]
+    vocab = [p.size for dim in side.keys.layout for p in dim if p.axis == axis]
     return axes_of(bias.tensor.layout) == {axis} and is_split_of(
-        pieces, Piece(axis, product(words))
+        pieces, Piece(axis, product(vocab))
     )
 
 
 def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
-    """The second product of a side's logits, and its operands with the rows and with the words."""
+    """The second product of a side's logits, and its operands with the rows and with the
+    vocabulary entries.
+    """
     for added in read(side.distribution.scores).products:
         is_rhs = side.distribution.axis in axes_of(added.rhs.layout)
         pair = (added.lhs, added.rhs) if is_rhs else (added.rhs, added.lhs)
@@ -60,13 +64,15 @@ def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
 
 
 def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:
-    """What is added to the logits; the operator adds it before a softcap, never behind it."""
+    """What is added to the logits; the operator adds it before a softcap, never after it."""
     return form.inner_biases + form.biases
 
 
-def _leaves_out_words(form: ScoreForm, axis: int) -> bool:
-    """No mask, or words that have no probability: a bias of -inf, which a softcap would limit."""
+def _excludes_vocab_entries(form: ScoreForm, axis: int) -> bool:
+    """No mask, or vocabulary entries that have no probability: a bias of -inf, which a softcap
+    would limit.
+    """
     if not form.mask:
         return True
-    only_words = all(isinstance(x, AxisExcept) and x.axis == axis for x in form.mask)
-    return only_words and form.fill == -math.inf and not form.softcap and form.scale > 0
+    only_vocab = all(isinstance(x, AxisExcept) and x.axis == axis for x in form.mask)
+    return only_vocab and form.fill == -math.inf and not form.softcap and form.scale > 0

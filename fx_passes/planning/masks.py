@@ -18,8 +18,8 @@ from torch_streamkl.fx_passes.domain.masks import (
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.scores import ABSORBING, IMPROBABLE, ScoreKey
 from torch_streamkl.fx_passes.domain.values import conditions_in, mentions, where_within
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, same
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, provably_equal
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 # NOTE [Masks after the softmax]
@@ -65,12 +65,12 @@ Literals = dict[tuple[object, ...], Any]  # a mask's conditions by what they mea
 def masks_of(shape: Geometry, *, is_head: bool = False) -> MaskPlan:
     """The masks of both sides in the operator's terms; they have to be the same.
 
-    ``is_head``: of an LM head, whose operator leaves out words (`linear.emit`).
+    ``is_head``: of an LM head, whose operator leaves out vocabulary entries (`linear.emit`).
     """
     _check_overwritten(shape, is_head)
     teacher, student = _literals(shape)
     if teacher.keys() != student.keys():
-        raise Blocked("teacher and student are masked differently")
+        raise Unsupported("teacher and student are masked differently")
     left, right, tensors, row_tensors = _sorted_out(student)
     return MaskPlan(left, right, tensors, row_tensors, None)
 
@@ -84,7 +84,7 @@ def _check_overwritten(shape: Geometry, is_head: bool) -> None:
     for side in (shape.teacher, shape.student):
         found = [x for x in read(side.distribution.scores).mask if isinstance(x, AxisExcept)]
         if found and not is_head:
-            raise Blocked("some of the scores are overwritten with -inf through a view")
+            raise Unsupported("some of the scores are overwritten with -inf through a view")
 
 
 def plan_masks(
@@ -95,14 +95,14 @@ def plan_masks(
     masks = masks_of(shape, is_head=is_head)
     is_masked = bool(student.mask)
     if not (teacher.exact_fill and student.exact_fill) and _layers(0, shape) != _layers(1, shape):
-        raise Blocked("teacher and student have masks that overlap in different ways")
+        raise Unsupported("teacher and student have masks that overlap in different ways")
     fill = None if drops_rows else _fill(teacher, student, functional, is_masked)
     if masks.row_tensors and fill is not None:
-        raise Blocked(
+        raise Unsupported(
             "whole rows are masked in a divergence that does not vanish for equal distributions"
         )
     if functional.absent != 0.0 and is_masked:
-        raise Blocked("masked keys would contribute to the divergence")
+        raise Unsupported("masked keys would contribute to the divergence")
     return replace(masks, fill=fill)
 
 
@@ -112,7 +112,7 @@ def plan_masks_within(shape: Geometry, side: int) -> MaskPlan:
     sides = _literals(shape)
     stricter, other = sides[side], sides[1 - side]
     if not other.keys() <= stricter.keys():
-        raise Blocked("teacher and student are masked differently")
+        raise Unsupported("teacher and student are masked differently")
     _check_improbable(read(x.distribution.scores) for x in (shape.teacher, shape.student))
     left, right, tensors, row_tensors = _sorted_out(other)
     extra = {name: x for name, x in stricter.items() if name not in other}
@@ -146,14 +146,14 @@ def drops_rows_without_keys(expr: Expr, keys: Sequence[ScoreKey]) -> bool:
         return False  # eager has NaN there
     _check_improbable(forms)
     if not _vanishes(where_within(expr, False)):
-        raise Blocked(
+        raise Unsupported(
             "a mask after the softmax covers only a part of a divergence that is not 0 for equal "
             "distributions"
         )
     if _vanishes(where_within(expr, True)):
         return False
     if mentions(expr, "partly_within"):
-        raise Blocked(
+        raise Unsupported(
             "a part of the mask is applied again after the softmax, to a divergence that is not 0 "
             "for equal distributions"
         )
@@ -163,7 +163,7 @@ def drops_rows_without_keys(expr: Expr, keys: Sequence[ScoreKey]) -> bool:
 def _check_improbable(forms: Iterable[ScoreForm]) -> None:
     for form in forms:
         if form.mask and form.fill > IMPROBABLE:
-            raise Blocked(
+            raise Unsupported(
                 f"a mask on keys is applied after the softmax, and before it with {form.fill:g}, "
                 "which does not remove a key"
             )
@@ -194,7 +194,7 @@ def _tighter(a: Size, b: Size, _: object) -> Size:
     x, y = expression(a), expression(b)
     if isinstance(x, int) and isinstance(y, int):
         return min(a, b)
-    raise Blocked("two windows of unknown size")
+    raise Unsupported("two windows of unknown size")
 
 
 def _literals(shape: Geometry) -> tuple[Literals, Literals]:
@@ -246,12 +246,12 @@ def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size
     coefficients = dict(literal.coefficients)
     cj = coefficients.pop(key_axis, 0)
     ci = coefficients.pop(query.axis, 0) if query is not None else 0
-    whole = query is None or same(query.size, own.distribution.scores.size(query.axis))
+    whole = query is None or provably_equal(query.size, own.distribution.scores.size(query.axis))
     is_single = query is None or is_one(query.size)  # its index is 0
     if is_single and cj in (-1, 1):
         ci = -cj
     if coefficients or (ci, cj) not in ((-1, 1), (1, -1)) or not whole:
-        raise Blocked(
+        raise Unsupported(
             "a mask that is a condition on indices other than a band around the diagonal"
         )
     num_keys = own.distribution.scores.size(key_axis)
@@ -267,7 +267,7 @@ def _fill(
         return None
     fills = (teacher.fill, student.fill)
     if fills[0] != fills[1] and (max(fills) > ABSORBING or min(fills) > ABSORBING):
-        raise Blocked(
+        raise Unsupported(
             f"teacher and student are masked with different values, {fills[0]:g} and {fills[1]:g}"
         )
     fill = max(fills)
@@ -276,7 +276,7 @@ def _fill(
     if fill == ABSORBING and _vanishes(functional.expr):
         return None  # a row without keys is uniform on both sides
     if not (teacher.exact_fill and student.exact_fill):
-        raise Blocked(
+        raise Unsupported(
             "two additive masks overlap in a divergence that is not 0 for equal distributions"
         )
     return fill

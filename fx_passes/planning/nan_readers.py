@@ -1,4 +1,4 @@
-"""Code behind a site that asks for NaN or infinity, where eager has them and operators do not.
+"""Code after a site that asks for NaN or infinity, where eager has them and operators do not.
 
 Eager gives NaN where a masked key has the probability 0 and the logarithm -inf, and infinity where
 a probability is 0 by underflow. An operator gives the limit. Whoever replaces NaN by 0, counts it,
@@ -24,15 +24,15 @@ from torch_streamkl.fx_passes.domain.absent_keys import (
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ScoreKey
 from torch_streamkl.fx_passes.domain.values import Elements
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
-    bodies_of,
     example,
     name_of,
     nodes_in,
     storage_of,
+    subgraphs_of,
 )
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def check_nan_readers(
     values: Mapping[fx.Node, object],
     outside: Readers = NO_READERS,
 ) -> None:
-    """Blocked where code behind ``node`` would see another number than in eager.
+    """Blocked where code after ``node`` would see another number than in eager.
 
     ``inner`` is the same value in the trace, of which ``values`` knows what its nodes are.
     ``outside`` are the readers of what the graph returns, where another graph calls it.
@@ -94,7 +94,7 @@ def check_nan_readers(
         why = "infinity where a probability underflows (the logarithm of 0)"
     else:
         return
-    raise Blocked(f"{name} reads the divergence, and eager has {why}")
+    raise Unsupported(f"{name} reads the divergence, and eager has {why}")
 
 
 def check_masked_logarithms(
@@ -121,7 +121,7 @@ def check_masked_logarithms(
             and is_of_probabilities(e)
             and at_absent_key(e) == 0.0
         ):
-            raise Blocked(
+            raise Unsupported(
                 "the logarithm of probabilities that a mask of one side alone makes 0, which is "
                 "infinite in eager code"
             )
@@ -149,8 +149,8 @@ def _may_be_log_of_zero(node: fx.Node, values: Mapping[fx.Node, object]) -> bool
 
 def readers_of_body(owner: fx.GraphModule, name: str, outside: Readers) -> Readers:
     """The readers, in the graph that calls a body, of what the body returns."""
-    bodies = [n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name]
-    return readers_behind([user for body in bodies for user in body.users], outside)
+    subgraphs = [n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name]
+    return readers_behind([user for body in subgraphs for user in body.users], outside)
 
 
 def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> Readers:
@@ -185,12 +185,12 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 def _of_operation(node: fx.Node, sources: Sequence[fx.Node]) -> Readers:
     name = name_of(node)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return _of_bodies(node)
+        return _of_subgraphs(node)
     value = example(node)
     is_discrete = isinstance(value, Tensor) and not (
         value.dtype.is_floating_point or value.dtype.is_complex
     )
-    if is_discrete and name == "getitem":  # indices beside values
+    if is_discrete and name == "getitem":  # indices next to values
         name = name_of(sources[0])
     if is_discrete or name in ASK or name.removesuffix("_") in ASK | COMPARE:
         return Readers(special=frozenset({name}))
@@ -204,10 +204,10 @@ def _of_operation(node: fx.Node, sources: Sequence[fx.Node]) -> Readers:
     return NO_READERS
 
 
-def _of_bodies(node: fx.Node) -> Readers:
+def _of_subgraphs(node: fx.Node) -> Readers:
     """Readers in the graphs that an operator runs, of whatever is passed to them."""
     found = NO_READERS
-    for body in bodies_of(node):
+    for body in subgraphs_of(node):
         found |= readers_behind([n for n in body.graph.nodes if n.op == "placeholder"])
     return found
 

@@ -1,6 +1,6 @@
 """From summed elements to operator calls: what to call, on which operands, with which options.
 
-`plan` decides without touching the graph and raises `Blocked` with the reason.
+`plan` decides without touching the graph and raises `Unsupported` with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_streamkl.divergences.functional import (
 )
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.domain.tensor_ref import flows, refs_in, same_numbers
+from torch_streamkl.fx_passes.domain.tensor_ref import grad_flows, refs_in, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
     VARIABLES,
     Distribution,
@@ -33,7 +33,7 @@ from torch_streamkl.fx_passes.domain.values import (
     variables,
     where_within,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.divergence_forms import (
     bilinear_form,
@@ -74,12 +74,12 @@ class Plan:
 def plan(rows: Rows) -> Plan:
     """The calls that compute the rows, or Blocked."""
     if rows.offsets:
-        raise Blocked("a log-sum-exp of the scores is left over")
+        raise Unsupported("a log-sum-exp of the scores is left over")
     elements = rows.elements
     if not elements.terms:
-        raise Blocked("the sum over keys is a known constant")
+        raise Unsupported("the sum over keys is a known constant")
     if rows.constant:
-        raise Blocked("a constant is part of the sum over keys")
+        raise Unsupported("a constant is part of the sum over keys")
     calls: list[Call] = []
     for term in elements.terms:
         calls += _calls(elements, term.expr, term.factors)
@@ -101,7 +101,7 @@ def _calls(elements: Elements, expr: Expr, factors: tuple[RowFactor, ...]) -> li
     kept = where_within(expr, True)
     used = sorted(variables(kept))
     if len(used) < 2:
-        raise Blocked(
+        raise Unsupported(
             "the sum involves one distribution only, which is an entropy and no divergence"
         )
     if len(used) == 2:
@@ -129,7 +129,7 @@ def _geometry(
 ) -> Geometry:
     teacher, student = pair.teacher, pair.student
     if parts[student].averaged:
-        raise Blocked("the student's probabilities are averaged over heads")
+        raise Unsupported("the student's probabilities are averaged over heads")
     return geometry(parts[teacher], layouts[teacher], parts[student], layouts[student], key_dim)
 
 
@@ -138,18 +138,20 @@ def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_row
     is_head = is_lm_head(shape)
     forms = _forms(shape)
     if not is_head and any(form.inner_biases for form in forms):
-        raise Blocked("a tensor is added to attention scores before a tanh")
+        raise Unsupported("a tensor is added to attention scores before a tanh")
     if not is_head and any(form.products for form in forms):
-        raise Blocked("scores are a sum of products, but of no LM head with a single adapter")
+        raise Unsupported("scores are a sum of products, but of no LM head with a single adapter")
     if any(form.padded is not None for form in forms):
         if not is_head:
-            raise Blocked("scores are padded to another number of keys")
+            raise Unsupported("scores are padded to another number of keys")
         if functional.absent != 0.0:
-            raise Blocked("keys that neither side has would contribute to the divergence")
+            raise Unsupported("keys that neither side has would contribute to the divergence")
     if math.isnan(functional.absent) and functional.closed_form is None:
         # a key that -inf is added to: operators multiply its 0 with its logarithm
         if any(form.biases for form in forms):
-            raise Blocked("of a key without probability the divergence and a bias would make NaN")
+            raise Unsupported(
+                "of a key without probability the divergence and a bias would make NaN"
+            )
     mask = plan_masks(shape, functional, drops_rows, is_head=is_head)
     return Call(functional, shape, is_head, pair.coefficient, factors, mask)
 
@@ -158,10 +160,12 @@ def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFact
     """Sides with different masks, of which the sum takes the keys of the stricter one."""
     key = within_of(expr)
     if key is None or key not in (pair.teacher, pair.student):
-        raise Blocked("a mask on keys is applied after the softmax")
+        raise Unsupported("a mask on keys is applied after the softmax")
     forms = _forms(shape)
     if any(form.padded is not None or form.inner_biases or form.products for form in forms):
-        raise Blocked("scores are padded, or a tensor or product is added to them before a tanh")
+        raise Unsupported(
+            "scores are padded, or a tensor or product is added to them before a tanh"
+        )
     functional = Functional.of(render(_named(expr, pair.teacher, pair.student)))
     mask = plan_masks_within(shape, 0 if key == pair.teacher else 1)
     return Call(functional, shape, is_lm_head(shape), 1.0, factors, mask)
@@ -195,7 +199,7 @@ def _without_duplicates(
 
     The gradient of sum_j P_j logP_j through logP is sum_j dP_j = 0, so whether the log of an
     entropy term is detached does not matter as long as the weight is live. Any other mixture of
-    detached and live uses has a gradient of its own; and a live log beside a detached weight has
+    detached and live uses has a gradient of its own; and a live log next to a detached weight has
     a gradient, if only of zeros.
     """
     parts, layouts = list(elements.parts), list(elements.layouts)
@@ -210,7 +214,7 @@ def _without_duplicates(
         return expr, parts, layouts
     polynomial = monomials(where_within(expr, True))
     if polynomial is None:
-        raise Blocked("a distribution is detached in one place and not in another")
+        raise Unsupported("a distribution is detached in one place and not in another")
     for k, other in twins.items():
         weights = {v for m in polynomial for op, v in m if op == "P" and v in (k, other)}
         crossed = {
@@ -221,16 +225,16 @@ def _without_duplicates(
         }
         needed = [parts[v] for v in sorted(weights | crossed)]  # symbolic sizes have no hash
         v = min(weights | crossed, default=k)
-        if any(x != parts[v] for x in needed) or not flows(parts[v]):
-            raise Blocked("a distribution is detached in one place and not in another")
-        if not all(_flows_where(parts[v], parts[twin]) for twin in (k, other)):
-            raise Blocked("a distribution is detached in one place and not in another")
+        if any(x != parts[v] for x in needed) or not grad_flows(parts[v]):
+            raise Unsupported("a distribution is detached in one place and not in another")
+        if not all(_grad_flows_where(parts[v], parts[twin]) for twin in (k, other)):
+            raise Unsupported("a distribution is detached in one place and not in another")
         parts[other] = parts[v]
         expr = _replaced(expr, k, other)
     return expr, parts, layouts
 
 
-def _flows_where(a: Distribution, b: Distribution) -> bool:
+def _grad_flows_where(a: Distribution, b: Distribution) -> bool:
     """Whether a has a gradient wherever b, the same numbers, has one."""
     return all(x.grad or not y.grad for x, y in zip(refs_in(a), refs_in(b), strict=True))
 
@@ -250,8 +254,8 @@ def _roles(expr: Expr, parts: Sequence[Distribution], used: Sequence[int]) -> tu
     a, b = used
     if parts[a].averaged or parts[b].averaged:
         return (a, b) if parts[a].averaged else (b, a)
-    if parts[a].trained != parts[b].trained:
-        return (b, a) if parts[a].trained else (a, b)
+    if parts[a].requires_grad != parts[b].requires_grad:
+        return (b, a) if parts[a].requires_grad else (a, b)
     polynomial = monomials(expr)
     if polynomial is not None:
         weights = {v for m in polynomial for op, v in m if op == "P"}

@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.domain.row_elements import (
     Sum,
     formulas_in,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 from torch_streamkl.fx_passes.planning.nan_readers import HIDES
 from torch_streamkl.fx_passes.planning.special_elements import (
@@ -57,7 +57,7 @@ class Captured:
     dims: tuple[Dim, ...]
     kind: str
     heads: Dim
-    flows: bool
+    grad_flows: bool
     ids_dim: int = -1  # of ids: the dimension of the tensor that has several for a row
 
 
@@ -78,7 +78,7 @@ class RowPlan:
     program: Program
     dots: tuple[Dot, ...]
     is_swapped: tuple[bool, ...]  # the rows are those of the second operand
-    flows: frozenset[object]
+    grad_flows: frozenset[object]
     groups: Groups
     sums: dict[Formula, tuple[int, Dim]]  # the reductions that outputs use, and their heads
     captures: tuple[Captured, ...]
@@ -101,7 +101,7 @@ def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
             found[f] = None
             continue
         if f.op == "capture":
-            raise Blocked("a value of rows inside of an operation needs another tensor")
+            raise Unsupported("a value of rows inside of an operation needs another tensor")
         new = [a for a in dict.fromkeys(reversed(f.args)) if a not in seen]
         seen.update(new)
         stack += new
@@ -119,7 +119,7 @@ class _Planner:
         self.dots = list(dict.fromkeys(self.dots))
         keys = {self.axes.atoms((r.key,)) for r in self.roots if r.key is not None}
         if len(keys) != 1:
-            raise Blocked("sums over different axes")
+            raise Unsupported("sums over different axes")
         (self.keys,) = keys
         self.sums = list(
             dict.fromkeys(f for r in self.roots for f in sums_in(r, self.keys, self.axes))
@@ -132,10 +132,10 @@ class _Planner:
         lhs, rhs = (self.elements.operand_axes(dot, side) for side in ("lhs", "rhs"))
         found = [set(self.keys) & set(x) for x in (lhs, rhs)]
         if sorted(map(len, found)) != [0, len(self.keys)]:
-            raise Blocked("the sum is not over an axis of one operand of the matmul")
+            raise Unsupported("the sum is not over an axis of one operand of the matmul")
         for operand in (lhs, rhs):
             if len(set(operand)) != len(operand):
-                raise Blocked("an axis of the scores meets itself in another place")
+                raise Unsupported("an axis of the scores meets itself in another place")
         return bool(found[0])
 
     def row_axes(self, i: int) -> Dim:
@@ -151,7 +151,7 @@ class _Planner:
         common = self._common()
         every = [set(self.row_axes(i)) | set(self.column_axes(i)) for i in range(len(self.dots))]
         if not set(common) <= set().union(*every):
-            raise Blocked("a tensor gives the scores a dimension that no matmul has")
+            raise Unsupported("a tensor gives the scores a dimension that no matmul has")
         products = range(len(self.dots))
         rows = tuple(
             a
@@ -185,7 +185,7 @@ class _Planner:
             places = self.axes.atoms(a for dim in x.data.places for a in dim)
             found.append(tuple(a for a in places if a not in self.keys))
         if len({frozenset(x) for x in found}) != 1:
-            raise Blocked("sums over different rows")
+            raise Unsupported("sums over different rows")
         return found[0]
 
     # ------------------------------------------------------------------ the program
@@ -213,14 +213,14 @@ class _Planner:
             derive.forward_plan(program, True)
             backward = derive.backward_plan(program)
         except (derive.HeadJacobianError, ValueError) as reason:
-            raise Blocked(str(reason)) from reason
-        flows: frozenset[object] = frozenset().union(*(r.flows for r in self.roots))
+            raise Unsupported(str(reason)) from reason
+        grad_flows: frozenset[object] = frozenset().union(*(r.grad_flows for r in self.roots))
         for dot, x in zip(self.dots, backward.dots, strict=True):
-            if (x is not None) != any((dot, side) in flows for side in ("lhs", "rhs")):
-                raise Blocked("the gradient of the scores is a constant")
+            if (x is not None) != any((dot, side) in grad_flows for side in ("lhs", "rhs")):
+                raise Unsupported("the gradient of the scores is a constant")
         for captured, x in zip(self.captured.values(), backward.captures, strict=True):
-            if x is None and captured.flows and captured.node in flows:
-                raise Blocked("the gradient of a tensor that meets the scores is a constant")
+            if x is None and captured.grad_flows and captured.node in grad_flows:
+                raise Unsupported("the gradient of a tensor that meets the scores is a constant")
         graph = self.tracer.graph
         head_axes = {number: heads for heads, number in numbers.items()}
         slots = dict(zip(different, program.outputs, strict=True))
@@ -228,7 +228,7 @@ class _Planner:
             program,
             tuple(self.dots),
             tuple(self.swapped),
-            flows,
+            grad_flows,
             groups,
             {
                 f: (slots[x], head_axes[graph[x].head])
@@ -250,7 +250,7 @@ class _Planner:
                     self.nodes[f] = self._node(f)
             outputs = [self._output(x) for x in self.sums]
         except (HeadsError, ValueError) as reason:
-            raise Blocked(str(reason)) from reason
+            raise Unsupported(str(reason)) from reason
         check_readers_inside(
             self.formulas, self.nodes, tracer.graph, logarithms_are_exact=are_exact
         )
@@ -264,7 +264,7 @@ class _Planner:
             return self.tracer.reduce(what.kind, x)
         size = expression(self.axes.extent(inside))
         if what.kind != "sum" or not isinstance(size, int):
-            raise Blocked("blocks of keys of a size that varies")
+            raise Unsupported("blocks of keys of a size that varies")
         return self.tracer.block_sum(x, size)
 
     def _has_enough_digits(self, dot: Dot) -> bool:
@@ -275,10 +275,10 @@ class _Planner:
         """A maximum is a constant of a program: its gradient has to be cut."""
         for f in self.formulas:
             for a in f.args:
-                if a.op == "reduce" and a.data.kind == MAX and a.flows and f.op != "detach":
-                    raise Blocked("the gradient of a maximum over the keys")
+                if a.op == "reduce" and a.data.kind == MAX and a.grad_flows and f.op != "detach":
+                    raise Unsupported("the gradient of a maximum over the keys")
         if any(f.data.kind == MAX for f in self.sums):
-            raise Blocked("a maximum over the keys leaves the elements")
+            raise Unsupported("a maximum over the keys leaves the elements")
 
     def _captures(self) -> dict[object, Captured]:
         found: dict[object, Captured] = {}
@@ -290,40 +290,40 @@ class _Planner:
     def _capture_key(self, f: Formula) -> object:
         source, places = f.data[:2]
         dims = tuple(self.axes.atoms(d) for d in places)
-        return source, dims, bool(f.flows), f.data[3] if f.op == "columns" else None
+        return source, dims, bool(f.grad_flows), f.data[3] if f.op == "columns" else None
 
     def _captured(self, f: Formula) -> Captured:
         source, places = f.data[:2]
         dims = tuple(self.axes.atoms(d) for d in places)
         axes = [a for d in dims for a in d]
         if len(set(axes)) != len(axes):
-            raise Blocked("an axis of the scores meets itself in another place")
+            raise Unsupported("an axis of the scores meets itself in another place")
         groups = self.groups
         own = [h for h in dict.fromkeys(groups.heads) if set(h) & set(axes)]
         if len(own) > 1:
-            raise Blocked("a tensor has the heads of two products")
+            raise Unsupported("a tensor has the heads of two products")
         heads = own[0] if own else ()
         known = {*groups.batch, *heads, *groups.rows, *groups.keys}
         if not set(axes) <= known:
-            raise Blocked("a tensor gives the scores a dimension that no matmul has")
+            raise Unsupported("a tensor gives the scores a dimension that no matmul has")
         if f.op == "columns":
             if self.axes.atoms((f.data[2],)) != groups.keys or set(groups.keys) & set(axes):
-                raise Blocked("ids of what is not the keys")
+                raise Unsupported("ids of what is not the keys")
             return Captured(source, dims, COLUMNS, heads, False, f.data[3])
         by_key, by_row = (bool(set(axes) & set(x)) for x in (groups.keys, groups.rows))
         if by_key and not set(groups.keys) <= set(axes):
-            raise Blocked("a tensor of blocks of keys meets the scores")
+            raise Unsupported("a tensor of blocks of keys meets the scores")
         kind = PAIR if by_key and by_row else KEY if by_key else ROW
         if kind == PAIR:
             for group in (groups.batch, heads, groups.rows):
                 if 0 < len(set(group) & set(axes)) < len(group):
-                    raise Blocked("a mask varies along some dimensions that become one")
-        if by_key and f.flows and source in self.elements.behind_dots:
-            raise Blocked("a tensor with keys that is made of scores meets them")
-        if kind == PAIR and f.flows and known <= set(axes):
+                    raise Unsupported("a mask varies along some dimensions that become one")
+        if by_key and f.grad_flows and source in self.elements.behind_dots:
+            raise Unsupported("a tensor with keys that is made of scores meets them")
+        if kind == PAIR and f.grad_flows and known <= set(axes):
             # the map of the other side, from another graph: its gradient is as large
-            raise Blocked("a tensor as large as the scores meets them and needs a gradient")
-        return Captured(source, dims, kind, heads, bool(f.flows))
+            raise Unsupported("a tensor as large as the scores meets them and needs a gradient")
+        return Captured(source, dims, kind, heads, bool(f.grad_flows))
 
     def _node(self, f: Formula) -> int:
         graph = self.tracer.graph
@@ -398,7 +398,7 @@ class _Planner:
             elif atoms == self.groups.rows:
                 index = graph.index("row_index")
             else:
-                raise Blocked("a mask that depends on the index of a batch or head")
+                raise Unsupported("a mask that depends on the index of a batch or head")
             if abs(coefficient) != 1:
                 index = graph.apply("mul", index, graph.const(abs(coefficient)))
             add(index, coefficient > 0)
@@ -419,15 +419,17 @@ class _Planner:
         if rest:
             heads = next((h for h in self.groups.heads if set(h) == rest), None)
             if heads is None or not self.groups.is_summed or what.kind != "sum":
-                raise Blocked("a sum over rows or some heads comes before the sum over the keys")
+                raise Unsupported(
+                    "a sum over rows or some heads comes before the sum over the keys"
+                )
             x = graph.as_float(x)
             if graph[x].head != self.head_of[heads]:
-                raise Blocked("a sum over heads of what does not vary with them")
+                raise Unsupported("a sum over heads of what does not vary with them")
             x = graph.sum_heads(x)
         if set(self.keys) <= over:
             x = self.tracer.reduce(what.kind, x)
         elif set(self.keys) & over:
-            raise Blocked("elements use sums over blocks of keys")
+            raise Unsupported("elements use sums over blocks of keys")
         if what.kind != "sum":
             return x
         factor = what.scale * math.prod(_number(n) for n in self._repeats(what))
@@ -446,7 +448,7 @@ class _Planner:
 def _number(size: Size) -> int:
     known = expression(size)
     if not isinstance(known, int):
-        raise Blocked("a mean over a size that varies comes before the sum over the keys")
+        raise Unsupported("a mean over a size that varies comes before the sum over the keys")
     return known
 
 

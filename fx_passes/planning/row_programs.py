@@ -16,12 +16,12 @@ from torch_streamkl.fx_passes.domain.row_elements import (
     formulas_in,
 )
 from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.candidates import Candidate
+from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan, plan_program
 from torch_streamkl.fx_passes.planning.row_readers import why_kept
-from torch_streamkl.fx_passes.planning.small import why_small
 
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
@@ -53,7 +53,7 @@ def find_programs(
             continue
         try:
             alone = plan_program([root], elements, trace)
-        except Blocked as blocked:
+        except Unsupported as blocked:
             elements.reasons[root] = str(blocked)
             continue
         for i, plan in enumerate(plans):
@@ -172,7 +172,7 @@ def _joined(
     if not formula.dots & set(plan.dots):
         return None
     # a tensor that only some of the results depend on would get zeros from the others, not None
-    if formula.flows != elements.placed[plan.outputs[0].inner].formula.flows:
+    if formula.grad_flows != elements.placed[plan.outputs[0].inner].formula.grad_flows:
         return None
     leaves = [f for f in formulas_in(formula) if f.op in ("dot", "capture", "columns")]
     read = [
@@ -180,18 +180,18 @@ def _joined(
         for f in leaves
         for n in ([f.data.lhs.node, f.data.rhs.node] if f.op == "dot" else [f.data[0]])
     ]
-    # where they stand in the user's graph: leaves of a trace all stand in front of it
+    # where they stand in the user's graph: leaves of a trace all stand before it
     if any(n not in trace.outer or position[trace.outer[n]] > first for n in read):
         return None
     if any(o.inner in ancestors(n) for n in read for o in plan.outputs):
         return None
     try:
         return plan_program([*(o.inner for o in plan.outputs), root], elements, trace)
-    except Blocked:
+    except Unsupported:
         return None
 
 
 def first_of(plan: RowPlan) -> fx.Node:
-    """The node of the user's graph in front of which a program has to stand."""
+    """The node of the user's graph before which a program has to stand."""
     nodes = {o.node for o in plan.outputs}
     return next(n for n in plan.outputs[0].node.graph.nodes if n in nodes)

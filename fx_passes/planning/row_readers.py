@@ -9,7 +9,7 @@ from torch import fx
 from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
@@ -37,7 +37,7 @@ def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
 
 
 def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
-    """Blocked where code behind the sums makes numbers of NaN and infinity.
+    """Blocked where code after the sums makes numbers of NaN and infinity.
 
     A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
     which of them is not told apart.
@@ -48,7 +48,9 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
         names = found.infinite
     if names and not is_as_special(plan.program, plan.sums):
         name = min(names)
-        raise Blocked(f"{name} reads the sum, and eager has NaN or infinity where it has a value")
+        raise Unsupported(
+            f"{name} reads the sum, and eager has NaN or infinity where it has a value"
+        )
 
 
 def why_kept(

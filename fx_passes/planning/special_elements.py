@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from torch_streamkl.fx_passes.domain.row_elements import Formula, formulas_in
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.rows.expressions import Graph, Node
 from torch_streamkl.rows.program import LOGSUMEXP, MAX, SUM, Program
 
@@ -40,7 +40,7 @@ SMALLEST = {torch.float16: -16.0}
 SMALLEST_OF_OTHERS = -103.0
 
 
-class UnderflowRead(Blocked):
+class UnderflowRead(Unsupported):
     """An exponential is of the logarithm of a probability that may underflow: 0 in eager code."""
 
 
@@ -128,7 +128,9 @@ def _check_comparisons(
         if f.op in COMPARISONS:
             for i, a in enumerate(f.args):
                 if a in may_be_nan and not _compares_as_nan(f, i, nodes, graph):
-                    raise Blocked("a comparison reads NaN, which eager has in a row without keys")
+                    raise Unsupported(
+                        "a comparison reads NaN, which eager has in a row without keys"
+                    )
         elif any(a in may_be_nan for a in f.args) or _may_be_nan(f, nodes, graph):
             may_be_nan.add(f)
 
@@ -143,7 +145,7 @@ def _check_maxima(formulas: Sequence[Formula], nodes: Mapping[Formula, int], gra
         ):
             maxima.add(f)
         elif any(a in maxima for a in f.args) and (f.op != "sub" or f.args[0] in maxima):
-            raise Blocked("the maximum of a row that may have no key is more than subtracted")
+            raise Unsupported("the maximum of a row that may have no key is more than subtracted")
 
 
 def _check_logarithms(
@@ -157,9 +159,9 @@ def _check_logarithms(
         asks = f.op in COMPARISONS or f.op in BOUNDS
         for a, b in (f.args, f.args[::-1]) if asks else ():
             if a in behind and not (a in logs and _constant(b) >= _smallest(a)):
-                raise Blocked(f"{f.op} of {UNDERFLOWN}")
+                raise Unsupported(f"{f.op} of {UNDERFLOWN}")
         if _is_inverse(f) and f.args[-1] in behind:
-            raise Blocked(f"the inverse of {UNDERFLOWN}")
+            raise Unsupported(f"the inverse of {UNDERFLOWN}")
         if f.op in SATURATING or _is_logsumexp(f):
             if f.args[0] in scaled and not (are_exact and _is_steep(f, scaled[f.args[0]])):
                 raise UnderflowRead(f"{f.op} of {UNDERFLOWN}")
@@ -204,7 +206,7 @@ def _check_powers(formulas: Sequence[Formula], nodes: Mapping[Formula, int], gra
         exponent = exponents.get(f.args[0], 1.0) * (0.5 if f.op == "sqrt" else f.data)
         exponents[f] = exponent
         if exponent and abs(exponent) * _smallest(f) > math.log(_precision(f)):
-            raise Blocked("a small power of a probability that may underflow")
+            raise Unsupported("a small power of a probability that may underflow")
 
 
 def _may_be_nan(f: Formula, nodes: Mapping[Formula, int], graph: Graph) -> bool:
@@ -228,7 +230,7 @@ def _smallest(f: Formula) -> float:
 
 
 def _precision(f: Formula) -> float:
-    """What is less beside 1 is nothing, in float32 or a narrower type of as many exponents."""
+    """What is less next to 1 is nothing, in float32 or a narrower type of as many exponents."""
     dtypes = {dtype for dot in f.dots for dtype in dot.dtypes}
     return float(torch.finfo(torch.float16 if torch.float16 in dtypes else torch.float32).eps)
 

@@ -1,4 +1,4 @@
-"""Puts a report into torch's structured trace, where `tlparse` shows it beside the graph."""
+"""Puts a report into torch's structured trace, where `tlparse` shows it next to the graph."""
 
 from __future__ import annotations
 

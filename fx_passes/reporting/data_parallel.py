@@ -31,7 +31,7 @@ def named(sites: Iterable[Site], origins: Iterable[fx.Node | None]) -> list[Site
     if not any(_is_gathered(x) for graph in graphs for x in graph.find_nodes(op="placeholder")):
         return list(sites)
     return [
-        replace(x, reason=GATHERED, remedy=REMEDY) if _ELSEWHERE.search(x.reason) else x
+        replace(x, reason=GATHERED, hint=REMEDY) if _ELSEWHERE.search(x.reason) else x
         for x in sites
     ]
 

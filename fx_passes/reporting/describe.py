@@ -39,7 +39,7 @@ def describe(planned: Plan) -> tuple[str, str]:
         if call.mask.stricter is not None:
             form += f", over the keys of the {('teacher', 'student')[call.mask.stricter.side]}"
         sides = (call.geometry.student.distribution, call.geometry.teacher.distribution)
-        if all(side.trained for side in sides):
+        if all(side.requires_grad for side in sides):
             form += BOTH_TRAINED
         forms.append(form)
     heads = all(call.is_head for call in planned.calls)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from torch_streamkl.attention import ops, panels
+from torch_streamkl.attention import ops, query_tiles
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensorMode,
@@ -16,23 +16,23 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
 )
 from torch_streamkl.launches.launch import adds_queries, select_implementation, triton_limit
 from torch_streamkl.linear import ops as linear_ops
-from torch_streamkl.linear import panels as linear_panels
 from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear import token_tiles
 from torch_streamkl.rows import op as row_op
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
 IMPLEMENTATIONS = {
-    "streaming": "in plain torch, by blocks of queries and keys",
+    "torch": "in plain torch, by blocks of queries and keys",
     "triton": "as Triton kernels",
     "hopper": "as kernels for Hopper GPUs",
 }
 PROGRAMS = {
     row_op.CLOSED: "as the divergence that it is, by the operator of attention_kl or linear_kl",
-    "blocked": "in plain torch, by blocks of rows and keys: bounded memory, no kernels",
+    "torch": "in plain torch, by blocks of rows and keys: bounded memory, no kernels",
     "triton": "as Triton kernels written for it",
 }
 PLAIN_ROWS = "in plain torch"
-PANELS = "as panels of query rows, compiled by Inductor"  # of a compiled graph on a CPU
+QUERY_TILES = "by query tiles, compiled by Inductor"  # of a compiled graph on a CPU
 COMPILED_ROWS = "as blocks of rows, compiled by Inductor"
 MEAN_AGAIN = "the mean of {} teacher heads made again in the backward: maps that fit may be faster"
 ANY_ORDER = "gradients in any order of sums"
@@ -98,9 +98,9 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
         problem, impl = ops.problem_of(*args, **kwargs)
         implementation = select_implementation(problem, impl)
         how = IMPLEMENTATIONS[implementation]
-        if is_compiled and implementation == "streaming" and panels.limit(problem) is None:
-            how = PANELS
-        if implementation == "streaming":
+        if is_compiled and implementation == "torch" and query_tiles.limit(problem) is None:
+            how = QUERY_TILES
+        if implementation == "torch":
             how += _because(problem.student.q, triton_limit(problem))
         if implementation == "hopper" and adds_queries(problem):
             how += f", {ANY_ORDER}"
@@ -108,13 +108,13 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
             ratio = problem.teacher.num_heads // problem.num_heads
             how += ", " + MEAN_AGAIN.format(ratio)
         return how
-    only_sum = ("row_weight", "hard_row_weight", "wanted")
+    only_sum = ("row_weight", "hard_row_weight", "needs_grad")
     options = {name: x for name, x in kwargs.items() if name not in only_sum}
     heads, _, impl = linear_ops.problem_of(*args, **options)
     rows = linear_ops.rows_of(is_compiled, heads, impl)
-    if rows is linear_panels and not linear_panels.is_even(heads):
+    if rows is token_tiles and not token_tiles.is_even(heads):
         rows = linear_rows
-    names = {linear_rows: PLAIN_ROWS, linear_panels: COMPILED_ROWS}
+    names = {linear_rows: PLAIN_ROWS, token_tiles: COMPILED_ROWS}
     where = names.get(rows, IMPLEMENTATIONS["triton"])
     if rows is linear_rows:
         where += _because(heads.student.hidden, linear_ops.triton_limit(heads))

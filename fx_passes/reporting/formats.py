@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _COLORS = {"fused": "#1a7f37", "skipped": "#9a6700", "not fused": "#cf222e"}
 # names of fields where the dataclasses' own are not the terms of the report
 _KEYS = {
-    "sites": "losses", "left": "skipped", "remedy": "hint", "blocked_at": "unsupported_at",
-    "blocked_code": "unsupported_code", "quadratic_bytes_saved": "bytes_saved",
+    "sites": "losses", "left": "skipped", "hint": "hint", "blocked_at": "unsupported_at",
+    "blocked_code": "unsupported_code", "bytes_saved": "bytes_saved",
 }  # fmt: skip
 _UNUSED = {"node", "name"}  # names of graph nodes, which no user has seen
 
@@ -28,7 +28,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "num_fused": report.num_fused,
         "num_skipped": sum(bool(site.left) for site in report.sites),
         "num_not_fused": sum(not (site.fused or site.left) for site in report.sites),
-        "bytes_saved": report.quadratic_bytes_saved,
+        "bytes_saved": report.bytes_saved,
         "bytes_remaining": report.remaining_bytes,
         "is_complete": report.is_complete,
     }

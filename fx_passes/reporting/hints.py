@@ -122,7 +122,7 @@ ADVICE = (
         "modified in place|written in place|overwritten|is written to",
         "write to a copy, or take the loss after the write: a fused operator reads its inputs "
         "again in the backward, but for an LM head whose loss is one weighted sum of rows; a "
-        "teacher that follows its student is updated behind that sum, or behind backward()",
+        "teacher that follows its student is updated after that sum, or after backward()",
     ),
     Advice(
         "a bias or adapter needs a gradient",
@@ -163,8 +163,8 @@ ADVICE = (
         "call backward() outside of the compiled function",
     ),
     Advice(
-        "a plain tensor beside DTensors",
-        "plain tensor beside DTensors",
+        "a plain tensor next to DTensors",
+        "plain tensor next to DTensors",
         "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same",
     ),
     Advice(
@@ -258,7 +258,7 @@ ADVICE = (
 )
 
 
-# What broke graphs, in Dynamo's words, and what keeps them whole.
+# What broke graphs, in Dynamo's vocabulary entries, and what keeps them whole.
 _BREAKS = (
     (
         "requires_grad_",
@@ -293,7 +293,7 @@ def advice_for(reason: str) -> Advice | None:
     return next((x for x in ADVICE if re.search(x.pattern, reason)), None)
 
 
-def remedy_for(reason: str) -> str:
+def hint_for(reason: str) -> str:
     """Advice in the user's terms, empty where there is none."""
     found = advice_for(reason)
     hint = found.hint if found is not None else ""

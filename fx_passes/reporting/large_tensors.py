@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, OPERAND_VIEWS, WALLS
+from torch_streamkl.fx_passes.capture.region import BARRIERS, MATMULS, OPERAND_VIEWS
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -25,13 +25,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     num_bytes,
     storage_of,
 )
-from torch_streamkl.fx_passes.reporting.leaving_tensors import VOCABULARY_PER_WIDTH
-from torch_streamkl.fx_passes.reporting.remaining_tensors import (
+from torch_streamkl.fx_passes.reporting.graph_outputs import VOCABULARY_PER_WIDTH
+from torch_streamkl.fx_passes.reporting.report import Remaining
+from torch_streamkl.fx_passes.reporting.unfused_memory import (
     SMALLER,
     readers_text,
     unread_nodes,
 )
-from torch_streamkl.fx_passes.reporting.report import Remaining
 
 MUCH_LARGER = 2  # times what a product of two activations is computed from
 EXPANDED = 4  # times the operands of a broadcast operation, or the ids of a scattered target
@@ -75,7 +75,7 @@ class ScoreShapes:
         return found
 
     def is_far_smaller(self, shape: Sequence[object]) -> bool:
-        """Whether a tensor that is made of an input is none beside such scores: a table of it."""
+        """Whether a tensor that is made of an input is none next to such scores: a table of it."""
         sizes = [n if isinstance(n, int) else UNKNOWN_SIZE for n in shape]
         return math.prod(sizes) * SMALLER <= self.largest
 
@@ -129,7 +129,7 @@ def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator
                 sizes[node] = before
             continue
         size = numel(value)
-        follows = before and name_of(node) not in PRODUCTS | WALLS and 2 * size >= before
+        follows = before and name_of(node) not in PRODUCTS | BARRIERS and 2 * size >= before
         if not (follows or is_origin(node) or known.holds(value)) or is_vector(value):
             continue
         sizes[node] = size

@@ -1,4 +1,6 @@
-"""What happened to every distillation loss of a program, as a value; `text.py` words it."""
+"""What happened to every distillation loss of a program, as a value; `text.py` vocabulary entries
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ class Site:
     reason: str  # empty when fused, otherwise what the operators do not support
     location: str  # file:line of the user's code
     code: str = ""  # that line
-    quadratic_bytes_saved: int = 0
-    remedy: str = ""  # a hint: what would make it fusable
+    bytes_saved: int = 0
+    hint: str = ""  # a hint: what would make it fusable
     blocked_at: str = ""  # file:line of the unsupported operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
     check: str = ""  # what came of running it against the code that it replaces
@@ -71,10 +73,10 @@ class Report:
     remaining: list[Remaining] = field(default_factory=list)  # on the path of the losses
     failures: list[str] = field(
         default_factory=list
-    )  # exceptions in the analysis; the graph was left alone
+    )  # exceptions in the analysis; the graph was not fused
     outside: list[Outside] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what else keeps large tensors, and where
-    not_analysed: int = 0  # graphs with losses that are left alone as a whole
+    not_analysed: int = 0  # graphs with losses that are not fused as a whole
     elsewhere: list[Remaining] = field(default_factory=list)  # that no recognized loss reads
     unrecognized: list[str] = field(default_factory=list)  # why those belong to no loss
     breaks: list[GraphBreak] = field(default_factory=list)
@@ -90,12 +92,12 @@ class Report:
         return sum(not (site.fused or site.left) and site.is_required for site in self.sites)
 
     @property
-    def remaining_quadratic(self) -> int:
+    def num_remaining(self) -> int:
         return len(self.remaining)
 
     @property
-    def quadratic_bytes_saved(self) -> int:
-        return sum(site.quadratic_bytes_saved for site in self.sites)
+    def bytes_saved(self) -> int:
+        return sum(site.bytes_saved for site in self.sites)
 
     @property
     def remaining_bytes(self) -> int:

@@ -8,9 +8,9 @@ from torch import fx
 
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
 from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, large_tensors
-from torch_streamkl.fx_passes.reporting.remaining_tensors import OF_AN_INPUT
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unfused_memory import OF_AN_INPUT
 from torch_streamkl.fx_passes.reporting.unrecognized import VAGUE, reasons_of
 
 log = logging.getLogger("torch_streamkl.report")

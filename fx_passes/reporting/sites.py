@@ -24,18 +24,18 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 from torch_streamkl.fx_passes.planning.candidates import Plans
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_before
-from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.hints import hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
-from torch_streamkl.fx_passes.reporting.remaining_tensors import ORDERED
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
 
-def left_alone(reason: str, graph: fx.Graph) -> Report:
+def not_fused(reason: str, graph: fx.Graph) -> Report:
     """Sites of a graph that is not analysed."""
-    remedy = remedy_for(reason)
+    hint = hint_for(reason)
     sites = [
-        Site(False, "", "", reason, *location_of(n), remedy=remedy) for n in divergence_like(graph)
+        Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
     ]
     return Report(sites, not_analysed=1 if sites else 0)
 
@@ -63,7 +63,7 @@ def unfused_sites(
         if _UNKNOWN_NUMBER.search(reason) and origin is not None:
             reason = _symbolic_number(origin) or reason
         if origin is not None and _is_shared_by_hand(origin):
-            reason = "ranks add up what each computes of its own words (all_reduce)"
+            reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
         reason = _with_place(reason, node, origin, recognised)
         location, code = _place(node, trace)
         elsewhere, line = _place(blocker, trace) if blocker is not None else (location, "")
@@ -76,7 +76,7 @@ def unfused_sites(
                 reason,
                 location,
                 code,
-                remedy=remedy_for(reason),
+                hint=hint_for(reason),
                 blocked_at="" if elsewhere == location else elsewhere,
                 blocked_code="" if elsewhere == location else line,
             ),
@@ -122,7 +122,7 @@ def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> lis
         if not _NO_OPERATION.search(reason) or name in TOLD:
             continue
         if not any(a in of_programs for a in node.all_input_nodes):
-            hint = remedy_for(reason)
+            hint = hint_for(reason)
             sentence = f"{reason} at {shown(_place(node, trace)[0])}"
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
     return list(found)
@@ -229,11 +229,11 @@ def _holds_reduction(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    bodies = [getattr(node.graph.owning_module, str(a.target), None)
+    subgraphs = [getattr(node.graph.owning_module, str(a.target), None)
               for a in node.all_input_nodes if a.op == "get_attr"]  # fmt: skip
     return any(
         "all_reduce" in name_of(n)
-        for body in bodies
+        for body in subgraphs
         if isinstance(body, fx.GraphModule)
         for n in body.graph.nodes
     )

@@ -1,4 +1,6 @@
-"""A divergence in the words of papers: recognised by its values, not by how it is written."""
+"""A divergence in the vocabulary entries of papers: recognised by its values, not by how it is
+written.
+"""
 
 from __future__ import annotations
 

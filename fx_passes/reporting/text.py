@@ -62,10 +62,10 @@ def headline(report: Report) -> str:
     num_skipped = sum(bool(site.left) for site in report.sites)
     if num_skipped:
         head += f", {num_skipped} skipped"
-    if report.quadratic_bytes_saved:
+    if report.bytes_saved:
         kinds = {_unit(site) for site in report.sites if site.fused}
         of = " and ".join(sorted(kinds, reverse=True))
-        head += f", {bytes_text(report.quadratic_bytes_saved)} of {of} not materialized"
+        head += f", {bytes_text(report.bytes_saved)} of {of} not materialized"
     return head
 
 
@@ -87,7 +87,7 @@ def in_short(site: Site) -> str:
         warning = f"warning: {site.warning}" if site.warning else ""
         return "; ".join(filter(None, (f"{_form(site)}{also}", checked, warning)))
     what = f"{_form(site)}: {site.left}" if site.left else _reason(site)
-    return _with_hint(what, site.remedy)
+    return _with_hint(what, site.hint)
 
 
 def _form(site: Site) -> str:
@@ -115,13 +115,13 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     if site.fused:
         rows += [("runs", site.runs), ("check", site.check.removeprefix("check "))]
         each = " each" if count > 1 else ""
-        rows.append(("saved", bytes_text(site.quadratic_bytes_saved) + each))
+        rows.append(("saved", bytes_text(site.bytes_saved) + each))
     elif site.left:
         rows.append(("skipped", site.left))
     else:
         rows.append(("reason", _reason(site)))
         rows.append(("at", site.blocked_code))
-    rows += [("hint", site.remedy), ("warning", site.warning)]
+    rows += [("hint", site.hint), ("warning", site.warning)]
     yield 0, f"{verdict:<14}{shown(site.location)}"
     yield from enumerate((f"     {name:<9} {text}" for name, text in rows if text), 1)
 

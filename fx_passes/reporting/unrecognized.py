@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
-from torch_streamkl.fx_passes.reporting.hints import remedy_for
+from torch_streamkl.fx_passes.reporting.hints import hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
     OF_ROWS,
@@ -17,8 +17,8 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
     WRITES,
     numel,
 )
-from torch_streamkl.fx_passes.reporting.remaining_tensors import ORDERED
 from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
 OURS = "streamkl"  # in the names of our operators
 VAGUE = ": one distribution alone, or compared by code that is no known divergence"
@@ -125,7 +125,7 @@ def _sentence(
 
 
 def _hinted(sentence: str, operation: str) -> str:
-    hint = remedy_for(f"{operation} of scores")
+    hint = hint_for(f"{operation} of scores")
     return f"{sentence}. Hint: {hint}" if hint else sentence
 
 

@@ -1,4 +1,4 @@
-"""Kinds of nodes that a check treats in their own way: never run, not looked behind, modes."""
+"""Kinds of nodes that a check treats in their own way: never run, not looked after, modes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
-from torch_streamkl.fx_passes.fx_utils.stand_ins import opaque
+from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
 from torch_streamkl.fx_passes.validation.sizes import Sizes
 
-# what a check does not look behind for the origin of a leaf
+# what a check does not look after for the origin of a leaf
 HEAVY = {
     "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
     "scaled_dot_product_attention", "multi_head_attention_forward", "embedding", "embedding_bag",

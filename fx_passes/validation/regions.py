@@ -3,7 +3,7 @@
 NOTE [Leaves of a check]
 A check runs the user's code from some leaves to the value that was replaced, and the replacement
 from the same leaves. The leaves are what the replacement reads of the user's graph, cut off from
-the network behind them and drawn at random. That must not tear apart what belongs together: where
+the network after them and drawn at random. That must not tear apart what belongs together: where
 one leaf is computed from another, or from what the region also computes, by cheap operations
 (views, casts, masks, a detach), it is no leaf but is computed, in both runs. What is not
 floating point (masks, labels, positions) is always computed as far back as that goes, because a

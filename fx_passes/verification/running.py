@@ -159,16 +159,16 @@ class Runner:
     def _gradients(
         self, output: Any, leaves: Mapping[str, Tensor], rounded: Any
     ) -> dict[str, Tensor | None]:
-        trained = {n: x for n, x in leaves.items() if x.requires_grad}
+        requires_grad = {n: x for n, x in leaves.items() if x.requires_grad}
         parts = [x for _, x in _all_parts(output)]
         roots = [x for x in parts if isinstance(x, Tensor) and x.requires_grad]
-        if not trained or not roots or not self.takes_gradients:
+        if not requires_grad or not roots or not self.takes_gradients:
             return {}
         given = [weights(x) for x in roots]  # the same in every run: in no mode
         try:
             with rounded:
                 found = torch.autograd.grad(
-                    roots, list(trained.values()), given, allow_unused=True
+                    roots, list(requires_grad.values()), given, allow_unused=True
                 )
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
@@ -176,7 +176,7 @@ class Runner:
             self.takes_gradients = False
             self.notes.append(FREED)
             return {}
-        return dict(zip(trained, found, strict=True))
+        return dict(zip(requires_grad, found, strict=True))
 
     def _add_changes(
         self,

@@ -47,7 +47,7 @@ def output_parts(output: Any) -> Iterator[tuple[str, Any]]:
         yield "output", output
 
 
-def flattened(x: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def flattened(x: Any, name: str, log_normalizer: int = 0) -> Iterator[tuple[str, Any]]:
     """Tensors, numbers, texts and structures, by name."""
     if isinstance(x, Structure) or _is_leaf(x):
         yield name, x
@@ -56,12 +56,12 @@ def flattened(x: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield name, torch.as_tensor(x) if hasattr(x, "dtype") else Structure(_name_of(x))
         return
     children = _children(x)
-    if children is None or depth > MAX_DEPTH:
+    if children is None or log_normalizer > MAX_DEPTH:
         yield name, Structure(_name_of(x), is_opaque=True)
         return
     yield name, Structure(f"{_name_of(x)} of {', '.join(k for k, _ in children) or 'nothing'}")
     for key, value in children:
-        yield from flattened(value, f"{name}{key}", depth + 1)
+        yield from flattened(value, f"{name}{key}", log_normalizer + 1)
 
 
 def _is_leaf(x: Any) -> bool:

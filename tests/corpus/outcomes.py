@@ -84,7 +84,7 @@ def verdict_of(outcome: Outcome) -> str:
         return "fused" if total == 1 else f"fused ({total} sites)"
     if outcome.num_fused:
         return f"{outcome.num_fused} of {total} sites fused"
-    return "left alone" if total else "no site"
+    return "not fused" if total else "no site"
 
 
 def row_of(case: dict[str, Any], outcome: Outcome) -> Row:
@@ -92,7 +92,7 @@ def row_of(case: dict[str, Any], outcome: Outcome) -> Row:
     reason = "; ".join(sorted(set(outcome.reasons)))
     if not outcome.report.sites:
         reason = "no two distributions meet in the graph"
-    remaining = outcome.report.remaining_quadratic
+    remaining = outcome.report.num_remaining
     if outcome.num_fused and remaining:
         causes = sorted({x.cause for x in outcome.report.remaining if x.cause})
         text = remaining_text(remaining) + (f": {', '.join(causes)}" if causes else "")

@@ -33,7 +33,7 @@ LINE = re.compile(
 CAPTURED = """
 ## With the settings of `torch_streamkl.enable()`
 
-Those that have both products and are left alone above, where graph breaks are allowed and Dynamo
+Those that have both products and are not fused above, where graph breaks are allowed and Dynamo
 is set as `enable()` does it: a break in a called function leaves its caller's graph whole, and
 rows that a mask selects stay in the graph.
 
@@ -44,7 +44,7 @@ rows that a mask selects stay in the graph.
 
 def is_captured(row: Row) -> bool:
     """Whether a case is in the second table too."""
-    return bool(BY_NAME[row.case]["has_matmul"]) and row.verdict == "left alone"
+    return bool(BY_NAME[row.case]["has_matmul"]) and row.verdict == "not fused"
 
 
 def render(rows: Sequence[Row], captured: Sequence[Row]) -> str:

@@ -148,7 +148,7 @@ def test_batched_gradients_of_a_compiled_sum(inner: str, loss: Loss) -> None:
     alike(run, loss, inner)
 
 
-# ------------------------------------------------- a cross-entropy beside a teacher that learns
+# ------------------------------------------------- a cross-entropy next to a teacher that learns
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_shared_cross_entropy_gives_its_teacher_nothing(which: int) -> None:
     """Not zeros, for which the check of the site refused mutual learning and R-Drop."""

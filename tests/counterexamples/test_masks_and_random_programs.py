@@ -188,7 +188,7 @@ def test_a_contraction_over_one_head_is_no_product_of_operands() -> None:
 
 
 def test_a_teacher_that_learns_from_nothing() -> None:
-    """The divergence is detached: cross-entropy beside it must not give its teacher zeros."""
+    """The divergence is detached: cross-entropy next to it must not give its teacher zeros."""
     make = torch.Generator().manual_seed(0)
     h, w, r, u = (
         torch.randn(s, generator=make, dtype=torch.float64).requires_grad_(i != 1)
@@ -215,7 +215,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_an_operand_that_is_an_input_by_another_name(name: str) -> None:
-    """Its second name stands behind the sum: the program reads the first."""
+    """Its second name stands after the sum: the program reads the first."""
 
     def step(h, w, ht, wt):
         loss = F.kl_div((w @ h.T).T, (wt @ ht.T).T, reduction="sum", log_target=True)

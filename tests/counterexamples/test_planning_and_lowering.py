@@ -1,4 +1,4 @@
-"""What a reader found in the stages behind the analysis: each program stands for its class."""
+"""What a reader found in the stages after the analysis: each program stands for its class."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_weights_that_change_before_the_backward() -> None:
     judge(step, heads((6,)))
 
 
-# ---------------------------------------------------------------------- biases of parts of words
+# ---------------------------------------------------------------------- biases of parts of
+# vocabulary entries
 @pytest.mark.parametrize(("shape", "sites"), [((3, 1), 0), ((4,), 0), ((3, 4), 1)])
 def test_bias_of_groups_of_words(shape: tuple[int, ...], sites: int) -> None:
     def step(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, c: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def test_what_returns_its_input_stands_behind_the_site() -> None:
     def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, x: Tensor) -> Tensor:
         bias, s, t = x.exp(), q @ k.mT, qt @ kt.mT
         first = rows(s + bias, t + bias).sum()
-        again = bias.contiguous()  # the same tensor, defined behind the first loss
+        again = bias.contiguous()  # the same tensor, defined after the first loss
         return first + rows(2 * s + again, t + again).sum()
 
     judge(step, [*maps(), *tensors((1,), (1,), (5, 7))[2:]], sites=2)

@@ -14,7 +14,14 @@ from tests.support.comparing import Outcome, compare
 
 IN_FORWARD = "gradients in the forward"
 NUMBERS = ("2.0", "-0.5", "3", "0.125")
-KNOWN = ("a", "mask", "c", "one", "labels", "wide")  # of rows, batch, one number, integers, bf16
+SPECIALIZED = (
+    "a",
+    "mask",
+    "c",
+    "one",
+    "labels",
+    "wide",
+)  # of rows, batch, one number, integers, bf16
 # of a value x, another y, known tensors k and booleans b, numbers n
 STEPS = (
     "{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} * {k}", "{k} * {x}", "{x} + {k}", "{k} - {x}",
@@ -57,7 +64,7 @@ def program(seed: int) -> str:
 
     def filled(step: str, **more: str) -> str:
         x, y = values[-1], draw.choice(values)
-        k, b = draw.choice(KNOWN), draw.choice(("mask > 0", "labels == 3", "~(mask > 0)"))
+        k, b = draw.choice(SPECIALIZED), draw.choice(("mask > 0", "labels == 3", "~(mask > 0)"))
         return step.format(**({"x": x, "y": y, "k": k, "b": b, "n": draw.choice(NUMBERS)} | more))
 
     for i in range(draw.randint(1, 4)):

@@ -112,7 +112,7 @@ def test_gradients_beside_labels_that_are_ignored(
     assert all(g.isfinite().all() for g in results[1][1:])
 
 
-# -------------------------------------------------------------------- attention beside the loss
+# -------------------------------------------------------------------- attention next to the loss
 def test_matmul_by_keyword() -> None:
     def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
         p = (q @ k.mT).softmax(-1)

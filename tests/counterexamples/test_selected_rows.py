@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.reporting import execution
 
 WITHOUT_CHECK = {"streamkl.verify": "never"}
-WORDS = 12
+VOCAB = 12
 Program = Callable[..., Tensor]
 
 
@@ -29,9 +29,9 @@ def inputs() -> dict[str, Tensor]:
 
     return {
         "x": draw(2, 6, 5).requires_grad_(),
-        "w": draw(WORDS, 5).requires_grad_(),
+        "w": draw(VOCAB, 5).requires_grad_(),
         "xt": draw(2, 6, 4),
-        "wt": draw(WORDS, 4),
+        "wt": draw(VOCAB, 4),
         "keep": torch.tensor([[True, False, True, True, False, True]] * 2),
         "none": torch.zeros(2, 6, dtype=torch.bool),
         "b": torch.tensor([0, 1, 1, 0, 1]),
@@ -68,7 +68,7 @@ def rows(s: Tensor, t: Tensor) -> Tensor:
 
 # ------------------------------------------------- the same positions, of rows in other groups
 def groups(x: Tensor, first: int, second: int) -> Tensor:
-    return x.view(first, second, WORDS)
+    return x.view(first, second, VOCAB)
 
 
 GROUPS: dict[str, Program] = {
@@ -76,7 +76,7 @@ GROUPS: dict[str, Program] = {
         kd(groups(s, 4, 3)[b, p % 3], groups(t, 4, 3)[b, p % 3])
         + F.cross_entropy(groups(s, 2, 6)[b, p % 3], labels)
     ),
-    "the student beside itself": lambda s, t, b, p: rows(
+    "the student next to itself": lambda s, t, b, p: rows(
         groups(s, 4, 3)[b, p % 3], groups(s, 2, 6)[b, p % 3]
     ).mean(),
     "the teacher's in other groups": lambda s, t, b, p: kd(
@@ -110,7 +110,7 @@ def test_positions_that_were_repeated_before_a_write(
     write: Callable[[Tensor], None], is_input: bool
 ) -> None:
     def gathered(x: Tensor, each: Tensor) -> Tensor:
-        return x.gather(1, each.unsqueeze(-1).repeat(1, 1, WORDS))
+        return x.gather(1, each.unsqueeze(-1).repeat(1, 1, VOCAB))
 
     def program(s: Tensor, t: Tensor, each: Tensor) -> Tensor:
         each = each if is_input else each.clone()
@@ -123,13 +123,13 @@ def test_positions_that_were_repeated_before_a_write(
 
 # ------------------------------------------------------------ casts of what masked_select gives
 CASTS: dict[str, tuple[Program, int]] = {
-    "rounded": (lambda e: e.half().float().view(-1, WORDS), 0),
-    "rounded, then rows": (lambda e: e.bfloat16().view(-1, WORDS).float(), 0),
-    "whole numbers": (lambda e: e.long().view(-1, WORDS).float(), 0),
-    "truths": (lambda e: e.bool().float().view(-1, WORDS), 0),
-    "as another tensor": (lambda e: e.type_as(e.half()).view(-1, WORDS).float(), 0),
-    "wider": (lambda e: e.double().view(-1, WORDS).float(), 1),
-    "copied": (lambda e: e.clone().contiguous().view(-1, WORDS), 1),
+    "rounded": (lambda e: e.half().float().view(-1, VOCAB), 0),
+    "rounded, then rows": (lambda e: e.bfloat16().view(-1, VOCAB).float(), 0),
+    "whole numbers": (lambda e: e.long().view(-1, VOCAB).float(), 0),
+    "truths": (lambda e: e.bool().float().view(-1, VOCAB), 0),
+    "as another tensor": (lambda e: e.type_as(e.half()).view(-1, VOCAB).float(), 0),
+    "wider": (lambda e: e.double().view(-1, VOCAB).float(), 1),
+    "copied": (lambda e: e.clone().contiguous().view(-1, VOCAB), 1),
 }
 
 
@@ -138,7 +138,7 @@ def test_casts_of_selected_entries(name: str) -> None:
     cast, sites = CASTS[name]
     judge(
         lambda s, t, keep: kd(
-            s.masked_select(keep[..., None]).view(-1, WORDS),
+            s.masked_select(keep[..., None]).view(-1, VOCAB),
             cast(t.masked_select(keep[..., None])),
         ),
         sites,
@@ -173,7 +173,7 @@ NO_ROW: dict[str, Program] = {
     "mean": lambda s, t, none: rows(s[none], t[none]).mean(),
     "by their number": lambda s, t, none: rows(s[none], t[none]).sum() / none.sum(),
     "masked_select": lambda s, t, none: kd(
-        *(x.masked_select(none[..., None]).view(-1, WORDS) for x in (s, t))
+        *(x.masked_select(none[..., None]).view(-1, VOCAB) for x in (s, t))
     ),
     "positions": lambda s, t, none: kd(s[torch.where(none)], t[torch.where(none)]),
     "asked for NaN": lambda s, t, none: rows(s[none], t[none]).mean().nan_to_num(7.0),
@@ -210,8 +210,10 @@ def test_positions_that_are_transposed(name: str) -> None:
 
 # ------------------------------------------------------------------- sizes that only data decides
 def some_words(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
-    """Masked words: the operator for attention has them, which chooses its kernels by size."""
-    others = torch.arange(WORDS) % 3 == 0
+    """Masked vocabulary entries: the operator for attention has them, which chooses its kernels by
+    size.
+    """
+    others = torch.arange(VOCAB) % 3 == 0
     return rows(s[keep].masked_fill(others, -1e9), t[keep].masked_fill(others, -1e9)).sum()
 
 
@@ -222,7 +224,7 @@ def test_kernels_that_are_chosen_by_size(dynamic: bool, monkeypatch: pytest.Monk
 
     def by_size(problem: AttentionProblem, impl: str) -> str:
         chosen.append(impl)
-        return "triton" if problem.seqlen_q > 2**20 else "streaming"
+        return "triton" if problem.seqlen_q > 2**20 else "torch"
 
     monkeypatch.setattr(execution, "select_implementation", by_size)
     runs = judge(some_words, 1, dynamic).report.sites[0].runs

@@ -81,7 +81,9 @@ def test_small_powers_of_what_underflows(name: str) -> None:
 
 # ------------------------------------------------------ sums that one operator computes
 def test_ids_that_are_made_behind_the_first_sum() -> None:
-    """Label smoothing: the mean over the words comes before the labels are given a dimension."""
+    """Label smoothing: the mean over the vocabulary entries comes before the labels are given a
+    dimension.
+    """
 
     def step(h, w, labels):
         log_p = (h @ w.T).log_softmax(-1)
@@ -93,7 +95,7 @@ def test_ids_that_are_made_behind_the_first_sum() -> None:
 
 
 # ------------------------------------------------------ sizes that data decides
-@pytest.mark.parametrize("selected", ["rows", "words"])
+@pytest.mark.parametrize("selected", ["rows", "vocab"])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_rows_or_words_of_which_none_is_selected(selected: str, count: int) -> None:
     def step(h, w, keep):
@@ -109,7 +111,7 @@ def test_rows_or_words_of_which_none_is_selected(selected: str, count: int) -> N
 # ------------------------------------------------------ numbers, which torch gives a dimension
 @pytest.mark.parametrize("reduce", [Tensor.mean, Tensor.sum, Tensor.logsumexp])
 def test_a_dimension_of_a_number(reduce: Callable[..., Tensor]) -> None:
-    """It stops what is read of the number, and no divergence beside it."""
+    """It stops what is read of the number, and no divergence next to it."""
 
     def step(q, k, r, s, w, keep):
         t = student(r, s).softmax(-1)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.drawn import formulas
 from tests.drawn.judge import Drawn
-from tests.support.bodies import _as_written
+from tests.support.subgraphs import _as_written
 from torch_streamkl import attention_kl, attention_kl_varlen
-from torch_streamkl.attention import interface, ops, panels
+from torch_streamkl.attention import interface, ops, query_tiles
 from torch_streamkl.cpu import compiled
 from torch_streamkl.launches import launch
 
@@ -286,8 +286,8 @@ def small_blocks(call: Drawn) -> Iterator[None]:
         for module, name, value in (
             (launch, "STREAMING_BLOCK_ELEMENTS", call.blocks["elements"]),
             (launch, "STREAMING_MAX_KEYS", call.blocks["keys"]),
-            (panels, "PANEL_ELEMENTS", call.blocks["elements"]),
-            (panels, "LEAST_QUERIES", 2),
+            (query_tiles, "QUERY_TILE_ELEMENTS", call.blocks["elements"]),
+            (query_tiles, "LEAST_QUERIES", 2),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

@@ -264,7 +264,7 @@ def linear_rows(
     labels = options.get("labels")
     if labels is None:
         return value, None
-    if bool((log_s == -INF).all(-1).any()):  # no word for a label: NaN in torch
+    if bool((log_s == -INF).all(-1).any()):  # no vocabulary entry for a label: NaN in torch
         raise AmbiguousError
     labels = labels.reshape(-1).long()
     counts = labels != options.get("ignore_index", -100)

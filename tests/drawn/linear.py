@@ -15,14 +15,14 @@ from torch import Tensor
 from tests.drawn import formulas
 from tests.drawn.attention import INF, Source
 from tests.drawn.judge import Drawn
-from tests.support.bodies import _as_written
+from tests.support.subgraphs import _as_written
 from torch_streamkl import linear_kl
 from torch_streamkl.cpu import compiled
 from torch_streamkl.distributed import shard_rows
-from torch_streamkl.linear import chunks, interface, panels
+from torch_streamkl.linear import chunks, interface, token_tiles
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
-from torch_streamkl.linear.problem import RowValues, RowWeights, Wanted
+from torch_streamkl.linear.problem import NeedsGrad, RowValues, RowWeights
 
 INPUTS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "student_bias",
           "teacher_bias")  # fmt: skip
@@ -41,20 +41,22 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
     sizes["teacher"] = sizes["student"] if s.chance(0.5) else s.whole(1, largest)
     tensors: dict[str, Tensor] = {}
     size = s.one_of(0.3, 1.0, 1.0, 4.0, 20.0)
-    for side, num_words in sizes.items():
+    for side, vocab_size in sizes.items():
         width = s.one_of(1, 3, 8, 16)
         hidden = s.normal(*shape, width) * size
         if hidden.numel() and s.chance(0.2):
             hidden.view(-1, width)[s.whole(0, hidden.numel() // width - 1)] *= 30.0
         tensors[f"{side}_hidden"] = hidden.to(dtype)
-        weight = s.normal(num_words, width)
+        weight = s.normal(vocab_size, width)
         if s.chance(0.2):
             weight = weight.T.contiguous().T
         tensors[f"{side}_weight"] = weight.to(dtype)
         if s.chance(0.5):
-            bias = s.extreme(s.normal(num_words)) if s.chance(0.5) else s.normal(num_words)
+            bias = s.extreme(s.normal(vocab_size)) if s.chance(0.5) else s.normal(vocab_size)
             shortest = min(sizes.values())
-            if num_words > shortest and s.chance(0.7):  # words that the other side lacks
+            if vocab_size > shortest and s.chance(
+                0.7
+            ):  # vocabulary entries that the other side lacks
                 bias[shortest:] = s.one_of(-INF, -200.0, -1e5)
             tensors[f"{side}_bias"] = bias
     options: dict[str, Any] = s.divergence() | {"reduction": "none"}
@@ -119,7 +121,7 @@ def running(impl: str) -> Iterator[None]:
     if impl != "compiled":
         yield
         return
-    rows = mock.patch.object(linear_ops, "rows_of", return_value=panels)
+    rows = mock.patch.object(linear_ops, "rows_of", return_value=token_tiles)
     with rows, mock.patch.object(compiled, "find", _as_written):
         yield
 
@@ -142,16 +144,16 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cuts: list[int], labels: Any, options: Any, *inputs: Any) -> Any:
         problem = linear_ops.problem_of(*inputs, labels, **options)[0]
-        shards = [problem.of_words(slice(a, b)) for a, b in itertools.pairwise(cuts)]
+        shards = [problem.of_vocab(slice(a, b)) for a, b in itertools.pairwise(cuts)]
         num_fields = shard_rows.num_fields(problem)
         parts = inputs[0].new_empty(
             (len(shards) + 1, num_fields, problem.num_tokens), dtype=problem.compute_dtype
         )
         for shard, part in zip(shards, parts, strict=False):
             shard_rows.state(shard, *_logits(shard), part)
-        shard_rows.empty_state(parts[-1])  # of a rank that has no words
+        shard_rows.empty_state(parts[-1])  # of a rank that has no vocabulary entries
         out = RowValues.allocate(problem)
-        shard_rows.merged(problem, parts, problem.student.num_words, out)
+        shard_rows.merged(problem, parts, problem.student.vocab_size, out)
         if problem.functional.bilinear is None:
             totals = parts.new_empty((len(shards), 3, problem.num_tokens))
             for shard, total in zip(shards, totals, strict=True):
@@ -165,7 +167,7 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, hard_grad: Tensor) -> Any:
         needs = ctx.needs_input_grad[3:]
-        wanted = Wanted(*needs)
+        wanted = NeedsGrad(*needs)
         sums: list[Any] = [
             torch.zeros_like(x, dtype=torch.float64) if x is not None else None for x in ctx.inputs
         ]
@@ -174,15 +176,15 @@ class _Sharded(torch.autograd.Function):
         for shard in ctx.shards:
             student, teacher = _logits(shard)
             shard_rows.gradient(shard, student, teacher, ctx.out, weights, wanted)
-            first = shard.first_word
-            words = [slice(first, first + len(head.weight)) for head in shard.heads]
+            first = shard.vocab_start
+            vocab = [slice(first, first + len(head.weight)) for head in shard.heads]
             for side, d in enumerate((student.double(), teacher.double())):
                 hidden, weight = ctx.inputs[2 * side : 2 * side + 2]
                 if (wanted.student, wanted.teacher)[side] and d.shape[1]:
-                    sums[2 * side] += d @ weight[words[side]].double()
-                    sums[2 * side + 1][words[side]] += d.T @ hidden.double()
+                    sums[2 * side] += d @ weight[vocab[side]].double()
+                    sums[2 * side + 1][vocab[side]] += d.T @ hidden.double()
                     if ctx.inputs[4 + side] is not None:
-                        sums[4 + side][words[side]] += d.sum(0)
+                        sums[4 + side][vocab[side]] += d.sum(0)
         grads = [
             x.to(like.dtype) if need else None
             for x, like, need in zip(sums, ctx.inputs, needs, strict=True)
@@ -199,7 +201,7 @@ def _logits(shard: Any) -> tuple[Tensor, Tensor]:
 def small_blocks(call: Drawn) -> Iterator[None]:
     """Plain torch cuts the call's blocks and chunks as large problems are cut."""
     with contextlib.ExitStack() as stack:
-        for module in (linear_rows, panels):
+        for module in (linear_rows, token_tiles):
             patch = mock.patch.object(module, "BLOCK_ELEMENTS", call.blocks["elements"])
             stack.enter_context(patch)
 

@@ -91,11 +91,11 @@ class Grammar:
             if draw.random() < 0.2:
                 groups[k] = draw.choice([g for g in (1, 2, 3) if count % g == 0])
         self.groups = groups
-        words = draw.choice((9, 8, 12))
-        teacher_words = draw.choice((words - 2, words + 3)) if draw.random() < 0.1 else words
-        self.words = (words, words if self.is_map else teacher_words)
+        vocab = draw.choice((9, 8, 12))
+        teacher_vocab = draw.choice((vocab - 2, vocab + 3)) if draw.random() < 0.1 else vocab
+        self.vocab = (vocab, vocab if self.is_map else teacher_vocab)
         self.resized = draw.choice("st")
-        tokens = draw.choice((6, 6, 5, 6, 5, 1, words))
+        tokens = draw.choice((6, 6, 5, 6, 5, 1, vocab))
         self.shapes: dict[str, tuple[int, ...]] = {
             "q": (batch, heads, n, d),
             "k": (batch, groups["k"], m, d),
@@ -103,16 +103,16 @@ class Grammar:
             "qt": (teacher_batch, teacher_heads, n, d + 2),
             "kt": (teacher_batch, groups["kt"], m, d + 2),
             "h": (tokens, 5),
-            "w": (words, 5),
+            "w": (vocab, 5),
             "ht": (tokens, 3),
-            "wt": (teacher_words, 3),
-            "c": (words,),
+            "wt": (teacher_vocab, 3),
+            "c": (vocab,),
             "ls": (),
             "tau": (),
-            "b": (n, m) if self.is_map else (tokens, words),
+            "b": (n, m) if self.is_map else (tokens, vocab),
             "hs": (heads,),
             "rw": (n,) if self.is_map else (tokens,),
-            "kw": (m,) if self.is_map else (words,),
+            "kw": (m,) if self.is_map else (vocab,),
             "keep": (batch, m),
             "rows": (batch, n),
             "y": (tokens,),
@@ -232,8 +232,8 @@ class Grammar:
         if self.draw.random() < 0.02 + self.mean:
             steps.insert(self.draw.randint(0, len(steps)), self.draw.choice(SCORE_STEPS))
         node = self.product(side)
-        if self.words[0] != self.words[1] and side == self.resized:
-            missing = (self.words[1] - self.words[0]) * (1 if side == "s" else -1)
+        if self.vocab[0] != self.vocab[1] and side == self.resized:
+            missing = (self.vocab[1] - self.vocab[0]) * (1 if side == "s" else -1)
             ways = [f"F.pad({{0}}, (0, {missing}), value=-1e4)"]
             ways.append(f"F.pad({{0}}, (0, {missing}), value=-inf)")
             if missing < 0:
@@ -544,7 +544,7 @@ class Grammar:
 def _may_lose_rows(scores: Node) -> bool:
     """Whether the lowest number may be all that a row has.
 
-    A log-sum-exp written by hand loses log(N) beside it in rounding: eager's probabilities sum to
+    A log-sum-exp written by hand loses log(N) next to it in rounding: eager's probabilities sum to
     N then. log_softmax does not, and neither does what replaces both.
     """
     return any("finfo" in node.code for node in scores.walk())

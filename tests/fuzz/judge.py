@@ -18,7 +18,7 @@ from tests.support.misleading_programs import Results, run
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.analysis.elements import registry as of_elements
 from torch_streamkl.fx_passes.analysis.registry import RULES
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 # between what rounding does and what a mistake does, relative to the largest entry
 EXACT = {torch.float64: 2.0**-28, torch.float32: 2.0**-10, torch.bfloat16: 2.0**-4}
@@ -209,7 +209,7 @@ class Coverage:
         def counting(*args: Any) -> object:
             try:
                 value = method(*args)
-            except Blocked:
+            except Unsupported:
                 self.blocked[name] += 1
                 raise
             (self.blocked if value is None else self.fired)[name] += 1

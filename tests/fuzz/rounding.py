@@ -17,7 +17,7 @@ LOGARITHMS = ("_log_softmax", "logsumexp")
 class RoundedOtherwise(TorchDispatchMode):
     """Moves each new floating tensor by one rounding of its dtype, up or down.
 
-    Exponentials are moved by what a rounding of their argument does: -1e4 beside a score of 1
+    Exponentials are moved by what a rounding of their argument does: -1e4 next to a score of 1
     leaves its probability four digits less.
     """
 

@@ -21,7 +21,7 @@ from tests.fuzz.tree import Program
 
 CHUNK = 20
 DRAWS = 50  # programs that are drawn for a seed until eager runs one
-FUSED, LEFT_ALONE, NO_SITE, WRONG = "fused", "left alone", "no site", "wrong"
+FUSED, LEFT_ALONE, NO_SITE, WRONG = "fused", "not fused", "no site", "wrong"
 
 
 def program(seed: int) -> Program:

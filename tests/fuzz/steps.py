@@ -382,7 +382,7 @@ LOSSES = (
     "{0}.sum(-1).mean()",
 )
 
-WRITES = (  # to a part of scores, behind them
+WRITES = (  # to a part of scores, after them
     "{self}[..., 0] = -inf",
     "{self}[..., 1:3] = -inf",
     "{self}[..., -2:] = -inf",
@@ -551,7 +551,7 @@ OF_BLOCKS = (
     "({0}.sqrt() - {1}.sqrt()).square().mean(-1)",
     "{0}.square().sum(-1)",
 )
-OF_IDS = (  # words of each token, some of them twice
+OF_IDS = (  # vocabulary entries of each token, some of them twice
     "{0}.gather(-1, torch.stack([y, y], -1)).sum(-1)",
     "{0}.gather(-1, y[:, None]).squeeze(-1)",
     "({0} * F.one_hot(y, {m})).sum(-1)",
@@ -560,7 +560,7 @@ OF_IDS = (  # words of each token, some of them twice
     "{0}[torch.arange({n}), y]",
     "{0}.index_select(-1, torch.tensor([0, -1 + {m}, 0])).sum(-1)",
 )
-OF_KEYS = (  # weights and masks behind a softmax
+OF_KEYS = (  # weights and masks after a softmax
     "({0} * kw)",
     "({0} * kw.abs())",
     "({0} * {mask})",

@@ -32,7 +32,7 @@ class Node:
     code: str
     args: tuple[Node, ...] = ()
     no_grad: str = ""
-    then: str = ""  # a statement behind it, with {self} for what the node is named
+    then: str = ""  # a statement after it, with {self} for what the node is named
 
     def walk(self) -> Iterator[Node]:
         """The nodes below, each once, arguments first."""

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import torch_streamkl
-from tests.support.bodies import inductor_without_code
+from tests.support.subgraphs import inductor_without_code
 
 
 @pytest.fixture(autouse=True)
 def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing compiled before, nothing enabled after, and C++ only where a test is about it.
 
-    A model takes Inductor minutes of C++ on a CPU, and none of it is ours: what runs in front of
+    A model takes Inductor minutes of C++ on a CPU, and none of it is ours: what runs before
     the code generation, our passes among it, runs as ever.
     """
     torch._dynamo.reset()

@@ -52,7 +52,7 @@ def teacher() -> nn.Module:
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Random words, whose prompts have no labels."""
+    """Random tokens, whose prompts have no labels."""
 
     def __len__(self) -> int:
         return 4 * BATCH
@@ -173,7 +173,7 @@ def assert_all_fused(report: Report, num_sites: int | None = None) -> None:
     """Every site of every graph, and nothing score-sized is left."""
     assert not report.failures, report
     assert report.num_fused == len(report.sites) > 0, report
-    assert not report.remaining_quadratic, report
+    assert not report.num_remaining, report
     assert not report.not_analysed, report
     if num_sites is not None:
         assert report.num_fused == num_sites, report

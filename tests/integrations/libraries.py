@@ -1,7 +1,7 @@
 """Libraries that tests need: where one is missing its tests are skipped, and counted by its name.
 
-A module's own `pytest.importorskip` would leave it out without a word when tests run in several
-processes.
+A module's own `pytest.importorskip` would leave it out without a vocabulary entry when tests run
+in several processes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from tests.integrations.flows import library
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-LIBRARIES = {  # what each needs beside tqdm
+LIBRARIES = {  # what each needs next to tqdm
     "attention_maps": (),
     "lm_heads": (),
     "vit_maps": ("transformers",),

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from tests.integrations.libraries import needs, optional
 from torch_streamkl.fx_passes.backend import collected
-from torch_streamkl.fx_passes.followup import softcapped
+from torch_streamkl.fx_passes.passes import softcapped
 from torch_streamkl.fx_passes.reporting.report import Report
 
 transformers = optional("transformers")
 pytestmark = needs("transformers")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "libraries.md"
 BEGIN, END = "<!-- models:begin -->", "<!-- models:end -->"
-WORDS, TOKENS, LAYERS = 160, 24, 2
+VOCAB, TOKENS, LAYERS = 160, 24, 2
 SIZES = {
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": WORDS, "pad_token_id": 0,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB, "pad_token_id": 0,
     "max_position_embeddings": 64, "attn_implementation": "eager",
 }  # fmt: skip
 
@@ -54,7 +54,7 @@ def whisper(width: int) -> nn.Module:
     config = transformers.WhisperConfig(
         d_model=width, encoder_layers=1, decoder_layers=LAYERS, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=width, decoder_ffn_dim=width,
-        vocab_size=WORDS, num_mel_bins=8, max_source_positions=20, max_target_positions=64,
+        vocab_size=VOCAB, num_mel_bins=8, max_source_positions=20, max_target_positions=64,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
         attn_implementation="eager",
     )  # fmt: skip
@@ -82,7 +82,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 
 def batch(name: str) -> dict[str, Tensor]:
     make = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, WORDS, (2, TOKENS), generator=make)
+    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=make)
     if name.startswith("Whisper"):
         return {
             "input_features": torch.randn(2, 8, 40, generator=make), "decoder_input_ids": ids
@@ -103,7 +103,7 @@ def divergence(name: str, got: Any, wanted: Any) -> Tensor:
 
 
 def distilled(name: str) -> Report:
-    """A step compiled beside eager's, loss and gradients; the report."""
+    """A step compiled next to eager's, loss and gradients; the report."""
     make, kind = MODELS[name]
     torch.manual_seed(0)
     student, teacher = make(32).eval(), make(64).eval().requires_grad_(False)
@@ -134,12 +134,12 @@ def distilled(name: str) -> Report:
     return report
 
 
-# what is left beside a fused divergence, and why
+# what is left next to a fused divergence, and why
 LEFT = {"Gemma2, maps": "of the softcapped attention; none on a GPU, by FlexAttention"}
 
 
 def row(name: str, report: Report) -> str:
-    left = f"{report.remaining_quadratic}"
+    left = f"{report.num_remaining}"
     if name in LEFT:
         left += f": {LEFT[name]}"
     return f"| {name} | {report.num_fused} of {len(report.sites)} | {left} |"
@@ -162,7 +162,7 @@ def test_model(name: str) -> None:
     report = distilled(name)
     sites = LAYERS if "logits" not in name else 1
     assert report.num_fused == len(report.sites) == sites, report
-    assert (report.remaining_quadratic > 0) == (name in LEFT), report
+    assert (report.num_remaining > 0) == (name in LEFT), report
     told = any("FlexAttention has no backward on a CPU" in note for note in report.notes)
     assert told == (name in LEFT), report
     if transformers.__version__.startswith("5.23."):

@@ -38,11 +38,11 @@ def adapted(*modules: str, **options: Any) -> nn.Module:
     return peft.get_peft_model(model, config)
 
 
-def step_of(model: nn.Module, wanted_by: nn.Module) -> Any:
+def step_of(model: nn.Module, needs_grad_of: nn.Module) -> Any:
     def step(input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
         outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
         with torch.no_grad():
-            wanted = wanted_by(input_ids=input_ids, attention_mask=attention_mask)
+            wanted = needs_grad_of(input_ids=input_ids, attention_mask=attention_mask)
         return distillation_loss(outputs, wanted)
 
     return step
@@ -84,12 +84,12 @@ def test_inputs_that_require_gradients() -> None:
 
     report = compare_runs(flow)
     assert report.num_fused == 0
-    assert any("disable_input_require_grads" in site.remedy for site in report.sites), report
+    assert any("disable_input_require_grads" in site.hint for site in report.sites), report
 
 
 @pytest.mark.slow
 def test_trainer_with_checkpointing(tmp_path: Path) -> None:
-    """Switched on in front of the Trainer, whose own switch would bring the gradients back."""
+    """Switched on before the Trainer, whose own switch would bring the gradients back."""
     for each in ("accelerate", "datasets"):
         library(each)
 
@@ -139,7 +139,7 @@ def test_lora_on_the_lm_head(mode: str, modules: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_an_adapter_of_another_type() -> None:
-    """PEFT keeps adapters in float32 beside a model in bfloat16: the operator would round them."""
+    """PEFT keeps adapters in float32 next to a model in bfloat16: the operator would round."""
 
     def flow() -> Run:
         torch._dynamo.reset()
@@ -153,7 +153,7 @@ def test_an_adapter_of_another_type() -> None:
     with backend.collected() as report, torch_streamkl.enable():
         assert flow().losses == without.losses
     assert report.num_fused == 0
-    assert all("autocast_adapter_dtype=False" in site.remedy for site in report.sites), report
+    assert all("autocast_adapter_dtype=False" in site.hint for site in report.sites), report
 
 
 @pytest.mark.slow
@@ -167,4 +167,4 @@ def test_a_magnitude_per_word() -> None:
 
     report = compare_runs(flow)
     assert report.num_fused == 0
-    assert report.sites and all("use_dora=False" in site.remedy for site in report.sites), report
+    assert report.sites and all("use_dora=False" in site.hint for site in report.sites), report

@@ -20,19 +20,19 @@ from tests.integrations.flows import (
     train,
 )
 
-WORDS, TOKENS = 96, 24
+VOCAB, TOKENS = 96, 24
 
 
 class Model(nn.Module):
     def __init__(self, width: int, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embedding = nn.Embedding(WORDS, width)
+        self.embedding = nn.Embedding(VOCAB, width)
         self.hidden = nn.Linear(width, width)
-        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head = nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.hidden(self.embedding(ids % WORDS))))
+        return self.head(torch.tanh(self.hidden(self.embedding(ids % VOCAB))))
 
 
 def step_of(model: nn.Module, teacher: nn.Module) -> Any:
@@ -41,7 +41,7 @@ def step_of(model: nn.Module, teacher: nn.Module) -> Any:
         with torch.no_grad():
             wanted = teacher(input_ids)
         kl = F.kl_div(logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
-        hard = F.cross_entropy(logits.flatten(0, 1), (labels % WORDS).flatten())
+        hard = F.cross_entropy(logits.flatten(0, 1), (labels % VOCAB).flatten())
         return kl + hard
 
     return step
@@ -102,9 +102,9 @@ def test_autocast() -> None:
     assert_all_fused(compare_runs(flow, rtol=bf16, changes_rtol=8 * bf16), 1)
 
 
-@pytest.mark.parametrize("updated", ["in the step", "behind it"])
+@pytest.mark.parametrize("updated", ["in the step", "after it"])
 def test_teacher_that_follows_the_student(updated: str) -> None:
-    """An EMA of the student: behind backward() all fuses; in the compiled step it is told so."""
+    """An EMA of the student: after backward() all fuses; in the compiled step it is told so."""
 
     def flow(compiles: bool) -> Run:
         model = Model(16, 0)
@@ -128,7 +128,7 @@ def test_teacher_that_follows_the_student(updated: str) -> None:
         class Optimizer(torch.optim.AdamW):
             def step(self, closure: Any = None) -> Any:
                 super().step(closure)
-                if updated == "behind it":
+                if updated == "after it":
                     follow()
 
         compiled = torch.compile(step) if compiles else step
@@ -137,11 +137,11 @@ def test_teacher_that_follows_the_student(updated: str) -> None:
         return run
 
     report = compare_runs(flow, rtol=50 * 64 * EPS, changes_rtol=1e-2)
-    if updated == "behind it":
+    if updated == "after it":
         assert_all_fused(report, 1)
     else:
         assert report.num_fused == 0
-        assert "behind backward()" in str(report)
+        assert "after backward()" in str(report)
 
 
 def test_frozen_head() -> None:
@@ -165,7 +165,7 @@ def test_accumulation() -> None:
         losses = []
         for _ in range(3):
             for _ in range(2):
-                ids = torch.randint(0, WORDS, (2, TOKENS), generator=generator)
+                ids = torch.randint(0, VOCAB, (2, TOKENS), generator=generator)
                 loss = compiled(ids, torch.ones_like(ids), ids) / 2
                 loss.backward()
                 losses.append(loss.item())

@@ -21,7 +21,7 @@ from tests.support.ranks import Rank, assert_passed, checks_of, on_ranks, outcom
 from torch_streamkl.fx_passes import backend
 
 transformers: Any = optional("transformers")
-NUM_WORDS = 49  # words that two ranks do not share evenly
+NUM_WORDS = 49  # vocabulary entries that two ranks do not share evenly
 pytestmark = [needs("transformers", "accelerate"), pytest.mark.slow]
 
 
@@ -101,7 +101,7 @@ def _same_as_eager(me: Rank, loss: Any, kind: str, num_sites: int) -> backend.Re
 def logits_of_tp_plan(me: Rank) -> None:
     for kind in ("llama", "qwen3"):
         report = _same_as_eager(me, logits, kind, 1)
-        assert "words shared by 2 ranks" in report.sites[0].runs, report.sites[0].runs
+        assert "vocabulary entries shared by 2 ranks" in report.sites[0].runs, report.sites[0].runs
 
 
 @on_ranks

@@ -133,7 +133,7 @@ def test_autocast(tmp_path: Path) -> None:
     """Under bf16 eager's logits are rounded, and ours never: losses agree to that rounding.
 
     Accelerate's autocast ends with the model's forward: the labels' cross-entropy is inside of it,
-    and the KL behind it.
+    and the KL after it.
     """
 
     def flow(compiles: bool) -> Run:

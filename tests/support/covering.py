@@ -2,7 +2,7 @@
 
 Most mistakes need one value of one axis, or two of two. Of a test with three axes or more the rows
 in which any two values meet are quick, of one with two axes those in which every value occurs, and
-whatever catches a planted fault.
+whatever catches a mutation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-FAULTS = Path(__file__).parents[2] / "docs" / "planted_faults.md"
+FAULTS = Path(__file__).parents[2] / "docs" / "mutations.md"
 
 
 def quick_rows(
@@ -60,7 +60,7 @@ def quick_rows(
 
 
 def _catching() -> set[str]:
-    """Tests that the table of planted faults names."""
+    """Tests that the table of mutations names."""
     return set(re.findall(r"`([^`\n]+::[^`\n]+)` \|$", FAULTS.read_text(), re.MULTILINE))
 
 

@@ -75,7 +75,7 @@ def launched_by_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Driver("sm_90"))
         patch.setattr(async_compile.AsyncCompile, "triton", compiled)
-        patch.setattr(inductor_kernels, "is_wanted", lambda: True)
+        patch.setattr(inductor_kernels, "is_needed", lambda: True)
         yield launched
 
 

@@ -28,9 +28,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, depth: int) -> None:
+    def __init__(self, log_normalizer: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+        self.layers = nn.ModuleList(Layer() for _ in range(log_normalizer))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         maps = []
@@ -43,9 +43,9 @@ class Model(nn.Module):
 class Step(nn.Module):
     """The loss of a batch: the KL of each layer's map, and something for the last layer."""
 
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, log_normalizer: int = 2) -> None:
         super().__init__()
-        self.student, self.teacher = Model(depth), Model(depth)
+        self.student, self.teacher = Model(log_normalizer), Model(log_normalizer)
         self.teacher.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:

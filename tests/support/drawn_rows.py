@@ -76,7 +76,7 @@ class Drawn:
         return arguments, [made[id(x)] for x in self.learned]
 
     def naive(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        """All values of rows, of materialized products."""
+        """All per-row values, of materialized products."""
         values: dict[str, Tensor] = {}
         for name, (q, k) in arguments["dots"].items():
             if self.is_of_lm_heads:
@@ -150,7 +150,7 @@ class Drawing:
 
     def drawn(self) -> Drawn:
         r = self.random
-        is_words = r.random() < 0.35
+        is_vocab = r.random() < 0.35
         learned: list[Tensor] = []
 
         def leaf(*shape: int) -> Tensor:
@@ -164,14 +164,14 @@ class Drawing:
         heads = {"t": 1, "s": 1}
         dots: dict[str, tuple[Tensor, Tensor]] = {}
         batch, self.shape = r.randint(1, 2), (rows,)
-        if is_words:
+        if is_vocab:
             self.shape = r.choice([(rows,), (2, rows), (1, rows)])
         else:
             heads["t"] = r.choice([1, 2, 4])
             heads["s"] = heads["t"] if r.random() < 0.6 else r.choice([1, 2, 3])
         for name in ("t", "s")[: r.randint(1, 2)]:
             dim, h = r.randint(1, 4), heads[name]
-            if is_words:
+            if is_vocab:
                 dots[name] = leaf(*self.shape, dim), leaf(keys, dim)
             else:
                 group = r.choice([g for g in (1, 2) if h % g == 0])
@@ -180,33 +180,33 @@ class Drawing:
             learned.append(dots["t"][0])
         of_dots = {heads[n] for n in dots}
         most = of_dots.pop() if len(of_dots) == 1 else 1  # a tensor with heads meets one dot only
-        groups = self._captures(is_words, batch, rows, keys, most, leaf)
-        options = {} if is_words else self._masks(batch, rows, keys)
+        groups = self._captures(is_vocab, batch, rows, keys, most, leaf)
+        options = {} if is_vocab else self._masks(batch, rows, keys)
         self.heads = {n: heads[n] for n in dots}
         self.groups = groups
         outputs = {f"o{i}": self._rows(2) for i in range(r.randint(1, 2))}
         return Drawn(
             lambda e: {name: f(e) for name, f in outputs.items()},
-            dots, options, groups, learned, is_words,
+            dots, options, groups, learned, is_vocab,
         )  # fmt: skip
 
     def _captures(
-        self, is_words: bool, batch: int, rows: int, keys: int, heads: int, leaf: Any
+        self, is_vocab: bool, batch: int, rows: int, keys: int, heads: int, leaf: Any
     ) -> dict[str, dict[str, Any]]:
         r = self.random
         groups: dict[str, dict[str, Any]] = {"rows": {}, "keys": {}, "pairs": {}, "columns": {}}
-        lead = self.shape if is_words else (batch, r.choice([1, heads]), rows)
+        lead = self.shape if is_vocab else (batch, r.choice([1, heads]), rows)
         some = {
             "row": ("rows", lambda: leaf(*lead)),
             "label": ("rows", lambda: self._ids(keys, *lead)),
-            "key": ("keys", lambda: leaf(*(() if is_words else (r.choice([1, batch]), 1)), keys)),
-            "pair": ("pairs", lambda: leaf(*self._pair(is_words, batch, rows), keys)),
-            "flag": ("pairs", lambda: self.exact(*self._pair(is_words, batch, rows), keys) > 0),
-            "top": ("columns", lambda: self._ids(keys, *self._column(is_words, batch, rows), 2)),
+            "key": ("keys", lambda: leaf(*(() if is_vocab else (r.choice([1, batch]), 1)), keys)),
+            "pair": ("pairs", lambda: leaf(*self._pair(is_vocab, batch, rows), keys)),
+            "flag": ("pairs", lambda: self.exact(*self._pair(is_vocab, batch, rows), keys) > 0),
+            "top": ("columns", lambda: self._ids(keys, *self._column(is_vocab, batch, rows), 2)),
             "cached": (
                 "columns",
                 lambda: (
-                    self._ids(keys, *(shape := self._column(is_words, batch, rows)), 3),
+                    self._ids(keys, *(shape := self._column(is_vocab, batch, rows)), 3),
                     leaf(*shape, 3),
                 ),
             ),
@@ -216,11 +216,11 @@ class Drawing:
                 groups[group][name] = make()
         return groups
 
-    def _pair(self, is_words: bool, batch: int, rows: int) -> tuple[int, ...]:
-        return self.shape if is_words else (batch, 1, rows)
+    def _pair(self, is_vocab: bool, batch: int, rows: int) -> tuple[int, ...]:
+        return self.shape if is_vocab else (batch, 1, rows)
 
-    def _column(self, is_words: bool, batch: int, rows: int) -> tuple[int, ...]:
-        return self.shape if is_words else (batch, 1, rows)
+    def _column(self, is_vocab: bool, batch: int, rows: int) -> tuple[int, ...]:
+        return self.shape if is_vocab else (batch, 1, rows)
 
     def _ids(self, keys: int, *shape: int) -> Tensor:
         return torch.randint(-1, keys, shape, generator=self.generator)
@@ -286,51 +286,51 @@ class Drawing:
         f, y = r.choice(EXACT_PAIRED), self._leaf(side)
         return lambda e: f(x(e), y(e))
 
-    def _element(self, side: str, depth: int) -> Expression:
+    def _element(self, side: str, log_normalizer: int) -> Expression:
         r = self.random
-        if depth == 0:
+        if log_normalizer == 0:
             return self._exact(side)
-        x = self._element(side, depth - 1)
+        x = self._element(side, log_normalizer - 1)
         match r.randint(0, 9):
             case 0 | 1:
                 f = r.choice(SMOOTH)
                 return lambda e: f(x(e))
             case 2 | 3:
-                y, g = self._element(side, r.randint(0, depth - 1)), r.choice(PAIRED)
+                y, g = self._element(side, r.randint(0, log_normalizer - 1)), r.choice(PAIRED)
                 return lambda e: g(x(e), y(e))
             case 4:
-                condition, y = self._condition(side), self._element(side, depth - 1)
+                condition, y = self._condition(side), self._element(side, log_normalizer - 1)
                 return lambda e: torch.where(condition(e), x(e), y(e))
             case 5:
                 return lambda e: x(e).softmax("key")
             case 6:
                 return lambda e: (p := x(e).log_softmax("key")).exp() * p
             case 7:
-                row = self._row_of(side, depth - 1)
+                row = self._row_of(side, log_normalizer - 1)
                 return lambda e: x(e) * row(e).tanh()
             case 8:
                 condition = self._condition(side)
                 return lambda e: condition(e) * x(e)
         return x
 
-    def _row_of(self, side: str, depth: int) -> Expression:
-        x = self._element(side, depth)
+    def _row_of(self, side: str, log_normalizer: int) -> Expression:
+        x = self._element(side, log_normalizer)
         if self.random.random() < 0.4:
             return lambda e: x(e).logsumexp("key")
         return lambda e: x(e).sum("key")
 
-    def _rows(self, depth: int) -> Expression:
+    def _rows(self, log_normalizer: int) -> Expression:
         """A value of rows of all dots."""
         r = self.random
         sides = list(self.heads)
         if len(set(self.heads.values())) > 1 or r.random() < 0.2:
             parts = []
             for side in sides:
-                x, over = self._element(side, depth), r.choice(["sum", "mean"])
+                x, over = self._element(side, log_normalizer), r.choice(["sum", "mean"])
                 parts.append(lambda e, x=x, over=over: getattr(x(e), over)("head"))
             last = parts[-1]
             return lambda e: (parts[0](e).tanh() * last(e).sin()).sum("key")
-        x, y = (self._row_of(side, depth) for side in (sides[0], sides[-1]))
+        x, y = (self._row_of(side, log_normalizer) for side in (sides[0], sides[-1]))
         coefficient = r.choice([0.0, 1.0, 0.5, 0, 1])
         match r.randint(0, 3):
             case 0:
@@ -339,6 +339,6 @@ class Drawing:
                 return lambda e: coefficient * x(e) + (1 - coefficient) * y(e)
             case 2:
                 mixed = r.choice(PAIRED)
-                a, b = (self._element(s, depth) for s in (sides[0], sides[-1]))
+                a, b = (self._element(s, log_normalizer) for s in (sides[0], sides[-1]))
                 return lambda e: mixed(a(e), b(e)).sum("key")
         return lambda e: torch.where(y(e) == 0.1, x(e), coefficient * x(e).tanh())

@@ -82,7 +82,7 @@ DTYPES_ON_GPU = ("bfloat16", "float16", "float32")
 
 
 def ids_of(implementation: str, feature: str) -> list[str]:
-    """Ids of the tests behind a cell."""
+    """Ids of the tests after a cell."""
     cases: tuple[str, ...] = FEATURES[feature]
     if implementation == ON_GPU:
         cases = tuple(f"{case}-{dtype}" for case in cases for dtype in DTYPES_ON_GPU)

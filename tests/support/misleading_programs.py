@@ -1,7 +1,7 @@
 """Programs written to mislead the rewrite, their neighbours, and how compiled ones are judged.
 
 ``python -m tests.support.misleading_programs`` prints which are compiled to something else than
-eager; words among its arguments choose programs whose names or faults have them.
+eager; vocabulary entries among its arguments choose programs whose names or faults have them.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ def judge(
     return Verdict(found, report.num_fused, reasons)
 
 
-def main(words: list[str]) -> None:
+def main(vocab: list[str]) -> None:
     chosen = [
         p
         for p in PROGRAMS.values()
-        if not words or any(w == p.fault or w in p.name for w in words)
+        if not vocab or any(w == p.fault or w in p.name for w in vocab)
     ]
     start, num_wrong = time.monotonic(), 0
     for p in chosen:

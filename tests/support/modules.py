@@ -3,7 +3,7 @@
 The measure is float64: a compiled gradient may be off by 2 x (eager's own error + one rounding),
 where one rounding is what the exact gradient moves by when every parameter, every probability and
 every row's log-sum-exp (all that a streaming softmax keeps of a row) is rounded once. Parameters
-whose gradient is zero in exact arithmetic (the bias of a key projection, layers behind a LayerNorm
+whose gradient is zero in exact arithmetic (the bias of a key projection, layers after a LayerNorm
 whose output only enters through its norm) are measured like all others: by absolute error.
 """
 
@@ -63,7 +63,7 @@ def _wide(x: object) -> object:
 
 @dataclass
 class Outcome:
-    """What the rewrite did, and each result's error beside the error it may have."""
+    """What the rewrite did, and each result's error next to the error it may have."""
 
     report: Report
     num_graphs: int

@@ -1,6 +1,6 @@
 """Faults planted into a rewritten graph: what a wrong rule could have made of it.
 
-They are planted behind the rewrite, so that they do not depend on how it works: an operand is
+They are planted after the rewrite, so that they do not depend on how it works: an operand is
 detached, a mask dropped, a scale changed, sides swapped.
 """
 

@@ -9,11 +9,11 @@ import torch._dynamo.guards
 import torch.mtia
 import torch.xpu
 
-from torch_streamkl.fx_passes.planning import small
+from torch_streamkl.fx_passes.planning import profitability
 
-MEASURED_MIB = dict(small.LEAST_MIB)
-MEASURED_PROGRAM_MIB = dict(small.LEAST_PROGRAM_MIB)
-MEASURED_ATTENTION_MIB = dict(small.LEAST_ATTENTION_MIB)
+MEASURED_MIB = dict(profitability.LEAST_MIB)
+MEASURED_PROGRAM_MIB = dict(profitability.LEAST_PROGRAM_MIB)
+MEASURED_ATTENTION_MIB = dict(profitability.LEAST_ATTENTION_MIB)
 
 
 def guards_are_not_timed() -> None:
@@ -49,9 +49,9 @@ def compilations_collect_no_garbage() -> None:
 
 def sites_are_fused_whatever_their_size() -> None:
     """Tests are of tiny shapes: those of the choice by size give the option."""
-    small.LEAST_MIB.clear()
-    small.LEAST_PROGRAM_MIB.clear()
-    small.LEAST_ATTENTION_MIB.clear()
+    profitability.LEAST_MIB.clear()
+    profitability.LEAST_PROGRAM_MIB.clear()
+    profitability.LEAST_ATTENTION_MIB.clear()
 
 
 def what_stays_is_no_garbage() -> None:

@@ -3,7 +3,7 @@
 A file defines functions that take a `Rank` and are marked with ``@on_ranks``. `outcomes` starts
 the processes once, every process runs all of them in order, and a test looks at what became of one
 check on every rank. A check that does not end takes its processes with it, and new ones run the
-checks behind it. Processes print what they do (``pytest -s`` shows it).
+checks after it. Processes print what they do (``pytest -s`` shows it).
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Rank:
         """The same numbers on every rank and device."""
         return (torch.randn(shape) * scale).to(self.device, self.dtype)
 
-    def words(self, num_words: int, uneven: bool = False) -> slice:
-        """This rank's words as DTensor cuts them, or unevenly."""
+    def vocab(self, vocab_size: int, uneven: bool = False) -> slice:
+        """This rank's vocabulary entries as DTensor cuts them, or unevenly."""
         if uneven:
-            cuts = [0, *(num_words // 3 + i for i in range(self.size - 1)), num_words]
+            cuts = [0, *(vocab_size // 3 + i for i in range(self.size - 1)), vocab_size]
             return slice(cuts[self.rank], cuts[self.rank + 1])
-        step = -(-num_words // self.size)
-        return slice(min(self.rank * step, num_words), min((self.rank + 1) * step, num_words))
+        step = -(-vocab_size // self.size)
+        return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def _process(
         try:
             check(me)
             found[name] = PASSED
-        except SystemExit:  # a check about a rank that goes without a word
+        except SystemExit:  # a check about a rank that goes without a vocabulary entry
             found[name] = PASSED
             torch.save(found, f"{folder}/{rank}.pt")
             store.set(f"{name}/{rank}", "True")
@@ -261,8 +261,8 @@ def largest_tensor(graphs: list[torch.fx.GraphModule]) -> int:
     return max(x.numel() for x in values if isinstance(x, Tensor))
 
 
-def same_error(me: Rank, call: Callable[[], Any], *words: str) -> None:
-    """Every rank raises, and every rank's message has the words."""
+def same_error(me: Rank, call: Callable[[], Any], *vocab: str) -> None:
+    """Every rank raises, and every rank's message has the vocabulary entries."""
     try:
         call()
         message = "nothing was raised"
@@ -271,7 +271,7 @@ def same_error(me: Rank, call: Callable[[], Any], *words: str) -> None:
     messages: list[Any] = [None] * me.size
     distributed.all_gather_object(messages, message)
     for text in messages:
-        assert all(word in text for word in words), messages
+        assert all(vocab_entry in text for vocab_entry in vocab), messages
 
 
 def close(

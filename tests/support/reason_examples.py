@@ -18,7 +18,7 @@ EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reasons.
 # rows whose examples need several processes, other devices or libraries, and where those are
 ELSEWHERE = {
     "gradients are asked for inside of the compiled code": "test_safety.py",
-    "a plain tensor beside DTensors": "test_rewritten_dtensors.py",
+    "a plain tensor next to DTensors": "test_rewritten_dtensors.py",
     "ranks add up parts of the softmax by hand (all_reduce)": "test_rewritten_dtensors.py",
     "a DTensor would have to be gathered": "test_rewritten_dtensors.py",
     "ranks compile different graphs": "test_rewritten_dtensors.py",

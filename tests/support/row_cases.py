@@ -1,4 +1,4 @@
-"""The examples of docs/row-programs.md beside naive code, on problems of any size and dtype."""
+"""The examples of docs/row-programs.md next to naive code, on problems of any size and dtype."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Case:
 def _leaves(shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> dict[str, Tensor]:
     made = {}
     for name, shape in shapes.items():
-        # not contiguous in front of the last dimension
+        # not contiguous before the last dimension
         x = torch.randn(*shape[:-2], 2 * shape[-2], shape[-1], dtype=torch.float64)
         made[name] = (x[..., ::2, :] * math.sqrt(sizes.spread)).detach().requires_grad_()
     return made
@@ -210,7 +210,7 @@ def _ghost(teacher: Any, student: Any, ids: Tensor) -> Tensor:
     chosen = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, ids, True)
     kl = torch.where(chosen, log_p.exp() * (log_p - log_s), 0.0).sum(-1)
     p, s = (torch.where(chosen, 0.0, x.exp()).sum(-1) for x in (log_p, log_s))
-    empty = p == 0  # with one word, nothing is left
+    empty = p == 0  # with one vocabulary entry, nothing is left
     p, s = torch.where(empty, 1.0, p), torch.where(empty, 1.0, s)
     return kl + p * (p.log() - s.log())
 
@@ -318,7 +318,7 @@ def check_errors(
 ) -> None:
     """Values and gradients err by at most twice what naive code in the same dtype does.
 
-    Naive code in float32 can be lucky on a small problem: a few roundings are allowed beside it.
+    Naive code in float32 can be lucky on a small problem: a few roundings are allowed next to it.
     """
     torch.manual_seed(1)
     sizes = sizes or Sizes(rows=33, keys=65, dim=16)

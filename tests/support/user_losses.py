@@ -96,7 +96,7 @@ def kl_and_cross_entropy(h, w, g, v):
     return kl + F.cross_entropy(logits, LABELS)
 
 
-@heads(1, "label smoothing beside a KL")
+@heads(1, "label smoothing next to a KL")
 def kl_and_smoothed_labels(h, w, g, v):
     logits = h @ w.T
     kl = F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention import ops
-from torch_streamkl.attention.sites import Site
+from torch_streamkl.attention.bound_op import BoundOp
 from torch_streamkl.checks import is_plain
 from torch_streamkl.registration import without_autocast
 
 
 def attention_kl(
-    tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], sites: dict[Any, Site]
+    tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], sites: dict[Any, BoundOp]
 ) -> Tensor:
     """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
 
@@ -32,7 +32,7 @@ def attention_kl(
     assert q is not None
     site = sites.get(q.dtype)
     if site is None:
-        site = sites[q.dtype] = Site(options)
+        site = sites[q.dtype] = BoundOp(options)
     inputs = ops.differentiable(tensors)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         # Function.apply itself would look for functorch's wrappers among the arguments
@@ -51,7 +51,7 @@ class Call:
 
     def __init__(self, options: tuple[Any, ...]) -> None:
         self.options = options
-        self._sites: dict[Any, Site] = {}
+        self._sites: dict[Any, BoundOp] = {}
         self.__name__ = "attention_kl"  # in the graph's code
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
@@ -66,7 +66,7 @@ class _AttentionKL(torch.autograd.Function):
     # that it has to know of.
     @staticmethod
     def forward(
-        ctx: Any, tensors: tuple[Tensor | None, ...], site: Site, *_inputs: Tensor | None
+        ctx: Any, tensors: tuple[Tensor | None, ...], site: BoundOp, *_inputs: Tensor | None
     ) -> Tensor:
         value: Tensor
         value, student_stats, teacher_stats = without_autocast(site.forward, *tensors)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl.attention import blocked, ops, panels
-from torch_streamkl.attention.blocked import Gradients, Wanted
+from torch_streamkl.attention import ops, query_tiles, torch_impl
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.torch_impl import Gradients, NeedsGrad
 from torch_streamkl.registration import NAMESPACE, register
 
 Compute = Callable[
-    [AttentionProblem, Tensor | None, Wanted], tuple[Tensor, RowStatistics, Gradients]
+    [AttentionProblem, Tensor | None, NeedsGrad], tuple[Tensor, RowStatistics, Gradients]
 ]
 _lib = Library(NAMESPACE, "FRAGMENT")
 _lib.define(
-    f"attention_kl_with_gradients(Tensor? row_weight, bool[] wanted, {ops.ARGUMENTS})"
+    f"attention_kl_with_gradients(Tensor? row_weight, bool[] needs_grad, {ops.ARGUMENTS})"
     " -> (Tensor value, Tensor student_stats, Tensor teacher_stats, Tensor student_q, "
     "Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -35,34 +35,36 @@ attention_kl_with_gradients = torch.ops.torch_streamkl.attention_kl_with_gradien
 
 
 def _run(
-    compute: Compute, row_weight: Tensor | None, wanted: list[bool], *args: Any, **kwargs: Any
+    compute: Compute, row_weight: Tensor | None, needs_grad: list[bool], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     problem, _ = ops.problem_of(*args, **kwargs)
     if row_weight is not None:
         row_weight = row_weight.expand(problem.student.q.shape[:3])
-    value, stats, grads = compute(problem, row_weight, Wanted(*wanted))
+    value, stats, grads = compute(problem, row_weight, NeedsGrad(*needs_grad))
     nothing = value.new_empty
     return value, stats.student, stats.teacher, *(nothing(0) if g is None else g for g in grads)
 
 
 def _fake(
-    row_weight: Tensor | None, wanted: list[bool], *args: Any, **kwargs: Any
+    row_weight: Tensor | None, needs_grad: list[bool], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     problem, _ = ops.problem_of(*args, **kwargs)
     value, stats = RowStatistics.allocate(problem)
     grads = (
         x.new_empty(x.shape if need else (0,), dtype=problem.compute_dtype)
-        for x, need in zip(problem.queries_and_keys, wanted, strict=True)
+        for x, need in zip(problem.queries_and_keys, needs_grad, strict=True)
     )
     return value, stats.student, stats.teacher, *grads
 
 
-def _flops(_w: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any) -> int:
+def _flops(
+    _w: Any, needs_grad: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
+) -> int:
     """The two score matmuls and one for each gradient."""
-    return ops.backward_flops(None, None, None, wanted, sq, sk, tq, tk)
+    return ops.backward_flops(None, None, None, needs_grad, sq, sk, tq, tk)
 
 
 _PLAIN, _COMPILED = (
-    functools.partial(_run, module.forward_with_gradients) for module in (blocked, panels)
+    functools.partial(_run, module.forward_with_gradients) for module in (torch_impl, query_tiles)
 )
 register(_lib, "attention_kl_with_gradients", _PLAIN, _fake, _flops, _COMPILED)

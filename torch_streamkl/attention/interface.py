@@ -15,7 +15,7 @@ from torch_streamkl.divergences.names import Divergence, Reduction, divergence_t
 from torch_streamkl.registration import without_autocast
 
 Layout = Literal["bhnd", "bnhd"]
-AttentionImpl = Literal["auto", "hopper", "triton", "streaming", "reference"]
+AttentionImpl = Literal["auto", "hopper", "triton", "torch", "reference"]
 LAYOUTS = get_args(Layout)
 IMPLEMENTATIONS = get_args(AttentionImpl)
 PACKED = "packed"  # [total, num_heads, head_dim], of attention_kl_varlen
@@ -123,7 +123,7 @@ def attention_kl(
         student_sink, teacher_sink: ``[num_heads]``, an extra logit in the denominator (not divided
             by the temperature); gets gradient.
         student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes
-            log(max(P + eps, clamp)), exactly; the weight in front of the log stays P. ``"js"``
+            log(max(P + eps, clamp)), exactly; the weight before the log stays P. ``"js"``
             takes the logarithm of M from the guarded probabilities, too: log M = log(beta max(P +
             eps, clamp) + (1 - beta) max(S + eps, clamp)), each with its own side's guards.
         head_reduction: ``"mean"`` averages the teacher's probabilities over the heads that belong
@@ -135,11 +135,11 @@ def attention_kl(
             are ``[batch, num_heads, seqlen_q]`` either way.
         reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch. Rows
             that row_mask leaves out count in both means, as 0.
-        impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"streaming"`` (plain torch,
+        impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"torch"`` (plain torch,
             bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
         deterministic: False allows gradients whose last bits differ from run to run, where they
-            are faster: on Hopper, head_dim 64, to student_q beside student_k, with a float32
-            tensor as large as student_q beside them. ``torch.use_deterministic_algorithms(True)``
+            are faster: on Hopper, head_dim 64, to student_q next to student_k, with a float32
+            tensor as large as student_q next to them. ``torch.use_deterministic_algorithms(True)``
             forbids them again.
 
     Returns:
@@ -367,7 +367,7 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         inputs = Inputs(*placed)
     sites: dict[Any, Any] = {}
     if plain:
-        verdict = checks.remembered(inputs, settings, _checked_options)
+        verdict = checks.validated(inputs, settings, _checked_options)
         options, sites = verdict.options, verdict.kept
     else:
         options = _checked_options(inputs, settings)

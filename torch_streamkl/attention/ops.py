@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl.attention import blocked, panels
-from torch_streamkl.attention.blocked import Gradients, Wanted
+from torch_streamkl.attention import query_tiles, torch_impl
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.attention.torch_impl import Gradients, NeedsGrad
 from torch_streamkl.checks import is_plain
 from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
@@ -66,7 +66,7 @@ _lib.define(
 )
 _lib.define(
     "attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
-    f"bool[] wanted, {ARGUMENTS})"
+    f"bool[] needs_grad, {ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
@@ -153,8 +153,8 @@ def _module_for(
 ) -> Any:
     """What computes a problem: in a graph that Inductor compiles, it compiles the CPU's, too."""
     implementation = select_implementation(problem, impl, backward)
-    on_panels = is_compiled and implementation == "streaming"
-    return panels if on_panels else _module(implementation)
+    on_query_tiles = is_compiled and implementation == "torch"
+    return query_tiles if on_query_tiles else _module(implementation)
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def _module(implementation: str) -> Any:
         from torch_streamkl.attention.triton import launches as portable
 
         return portable
-    return blocked
+    return torch_impl
 
 
 def _run_backward(
@@ -176,23 +176,23 @@ def _run_backward(
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = (grad, student_stats, teacher_stats, wanted)
-    grads = _wanted_gradients(is_compiled, *given, *args, **kwargs)
+    given = (grad, student_stats, teacher_stats, needs_grad)
+    grads = _needs_grads(is_compiled, *given, *args, **kwargs)
     # the operator returns a tensor for each of q and k, its first four arguments
     a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
     return a, b, c, d
 
 
-def _wanted_gradients(
+def _needs_grads(
     is_compiled: bool,
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
 ) -> Gradients:
@@ -200,16 +200,14 @@ def _wanted_gradients(
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
     module = _module_for(is_compiled, problem, impl, backward=True)
-    grads: Gradients = module.backward(problem, stats, grad, Wanted(*wanted))
+    grads: Gradients = module.backward(problem, stats, grad, NeedsGrad(*needs_grad))
     return grads
 
 
 # as they are, and in graphs that Inductor compiles
 run_forward, run_compiled_forward = (functools.partial(_run_forward, x) for x in (False, True))
 run_backward, run_compiled_backward = (functools.partial(_run_backward, x) for x in (False, True))
-wanted_gradients, compiled_gradients = (
-    functools.partial(_wanted_gradients, x) for x in (False, True)
-)
+needs_grads, compiled_gradients = (functools.partial(_needs_grads, x) for x in (False, True))
 
 
 def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,14 +221,14 @@ def _backward_fake(
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem, _ = problem_of(*args, **kwargs)
     a, b, c, d = (
         x.new_empty(x.shape if need else (0,))
-        for x, need in zip(problem.queries_and_keys, wanted, strict=True)
+        for x, need in zip(problem.queries_and_keys, needs_grad, strict=True)
     )
     return a, b, c, d
 
@@ -248,7 +246,16 @@ def forward_flops(
 
 
 def backward_flops(
-    _g: Any, _s: Any, _t: Any, wanted: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
+    _g: Any,
+    _s: Any,
+    _t: Any,
+    needs_grad: Any,
+    sq: Any,
+    sk: Any,
+    tq: Any,
+    tk: Any,
+    *_: Any,
+    **__: Any,
 ) -> int:
     """The recomputed scores and one matmul for each gradient."""
     sides = (
@@ -257,7 +264,7 @@ def backward_flops(
         _matmul_flops(tq, tk),
         _matmul_flops(tq, tk),
     )
-    return sides[0] + sides[2] + sum(f for f, need in zip(sides, wanted, strict=True) if need)
+    return sides[0] + sides[2] + sum(f for f, need in zip(sides, needs_grad, strict=True) if need)
 
 
 register(_lib, "attention_kl", run_forward, allocated, forward_flops, run_compiled_forward)
@@ -312,16 +319,16 @@ def gradients(
     if grad is None:
         return grads
     student_stats, teacher_stats, *tensors = saved
-    wanted = needs[:4]
-    if any(wanted):
+    needs_grad = needs[:4]
+    if any(needs_grad):
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
         if not torch.is_grad_enabled() and is_plain((grad, *tensors)):
             call = implementation or functools.partial(_with_options, options)
-            grads[:4] = without_autocast(call, wanted, grad, *saved)
+            grads[:4] = without_autocast(call, needs_grad, grad, *saved)
         else:
-            given = (grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
+            given = (grad, student_stats, teacher_stats, list(needs_grad), *tensors, *options)
             out = attention_kl_backward(*given)
-            grads[:4] = [g if need else None for g, need in zip(out, wanted, strict=True)]
+            grads[:4] = [g if need else None for g, need in zip(out, needs_grad, strict=True)]
     for index, stats in ((4, student_stats), (5, teacher_stats)):
         if needs[index]:
             unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]
@@ -331,21 +338,21 @@ def gradients(
 
 
 def _with_options(
-    options: tuple[Any, ...], wanted: tuple[bool, ...], grad: Tensor, *saved: Any
+    options: tuple[Any, ...], needs_grad: tuple[bool, ...], grad: Tensor, *saved: Any
 ) -> tuple[Tensor | None, ...]:
     student_stats, teacher_stats, *tensors = saved
-    return wanted_gradients(grad, student_stats, teacher_stats, list(wanted), *tensors, *options)
+    return needs_grads(grad, student_stats, teacher_stats, list(needs_grad), *tensors, *options)
 
 
 def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -> Tensor:
     # dlogP_j / dsink = -exp(sink - lse) for every key j; the sum over j of df/dlogP_j is stored
-    lse, key_sum = stats.unbind(0)
+    lse, delta = stats.unbind(0)
     grad = grad.repeat_interleave(lse.shape[1] // grad.shape[1], dim=1)
     # without any key and with a sink of -inf the log-sum-exp is -inf, too
     lse = torch.where(lse == -math.inf, 0.0, lse * lse_unit)
-    mass = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    row_sum = torch.exp(sink.to(lse.dtype)[:, None] - lse)
     # a row that does not count adds nothing, even where its own gradient is not finite
-    share = torch.where(grad == 0, 0.0, grad * key_sum * mass)
+    share = torch.where(grad == 0, 0.0, grad * delta * row_sum)
     return -share.sum((0, 2)).to(sink.dtype)
 
 

@@ -176,7 +176,7 @@ class RowStatistics:
         return self.student.select(0, 0)
 
     @property
-    def student_sum(self) -> Tensor:
+    def student_delta(self) -> Tensor:
         return self.student.select(0, 1)
 
     @property
@@ -184,7 +184,7 @@ class RowStatistics:
         return self.teacher.select(0, 0)
 
     @property
-    def teacher_sum(self) -> Tensor:
+    def teacher_delta(self) -> Tensor:
         return self.teacher.select(0, 1)
 
     def viewed(self, rows: torch.Size) -> RowStatistics:

@@ -1,1 +1,1 @@
-"""What a CPU computes faster in other words, and what Inductor compiles for it."""
+"""What a CPU computes faster that is, and what Inductor compiles for it."""

@@ -1,4 +1,5 @@
-"""Bodies of attention/row_body.py compiled by Inductor: once for a form, for all sizes, and kept.
+"""Bodies of attention/compiled_rows.py compiled by Inductor: once for a form, for all sizes, and
+kept.
 
 The graph of a body goes straight to Inductor, without Dynamo and AOTAutograd: calling what comes
 out takes microseconds. Inductor keeps it in its cache on disk, under the graph.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.attention.row_body import Inputs
+from torch_streamkl.attention.compiled_rows import Inputs
 
 _log = logging.getLogger("torch_streamkl")
 

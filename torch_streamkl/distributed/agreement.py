@@ -4,7 +4,7 @@ A collective of tensors that differ in size hangs or corrupts memory, and ranks 
 anything else (a reduction, a gradient) compute something that nobody asked for. So every call
 first gathers a few integers of each rank: digests of its arguments (`arguments.py` describes them)
 and the sizes in which ranks may differ. If the digests differ, or if a rank has refused its
-arguments, the ranks gather the texts behind them too, and all of them raise the same error, which
+arguments, the ranks gather the texts after them too, and all of them raise the same error, which
 names the argument and what each rank has.
 
 NOTE [What agreement costs]

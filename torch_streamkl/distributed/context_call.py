@@ -221,7 +221,7 @@ def _check_packing(
     if method == "ring" and left is not None:
         raise NotImplementedError(
             f"packed sequences with method='ring' take no window, got {bounds}; method='gather' "
-            "takes it beside is_causal"
+            "takes it next to is_causal"
         )
 
 

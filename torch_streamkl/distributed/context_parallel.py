@@ -88,7 +88,7 @@ def attention_kl_context_parallel(
             rank.
         cu_seqlens: int32 ``[num_sequences + 1]``, from 0 to the length of the whole sequence:
             packed sequences with keys of their own, the same on every rank; batch size 1.
-            ``is_causal`` is of each of them; a window only beside it, and not with ``"ring"``.
+            ``is_causal`` is of each of them; a window only next to it, and not with ``"ring"``.
         max_seqlen: a bound on the length of a packed sequence.
         row_mask: boolean, broadcasts to this rank's rows.
         reduction: ``"none"``; ``"mean"``, ``"sum"`` and ``"batchmean"`` over the rows of all
@@ -179,7 +179,7 @@ def _by_rows(
         first = chunk * num_rows
         rows = slice(index * num_rows, (index + 1) * num_rows)
         if keys.packing is not None:
-            # the last query of a sequence that goes on behind the chunk has no key behind it
+            # the last query of a sequence that goes on after the chunk has no key after it
             stop = num_keys if right is None else first + num_rows
             values.append(
                 _packed(

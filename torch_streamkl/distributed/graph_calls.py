@@ -3,8 +3,8 @@
 Attention is shared as its queries are, and its rows are DTensors. Of LM heads, hidden states and
 weights are DTensors; rows come back whole, as plain tensors that every rank has. The gradient of a
 row is taken as each rank has it: what a rank does with whole logits, it does with whole rows.
-Hidden states of ``own_rows`` are plain: what a rank multiplies its words by, whatever the others
-have.
+Hidden states of ``own_rows`` are plain: what a rank multiplies its vocabulary entries by, whatever
+the others have.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed import linear_ops as sharded_ops
 from torch_streamkl.distributed import sharding
 from torch_streamkl.distributed.attention_dtensor import keys_everywhere
-from torch_streamkl.distributed.linear_dtensor import local_hidden, local_words
-from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, words_dim_of
+from torch_streamkl.distributed.linear_dtensor import local_hidden, local_vocab
+from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, vocab_dim_of
 from torch_streamkl.linear import ops as linear_ops
 
 _TENSORS = (
@@ -33,16 +33,16 @@ _TENSORS = (
     "teacher_bias",
     "labels",
 )
-_PER_WORD = ("student_weight", "teacher_weight", "student_bias", "teacher_bias")
+_PER_VOCAB_ENTRY = ("student_weight", "teacher_weight", "student_bias", "teacher_bias")
 
 
 def linear_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Value and cross-entropy per token, of hidden states [tokens, width]."""
     tensors, options, layout = _local(args, kwargs)
-    if layout.words_dim is None:
+    if layout.vocab_dim is None:
         rows = linear_ops.linear_kl(*tensors, **options)[:2]
     else:
-        group = layout.group(layout.words_dim).group_name
+        group = layout.group(layout.vocab_dim).group_name
         rows = sharded_ops.linear_kl_sharded(*tensors, **options, group_name=group)[:2]
     value, hard = rows
     hidden = kwargs["student_hidden"] if "student_hidden" in kwargs else args[0]
@@ -56,7 +56,7 @@ def linear_kl_sum(
     *args: Any,
     row_weight: Tensor,
     hard_row_weight: Tensor | None = None,
-    wanted: list[bool],
+    needs_grad: list[bool],
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """The sum of the rows, each times its weight; gradients in the forward where that is exact."""
@@ -69,10 +69,10 @@ def linear_kl_sum(
         if hard_weight is not None:
             total = total + linear_ops.weighted_sum(hard, hard_weight.to(hard.dtype))
         return total, value, hard
-    options |= {"row_weight": weight, "hard_row_weight": hard_weight, "wanted": wanted}
-    if layout.words_dim is None:
+    options |= {"row_weight": weight, "hard_row_weight": hard_weight, "needs_grad": needs_grad}
+    if layout.vocab_dim is None:
         return linear_ops.linear_kl_sum(*tensors, **options)[:3]
-    group = layout.group(layout.words_dim).group_name
+    group = layout.group(layout.vocab_dim).group_name
     return sharded_ops.linear_kl_sharded_sum(*tensors, **options, group_name=group)[:3]
 
 
@@ -82,7 +82,7 @@ def attention_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     for name in (*sharding.QUERIES, *sharding.KEYS):
         if not isinstance(given[name], DTensor):
             raise NotImplementedError(
-                f"{name} is a plain tensor beside DTensors, and nothing says that ranks have the "
+                f"{name} is a plain tensor next to DTensors, and nothing says that ranks have the "
                 "same"
             )
     made: tuple[Tensor, ...] = attention_ops.attention_kl(**keys_everywhere(given))
@@ -125,15 +125,15 @@ def scaled_dot_product_attention(
 
 def _local_mask(mask: DTensor, placements: tuple[Placement, ...]) -> Tensor:
     """What of a mask, which broadcasts to [batch, heads, ...], is for this rank's queries."""
-    wanted = list(placements)
+    needs_grad = list(placements)
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             own = placement.dim + mask.ndim - 4
             is_whole = own < 0 or mask.shape[own] == 1
-            wanted[dim] = Replicate() if is_whole else Shard(own)
-        if mask.placements[dim] != wanted[dim] and not mask.placements[dim].is_replicate():
+            needs_grad[dim] = Replicate() if is_whole else Shard(own)
+        if mask.placements[dim] != needs_grad[dim] and not mask.placements[dim].is_replicate():
             raise NotImplementedError(f"attention with a mask that is placed {mask.placements}")
-    return mask.redistribute(placements=wanted).to_local()
+    return mask.redistribute(placements=needs_grad).to_local()
 
 
 def replicated_like(x: Tensor, like: DTensor) -> DTensor:
@@ -144,8 +144,8 @@ def replicated_like(x: Tensor, like: DTensor) -> DTensor:
 
 def placed(x: DTensor, placements: list[int | str]) -> DTensor:
     """A DTensor placed (`encoded`) otherwise; a sum is done."""
-    wanted = [Shard(p) if isinstance(p, int) else Replicate() for p in placements]
-    return x.redistribute(placements=wanted)
+    needs_grad = [Shard(p) if isinstance(p, int) else Replicate() for p in placements]
+    return x.redistribute(placements=needs_grad)
 
 
 def placed_like(x: Tensor, like: DTensor, placements: list[int | str]) -> DTensor:
@@ -170,8 +170,8 @@ def encoded(placements: tuple[Placement, ...]) -> list[int | str]:
 
 
 def num_ranks(weights: list[DTensor]) -> int:
-    """The ranks that share the words of two heads."""
-    dims = {dim for x in weights if (dim := words_dim_of("weight", x)) is not None}
+    """The ranks that shard the vocabulary of two heads."""
+    dims = {dim for x in weights if (dim := vocab_dim_of("weight", x)) is not None}
     mesh = weights[0].device_mesh
     return max((mesh.size(dim) for dim in dims), default=1)
 
@@ -187,21 +187,23 @@ def _local(
         weight = given[name.replace("hidden", "weight")]
         given[name] = replicated_like(x.detach(), weight)
     _check(given, options)
-    dims = {words_dim_of(name, given[name]) for name in _PER_WORD if given[name] is not None}
+    dims = {
+        vocab_dim_of(name, given[name]) for name in _PER_VOCAB_ENTRY if given[name] is not None
+    }
     dims.discard(None)
     if len(dims) > 1:
         raise NotImplementedError(
-            "the heads' words must be shared over one dimension of the mesh, got "
-            + " and ".join(f"{name} {given[name].placements}" for name in _PER_WORD[:2])
+            "the heads' vocabulary entries must be shared over one dimension of the mesh, got "
+            + " and ".join(f"{name} {given[name].placements}" for name in _PER_VOCAB_ENTRY[:2])
         )
-    for words_dim in dims:
-        assert words_dim is not None
-        for name in _PER_WORD:
-            given[name] = _with_words_shared(given[name], words_dim)
+    for vocab_dim in dims:
+        assert vocab_dim is not None
+        for name in _PER_VOCAB_ENTRY:
+            given[name] = _with_vocab_sharded(given[name], vocab_dim)
     layout = layout_of(given)
     local = {
         **{name: local_hidden(given[name], layout) for name in HIDDEN},
-        **{name: local_words(given[name], layout) for name in _PER_WORD},
+        **{name: local_vocab(given[name], layout) for name in _PER_VOCAB_ENTRY},
         **own,
         "labels": _local_labels(given["labels"], layout),
     }
@@ -212,29 +214,30 @@ def _check(given: dict[str, Any], options: dict[str, Any]) -> None:
     for name, x in given.items():
         if x is not None and not isinstance(x, DTensor):
             raise NotImplementedError(
-                f"{name} is a plain tensor beside DTensors, and nothing says that ranks have the "
+                f"{name} is a plain tensor next to DTensors, and nothing says that ranks have the "
                 "same"
             )
-    words = [given[name].shape[0] for name in ("student_weight", "teacher_weight")]
-    if words[0] != words[1]:
+    vocab = [given[name].shape[0] for name in ("student_weight", "teacher_weight")]
+    if vocab[0] != vocab[1]:
         raise NotImplementedError(
-            f"vocabularies of {words[0]} and {words[1]} words, which ranks share at other words"
+            f"vocabularies of {vocab[0]} and {vocab[1]} vocabulary entries, which ranks share at "
+            "other vocabulary entries"
         )
     unknown = sorted(name for name in options if isinstance(options[name], Tensor))
     if unknown:
-        raise NotImplementedError(f"{' and '.join(unknown)} beside DTensors")
+        raise NotImplementedError(f"{' and '.join(unknown)} next to DTensors")
 
 
 def _local_labels(labels: DTensor | None, layout: Layout) -> Tensor | None:
     return None if labels is None else labels.redistribute(placements=layout.rows).to_local()
 
 
-def _with_words_shared(x: DTensor | None, words_dim: int) -> DTensor | None:
-    """Words that every rank has are cut as the others are; nothing is sent."""
-    if x is None or not x.placements[words_dim].is_replicate():
+def _with_vocab_sharded(x: DTensor | None, vocab_dim: int) -> DTensor | None:
+    """Vocabulary entries that every rank has are cut as the others are; nothing is sent."""
+    if x is None or not x.placements[vocab_dim].is_replicate():
         return x
     placements = list(x.placements)
-    placements[words_dim] = Shard(0)
+    placements[vocab_dim] = Shard(0)
     return x.redistribute(placements=placements)
 
 

@@ -16,7 +16,7 @@ from torch_streamkl.distributed.agreement import together
 from torch_streamkl.distributed.arguments import Own, bound, described
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
-from torch_streamkl.distributed.word_ranges import BY_RANK
+from torch_streamkl.distributed.vocab_ranges import BY_RANK
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Places:
     sums_gradients: bool
 
 
-# weights and biases are this rank's words; the operator compares where they begin
+# weights and biases are this rank's vocabulary shard; the operator compares where they begin
 OWN: Own = {
     **dict.fromkeys(("student_weight", "teacher_weight", "student_bias", "teacher_bias"), (0,)),
-    **dict.fromkeys(("group", "student_first_word", "teacher_first_word"), None),
+    **dict.fromkeys(("group", "student_vocab_start", "teacher_vocab_start"), None),
 }
 
 
@@ -75,19 +75,19 @@ def _of_any_tokens(function: Callable[..., Tensor], given: dict[str, Any]) -> Te
 
 def places_of(
     group: ProcessGroup | DeviceMesh | UnsummedGroup,
-    student_first_word: int | None,
-    teacher_first_word: int | None,
+    student_vocab_start: int | None,
+    teacher_vocab_start: int | None,
     impl: str,
 ) -> Places:
-    """Where words are, checked."""
+    """Where vocabulary entries are, checked."""
     if impl == "reference":
         raise NotImplementedError(
             "impl='reference' needs all logits on one rank, and a group shares them; "
-            "impl='streaming' takes a group"
+            "impl='torch' takes a group"
         )
     for name, first in (
-        ("student_first_word", student_first_word),
-        ("teacher_first_word", teacher_first_word),
+        ("student_vocab_start", student_vocab_start),
+        ("teacher_vocab_start", teacher_vocab_start),
     ):
         if first is not None and first < 0:
             raise ValueError(f"{name} must be at least 0, got {first}")
@@ -95,8 +95,8 @@ def places_of(
     ranks = group.group if isinstance(group, UnsummedGroup) else group_of(group)
     arguments = {
         "group_name": ranks.group_name,
-        "student_first_word": BY_RANK if student_first_word is None else student_first_word,
-        "teacher_first_word": BY_RANK if teacher_first_word is None else teacher_first_word,
+        "student_vocab_start": BY_RANK if student_vocab_start is None else student_vocab_start,
+        "teacher_vocab_start": BY_RANK if teacher_vocab_start is None else teacher_vocab_start,
     }
     return Places(arguments, sums_gradients)
 

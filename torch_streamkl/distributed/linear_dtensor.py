@@ -1,9 +1,9 @@
 """`linear_kl` on DTensors: their placements say what is where, and gradients come back alike.
 
-- A weight shares its words over one mesh dimension, Shard(0), or is Replicate().
-- Hidden states share tokens over any mesh dimension. Along the one that shares words they are
-  gathered (sequence parallel), and their gradient is reduce-scattered; along others ranks keep
-  their tokens (data parallel), and the weights' gradients are summed.
+- A weight shards the vocabulary over one mesh dimension, Shard(0), or is Replicate().
+- Hidden states share tokens over any mesh dimension. Along the one that shares vocabulary entries
+  they are gathered (sequence parallel), and their gradient is reduce-scattered; along others ranks
+  keep their tokens (data parallel), and the weights' gradients are summed.
 - The result has one value per token where the student's hidden states have theirs, or is a scalar
   on every rank.
 
@@ -25,10 +25,10 @@ from torch_streamkl.distributed import no_tokens
 from torch_streamkl.distributed.agreement import together_on_mesh
 from torch_streamkl.distributed.arguments import bound, check_without_numbers, described
 from torch_streamkl.distributed.linear import OWN, UnsummedGroup
-from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, words_as_local
+from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, vocab_as_local
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
 
-_PER_WORD = ("student_weight", "teacher_weight", "student_bias", "teacher_bias")
+_PER_VOCAB_ENTRY = ("student_weight", "teacher_weight", "student_bias", "teacher_bias")
 _PER_TOKEN = ("labels", "row_mask", "row_weight")
 
 
@@ -39,13 +39,13 @@ def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any
     local = {
         **given,
         **{name: local_hidden(given[name], layout) for name in HIDDEN},
-        **{name: local_words(given[name], layout) for name in _PER_WORD},
+        **{name: local_vocab(given[name], layout) for name in _PER_VOCAB_ENTRY},
     }
     own_tokens = local["student_hidden"].shape[:-1]
     for name in _PER_TOKEN:
         local[name] = _local_per_token(given[name], own_tokens, layout)
-    if layout.words_dim is not None:
-        local["group"] = UnsummedGroup(layout.group(layout.words_dim))
+    if layout.vocab_dim is not None:
+        local["group"] = UnsummedGroup(layout.group(layout.vocab_dim))
     reduction = given["reduction"]
     is_reduced = reduction in ("sum", "mean", "batchmean")
     if is_reduced and 0 in tokens:
@@ -91,11 +91,14 @@ def _together(
 def _checked(given: dict[str, Any]) -> Layout:
     """The layout; raises on what is not legal here, or on what only this rank can see."""
     if given["group"] is not None:
-        raise ValueError("group is for plain tensors; DTensors say which ranks share the words")
-    for name in ("student_first_word", "teacher_first_word"):
+        raise ValueError(
+            "group is for plain tensors; DTensors say which ranks shard the vocabulary"
+        )
+    for name in ("student_vocab_start", "teacher_vocab_start"):
         if given[name] is not None:
             raise ValueError(
-                f"{name} is for plain tensors with a group; DTensors say where words are, got "
+                f"{name} is for plain tensors with a group; DTensors say where vocabulary entries "
+                "are, got "
                 f"{given[name]}"
             )
     checks.number("hard_weight", given["hard_weight"])
@@ -113,8 +116,8 @@ def _checked(given: dict[str, Any]) -> Layout:
                 f"{name} must broadcast to the shape of the tokens {tuple(tokens)}, got "
                 f"{tuple(x.shape)}"
             )
-    for name in _PER_WORD[:2]:
-        local = words_as_local(given[name])
+    for name in _PER_VOCAB_ENTRY[:2]:
+        local = vocab_as_local(given[name])
         if isinstance(local, Tensor) and local.ndim == 2 and 1 not in local.stride():
             raise ValueError(
                 f"{name} must have contiguous rows or columns, got strides {local.stride()}"
@@ -127,17 +130,19 @@ def _whole(layout: Layout) -> list[Replicate]:
 
 
 def local_hidden(x: DTensor, layout: Layout) -> Tensor:
-    """This rank's tokens; every rank that shares words has a part of the gradient."""
+    """This rank's tokens; every rank that shares vocabulary entries has a part of the gradient."""
     gradients = [
-        Partial() if dim == layout.words_dim else placement
+        Partial() if dim == layout.vocab_dim else placement
         for dim, placement in enumerate(layout.rows)
     ]
     return x.redistribute(placements=layout.rows).to_local(grad_placements=gradients)
 
 
-def local_words(x: Tensor | None, layout: Layout) -> Tensor | None:
-    """This rank's words, whose gradient is summed over the ranks that have other tokens."""
-    local = words_as_local(x)
+def local_vocab(x: Tensor | None, layout: Layout) -> Tensor | None:
+    """This rank's vocabulary entries, whose gradient is summed over the ranks that have other
+    tokens.
+    """
+    local = vocab_as_local(x)
     if local is None or not (local.requires_grad and torch.is_grad_enabled()):
         return local
     for dim in layout.shared_rows:

@@ -1,7 +1,7 @@
-"""The operators behind `linear_kl` on a vocabulary that ranks share.
+"""The operators after `linear_kl` on a vocabulary that ranks share.
 
 - ``linear_kl_sharded``: value and cross-entropy per token, whole, on every rank; the backward is
-  that of ``linear_kl`` on this rank's words with the statistics of whole rows.
+  that of ``linear_kl`` on this rank's vocabulary shard with the statistics of whole rows.
 - ``linear_kl_sharded_sum``: weighted sums, and their gradients computed in the forward.
 
 The collectives of the forward are inside, because a chunk's gather overlaps matmuls of the chunk
@@ -22,7 +22,7 @@ from torch.library import Library
 from torch_streamkl.distributed import collectives, shard_loops, shard_rows
 from torch_streamkl.distributed.agreement import agree
 from torch_streamkl.distributed.shard_loops import Shard
-from torch_streamkl.distributed.word_ranges import Shards
+from torch_streamkl.distributed.vocab_ranges import Shards
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.ops import (
     GRADIENTS,
@@ -34,31 +34,32 @@ from torch_streamkl.linear.ops import (
     forward_flops,
     gradient_fakes,
     linear_kl_backward,
+    needs_grad_of,
     problem_of,
     row_functions,
     setup_sum_context,
     sum_arguments,
     sum_autograd,
     sum_flops,
-    wanted_by,
     weighted_sum,
 )
 from torch_streamkl.linear.problem import (
     LinearProblem,
+    NeedsGrad,
     RowValues,
     RowWeights,
-    Wanted,
     workspace_bytes,
 )
 from torch_streamkl.registration import NAMESPACE, register
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-IGNORED = -(2**62)  # of labels that count from this rank's first word
+IGNORED = -(2**62)  # of labels that count from this rank's first vocabulary entry
 
 # NOTE [Places]
-# Which process group, and the words at which this rank's shards begin (-1: ranks hold consecutive
-# words, in their order). Keyword-only: everything before them is as `linear_kl` has it.
-_PLACES = "*, str group_name, int student_first_word=-1, int teacher_first_word=-1"
+# Which process group, and the vocabulary entries at which this rank's shards begin (-1: ranks hold
+# consecutive vocabulary entries, in their order). Keyword-only: everything before them is as
+# `linear_kl` has it.
+_PLACES = "*, str group_name, int student_vocab_start=-1, int teacher_vocab_start=-1"
 
 _lib.define(
     f"linear_kl_sharded({TENSORS}, {OPTIONS}, {_PLACES}) -> "
@@ -67,7 +68,7 @@ _lib.define(
 )
 _lib.define(
     f"linear_kl_sharded_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
-    f"bool[] wanted=[], {OPTIONS}, {_PLACES}) -> "
+    f"bool[] needs_grad=[], {OPTIONS}, {_PLACES}) -> "
     f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS})",
     tags=TAGS,
 )
@@ -79,10 +80,10 @@ def _shard(
     problem: LinearProblem,
     max_workspace_mib: int,
     impl: str,
-    wanted: list[bool],
+    needs_grad: list[bool],
     group_name: str,
-    student_first_word: int,
-    teacher_first_word: int,
+    student_vocab_start: int,
+    teacher_vocab_start: int,
 ) -> Shard:
     """This rank's part of a call that all ranks make; raises on all of them where it is not."""
     student, teacher = problem.heads
@@ -99,27 +100,27 @@ def _shard(
             "element size of student_hidden": student.hidden.element_size(),
             "element size of teacher_hidden": teacher.hidden.element_size(),
             "presence of labels (0 or 1)": int(problem.labels is not None),
-            **_options_of(problem, max_workspace_mib, rows.__name__, wanted),
+            **_options_of(problem, max_workspace_mib, rows.__name__, needs_grad),
         },
         {
-            "student_words": student.num_words,
-            "teacher_words": teacher.num_words,
-            "student_first_word": student_first_word,
-            "teacher_first_word": teacher_first_word,
+            "student_words": student.vocab_size,
+            "teacher_vocab": teacher.vocab_size,
+            "student_vocab_start": student_vocab_start,
+            "teacher_vocab_start": teacher_vocab_start,
             "workspace": workspace,
         },
     )
     shards = Shards.of(facts)
     largest = (
         max(fact["student_words"] for fact in facts),
-        max(fact["teacher_words"] for fact in facts),
+        max(fact["teacher_vocab"] for fact in facts),
     )
-    first_word = shards.first_word(collectives.resolve(group_name).rank())
+    vocab_start = shards.vocab_start(collectives.resolve(group_name).rank())
     return Shard(
-        problem=replace(problem, first_word=first_word),
+        problem=replace(problem, vocab_start=vocab_start),
         group_name=group_name,
         num_ranks=len(facts),
-        num_student_words=shards.num_student_words,
+        student_vocab_size=shards.student_vocab_size,
         row_bytes=shard_loops.row_bytes(problem, largest),
         max_workspace_mib=max_workspace_mib,
         workspace=min(fact["workspace"] for fact in facts),
@@ -138,7 +139,7 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
 
 
 def _options_of(
-    problem: LinearProblem, max_workspace_mib: int, rows: str, wanted: list[bool]
+    problem: LinearProblem, max_workspace_mib: int, rows: str, needs_grad: list[bool]
 ) -> dict[str, str]:
     """What ranks have to give alike and no number says."""
     options: dict[str, Any] = {
@@ -146,8 +147,8 @@ def _options_of(
         "temperature": problem.temperature,
         "ignore_index": problem.ignore_index,
         "max_workspace_mib": max_workspace_mib or None,
-        "implementation": "streaming" if rows == linear_rows.__name__ else "triton",
-        "wanted gradients": wanted,
+        "implementation": "torch" if rows == linear_rows.__name__ else "triton",
+        "needed gradients": needs_grad,
     }
     for name, head in zip(("student", "teacher"), problem.heads, strict=True):
         options[f"dtype of {name}_hidden"] = head.hidden.dtype
@@ -160,28 +161,28 @@ def _options_of(
 def _forward(
     *args: Any,
     group_name: str,
-    student_first_word: int = -1,
-    teacher_first_word: int = -1,
+    student_vocab_start: int = -1,
+    teacher_vocab_start: int = -1,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem, workspace, impl = problem_of(*args, **kwargs)
     shard = _shard(
-        problem, workspace, impl, [], group_name, student_first_word, teacher_first_word
+        problem, workspace, impl, [], group_name, student_vocab_start, teacher_vocab_start
     )
     out = shard_loops.forward(shard)
     return out.value, out.hard, out.statistics, _local_labels(shard.problem)
 
 
 def _local_labels(problem: LinearProblem) -> Tensor:
-    """Labels from this rank's first word on, for the backward of `linear_kl`."""
+    """Labels from this rank's first vocabulary entry on, for the backward of `linear_kl`."""
     if problem.labels is None:
         return problem.student.hidden.new_empty(0, dtype=torch.int64)
     counted = problem.labels != problem.ignore_index
-    return torch.where(counted, problem.labels.long() - problem.first_word, IGNORED)
+    return torch.where(counted, problem.labels.long() - problem.vocab_start, IGNORED)
 
 
 def _forward_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
-    for name in ("student_first_word", "teacher_first_word"):
+    for name in ("student_vocab_start", "teacher_vocab_start"):
         kwargs.pop(name, None)
     out = RowValues.allocate(problem_of(*args, **kwargs)[0])
     return (
@@ -195,11 +196,11 @@ def _forward_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, .
 def _sum(
     *args: Any,
     group_name: str,
-    student_first_word: int = -1,
-    teacher_first_word: int = -1,
+    student_vocab_start: int = -1,
+    teacher_vocab_start: int = -1,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    (problem, workspace, impl), row_weight, hard_row_weight, wanted = sum_arguments(
+    (problem, workspace, impl), row_weight, hard_row_weight, needs_grad = sum_arguments(
         *args, **kwargs
     )
     dtype, like = problem.compute_dtype, problem.student.hidden
@@ -209,10 +210,10 @@ def _sum(
     if problem.labels is not None:
         hard_weight = ones if hard_row_weight is None else hard_row_weight.to(dtype)
     shard = _shard(
-        problem, workspace, impl, wanted, group_name, student_first_word, teacher_first_word
+        problem, workspace, impl, needs_grad, group_name, student_vocab_start, teacher_vocab_start
     )
     rows, grads = shard_loops.forward_with_gradients(
-        shard, RowWeights(weight, hard_weight), Wanted(*wanted)
+        shard, RowWeights(weight, hard_weight), NeedsGrad(*needs_grad)
     )
     total = weighted_sum(rows.value, weight)
     if hard_weight is not None:
@@ -222,11 +223,11 @@ def _sum(
 
 
 def _sum_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
-    for name in ("student_first_word", "teacher_first_word"):
+    for name in ("student_vocab_start", "teacher_vocab_start"):
         kwargs.pop(name, None)
-    (problem, _, _), _, _, wanted = sum_arguments(*args, **kwargs)
+    (problem, _, _), _, _, needs_grad = sum_arguments(*args, **kwargs)
     rows = RowValues.allocate(problem)
-    grads = gradient_fakes(problem, wanted)[: len(INPUTS)]
+    grads = gradient_fakes(problem, needs_grad)[: len(INPUTS)]
     return rows.value.new_empty(()), rows.value, rows.hard, *grads
 
 
@@ -249,24 +250,24 @@ def _setup_context(
 def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * NUM_TENSORS)[: len(INPUTS)]
-    wanted = wanted_by(list(needs), grad)
+    needs_grad = needs_grad_of(list(needs), grad)
     statistics, local_labels, *tensors = ctx.saved_tensors
     tensors += [None] * (6 - len(tensors))
     if not ctx.has_labels:
         hard_grad = None
-    if not any(wanted) or (grad is None and hard_grad is None):
+    if not any(needs_grad) or (grad is None and hard_grad is None):
         return (None,) * ctx.num_inputs
     options = dict(zip(_OPTION_NAMES, ctx.options, strict=False))
     grads = linear_kl_backward(
         grad,
         hard_grad,
         statistics,
-        wanted,
+        needs_grad,
         *tensors,
         local_labels if ctx.has_labels else None,
         **{**options, "ignore_index": IGNORED},
     )
-    given = [g if need else None for g, need in zip(grads, wanted, strict=False)]
+    given = [g if need else None for g, need in zip(grads, needs_grad, strict=False)]
     return tuple((given + [None] * ctx.num_inputs)[: ctx.num_inputs])
 
 

@@ -1,4 +1,4 @@
-"""What DTensors say of a call: which mesh dimension shares the words, which share the tokens."""
+"""Reads the placements of a call: which mesh dimensions shard vocabulary and tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Layout:
     """How ranks share a call of `linear_kl`."""
 
     mesh: DeviceMesh
-    words_dim: int | None  # of the mesh; the vocabulary is whole on every rank without it
-    rows: tuple[Placement, ...]  # of one value per token, whole along words_dim
+    vocab_dim: int | None  # of the mesh; the vocabulary is whole on every rank without it
+    rows: tuple[Placement, ...]  # of one value per token, whole along vocab_dim
 
     @property
     def shared_rows(self) -> list[int]:
@@ -34,7 +34,7 @@ def layout_of(tensors: dict[str, Any]) -> Layout:
     for name in ("student_hidden", "student_weight", "teacher_hidden"):
         if not isinstance(tensors[name], DTensor):
             raise TypeError(
-                f"{name} must be a DTensor beside DTensors, got {_kind(tensors[name])}; "
+                f"{name} must be a DTensor next to DTensors, got {_kind(tensors[name])}; "
                 "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same "
                 "tokens, [Shard(0)] that each has its own"
             )
@@ -49,44 +49,47 @@ def layout_of(tensors: dict[str, Any]) -> Layout:
                 f"student_weight and {name} must be on the same device mesh, got {mesh} and "
                 f"{x.device_mesh}"
             )
-    words_dim = words_dim_of("student_weight", weight)
+    vocab_dim = vocab_dim_of("student_weight", weight)
     for name in ("teacher_weight", "student_bias", "teacher_bias"):
         x = tensors.get(name)
-        if isinstance(x, DTensor) and words_dim_of(name, x) != words_dim:
+        if isinstance(x, DTensor) and vocab_dim_of(name, x) != vocab_dim:
             raise ValueError(
-                f"student_weight and {name} must share their words over the same mesh dimension, "
+                f"student_weight and {name} must shard the vocabulary over the same mesh "
+                "dimension, "
                 f"got placements {weight.placements} and {x.placements}"
             )
-    rows = [_rows_of(name, tensors[name], words_dim) for name in HIDDEN]
+    rows = [_rows_of(name, tensors[name], vocab_dim) for name in HIDDEN]
     if rows[0] != rows[1]:
         placements = [tensors[name].placements for name in HIDDEN]
         raise ValueError(
-            "student_hidden and teacher_hidden must be placed alike except where the words are "
+            "student_hidden and teacher_hidden must be placed alike except where the vocabulary "
+            "entries are "
             f"shared, got {placements[0]} and {placements[1]}"
         )
-    return Layout(mesh, words_dim, rows[0])
+    return Layout(mesh, vocab_dim, rows[0])
 
 
 HIDDEN = ("student_hidden", "teacher_hidden")
 
 
-def words_dim_of(name: str, x: DTensor) -> int | None:
+def vocab_dim_of(name: str, x: DTensor) -> int | None:
     found = None
     for dim, placement in enumerate(x.placements):
         if type(placement) is Replicate:
             continue
-        of_words = isinstance(placement, Shard) and placement.dim % x.ndim == 0
-        if type(placement) is not Shard or not of_words or found is not None:
+        of_vocab = isinstance(placement, Shard) and placement.dim % x.ndim == 0
+        if type(placement) is not Shard or not of_vocab or found is not None:
             raise NotImplementedError(
-                f"{name} may be Replicate() or share its words, Shard(0), over one dimension of "
+                f"{name} may be Replicate() or shard the vocabulary, Shard(0), over one dimension "
+                "of "
                 f"the mesh, got {x.placements}; redistribute it"
             )
         found = dim
     return found
 
 
-def _rows_of(name: str, x: DTensor, words_dim: int | None) -> tuple[Placement, ...]:
-    """Placements of one value per token; whole where the words are shared."""
+def _rows_of(name: str, x: DTensor, vocab_dim: int | None) -> tuple[Placement, ...]:
+    """Placements of one value per token; whole where the vocabulary entries are shared."""
     rows: list[Placement] = []
     for dim, placement in enumerate(x.placements):
         last = x.ndim - 1
@@ -100,7 +103,7 @@ def _rows_of(name: str, x: DTensor, words_dim: int | None) -> tuple[Placement, .
                 f"{name} may be Replicate() or share its tokens, Shard(dim) of any dimension but "
                 f"the last, got {x.placements}; redistribute it"
             )
-        if token_dim is None or dim == words_dim:
+        if token_dim is None or dim == vocab_dim:
             rows.append(Replicate())
         else:
             rows.append(Shard(token_dim))
@@ -111,6 +114,6 @@ def _kind(x: object) -> str:
     return "a plain tensor" if isinstance(x, Tensor) else type(x).__name__
 
 
-def words_as_local(x: Tensor | None) -> Tensor | None:
-    """This rank's words; a plain tensor is that already."""
+def vocab_as_local(x: Tensor | None) -> Tensor | None:
+    """This rank's vocabulary entries; a plain tensor is that already."""
     return x.to_local() if isinstance(x, DTensor) else x

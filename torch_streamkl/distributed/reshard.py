@@ -1,4 +1,6 @@
-"""Move the words of a weight between ranks: for student and teacher that are cut differently."""
+"""Move the vocabulary entries of a weight between ranks: for student and teacher that are cut
+differently.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.agreement import agree, together, together_on_mesh
 from torch_streamkl.distributed.arguments import Own, bound, described
-from torch_streamkl.distributed.placements import words_dim_of
+from torch_streamkl.distributed.placements import vocab_dim_of
 
 _P = ParamSpec("_P")
 
 
 def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """Ranks check and compare their arguments before any of them exchanges words."""
+    """Ranks check and compare their arguments before any of them exchanges vocabulary entries."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -38,7 +40,7 @@ def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
             shared: ProcessGroup = together_on_mesh(
                 placed.device_mesh,
                 device,
-                "reshard_words of a DTensor",
+                "reshard_vocab of a DTensor",
                 describe,
                 lambda: _group_of(**bound(function, args, kwargs)),
                 lambda: None,
@@ -48,7 +50,7 @@ def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         else:
             shared = collectives.group_of(group)  # type: ignore[arg-type]
         moved: Tensor = together(
-            shared, device, "reshard_words", describe, lambda: function(*args, **kwargs)
+            shared, device, "reshard_vocab", describe, lambda: function(*args, **kwargs)
         )
         return moved
 
@@ -56,34 +58,36 @@ def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
 
 
 @_on_all_ranks
-def reshard_words(
+def reshard_vocab(
     weight: Tensor,
     ranges: Sequence[tuple[int, int]] | None = None,
     *,
     like: DTensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """This rank's words of a weight or bias, after the ranks exchanged them.
+    """This rank's vocabulary entries of a weight or bias, after the ranks exchanged them.
 
-    `linear_kl` needs the same words of student and teacher on a rank. For a frozen teacher call
-    this once, before training:
+    `linear_kl` needs the same vocabulary entries of student and teacher on a rank. For a frozen
+    teacher call this once, before training:
 
     .. code-block:: python
 
-        teacher_weight = reshard_words(teacher.lm_head.weight, like=student.lm_head.weight)
+        teacher_weight = reshard_vocab(teacher.lm_head.weight, like=student.lm_head.weight)
         linear_kl(student_hidden, student.lm_head.weight, teacher_hidden, teacher_weight)
 
     Args:
-        weight: ``[num_words, ...]``: a DTensor that shares its words over one mesh dimension, or
-            this rank's words, with ``group``. Ranks hold consecutive words, in their order.
-        ranges: first and last-plus-one word of every rank, consecutive, from 0 to the size of the
-            vocabulary.
-        like: instead of ``ranges``, the student's weight: each rank gets the words that it has of
-            it. Words beyond its vocabulary go to the rank with its last word.
+        weight: ``[vocab_size, ...]``: a DTensor that shards the vocabulary over one mesh
+            dimension, or this rank's vocabulary shard, with ``group``. Ranks hold consecutive
+            vocabulary entries, in their order.
+        ranges: first and last-plus-one vocabulary entry of every rank, consecutive, from 0 to the
+            size of the vocabulary.
+        like: instead of ``ranges``, the student's weight: each rank gets the vocabulary entries
+            that it has of it. Words beyond its vocabulary go to the rank with its last vocabulary
+            entry.
         group: the ranks, for a weight that is no DTensor.
 
     Returns:
-        A plain tensor with the rank's words, detached from ``weight``. One all-to-all.
+        A plain tensor with the rank's vocabulary shard, detached from ``weight``. One all-to-all.
 
     Raises:
         ValueError, TypeError: with the rule and the value, on every rank.
@@ -91,12 +95,12 @@ def reshard_words(
     return _exchanged(weight, ranges, like, _group_of(weight, ranges, like, group))
 
 
-# this rank's words; which group it is the group itself says
+# this rank's vocabulary shard; which group it is the group itself says
 OWN: Own = {"weight": (0,), "group": None}
 
 
 def _group_of(weight: Tensor, ranges: object, like: object, group: Any) -> ProcessGroup:
-    """The ranks that share the words; raises on arguments that do not fit."""
+    """The ranks that shard the vocabulary; raises on arguments that do not fit."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
     if (ranges is None) == (like is None):
@@ -108,11 +112,13 @@ def _group_of(weight: Tensor, ranges: object, like: object, group: Any) -> Proce
             raise ValueError("a weight that is no DTensor needs a group, got None")
         return collectives.group_of(group)
     if group is not None:
-        raise ValueError("group is for plain tensors; a DTensor says which ranks share the words")
-    dim = words_dim_of("weight", weight)
+        raise ValueError(
+            "group is for plain tensors; a DTensor says which ranks shard the vocabulary"
+        )
+    dim = vocab_dim_of("weight", weight)
     if dim is None:
         raise ValueError(
-            f"weight must share its words over a mesh dimension, got {weight.placements}"
+            f"weight must shard the vocabulary over a mesh dimension, got {weight.placements}"
         )
     return weight.device_mesh.get_group(dim)
 
@@ -125,33 +131,36 @@ def _exchanged(
 ) -> Tensor:
     local = (weight.to_local() if isinstance(weight, DTensor) else weight).detach().contiguous()
     if local.ndim == 0:
-        raise ValueError("weight must have dimensions [num_words, ...], got a tensor of none")
+        raise ValueError("weight must have dimensions [vocab_size, ...], got a tensor of none")
     given = None if ranges is None else [(int(start), int(stop)) for start, stop in ranges]
     facts = agree(
         group.group_name,
         local.device,
-        "reshard_words",
-        {"number of elements of a word": _row(local), "dtype of the weight": local.dtype},
-        {"words": local.shape[0]},
+        "reshard_vocab",
+        {
+            "number of elements of a vocabulary entry": _row(local),
+            "dtype of the weight": local.dtype,
+        },
+        {"vocab": local.shape[0]},
     )
-    sizes = [fact["words"] for fact in facts]
+    sizes = [fact["vocab"] for fact in facts]
     total = sum(sizes)
     own = [(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(len(sizes))]
-    wanted = given if like is None else ranges_like(like, total, len(sizes))
-    assert wanted is not None
-    _check(wanted, total, len(sizes))
+    needs_grad = given if like is None else ranges_like(like, total, len(sizes))
+    assert needs_grad is not None
+    _check(needs_grad, total, len(sizes))
     rank = group.rank()
-    send = [_overlap(own[rank], other) for other in wanted]
-    receive = [_overlap(other, wanted[rank]) for other in own]
+    send = [_overlap(own[rank], other) for other in needs_grad]
+    receive = [_overlap(other, needs_grad[rank]) for other in own]
     return collectives.wait(collectives.all_to_all(local, receive, send, group.group_name))
 
 
-def ranges_like(weight: DTensor, num_words: int, num_ranks: int) -> list[tuple[int, int]]:
+def ranges_like(weight: DTensor, vocab_size: int, num_ranks: int) -> list[tuple[int, int]]:
     """Words of every rank of a DTensor, as DTensor cuts them; the rest with the last."""
-    dim = words_dim_of("like", weight)
+    dim = vocab_dim_of("like", weight)
     if dim is None or weight.device_mesh.size(dim) != num_ranks:
         raise ValueError(
-            f"like must share its words over a mesh dimension of {num_ranks} ranks, got "
+            f"like must shard the vocabulary over a mesh dimension of {num_ranks} ranks, got "
             f"{weight.placements} on {weight.device_mesh}"
         )
     vocabulary = weight.shape[0]
@@ -161,8 +170,8 @@ def ranges_like(weight: DTensor, num_words: int, num_ranks: int) -> list[tuple[i
     last = max(rank for rank in range(num_ranks) if stops[rank] > starts[rank])
     ranges = []
     for rank, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        end = num_words if rank >= last else min(stop, num_words)
-        ranges.append((min(start, num_words) if rank <= last else num_words, end))
+        end = vocab_size if rank >= last else min(stop, vocab_size)
+        ranges.append((min(start, vocab_size) if rank <= last else vocab_size, end))
     return ranges
 
 
@@ -170,16 +179,22 @@ def _row(x: Tensor) -> int:
     return int(torch.Size(x.shape[1:]).numel())
 
 
-def _check(ranges: Sequence[tuple[int, int]], num_words: int, num_ranks: int) -> None:
+def _check(ranges: Sequence[tuple[int, int]], vocab_size: int, num_ranks: int) -> None:
     if len(ranges) != num_ranks:
-        raise ValueError(f"ranges must name the words of {num_ranks} ranks, got {list(ranges)}")
+        raise ValueError(
+            f"ranges must name the vocabulary entries of {num_ranks} ranks, got {list(ranges)}"
+        )
     end = 0
     for start, stop in ranges:
         if start != end or stop < start:
-            raise ValueError(f"ranges must be consecutive and start at word 0, got {list(ranges)}")
+            raise ValueError(
+                f"ranges must be consecutive and start at vocabulary entry 0, got {list(ranges)}"
+            )
         end = stop
-    if end != num_words:
-        raise ValueError(f"ranges must end at the last of {num_words} words, got {list(ranges)}")
+    if end != vocab_size:
+        raise ValueError(
+            f"ranges must end at the last of {vocab_size} vocabulary entries, got {list(ranges)}"
+        )
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:

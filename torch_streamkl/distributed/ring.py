@@ -192,40 +192,40 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
     sums = finish(state, form)
     value.copy_(sums.value)
     stats.student_lse.copy_(sums.student_lse)
-    stats.student_sum.copy_(sums.student_sum)
+    stats.student_delta.copy_(sums.student_delta)
     stats.teacher_lse.copy_(sums.teacher_lse)
-    stats.teacher_sum.copy_(sums.teacher_sum)
+    stats.teacher_delta.copy_(sums.teacher_delta)
     return value, stats
 
 
 def _state_of(stats: RowStatistics, unit: float, form: Bilinear) -> RowState:
     """Statistics of a call as the state of its keys: what `finish` made of it, undone."""
     lse_t, lse_s = stats.teacher_lse * unit, stats.student_lse * unit
-    mass_t, mass_s = ((x > -torch.inf).to(x.dtype) for x in (lse_t, lse_s))
-    a = stats.teacher_sum - (form.tt + form.t) * mass_t - form.st * mass_s
-    b = stats.student_sum - form.ts * mass_t - (form.ss + form.s) * mass_s
-    return RowState(lse_t, mass_t, lse_s, mass_s, a, b)
+    row_sum_t, row_sum_s = ((x > -torch.inf).to(x.dtype) for x in (lse_t, lse_s))
+    a = stats.teacher_delta - (form.tt + form.t) * row_sum_t - form.st * row_sum_s
+    b = stats.student_delta - form.ts * row_sum_t - (form.ss + form.s) * row_sum_s
+    return RowState(lse_t, row_sum_t, lse_s, row_sum_s, a, b)
 
 
 def backward(
-    ring: Ring, grad: Tensor, stats: RowStatistics, wanted: list[bool]
+    ring: Ring, grad: Tensor, stats: RowStatistics, needs_grad: list[bool]
 ) -> list[Tensor | None]:
     """This rank's gradients of q and k of both sides."""
     problem = ring.problem
     sides = (problem.student, problem.teacher)
     d_queries = [
         side.q.new_zeros(side.q.shape, dtype=problem.compute_dtype) if need else None
-        for side, need in zip(sides, wanted[::2], strict=True)
+        for side, need in zip(sides, needs_grad[::2], strict=True)
     ]
     circle = _Circle([side.k for side in sides], ring.group_name)
     d_keys = _Circle(
         [
             side.k.new_zeros(side.k.shape if need else 0, dtype=problem.compute_dtype)
-            for side, need in zip(sides, wanted[1::2], strict=True)
+            for side, need in zip(sides, needs_grad[1::2], strict=True)
         ],
         ring.group_name,
     )
-    has_keys, goes_around = any(wanted[1::2]), circle.size > 1
+    has_keys, goes_around = any(needs_grad[1::2]), circle.size > 1
     moving_sums: Tensor | None = None
     for step in range(circle.size):
         is_last = step + 1 == circle.size
@@ -238,7 +238,7 @@ def backward(
                 _of_rows(x, block.rows, unit) for x in (stats.student, stats.teacher)
             )
             of_rows = grad[:, :, block.rows].contiguous()
-            found = ops.run_backward(of_rows, of_student, of_teacher, wanted, *call)
+            found = ops.run_backward(of_rows, of_student, of_teacher, needs_grad, *call)
             for total, part in zip(d_queries, found[::2], strict=True):
                 if total is not None:
                     total[:, :, block.rows] += part
@@ -257,7 +257,7 @@ def backward(
     if moving_sums is not None:
         d_keys.receive(moving_sums)
     given_keys = [x if need else None for x, need in
-                  zip(d_keys.tensors(), wanted[1::2], strict=True)]  # fmt: skip
+                  zip(d_keys.tensors(), needs_grad[1::2], strict=True)]  # fmt: skip
     found_all = (d_queries[0], given_keys[0], d_queries[1], given_keys[1])
     dtype = problem.student.q.dtype
     return [None if x is None else x.to(dtype, copy=True) for x in found_all]

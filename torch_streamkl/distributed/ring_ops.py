@@ -1,4 +1,4 @@
-"""The operators behind ``attention_kl_context_parallel(..., method="ring")``.
+"""The operators after ``attention_kl_context_parallel(..., method="ring")``.
 
 The collectives are inside: keys travel while those that are here are used. Forward and backward
 are operators of their own, as those of `attention_kl` are.
@@ -36,7 +36,7 @@ _lib.define(
 )
 _lib.define(
     "attention_kl_ring_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
-    f"bool[] wanted, {_ARGUMENTS})"
+    f"bool[] needs_grad, {_ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
     tags=_TAGS,
 )
@@ -98,12 +98,12 @@ def _backward(
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     stats = RowStatistics(student_stats, teacher_stats)
-    grads = ring.backward(_ring_of(*args, **kwargs), grad, stats, wanted)
+    grads = ring.backward(_ring_of(*args, **kwargs), grad, stats, needs_grad)
     return tuple(x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
 
 
@@ -111,12 +111,13 @@ def _backward_fake(
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     return tuple(
-        x.new_empty(x.shape if need else (0,)) for x, need in zip(args[:4], wanted, strict=True)
+        x.new_empty(x.shape if need else (0,))
+        for x, need in zip(args[:4], needs_grad, strict=True)
     )
 
 
@@ -148,15 +149,15 @@ def _setup_context(
 
 
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    wanted = list(ctx.needs_input_grad[:4])
+    needs_grad = list(ctx.needs_input_grad[:4])
     num_inputs = _NUM_TENSORS + len(ctx.options)
     if grad is None:
         return (None,) * num_inputs
     student_stats, teacher_stats, *tensors = ctx.saved_tensors
     grads = attention_kl_ring_backward(
-        grad, student_stats, teacher_stats, wanted, *tensors, *ctx.options
+        grad, student_stats, teacher_stats, needs_grad, *tensors, *ctx.options
     )
-    given = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+    given = [g if need else None for g, need in zip(grads, needs_grad, strict=True)]
     return (*given, *(None,) * (num_inputs - 4))
 
 

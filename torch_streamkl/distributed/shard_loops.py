@@ -1,4 +1,5 @@
-"""The chunk loops of `linear/chunks.py` over this rank's words: what ranks exchange is row states.
+"""The chunk loops of `linear/chunks.py` over this rank's vocabulary shard: what ranks exchange is
+row states.
 
 - `forward` of a functional that is linear in log-probabilities: states of all rows, one
   all-gather. Any other needs the merged log-sum-exps while the logits are there: an all-gather for
@@ -25,9 +26,9 @@ from torch_streamkl.linear.chunks import Gradients, GradientSums, logits_buffer,
 from torch_streamkl.linear.problem import (
     MIB,
     LinearProblem,
+    NeedsGrad,
     RowValues,
     RowWeights,
-    Wanted,
     even_ranges,
     even_step,
     max_sums,
@@ -37,12 +38,12 @@ from torch_streamkl.linear.problem import (
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's words as a problem, and what it knows of the others."""
+    """This rank's vocabulary entries as a problem, and what it knows of the others."""
 
     problem: LinearProblem
     group_name: str
     num_ranks: int
-    num_student_words: int  # of the whole vocabulary
+    student_vocab_size: int  # of the whole vocabulary
     row_bytes: tuple[int, int]  # of a token's logits of student and teacher, of the largest shard
     max_workspace_mib: int
     workspace: int  # bytes, of the rank that has the least
@@ -50,7 +51,7 @@ class Shard:
 
     @property
     def is_empty(self) -> bool:
-        return all(head.num_words == 0 for head in self.problem.heads)
+        return all(head.vocab_size == 0 for head in self.problem.heads)
 
     @property
     def needs_second_pass(self) -> bool:
@@ -85,7 +86,7 @@ class Shard:
 
     def merge(self, part: LinearProblem, gathered: Tensor, out: RowValues) -> None:
         parts = collectives.wait(gathered).unflatten(0, (-1, num_fields(part)))
-        self.rows.merged(part, parts, self.num_student_words, out)
+        self.rows.merged(part, parts, self.student_vocab_size, out)
 
     def write_sums(
         self, part: LinearProblem, s: Tensor, t: Tensor, out: RowValues, totals: Tensor
@@ -97,12 +98,12 @@ class Shard:
 
     def add_sums(self, totals: Tensor, out: RowValues) -> None:
         """Value, H and G of whole rows, from those of all ranks."""
-        value, student_sum, teacher_sum = collectives.wait(
+        value, student_delta, teacher_delta = collectives.wait(
             collectives.all_reduce(totals, self.group_name)
         )
         out.value.copy_(value)
-        out.student_sum.copy_(student_sum)
-        out.teacher_sum.copy_(teacher_sum)
+        out.student_delta.copy_(student_delta)
+        out.teacher_delta.copy_(teacher_delta)
 
 
 def forward(shard: Shard) -> RowValues:
@@ -131,37 +132,37 @@ def forward(shard: Shard) -> RowValues:
 
 
 def forward_with_gradients(
-    shard: Shard, weights: RowWeights, wanted: Wanted
+    shard: Shard, weights: RowWeights, needs_grad: NeedsGrad
 ) -> tuple[RowValues, Gradients]:
     """Values, statistics and this rank's gradients of the weighted sum."""
     problem = shard.problem
-    if not (wanted.student or wanted.teacher):
+    if not (needs_grad.student or needs_grad.teacher):
         return forward(shard), (None,) * 6
     # of the student two buffers, and of the teacher two if they become a gradient
     student_bytes, teacher_bytes = shard.row_bytes
-    num_teacher_buffers = 2 if wanted.teacher else 1
+    num_teacher_buffers = 2 if needs_grad.teacher else 1
     chunks = shard.chunks(2 * student_bytes + num_teacher_buffers * teacher_bytes)
     if len(chunks) == 1:
         chunks = shard.chunks(student_bytes + teacher_bytes)
     if len(chunks) > max_sums(problem):  # NOTE [Sums over chunks] in linear/problem.py
         values = forward(shard)
-        return values, backward(shard, values, weights, wanted)
+        return values, backward(shard, values, weights, needs_grad)
     out = RowValues.allocate(problem)
-    sides = [GradientSums(problem, side, wanted) for side in (0, 1)]
+    sides = [GradientSums(problem, side, needs_grad) for side in (0, 1)]
     num_buffers = (min(2, len(chunks)), min(num_teacher_buffers, len(chunks)))
     most = max(chunk.stop - chunk.start for chunk in chunks)
     student, teacher = (
         [logits_buffer(head, most) for _ in range(number)]
         for head, number in zip(problem.heads, num_buffers, strict=True)
     )
-    all_words = slice(0, max(head.num_words for head in problem.heads))
+    whole_vocab = slice(0, max(head.vocab_size for head in problem.heads))
     waiting: tuple[slice, tuple[Tensor, Tensor]] | None = None
 
     def add_to_weights() -> None:
         if waiting is not None:
             tokens, logits = waiting
             for side, d_logits in zip(sides, logits, strict=True):
-                side.add_to_weight(d_logits, tokens, all_words)
+                side.add_to_weight(d_logits, tokens, whole_vocab)
 
     for index, chunk in enumerate(chunks):
         part, rows = problem.of_tokens(chunk), out.of_tokens(chunk)
@@ -177,26 +178,28 @@ def forward_with_gradients(
             shard.write_sums(part, s, t, rows, totals)
             shard.add_sums(totals, rows)
         if not shard.is_empty:
-            shard.rows.gradient(part, s, t, rows, weights.of_tokens(chunk), wanted)
+            shard.rows.gradient(part, s, t, rows, weights.of_tokens(chunk), needs_grad)
         for side, d_logits in zip(sides, (s, t), strict=True):
-            side.add_to_hidden(d_logits, chunk, all_words)
-            side.add_to_bias(d_logits, all_words)
+            side.add_to_hidden(d_logits, chunk, whole_vocab)
+            side.add_to_bias(d_logits, whole_vocab)
         waiting = (chunk, (s, t))
     add_to_weights()
     return out, linear_chunks.gradients_of(sides)
 
 
-def backward(shard: Shard, values: RowValues, weights: RowWeights, wanted: Wanted) -> Gradients:
+def backward(
+    shard: Shard, values: RowValues, weights: RowWeights, needs_grad: NeedsGrad
+) -> Gradients:
     """This rank's gradients, from the statistics of whole rows."""
     return linear_chunks.backward(
-        shard.problem, values, weights, wanted, shard.max_workspace_mib, shard.rows
+        shard.problem, values, weights, needs_grad, shard.max_workspace_mib, shard.rows
     )
 
 
-def row_bytes(problem: LinearProblem, num_words: tuple[int, int]) -> tuple[int, int]:
+def row_bytes(problem: LinearProblem, vocab_size: tuple[int, int]) -> tuple[int, int]:
     """Bytes of a token's logits for shards of these sizes."""
     student, teacher = (
         padded(number) * head.hidden.element_size()
-        for head, number in zip(problem.heads, num_words, strict=True)
+        for head, number in zip(problem.heads, vocab_size, strict=True)
     )
     return student, teacher

@@ -1,10 +1,10 @@
 """Rows of a shard of the vocabulary in plain torch: state, merged state, and second pass.
 
 The state of a row on one rank is a column of ``parts`` [fields, num_tokens]: the six fields of
-`rowstate.RowState`, and with labels the log-sum-exp of the student's y over the rank's words and
-the label's y (-inf where another rank has the word). States of all ranks [ranks, fields,
-num_tokens] merge into the statistics of whole rows, which `gradient` reads as ever.
-`linear/triton/shards.py` is the same for a GPU.
+`rowstate.RowState`, and with labels the log-sum-exp of the student's y over the rank's vocabulary
+shard and the label's y (-inf where another rank has the vocabulary entry). States of all ranks
+[ranks, fields, num_tokens] merge into the statistics of whole rows, which `gradient` reads as
+ever. `linear/triton/shards.py` is the same for a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def num_fields(problem: LinearProblem) -> int:
 
 
 def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
-    """Write the state of rows from both sides' logits of the rank's words."""
+    """Write the state of rows from both sides' logits of the rank's vocabulary shard."""
     form = problem.functional.bilinear or Bilinear()
     row_state, hard_lse = linear_rows.partial_state(problem, student, teacher, form)
     for row, field in zip(parts, row_state.tensors(), strict=False):
@@ -39,23 +39,23 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
     if problem.labels is None:
         return
     parts[STATE_FIELDS].copy_(hard_lse)
-    if problem.student.num_words == 0:
+    if problem.student.vocab_size == 0:
         parts[STATE_FIELDS + 1].fill_(-math.inf)
         return
-    y, is_word = linear_rows.label_scores(problem, student, parts.dtype)
-    parts[STATE_FIELDS + 1].copy_(torch.where(is_word, y, -math.inf))
+    y, is_in_vocab = linear_rows.label_scores(problem, student, parts.dtype)
+    parts[STATE_FIELDS + 1].copy_(torch.where(is_in_vocab, y, -math.inf))
 
 
 def empty_state(parts: Tensor) -> None:
-    """Write the state of rows of a rank without words."""
+    """Write the state of rows of a rank without vocabulary entries."""
     low = parts.new_tensor([-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf, -math.inf])
     parts.copy_(low[: parts.shape[0], None])
 
 
-def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues) -> None:
+def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
     """Statistics of whole rows, their cross-entropies, and the values that the state gives.
 
-    ``num_words`` is the size of the student's whole vocabulary.
+    ``vocab_size`` is the size of the student's whole vocabulary.
     """
     form = problem.functional.bilinear or Bilinear()
     states = [RowState(*part[:STATE_FIELDS].unbind(0)) for part in parts]
@@ -67,8 +67,8 @@ def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues
     out.teacher_lse.copy_(row_sums.teacher_lse)
     linear_rows.copy_rests(total, out)
     out.value.copy_(row_sums.value)
-    out.student_sum.copy_(row_sums.student_sum)
-    out.teacher_sum.copy_(row_sums.teacher_sum)
+    out.student_delta.copy_(row_sums.student_delta)
+    out.teacher_delta.copy_(row_sums.teacher_delta)
     if problem.labels is None:
         out.hard_lse.zero_()
         return
@@ -76,17 +76,19 @@ def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues
         out.hard_lse.copy_(out.student_lse)
     else:
         out.hard_lse.copy_(torch.logsumexp(parts[:, STATE_FIELDS], 0))
-    is_word = (problem.labels >= 0) & (problem.labels < num_words)
-    hard = torch.where(is_word, out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)
+    is_in_vocab = (problem.labels >= 0) & (problem.labels < vocab_size)
+    hard = torch.where(is_in_vocab, out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)
     out.hard.copy_(torch.where(problem.labels != problem.ignore_index, hard, 0.0))
 
 
 def sums(
     problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
 ) -> None:
-    """Write value, H and G over the rank's words [3, num_tokens], from merged log-sum-exps."""
-    value, student_sum, teacher_sum = totals
+    """Write value, H and G over the rank's vocabulary shard [3, num_tokens], from merged
+    log-sum-exps.
+    """
+    value, student_delta, teacher_delta = totals
     local = RowValues(value, out.hard, out.statistics.clone())
     linear_rows.second_pass(problem, student, teacher, local)
-    student_sum.copy_(local.student_sum)
-    teacher_sum.copy_(local.teacher_sum)
+    student_delta.copy_(local.student_delta)
+    teacher_delta.copy_(local.teacher_delta)

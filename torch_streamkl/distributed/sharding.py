@@ -67,7 +67,7 @@ def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
     )
     found = [everywhere]
     for dim in range(3):
-        if _obstacle(dim, given, num_ranks) is not None:
+        if _why_unsupported(dim, given, num_ranks) is not None:
             continue
         inputs = {name: _placement(name, x, dim) for name, x in tensors.items()}
         gradients: dict[str, Placement] = {
@@ -77,7 +77,7 @@ def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
     return found
 
 
-def _obstacle(dim: int, given: dict[str, Any], num_ranks: int) -> str | None:
+def _why_unsupported(dim: int, given: dict[str, Any], num_ranks: int) -> str | None:
     """Why a call cannot be shared along batch, heads or queries, or None."""
     packed = given.get("cu_seqlens_q") is not None
     for name in (*QUERIES, *KEYS):
@@ -143,7 +143,7 @@ def _refusal(
     reason = "queries, keys and what comes with them are not placed alike"
     q = placed["student_q"]
     if isinstance(q, Shard) and q.dim < 3:
-        reason = _obstacle(q.dim, given, num_ranks) or reason
+        reason = _why_unsupported(q.dim, given, num_ranks) or reason
     listed = ", ".join(f"{name} {placement}" for name, placement in placed.items())
     return (
         "attention_kl on DTensors may share, over a dimension of the mesh, the batch (Shard(0)) "
@@ -172,7 +172,7 @@ def _forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _backward(
-    grad: Any, student_stats: Any, teacher_stats: Any, wanted: Any, *arguments: Any
+    grad: Any, student_stats: Any, teacher_stats: Any, needs_grad: Any, *arguments: Any
 ) -> list[tuple[list[Any], list[Any]]]:
     rows = []
     for way in _fitting(_given(arguments)).values():
@@ -188,8 +188,8 @@ def _backward(
 register_sharding(ops.attention_kl)(_forward)
 register_sharding(ops.attention_kl_backward)(_backward)
 # DTensor remembers what it found for the same tensors and integers. The shapes of the backward's
-# results also depend on `wanted`, a list of booleans: everything from there on has to count.
-_WANTED = [a.name for a in ops.attention_kl_backward._schema.arguments].index("wanted")
+# results also depend on `needs_grad`, a list of booleans: everything from there on has to count.
+_WANTED = [a.name for a in ops.attention_kl_backward._schema.arguments].index("needs_grad")
 DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[ops.attention_kl_backward] = (
     RuntimeSchemaInfo(static_argnum=_WANTED, needs_pytree=True)
 )

@@ -658,9 +658,9 @@ def mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
     (b, mixture), (c, same) = weights
     if min(b, c) <= 0.0 or mixture != same:
         return None
-    shares = mixture_shares(mixture)
-    if shares is None or any(
-        not math.isclose(x, y, rel_tol=1e-12) for x, y in zip(shares, (b, c), strict=True)
+    splits = mixture_shares(mixture)
+    if splits is None or any(
+        not math.isclose(x, y, rel_tol=1e-12) for x, y in zip(splits, (b, c), strict=True)
     ):
         return None
     return e.args[1], e.args[0]
@@ -670,12 +670,12 @@ def mixture_shares(e: Expr) -> tuple[float, float] | None:
     """b and c where an expression is log(b P + c S)."""
     if e.op != "logaddexp":
         return None
-    shares = []
+    splits = []
     for term, log in zip(e.args, (LOG_P, LOG_S), strict=True):
         if term.op != "add" or term.args[0] != log or term.args[1].op != "const":
             return None
-        shares.append(math.exp(term.args[1].value))
-    return shares[0], shares[1]
+        splits.append(math.exp(term.args[1].value))
+    return splits[0], splits[1]
 
 
 # a GPU has an instruction for each, or two

@@ -101,7 +101,7 @@ def _moment(
     has_masked: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    # sum(w * (ct dt + cs ds)); w = 0 beside an infinite difference contributes 0
+    # sum(w * (ct dt + cs ds)); w = 0 next to an infinite difference contributes 0
     if ct == -cs:
         x = torch.sub(dt, ds, out=out)
         if ct != 1.0:
@@ -139,34 +139,34 @@ def merge(x: RowState, y: RowState, form: Bilinear) -> RowState:
 
 def _rebased(
     moment: Tensor,
-    mass: Tensor,
+    row_sum: Tensor,
     weight: Tensor,
     ct: float,
     shift_t: Tensor,
     cs: float,
     shift_s: Tensor,
 ) -> Tensor:
-    shift = torch.zeros_like(mass)
+    shift = torch.zeros_like(row_sum)
     if ct:
         shift = shift + ct * shift_t
     if cs:
         shift = shift + cs * shift_s
     # A weight that underflows makes every probability of these keys 0: an infinite moment, of keys
     # that the other side excludes, must not survive it.
-    vanishes = (mass == 0) | (weight == 0)
-    return torch.where(vanishes, torch.zeros_like(mass), (moment + mass * shift) * weight)
+    vanishes = (row_sum == 0) | (weight == 0)
+    return torch.where(vanishes, torch.zeros_like(row_sum), (moment + row_sum * shift) * weight)
 
 
-def masked_keys_state(level_t: Tensor, level_s: Tensor, count: Tensor) -> RowState:
+def masked_keys_state(fill_t: Tensor, fill_s: Tensor, count: Tensor) -> RowState:
     """State of ``count`` keys of each row that all have the same score, one on each side."""
-    level_t, level_s = (torch.where(count > 0, level, -math.inf) for level in (level_t, level_s))
+    fill_t, fill_s = (torch.where(count > 0, level, -math.inf) for level in (fill_t, fill_s))
     zero = torch.zeros_like(count)
-    return RowState(level_t, count, level_s, count, zero, zero)
+    return RowState(fill_t, count, fill_s, count, zero, zero)
 
 
-def far_below(state: RowState, level_t: Tensor, level_s: Tensor) -> Tensor:
+def far_below(state: RowState, fill_t: Tensor, fill_s: Tensor) -> Tensor:
     """Rows whose probabilities of keys with these scores are 0: NOTE [Masked keys far below]."""
-    return (state.m_t - level_t >= FAR) & (state.m_s - level_s >= FAR)
+    return (state.m_t - fill_t >= FAR) & (state.m_s - fill_s >= FAR)
 
 
 @dataclass
@@ -176,8 +176,8 @@ class RowSums:
     student_lse: Tensor
     teacher_lse: Tensor
     value: Tensor
-    student_sum: Tensor
-    teacher_sum: Tensor
+    student_delta: Tensor
+    teacher_delta: Tensor
 
 
 def finish(
@@ -199,54 +199,72 @@ def finish(
         state = merge(state, RowState(levels[0], zero, levels[1], zero, zero, zero), form)
     base_t, total_t = _denominator(state.m_t, state.l_t, teacher_sink)
     base_s, total_s = _denominator(state.m_s, state.l_s, student_sink)
-    depth_t, depth_s = _depth(total_t), _depth(total_s)
+    log_normalizer_t, log_normalizer_s = _log_normalizer(total_t), _log_normalizer(total_s)
     # Where P is nearly S, one logarithm: two that are nearly equal would leave their roundings.
     # Elsewhere a ratio may overflow, and their difference is good.
     ratio = total_t / total_s
     near = (ratio > 0.5) & (ratio < 2.0)
-    excess = torch.where(near, torch.log(ratio), depth_t - depth_s)
-    scale_t, scale_s = torch.exp(-depth_t), torch.exp(-depth_s)
-    mass_t, mass_s = state.l_t * scale_t, state.l_s * scale_s
+    log_normalizer_diff = torch.where(near, torch.log(ratio), log_normalizer_t - log_normalizer_s)
+    scale_t, scale_s = torch.exp(-log_normalizer_t), torch.exp(-log_normalizer_s)
+    row_sum_t, row_sum_s = state.l_t * scale_t, state.l_s * scale_s
     zero = torch.zeros_like(base_t)
     e_t = e_s = zero  # E_P[tt logP + ts logS], E_S[st logP + ss logS], over the mass of the keys
     if form.has_teacher_moment:
-        e_t = state.a * scale_t - mass_t * _combine(form.tt, form.ts, depth_t, depth_s, excess)
-        e_t = torch.where(mass_t == 0, zero, e_t)
+        e_t = state.a * scale_t - row_sum_t * _combine(
+            form.tt, form.ts, log_normalizer_t, log_normalizer_s, log_normalizer_diff
+        )
+        e_t = torch.where(row_sum_t == 0, zero, e_t)
     if form.has_student_moment:
-        e_s = state.b * scale_s - mass_s * _combine(form.st, form.ss, depth_t, depth_s, excess)
-        e_s = torch.where(mass_s == 0, zero, e_s)
+        e_s = state.b * scale_s - row_sum_s * _combine(
+            form.st, form.ss, log_normalizer_t, log_normalizer_s, log_normalizer_diff
+        )
+        e_s = torch.where(row_sum_s == 0, zero, e_s)
     return RowSums(
-        student_lse=_lse(base_s, depth_s, state.l_s, student_sink),
-        teacher_lse=_lse(base_t, depth_t, state.l_t, teacher_sink),
-        value=e_t + e_s + form.t * mass_t + form.s * mass_s,
-        student_sum=e_s + form.ts * mass_t + (form.ss + form.s) * mass_s,
-        teacher_sum=e_t + (form.tt + form.t) * mass_t + form.st * mass_s,
+        student_lse=_lse(base_s, log_normalizer_s, state.l_s, student_sink),
+        teacher_lse=_lse(base_t, log_normalizer_t, state.l_t, teacher_sink),
+        value=e_t + e_s + form.t * row_sum_t + form.s * row_sum_s,
+        student_delta=e_s + form.ts * row_sum_t + (form.ss + form.s) * row_sum_s,
+        teacher_delta=e_t + (form.tt + form.t) * row_sum_t + form.st * row_sum_s,
     )
 
 
-def _denominator(m: Tensor, mass: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _denominator(m: Tensor, row_sum: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     base = without_infinity(m)
-    return base, mass if sink is None else mass + torch.exp(sink - base)
+    return base, row_sum if sink is None else row_sum + torch.exp(sink - base)
 
 
-def _depth(total: Tensor) -> Tensor:
+def _log_normalizer(total: Tensor) -> Tensor:
     return torch.where(total == 0, torch.zeros_like(total), torch.log(total))
 
 
-def _lse(base: Tensor, depth: Tensor, mass: Tensor, sink: Tensor | None) -> Tensor:
-    lse = base + depth
+def _lse(base: Tensor, log_normalizer: Tensor, row_sum: Tensor, sink: Tensor | None) -> Tensor:
+    lse = base + log_normalizer
     return (
-        lse if sink is not None else torch.where(mass == 0, torch.full_like(lse, -math.inf), lse)
+        lse
+        if sink is not None
+        else torch.where(row_sum == 0, torch.full_like(lse, -math.inf), lse)
     )
 
 
-def _combine(x: float, y: float, depth_t: Tensor, depth_s: Tensor, excess: Tensor) -> Tensor:
-    """x depth_t + y depth_s, with depth_t - depth_s = excess known better."""
+def _combine(
+    x: float,
+    y: float,
+    log_normalizer_t: Tensor,
+    log_normalizer_s: Tensor,
+    log_normalizer_diff: Tensor,
+) -> Tensor:
+    """x log_normalizer_t + y log_normalizer_s, with log_normalizer_t - log_normalizer_s = excess
+    known better.
+    """
     if x == 0.0:
-        return y * depth_s
+        return y * log_normalizer_s
     if y == 0.0:
-        return x * depth_t
-    return x * excess if x == -y else x * excess + (x + y) * depth_s
+        return x * log_normalizer_t
+    return (
+        x * log_normalizer_diff
+        if x == -y
+        else x * log_normalizer_diff + (x + y) * log_normalizer_s
+    )
 
 
 def without_infinity(m: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class Config(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Coefficients of a functional.Bilinear, compile-time; FORM inside the kernels."""
+    """Coefficients of a functional.Bilinear, compile-time; COEFFICIENTS inside the kernels."""
 
     TT: float
     TS: float

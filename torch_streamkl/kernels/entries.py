@@ -33,7 +33,7 @@ class Parameter:
 
 
 class Entry:
-    """A kernel by its source: a function, and behind it what its names are.
+    """A kernel by its source: a function, and after it what its names are.
 
     It has the attributes that Inductor reads of a Triton kernel.
     """
@@ -83,7 +83,7 @@ class _Writer:
         self.values: dict[str, Any] = {}  # of parameters
         self.imports: set[str] = set()
         self.constants: list[str] = []  # assignments in the entry
-        self.functions: list[str] = []  # and behind it
+        self.functions: list[str] = []  # and after it
 
     def spelled(self, x: Any) -> str:
         """A value that a kernel gets when it is launched."""

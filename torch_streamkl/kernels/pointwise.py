@@ -49,7 +49,7 @@ _CALLS = {
     "ge": "{0} >= {1}",
     "gt": "{0} > {1}",
     "where": "tl.where({0}, {1}, {2})",
-    # both -inf: the maximum is returned, and every factor in front of it is 0
+    # both -inf: the maximum is returned, and every factor before it is 0
     "logaddexp": "tl.where({0} == {1}, {0} + 0.6931471805599453, "
     "tl.maximum({0}, {1}) + tl.log(1.0 + tl.exp(-tl.abs({0} - {1}))))",
 }
@@ -74,9 +74,9 @@ def source(functional: Functional, of_half: bool = False) -> str:
             )
         if not e.args:
             return e.op
-        shares = mixture_shares(e) if of_half else None
-        if shares is not None and e not in names:
-            mixture = f"{shares[0]!r} * P + {shares[1]!r} * S"
+        splits = mixture_shares(e) if of_half else None
+        if splits is not None and e not in names:
+            mixture = f"{splits[0]!r} * P + {splits[1]!r} * S"
             names[e] = f"x{len(names)}"
             lines.append(f"{names[e]} = {_FAST_LOG2.format(mixture)} * {math.log(2.0)!r}")
         if e not in names:

@@ -26,15 +26,15 @@ FAR = tl.constexpr(1.0e3)  # nats, as in divergences/row_state.py
 # Under a causal mask blocks differ in work, and programs start in the order of their number. The
 # longest blocks of all heads come first, so that short ones fill the end; but only of so many
 # heads at a time, whose keys stay in the cache together.
-HEADS_AT_ONCE = tl.constexpr(8)
+SWIZZLE_HEADS = tl.constexpr(8)
 
 
 @triton.jit
-def place_of(pid, num_blocks, INTERLEAVED: tl.constexpr):
+def tile_coordinates(pid, num_blocks, INTERLEAVED: tl.constexpr):
     """(block, batch and head) of a program: NOTE [Order of programs] where INTERLEAVED."""
     if INTERLEAVED:
-        first = pid // (num_blocks * HEADS_AT_ONCE) * HEADS_AT_ONCE
-        num_heads = tl.minimum(tl.num_programs(0) // num_blocks - first, HEADS_AT_ONCE)
+        first = pid // (num_blocks * SWIZZLE_HEADS) * SWIZZLE_HEADS
+        num_heads = tl.minimum(tl.num_programs(0) // num_blocks - first, SWIZZLE_HEADS)
         inside = pid - first * num_blocks
         return inside // num_heads, first + inside % num_heads
     else:
@@ -56,7 +56,7 @@ def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
 
 @triton.jit
 def weighted_sum(weight, x, MASKED: tl.constexpr):
-    """sum(weight * x) over keys, where a weight of 0 beside an infinite x counts 0."""
+    """sum(weight * x) over keys, where a weight of 0 next to an infinite x counts 0."""
     product = weight * x
     if MASKED:
         product = tl.where(weight > 0.0, product, 0.0)
@@ -64,18 +64,18 @@ def weighted_sum(weight, x, MASKED: tl.constexpr):
 
 
 @triton.jit
-def rebased(mom, mass, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
+def rebased(mom, row_sum, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
     """A moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting side.
 
     An alpha that underflows makes every probability so far 0, also of keys that the other side
     excludes, whose moment is infinite.
     """
-    moved = (mom + mass * moment(shift_t, shift_s, CT, CS)) * alpha
+    moved = (mom + row_sum * moment(shift_t, shift_s, CT, CS)) * alpha
     return tl.where(alpha == 0.0, 0.0, moved)
 
 
 @triton.jit
-def mass_ratio(l_t, l_s):
+def row_sum_ratio(l_t, l_s):
     """l_t / l_s; rows without keys have none."""
     return l_t / tl.where(l_s == 0.0, 1.0, l_s)
 
@@ -101,7 +101,9 @@ def empty_state(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def update(state, t, s, allowed, MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr):
+def update(
+    state, t, s, allowed, MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr
+):
     """State after one tile of scores t, s [BLOCK_M, BLOCK_N] (-inf where not allowed)."""
     m_t = tl.maximum(state.m_t, tl.max(t, 1))
     m_s = tl.maximum(state.m_s, tl.max(s, 1))
@@ -115,12 +117,12 @@ def update(state, t, s, allowed, MASKED: tl.constexpr, FORM: tl.constexpr, CONFI
     alpha_s = tl.math.exp2(shift_s)
     a = state.a
     b = state.b
-    if FORM.TT != 0.0 or FORM.TS != 0.0:
-        a = rebased(a, state.l_t, alpha_t, shift_t, shift_s, FORM.TT, FORM.TS)
-        a += weighted_sum(et, moment(dt, ds, FORM.TT, FORM.TS), MASKED)
-    if FORM.ST != 0.0 or FORM.SS != 0.0:
-        b = rebased(b, state.l_s, alpha_s, shift_t, shift_s, FORM.ST, FORM.SS)
-        b += weighted_sum(es, moment(dt, ds, FORM.ST, FORM.SS), MASKED)
+    if COEFFICIENTS.TT != 0.0 or COEFFICIENTS.TS != 0.0:
+        a = rebased(a, state.l_t, alpha_t, shift_t, shift_s, COEFFICIENTS.TT, COEFFICIENTS.TS)
+        a += weighted_sum(et, moment(dt, ds, COEFFICIENTS.TT, COEFFICIENTS.TS), MASKED)
+    if COEFFICIENTS.ST != 0.0 or COEFFICIENTS.SS != 0.0:
+        b = rebased(b, state.l_s, alpha_s, shift_t, shift_s, COEFFICIENTS.ST, COEFFICIENTS.SS)
+        b += weighted_sum(es, moment(dt, ds, COEFFICIENTS.ST, COEFFICIENTS.SS), MASKED)
     l_t = state.l_t * alpha_t + tl.sum(et, 1)
     l_s = state.l_s * alpha_s + tl.sum(es, 1)
     low_t = state.low_t
@@ -138,9 +140,9 @@ def update(state, t, s, allowed, MASKED: tl.constexpr, FORM: tl.constexpr, CONFI
             count += tl.sum(allowed.to(tl.float32), 1)
         else:
             count += t.shape[1]
-    if FORM.SQUARES != 0.0:
-        ratio = mass_ratio(l_t, l_s)
-        before = mass_ratio(state.l_t, state.l_s)
+    if COEFFICIENTS.SQUARES != 0.0:
+        ratio = row_sum_ratio(l_t, l_s)
+        before = row_sum_ratio(state.l_t, state.l_s)
         a, b, count = rebased_squares(a, b, count, alpha_t, alpha_s, before, ratio)
         d = et - ratio[:, None] * es
         a += tl.sum(d * d, 1)
@@ -150,7 +152,7 @@ def update(state, t, s, allowed, MASKED: tl.constexpr, FORM: tl.constexpr, CONFI
 
 
 @triton.jit
-def merge(x, y, FORM: tl.constexpr):
+def merge(x, y, COEFFICIENTS: tl.constexpr):
     """State of the union of two disjoint sets of keys."""
     m_t = tl.maximum(x.m_t, y.m_t)
     m_s = tl.maximum(x.m_s, y.m_s)
@@ -162,22 +164,26 @@ def merge(x, y, FORM: tl.constexpr):
     exs = tl.math.exp2(xs)
     eyt = tl.math.exp2(yt)
     eys = tl.math.exp2(ys)
-    if FORM.SQUARES != 0.0:
+    if COEFFICIENTS.SQUARES != 0.0:
         l_t = x.l_t * ext + y.l_t * eyt
         l_s = x.l_s * exs + y.l_s * eys
-        ratio = mass_ratio(l_t, l_s)
-        xa, xb, xc = rebased_squares(x.a, x.b, x.count, ext, exs, mass_ratio(x.l_t, x.l_s), ratio)
-        ya, yb, yc = rebased_squares(y.a, y.b, y.count, eyt, eys, mass_ratio(y.l_t, y.l_s), ratio)
+        ratio = row_sum_ratio(l_t, l_s)
+        xa, xb, xc = rebased_squares(
+            x.a, x.b, x.count, ext, exs, row_sum_ratio(x.l_t, x.l_s), ratio
+        )
+        ya, yb, yc = rebased_squares(
+            y.a, y.b, y.count, eyt, eys, row_sum_ratio(y.l_t, y.l_s), ratio
+        )
         return State(m_t, l_t, m_s, l_s, xa + ya, xb + yb, x.low_t, x.low_s, xc + yc)
     return State(
         m_t,
         x.l_t * ext + y.l_t * eyt,
         m_s,
         x.l_s * exs + y.l_s * eys,
-        rebased(x.a, x.l_t, ext, xt, xs, FORM.TT, FORM.TS)
-        + rebased(y.a, y.l_t, eyt, yt, ys, FORM.TT, FORM.TS),
-        rebased(x.b, x.l_s, exs, xt, xs, FORM.ST, FORM.SS)
-        + rebased(y.b, y.l_s, eys, yt, ys, FORM.ST, FORM.SS),
+        rebased(x.a, x.l_t, ext, xt, xs, COEFFICIENTS.TT, COEFFICIENTS.TS)
+        + rebased(y.a, y.l_t, eyt, yt, ys, COEFFICIENTS.TT, COEFFICIENTS.TS),
+        rebased(x.b, x.l_s, exs, xt, xs, COEFFICIENTS.ST, COEFFICIENTS.SS)
+        + rebased(y.b, y.l_s, eys, yt, ys, COEFFICIENTS.ST, COEFFICIENTS.SS),
         tl.minimum(x.low_t, y.low_t),
         tl.minimum(x.low_s, y.low_s),
         x.count + y.count,
@@ -185,7 +191,7 @@ def merge(x, y, FORM: tl.constexpr):
 
 
 @triton.jit
-def masked_level(count, fill, HAS_SINK: tl.constexpr):
+def masked_fill_value(count, fill, HAS_SINK: tl.constexpr):
     """Score (log2 units) of the keys a row may not see.
 
     Without a sink, a row that sees none may as well have 0 (reference.py).
@@ -197,147 +203,179 @@ def masked_level(count, fill, HAS_SINK: tl.constexpr):
 
 
 @triton.jit
-def with_masked_keys(state, num_keys, fill, FORM: tl.constexpr, CONFIG: tl.constexpr):
+def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """State with the keys that are not allowed counted in at the score they were filled with."""
     absent = num_keys - state.count
-    level_t = masked_level(state.count, fill, CONFIG.T_SINK)
-    level_s = masked_level(state.count, fill, CONFIG.S_SINK)
+    fill_t = masked_fill_value(state.count, fill, CONFIG.T_SINK)
+    fill_s = masked_fill_value(state.count, fill, CONFIG.S_SINK)
     if CONFIG.FILL_VANISHES:  # NOTE [Masked keys far below] in divergences/row_state.py
-        far = ((state.m_t - level_t) * LN2 >= FAR) & ((state.m_s - level_s) * LN2 >= FAR)
+        far = ((state.m_t - fill_t) * LN2 >= FAR) & ((state.m_s - fill_s) * LN2 >= FAR)
         absent = tl.where(far, 0.0, absent)
     present = absent > 0.0
-    m_t = tl.where(present, level_t, LOW)
-    m_s = tl.where(present, level_s, LOW)
+    m_t = tl.where(present, fill_t, LOW)
+    m_s = tl.where(present, fill_s, LOW)
     zero = state.count * 0.0
     low = tl.where(present, -float("inf"), float("inf"))
-    return merge(state, State(m_t, absent, m_s, absent, zero, zero, low, low, zero), FORM)
+    return merge(state, State(m_t, absent, m_s, absent, zero, zero, low, low, zero), COEFFICIENTS)
 
 
 @triton.jit
-def denominator(mass, m, sink, HAS_SINK: tl.constexpr):
+def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
     """The denominator relative to the maximum, its log2, and the log-sum-exp in log2 units.
 
     The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in
     the backward, however large the scores are.
     """
-    total = mass
+    total = row_sum
     if HAS_SINK:
-        total = mass + tl.math.exp2(sink - m)
+        total = row_sum + tl.math.exp2(sink - m)
     empty = total == 0.0
-    depth = tl.where(empty, 0.0, tl.math.log2(tl.where(empty, 1.0, total)))
-    return total, depth, tl.where(empty, -float("inf"), m + depth)
+    log_normalizer = tl.where(empty, 0.0, tl.math.log2(tl.where(empty, 1.0, total)))
+    return total, log_normalizer, tl.where(empty, -float("inf"), m + log_normalizer)
 
 
 @triton.jit
-def finish(state, sink_t, sink_s, FORM: tl.constexpr, CONFIG: tl.constexpr):
+def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """lse_t and lse_s in log2 units; value, H and G in nats (see finish in the twin)."""
     if CONFIG.T_SINK or CONFIG.S_SINK:
         # a sink above every key becomes the maximum: exp2(sink - m) must not overflow
         zero = state.l_t * 0.0
-        level_t = zero + LOW
-        level_s = zero + LOW
+        fill_t = zero + LOW
+        fill_s = zero + LOW
         if CONFIG.T_SINK:
-            level_t = zero + sink_t
+            fill_t = zero + sink_t
         if CONFIG.S_SINK:
-            level_s = zero + sink_s
+            fill_s = zero + sink_s
         state = merge(
             state,
-            State(level_t, zero, level_s, zero, zero, zero, state.low_t, state.low_s, zero),
-            FORM,
+            State(fill_t, zero, fill_s, zero, zero, zero, state.low_t, state.low_s, zero),
+            COEFFICIENTS,
         )
-    total_t, depth_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
-    total_s, depth_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
+    total_t, log_normalizer_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
+    total_s, log_normalizer_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
     # Where P is nearly S, one logarithm: two that are nearly equal would leave their roundings.
     # Elsewhere a ratio may overflow, and their difference is good.
     ratio = total_t / tl.where(total_s == 0.0, 1.0, total_s)
     near = (ratio > 0.5) & (ratio < 2.0) & (total_s > 0.0)
-    excess = tl.where(near, tl.math.log2(tl.where(near, ratio, 1.0)), depth_t - depth_s)
-    scale_t = tl.math.exp2(-depth_t)
-    scale_s = tl.math.exp2(-depth_s)
-    mass_t = total_mass(state.l_t, scale_t, CONFIG.T_SINK)
-    mass_s = total_mass(state.l_s, scale_s, CONFIG.S_SINK)
-    e_t = mass_t * 0.0
-    e_s = mass_s * 0.0
-    if FORM.TT != 0.0 or FORM.TS != 0.0:
+    log_normalizer_diff = tl.where(
+        near, tl.math.log2(tl.where(near, ratio, 1.0)), log_normalizer_t - log_normalizer_s
+    )
+    scale_t = tl.math.exp2(-log_normalizer_t)
+    scale_s = tl.math.exp2(-log_normalizer_s)
+    row_sum_t = total_row_sum(state.l_t, scale_t, CONFIG.T_SINK)
+    row_sum_s = total_row_sum(state.l_s, scale_s, CONFIG.S_SINK)
+    e_t = row_sum_t * 0.0
+    e_s = row_sum_s * 0.0
+    if COEFFICIENTS.TT != 0.0 or COEFFICIENTS.TS != 0.0:
         e_t = expectation(
-            state.a, state.l_t, state.l_s, scale_t, depth_t, depth_s, excess, FORM.TT, FORM.TS
+            state.a,
+            state.l_t,
+            state.l_s,
+            scale_t,
+            log_normalizer_t,
+            log_normalizer_s,
+            log_normalizer_diff,
+            COEFFICIENTS.TT,
+            COEFFICIENTS.TS,
         )
-    if FORM.ST != 0.0 or FORM.SS != 0.0:
+    if COEFFICIENTS.ST != 0.0 or COEFFICIENTS.SS != 0.0:
         e_s = expectation(
-            state.b, state.l_s, state.l_t, scale_s, depth_t, depth_s, excess, FORM.ST, FORM.SS
+            state.b,
+            state.l_s,
+            state.l_t,
+            scale_s,
+            log_normalizer_t,
+            log_normalizer_s,
+            log_normalizer_diff,
+            COEFFICIENTS.ST,
+            COEFFICIENTS.SS,
         )
-    value = e_t + e_s + FORM.T * mass_t + FORM.S * mass_s
-    h = e_s + FORM.TS * mass_t + (FORM.SS + FORM.S) * mass_s
-    g = e_t + (FORM.TT + FORM.T) * mass_t + FORM.ST * mass_s
-    if FORM.SQUARES != 0.0:  # sums of D^2 and D S with D = P - S
-        value = FORM.SQUARES * state.a * scale_t * scale_t
-        h = -2.0 * FORM.SQUARES * state.b * scale_t * scale_s
+    value = e_t + e_s + COEFFICIENTS.T * row_sum_t + COEFFICIENTS.S * row_sum_s
+    h = e_s + COEFFICIENTS.TS * row_sum_t + (COEFFICIENTS.SS + COEFFICIENTS.S) * row_sum_s
+    g = e_t + (COEFFICIENTS.TT + COEFFICIENTS.T) * row_sum_t + COEFFICIENTS.ST * row_sum_s
+    if COEFFICIENTS.SQUARES != 0.0:  # sums of D^2 and D S with D = P - S
+        value = COEFFICIENTS.SQUARES * state.a * scale_t * scale_t
+        h = -2.0 * COEFFICIENTS.SQUARES * state.b * scale_t * scale_s
         g = 2.0 * value - h
     return lse_t, lse_s, value, h, g
 
 
 @triton.jit
-def total_mass(mass, scale, HAS_SINK: tl.constexpr):
+def total_row_sum(row_sum, scale, HAS_SINK: tl.constexpr):
     """The sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
     if HAS_SINK:
-        return mass * scale
+        return row_sum * scale
     else:
-        return tl.where(mass > 0.0, 1.0, mass)  # NaN stays
+        return tl.where(row_sum > 0.0, 1.0, row_sum)  # NaN stays
 
 
 @triton.jit
 def expectation(
-    mom, mass, other_mass, scale, depth_t, depth_s, excess, CT: tl.constexpr, CS: tl.constexpr
+    mom,
+    row_sum,
+    other_row_sum,
+    scale,
+    log_normalizer_t,
+    log_normalizer_s,
+    log_normalizer_diff,
+    CT: tl.constexpr,
+    CS: tl.constexpr,
 ):
     """E[CT logP + CS logS] in nats under the side whose moment this is.
 
-    ``excess`` is depth_t - depth_s, which is known better than its terms.
+    ``log_normalizer_diff`` is log_normalizer_t - log_normalizer_s, which is known better than its
+    terms.
     """
     if CT == 0.0 or CS == 0.0:
-        depth = moment(depth_t, depth_s, CT, CS)
+        log_normalizer = moment(log_normalizer_t, log_normalizer_s, CT, CS)
     elif CT == -CS:
-        depth = excess * CT
+        log_normalizer = log_normalizer_diff * CT
     else:
-        depth = excess * CT + depth_s * (CT + CS)
-    e = LN2 * (mom - mass * depth) * scale
+        log_normalizer = log_normalizer_diff * CT + log_normalizer_s * (CT + CS)
+    e = LN2 * (mom - row_sum * log_normalizer) * scale
     # An infinite moment times an exponential that underflowed is NaN where the row is infinite.
     # Scores that are NaN themselves leave NaN in the masses too.
-    lost = (mom != mom) & (mass == mass) & (other_mass == other_mass)
+    lost = (mom != mom) & (row_sum == row_sum) & (other_row_sum == other_row_sum)
     e = tl.where(lost, float("inf"), e)
-    return tl.where(mass == 0.0, 0.0, e)
+    return tl.where(row_sum == 0.0, 0.0, e)
 
 
 @triton.jit
 def score_gradient(
-    log_t, log_s, key_sum,
-    STUDENT: tl.constexpr, POINTWISE: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr,
+    log_t, log_s, delta,
+    STUDENT: tl.constexpr, POINTWISE: tl.constexpr, COEFFICIENTS: tl.constexpr,
+    POINTWISE_FN: tl.constexpr,
 ):  # fmt: skip
     """d(value)/d(score) of one side from log2-probabilities."""
     P = tl.math.exp2(log_t)
     S = tl.math.exp2(log_s)
     own = S if STUDENT else P
     if POINTWISE:
-        _, h, g = HELPER(P, S, log_t * LN2, log_s * LN2)
-        return (h if STUDENT else g) - own * key_sum
-    gain = -key_sum
+        _, h, g = POINTWISE_FN(P, S, log_t * LN2, log_s * LN2)
+        return (h if STUDENT else g) - own * delta
+    gain = -delta
     if STUDENT:
-        if FORM.ST != 0.0 or FORM.SS != 0.0:
-            gain += weighted_logs(S, log_t, log_s, FORM.ST, FORM.SS) + (FORM.SS + FORM.S)
+        if COEFFICIENTS.ST != 0.0 or COEFFICIENTS.SS != 0.0:
+            gain += weighted_logs(S, log_t, log_s, COEFFICIENTS.ST, COEFFICIENTS.SS) + (
+                COEFFICIENTS.SS + COEFFICIENTS.S
+            )
         d = own * gain
-        if FORM.TS != 0.0:
-            d += FORM.TS * P
+        if COEFFICIENTS.TS != 0.0:
+            d += COEFFICIENTS.TS * P
     else:
-        if FORM.TT != 0.0 or FORM.TS != 0.0:
-            gain += weighted_logs(P, log_t, log_s, FORM.TT, FORM.TS) + (FORM.TT + FORM.T)
+        if COEFFICIENTS.TT != 0.0 or COEFFICIENTS.TS != 0.0:
+            gain += weighted_logs(P, log_t, log_s, COEFFICIENTS.TT, COEFFICIENTS.TS) + (
+                COEFFICIENTS.TT + COEFFICIENTS.T
+            )
         d = own * gain
-        if FORM.ST != 0.0:
-            d += FORM.ST * S
+        if COEFFICIENTS.ST != 0.0:
+            d += COEFFICIENTS.ST * S
     return d
 
 
 @triton.jit
 def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
-    # CT logP + CS logS in nats, and 0 where the weight in front of it is 0
+    # CT logP + CS logS in nats, and 0 where the weight before it is 0
     if CT == -CS:
         x = (log_t - log_s) * (CT * LN2)
     else:

@@ -131,13 +131,13 @@ def teacher_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: 
 
 @triton.jit
 def gradient_ptrs(
-    ptr, stride_share, stride_b, stride_h, stride, masks, share, b, head, rows,
+    ptr, stride_split, stride_b, stride_h, stride, masks, share, b, head, rows,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Where rows of a gradient to q or k are written [rows, BLOCK_D], with shares.py's strides."""
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
-    out = ptr + share.to(tl.int64) * stride_share
+    out = ptr + share.to(tl.int64) * stride_split
     out += b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     return out + (rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :])
 
@@ -260,11 +260,11 @@ def admitted(masks, seq, keys):
 
 @triton.jit
 def admitted_span(masks, seq):
-    """Of a mask of keys: the first that it admits, the first that it removes behind that one, and
+    """Of a mask of keys: the first that it admits, the first that it removes after that one, and
     where it ends.
 
     Padding on either side leaves [first, hole) and nothing else; in other masks keys that are
-    admitted follow behind the hole.
+    admitted follow after the hole.
     """
     first = tl.full((), seq.num_valid, tl.int32)  # of one type, also where the number is constant
     hole = first

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_streamkl.launches import recorded
+from torch_streamkl.launches import capture
 from torch_streamkl.runtime.launch import observed_by
 
 # whose results are tensors of their own
@@ -54,7 +54,7 @@ class Launch:
     kernel: Any
     grid: tuple[Any, ...]
     arguments: tuple[Any, ...]
-    constants: tuple[Any, ...]  # compile-time arguments, behind the others
+    constants: tuple[Any, ...]  # compile-time arguments, after the others
     options: dict[str, int]
 
 
@@ -87,7 +87,7 @@ class Trace(TorchDispatchMode):
         full_name = str(func).removeprefix("aten.").removesuffix(".default")
         if not isinstance(out, (Tensor, list, tuple)):
             pass  # a question about metadata
-        elif name in recorded.ALLOCATIONS:
+        elif name in capture.ALLOCATIONS:
             self._new(out)
             self.steps.append(Allocation(out))
         elif func.is_view:

@@ -102,7 +102,7 @@ def require_driver() -> None:
         raise RuntimeError(
             "Triton cannot start on this machine's GPU, and the kernels need it. It takes a C "
             "compiler (gcc, clang, or what the variable CC names) and Python's headers; plain "
-            "torch, which takes neither, computes the same with impl='streaming'. "
+            "torch, which takes neither, computes the same with impl='torch'. "
             f"Triton's error: {type(error).__name__}: {lines[0]}"
         ) from error
 

@@ -1,7 +1,7 @@
 """What a launch by Triton comes to: the one call of its driver, to be issued without its launcher.
 
 Triton's launcher goes through all arguments in Python, and has a tensor map encoded for every
-tensor descriptor: in front of a short kernel that takes longer than the kernel. It depends on
+tensor descriptor: before a short kernel that takes longer than the kernel. It depends on
 addresses only, so the launcher is asked once what it calls the driver with, and maps are kept by
 the addresses that they were made of. A map is a value: it says nothing of who owns the memory.
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_streamkl.attention.few_queries import heads_as_rows
+from torch_streamkl.attention.pack_gqa import pack_gqa_heads
 from torch_streamkl.launches import launch_table, tiles
 from torch_streamkl.launches.devices import (
     device_name,
@@ -35,7 +35,7 @@ _log = logging.getLogger("torch_streamkl")
 STREAMING_BLOCK_ELEMENTS = 2**18
 STREAMING_MAX_KEYS = 512
 MOST_BIAS_STRIDE = 2**24  # of rows: offsets in a tile of 64 rows are 32-bit
-MOST_SHARES = 128  # of a block of rows or keys: their results are in memory side by side
+MOST_SPLITS = 128  # of a block of rows or keys: their results are in memory side by side
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StreamingBlocks:
     keys: int
 
 
-def streaming_blocks(problem: AttentionProblem) -> StreamingBlocks:
+def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
     """Long runs of keys first, then queries, then as many heads and batch elements as fit."""
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
     teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
@@ -84,7 +84,7 @@ def padded_dim(dim: int) -> int:
     return max(16, next_power_of_2(dim))
 
 
-IMPLEMENTATIONS = ("auto", "hopper", "triton", "streaming", "reference")
+IMPLEMENTATIONS = ("auto", "hopper", "triton", "torch", "reference")
 MAX_TRITON_HEAD_DIM = 256
 MAX_HALF_HEAD_DIM_OF_TURING = 128  # beyond, 2 KB of a thread's registers spill
 # of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
@@ -92,7 +92,7 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 LSE_UNIT = {
     "hopper": math.log(2.0),
     "triton": math.log(2.0),
-    "streaming": 1.0,
+    "torch": 1.0,
 }  # of stored log-sum-exps, in nats
 
 
@@ -105,16 +105,16 @@ HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernel
 
 
 def select_implementation(problem: AttentionProblem, impl: str, backward: bool = False) -> str:
-    """Which of "hopper", "triton" and "streaming" computes a problem, or its gradients.
+    """Which of "hopper", "triton" and "torch" computes a problem, or its gradients.
 
     Both kinds of kernels leave the same statistics, so that the gradients may be computed by
     others than the values. A choice that cannot run raises, a slow automatic one is logged; a GPU
     whose driver has no compiler raises at the first call.
     """
-    if impl == "streaming":
-        return "streaming"
+    if impl == "torch":
+        return "torch"
     chosen = _select(problem, impl, backward)
-    if chosen != "streaming" and problem.student.q.device.type == "cuda":
+    if chosen != "torch" and problem.student.q.device.type == "cuda":
         require_driver()
     return chosen
 
@@ -129,7 +129,7 @@ def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
     limit = triton_limit(problem)
     if impl == "triton":
         if limit is not None:
-            raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
+            raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
         return "triton"
     if limit is None:
         return "triton"
@@ -138,7 +138,7 @@ def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
             "attention_kl runs its plain torch implementation here, which is slower: "
             f"the kernel {limit}"
         )
-    return "streaming"
+    return "torch"
 
 
 def triton_limit(problem: AttentionProblem) -> str | None:
@@ -192,9 +192,9 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
             return limit
     if student.num_heads != teacher.num_heads:
         return "takes as many heads on both sides"
-    least = _least_shares(student, teacher)
-    if least > MOST_SHARES:
-        return f"takes key heads whose gradients have at most {MOST_SHARES} shares, got {least}"
+    least = _least_splits(student, teacher)
+    if least > MOST_SPLITS:
+        return f"takes key heads whose gradients have at most {MOST_SPLITS} shares, got {least}"
     functional = problem.functional
     form = functional.closed_form
     if form is None and problem.is_packed:
@@ -257,7 +257,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
     mask = problem.mask
     assert mask is not None
     if problem.is_packed:
-        return "takes no mask tensor beside packed sequences"
+        return "takes no mask tensor next to packed sequences"
     if problem.functional.closed_form is None:
         return "takes no mask tensor with a divergence of two passes"
     groups = [x.num_heads // x.num_kv_heads for x in (problem.student, problem.teacher)]
@@ -269,7 +269,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
 def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
     """Why a problem with this bias does not run, or None."""
     if _is_prepared(problem):
-        return "takes no bias beside a mask tensor or with a divergence of two passes"
+        return "takes no bias next to a mask tensor or with a divergence of two passes"
     if str(bias.dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
         return f"takes a bias of float16, bfloat16 or float32, got {bias.dtype}"
     if bias.shape[3] == 1 or bias.stride(3) != 1 or bias.stride(2) >= MOST_BIAS_STRIDE:
@@ -278,7 +278,7 @@ def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
     return None
 
 
-def _least_shares(student: Side, teacher: Side) -> int:
+def _least_splits(student: Side, teacher: Side) -> int:
     """Shares of dK, on the side that needs more: a program has one key head of each side."""
     groups = [side.num_heads // side.num_kv_heads for side in (student, teacher)]
     return max(groups) // math.gcd(*groups)
@@ -305,16 +305,16 @@ def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
     if problem.head_mean:
         ratio = problem.teacher.num_heads // max(1, problem.num_heads)
         return ratio * _flop(problem) >= HOPPER_LEAST_FLOP
-    problem = heads_as_rows(problem) or problem
+    problem = pack_gqa_heads(problem) or problem
     measured = measured_launch(problem, "forward")
     if measured is None:
-        wanted = _flop(problem) >= HOPPER_LEAST_FLOP
+        needs_grad = _flop(problem) >= HOPPER_LEAST_FLOP
     else:
-        wanted = measured.implementation == "hopper"
+        needs_grad = measured.implementation == "hopper"
     return (
-        wanted
+        needs_grad
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
-        and (_fills_device(problem) or _shares_keys(problem))
+        and (_fills_device(problem) or _splits_keys(problem))
         and not _clamps_every_row(problem)
         and (not _is_rare(problem) or _is_measured(problem, backward))
     )
@@ -339,7 +339,7 @@ def sums_squares(problem: AttentionProblem) -> bool:
         and problem.mask is None
         and not problem.is_packed
         and not (is_wide(problem) or has_bias(problem))
-        and not takes_turns(problem)
+        and not is_persistent(problem)
     )
 
 
@@ -382,7 +382,7 @@ def _fills_device(problem: AttentionProblem) -> bool:
     return triton_launch(problem, "forward").num_splits == 1
 
 
-def _shares_keys(problem: AttentionProblem) -> bool:
+def _splits_keys(problem: AttentionProblem) -> bool:
     """Whether few blocks of rows occupy the GPU with the Hopper kernels: in parts and shares."""
     bounds = (problem.window_left, problem.window_right)
     if problem.is_packed or bounds != (None, None) or is_wide(problem):
@@ -391,7 +391,7 @@ def _shares_keys(problem: AttentionProblem) -> bool:
     rows = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
     blocks = rows * problem.num_heads * problem.batch
     tiles = ceil_div(problem.seqlen_k, launch.block_n)
-    num_whole, parts = parts_of_last_round(blocks, tiles, problem.student.q.device)
+    num_whole, parts = splits_of_last_wave(blocks, tiles, problem.student.q.device)
     return num_whole + (blocks - num_whole) * parts >= LEAST_SHARE * multiprocessors(
         problem.student.q.device
     )
@@ -441,7 +441,7 @@ HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
     128: HopperLaunch(64, 64, 3, 2),
 }
-# of a head_dim above 128: shared memory has room for three tiles of one side beside the queries
+# of a head_dim above 128: shared memory has room for three tiles of one side next to the queries
 HOPPER_WIDE = HopperLaunch(64, 64, 2, 3)
 # of a head-averaged teacher: its log-sum-exps, and tiles of the mean (whose loads are chunks)
 HOPPER_HEAD_LSE = HopperLaunch(64, 128, 3, 3)
@@ -451,7 +451,7 @@ TURNS_MOST_KEYS = 512
 # Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
 LEAST_TILES_OF_PART = 8
 # A share of dQ is stored in float32 and added up, which takes as long as a few tiles.
-LEAST_TILES_OF_SHARE = 32
+LEAST_TILES_OF_SPLIT = 32
 # of the portable kernel that repeats blocks of rows
 HOPPER_AGAIN = TritonLaunch(64, 64, 4, 2)
 HOPPER_WIDE_AGAIN = TritonLaunch(64, 32, 4, 2)
@@ -465,7 +465,7 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
         return HOPPER_BIASED_FORWARD
     if is_wide(problem):
         return HOPPER_WIDE
-    if takes_turns(problem) and problem.window_left is None:
+    if is_persistent(problem) and problem.window_left is None:
         return HOPPER_SHORT_FORWARD
     return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
 
@@ -494,12 +494,12 @@ def has_one_bias(problem: AttentionProblem) -> bool:
 
 
 def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
-    """Whether the Hopper kernels go by tiles of warp groups (turns_forward.py).
+    """Whether the Hopper kernels go by tiles of warp groups (persistent_forward.py).
 
     Those that go by blocks know neither mask tensors nor a second pass, and are faster elsewhere,
     but where blocks are short: under a window, and with few rows.
     """
-    return _is_prepared(problem) or takes_turns(problem, backward)
+    return _is_prepared(problem) or is_persistent(problem, backward)
 
 
 def multiplies_pairs(problem: AttentionProblem) -> bool:
@@ -516,7 +516,7 @@ def multiplies_pairs(problem: AttentionProblem) -> bool:
     )
 
 
-def takes_turns(problem: AttentionProblem, backward: bool = False) -> bool:
+def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
     """Whether a program of a Hopper kernel computes several blocks (NOTE [Turns], work.py).
 
     That hides how a block starts and ends, which short blocks gain from; but programs then have
@@ -535,8 +535,9 @@ def takes_turns(problem: AttentionProblem, backward: bool = False) -> bool:
     return is_short and problem.key_lengths is None and is_measured
 
 
-def parts_of_last_round(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Blocks to compute whole, and parts of each of the others (NOTE [Parts] in hopper/parts.py).
+def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """Blocks to compute whole, and parts of each of the others (NOTE [Parts] in
+    hopper/split_kv.py).
 
     Every number of parts is a kernel to compile, and lengths may change from step to step: beyond
     four parts only powers of two.
@@ -705,18 +706,18 @@ def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> in
     return 1 if problem.mask_value != -math.inf else _shared_by(problem, 4, programs, tiles)
 
 
-def row_shares(problem: AttentionProblem, programs: int, tiles: int) -> int:
+def row_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
     """Programs that share the tiles of keys of a block of rows, for dQ on Hopper."""
-    return _shared_by(problem, 1, programs, tiles // LEAST_TILES_OF_SHARE)
+    return _shared_by(problem, 1, programs, tiles // LEAST_TILES_OF_SPLIT)
 
 
-def key_shares(
+def key_splits(
     problem: AttentionProblem, group: int, programs: int, resident: int, together: int = 0
 ) -> int:
     """Programs that share the ``group`` query heads of a block of keys: a divisor of group.
 
     ``resident`` programs run on a multiprocessor at once. Causal ones differ in length: half of
-    the work fills the gaps beside the longest. The heads of a share are among ``together``
+    the work fills the gaps next to the longest. The heads of a share are among ``together``
     neighbours, whose first is a multiple of that (0: it does not matter).
     """
     each = resident if problem.window_right is None else 2 * resident
@@ -730,8 +731,8 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
     """Shares of a block that give every multiprocessor ``each`` programs, ``most`` at most."""
     if problem.is_packed:
         return 1
-    wanted = each * multiprocessors(problem.student.q.device)
-    return max(1, min(wanted // max(hint_of(programs), 1), hint_of(most), MOST_SHARES))
+    needs_grad = each * multiprocessors(problem.student.q.device)
+    return max(1, min(needs_grad // max(hint_of(programs), 1), hint_of(most), MOST_SPLITS))
 
 
 def hint_of(n: int | torch.SymInt) -> int:

@@ -32,8 +32,8 @@ MAX_SEQLEN_RATIO = 4  # between a problem and the measurement that serves it
 class LaunchKey:
     """What a launch was measured for.
 
-    Both head_dims count, not only the wider one: a tile that fits beside a narrow student need not
-    fit beside a wide one.
+    Both head_dims count, not only the wider one: a tile that fits next to a narrow student need
+    not fit next to a wide one.
     """
 
     kernel: str  # "forward", "dq" or "dk"
@@ -97,7 +97,7 @@ class LaunchTable:
         return LaunchTable(self.device, self.torch, self.triton, kept + new)
 
     def save(self, path: Path) -> None:
-        """Written beside the old file and moved over it: a reader sees one or the other."""
+        """Written next to the old file and moved over it: a reader sees one or the other."""
         entries = [entry.as_json() for entry in self.entries]
         header = {"device": self.device, "torch": self.torch, "triton": self.triton}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,7 @@ def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
 
 
 def one_dot_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """ "forward", "dq" or "dk" of a single dot product, beside maps in memory.
+    """ "forward", "dq" or "dk" of a single dot product, next to maps in memory.
 
     An indexer with 64 heads of 128 on an H200: 8.8 ms with these tiles for dQ, 10.1 with 64 x 64.
     """

@@ -2,10 +2,11 @@
 
 Three loops, the same on every device:
 
-- `forward`: values, by chunks of tokens with all words (two matmuls);
-- `backward`: gradients from saved statistics, by blocks of words with all tokens where they fit:
-  each block of a weight's gradient is then one matmul and the hidden states' gradient is summed
-  over blocks (two matmuls to recompute the logits, two for the gradients of a side);
+- `forward`: values, by chunks of tokens with the whole vocabulary (two matmuls);
+- `backward`: gradients from saved statistics, by blocks of vocabulary entries with all tokens
+  where they fit: each block of a weight's gradient is then one matmul and the hidden states'
+  gradient is summed over blocks (two matmuls to recompute the logits, two for the gradients of a
+  side);
 - `forward_with_gradients`: both at once by chunks of tokens, for a weighted sum whose weights are
   known (two matmuls and two for the gradients of a side).
 
@@ -30,9 +31,9 @@ from torch_streamkl.linear.problem import (
     Chunks,
     Head,
     LinearProblem,
+    NeedsGrad,
     RowValues,
     RowWeights,
-    Wanted,
     even_ranges,
     even_step,
     max_sums,
@@ -43,10 +44,10 @@ from torch_streamkl.linear.problem import (
 )
 from torch_streamkl.runtime.streams import SideStream
 
-Gradients = tuple[Tensor | None, ...]  # in the order of `Wanted`
+Gradients = tuple[Tensor | None, ...]  # in the order of `NeedsGrad`
 
 TOKEN_MULTIPLE = {"cpu": 16, "cuda": 128}  # rows of a matmul tile
-WORD_MULTIPLE = 256
+VOCAB_MULTIPLE = 256
 # cuBLAS takes 32 MiB for every stream: with less room than this, more tokens are worth more
 SIDE_STREAM_MIB = 256
 
@@ -72,61 +73,64 @@ def backward(
     problem: LinearProblem,
     values: RowValues,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> Gradients:
     """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from statistics."""
-    accumulators = [GradientSums(problem, side, wanted) for side in (0, 1)]
-    num_words = max(head.num_words for head in problem.heads)
-    if num_words == 0:  # a rank that has none of the vocabulary
+    accumulators = [GradientSums(problem, side, needs_grad) for side in (0, 1)]
+    vocab_size = max(head.vocab_size for head in problem.heads)
+    if vocab_size == 0:  # a rank that has none of the vocabulary
         return gradients_of(accumulators)
     item = sum(head.hidden.element_size() for head in problem.heads)
     room = workspace_bytes(problem, max_workspace_mib) // item
-    fewest_words = -(-num_words // max_sums(problem))
-    words_limit = padded(max(room // max(problem.num_tokens, 1), fewest_words), WORD_MULTIPLE)
-    words_step = even_step(num_words, words_limit, WORD_MULTIPLE)
-    tokens_limit = max(room // padded(words_step), 1)
+    fewest_vocab = -(-vocab_size // max_sums(problem))
+    vocab_limit = padded(max(room // max(problem.num_tokens, 1), fewest_vocab), VOCAB_MULTIPLE)
+    vocab_step = even_step(vocab_size, vocab_limit, VOCAB_MULTIPLE)
+    tokens_limit = max(room // padded(vocab_step), 1)
     tokens_step = even_step(problem.num_tokens, tokens_limit, token_multiple(problem))
     if -(-problem.num_tokens // tokens_step) > max_sums(problem):
-        needed = -(-problem.num_tokens // max_sums(problem)) * padded(words_step) * item / MIB
+        needed = -(-problem.num_tokens // max_sums(problem)) * padded(vocab_step) * item / MIB
         raise ValueError(
             f"max_workspace_mib must be at least {math.ceil(needed)} for {problem.num_tokens} "
-            f"tokens and {num_words} words in 16 bits (gradients are rounded with every chunk), "
+            f"tokens and {vocab_size} vocabulary entries in 16 bits (gradients are rounded with "
+            "every chunk), "
             f"got {room * item // MIB}"
         )
-    buffers = [head.hidden.new_empty((tokens_step, padded(words_step))) for head in problem.heads]
-    for words in even_ranges(num_words, words_step, WORD_MULTIPLE):
+    buffers = [head.hidden.new_empty((tokens_step, padded(vocab_step))) for head in problem.heads]
+    for vocab in even_ranges(vocab_size, vocab_step, VOCAB_MULTIPLE):
         for chunk in even_ranges(problem.num_tokens, tokens_step, token_multiple(problem)):
-            part = problem.of_words(words).of_tokens(chunk)
+            part = problem.of_vocab(vocab).of_tokens(chunk)
             s, t = (
                 logits_of(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True)
             )
-            rows.gradient(part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), wanted)
+            rows.gradient(
+                part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), needs_grad
+            )
             for accumulator, d_logits in zip(accumulators, (s, t), strict=True):
-                accumulator.add(d_logits, chunk, words)
+                accumulator.add(d_logits, chunk, vocab)
     return gradients_of(accumulators)
 
 
 def forward_with_gradients(
     problem: LinearProblem,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> tuple[RowValues, Gradients]:
     """Values, statistics and the gradients of the weighted sum."""
-    if not (wanted.student or wanted.teacher):
-        return forward(problem, max_workspace_mib, rows), (None,) * len(fields(Wanted))
-    chunks = gradient_chunks(problem, wanted, max_workspace_mib)
+    if not (needs_grad.student or needs_grad.teacher):
+        return forward(problem, max_workspace_mib, rows), (None,) * len(fields(NeedsGrad))
+    chunks = gradient_chunks(problem, needs_grad, max_workspace_mib)
     if -(-problem.num_tokens // chunks.tokens) > max_sums(problem):  # NOTE [Sums over chunks]
         values = forward(problem, max_workspace_mib, rows)
-        return values, backward(problem, values, weights, wanted, max_workspace_mib, rows)
+        return values, backward(problem, values, weights, needs_grad, max_workspace_mib, rows)
     out = RowValues.allocate(problem)
-    student_sums, teacher_sums = (GradientSums(problem, side, wanted) for side in (0, 1))
+    student_sums, teacher_sums = (GradientSums(problem, side, needs_grad) for side in (0, 1))
     student = logits_buffer(problem.student, chunks.tokens)
     teacher = logits_buffer(problem.teacher, chunks.teacher_tokens)
-    all_words = slice(0, max(head.num_words for head in problem.heads))
+    whole_vocab = slice(0, max(head.vocab_size for head in problem.heads))
     has_room = workspace_bytes(problem, max_workspace_mib) >= SIDE_STREAM_MIB * MIB
     side = SideStream(student.device, has_room and not isinstance(student, FakeTensor))
     for chunk in even_ranges(problem.num_tokens, chunks.tokens, token_multiple(problem)):
@@ -139,14 +143,14 @@ def forward_with_gradients(
                 side.join()  # the last chunk's weight gradient reads the student's buffer
                 s = logits_of(problem.of_tokens(chunk).student, student)
             rows.values_and_gradient(
-                rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), wanted
+                rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), needs_grad
             )
-            teacher_sums.add(t, tokens, all_words)
+            teacher_sums.add(t, tokens, whole_vocab)
         side.fork()
-        student_sums.add_to_hidden(s, chunk, all_words)
+        student_sums.add_to_hidden(s, chunk, whole_vocab)
         with side:
-            student_sums.add_to_weight(s, chunk, all_words)
-        student_sums.add_to_bias(s, all_words)
+            student_sums.add_to_weight(s, chunk, whole_vocab)
+        student_sums.add_to_bias(s, whole_vocab)
     side.join()
     return out, gradients_of([student_sums, teacher_sums])
 
@@ -176,13 +180,15 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
     return state, torch.cat(hard_lses)
 
 
-def gradient_chunks(problem: LinearProblem, wanted: Wanted, max_workspace_mib: int) -> Chunks:
+def gradient_chunks(
+    problem: LinearProblem, needs_grad: NeedsGrad, max_workspace_mib: int
+) -> Chunks:
     """Chunks of the forward that computes gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
     workspace = workspace_bytes(problem, max_workspace_mib)
     whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
     best = Chunks(whole, whole)
-    if wanted.teacher:  # its logits become a gradient too, and live as long as the student's
+    if needs_grad.teacher:  # its logits become a gradient too, and live as long as the student's
         return best
     multiple = token_multiple(problem)
     for num_chunks in range(1, -(-problem.num_tokens // whole) + 1):
@@ -222,23 +228,24 @@ def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int
     if limit < 1:
         raise ValueError(
             "max_workspace_mib must hold the logits of a token, "
-            f"{sum(row_bytes(problem)) / MIB:.2f} MiB with the student's and the teacher's words, "
+            f"{sum(row_bytes(problem)) / MIB:.2f} MiB with the student's and the teacher's "
+            "vocabulary entries, "
             f"got {workspace // MIB}"
         )
     return even_step(problem.num_tokens, limit, token_multiple(problem))
 
 
 def logits_buffer(head: Head, tokens: int) -> Tensor:
-    return head.hidden.new_empty((tokens, padded(head.num_words)))
+    return head.hidden.new_empty((tokens, padded(head.vocab_size)))
 
 
 def logits_of(head: Head, buffer: Tensor) -> Tensor:
     """``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
     if isinstance(buffer, FakeTensor):  # of a trace: a compiler places them, and makes no copy
-        size = (head.hidden.shape[0], head.num_words)
+        size = (head.hidden.shape[0], head.vocab_size)
         out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))
     else:
-        out = buffer[: head.hidden.shape[0], : head.num_words]
+        out = buffer[: head.hidden.shape[0], : head.vocab_size]
         _clear_padding(buffer, head)
     torch.mm(head.hidden, head.weight.t(), out=out)
     if head.adapter_hidden is not None and head.adapter_weight is not None:
@@ -250,21 +257,25 @@ def _clear_padding(buffer: Tensor, head: Head) -> None:
     # oneDNN's AMX kernels multiply what lies after the end of a row by 0: NaN if the uninitialized
     # memory there holds NaN or infinity, once the buffer is an operand (a gradient to the logits)
     if buffer.device.type == "cpu" and buffer.dtype.itemsize == 2:
-        buffer[: head.hidden.shape[0], head.num_words :].zero_()
+        buffer[: head.hidden.shape[0], head.vocab_size :].zero_()
 
 
 class GradientSums:
-    """Gradients of one side, summed over chunks of tokens and blocks of words."""
+    """Gradients of one side, summed over chunks of tokens and blocks of vocabulary entries."""
 
-    def __init__(self, problem: LinearProblem, side: int, wanted: Wanted) -> None:
+    def __init__(self, problem: LinearProblem, side: int, needs_grad: NeedsGrad) -> None:
         self.head = problem.heads[side]
-        to_hidden = (wanted.student_hidden, wanted.teacher_hidden)[side]
-        to_weight = (wanted.student_weight, wanted.teacher_weight)[side]
-        to_bias = (wanted.student_bias, wanted.teacher_bias)[side]
-        to_adapter_hidden = (wanted.student_adapter_hidden, wanted.teacher_adapter_hidden)[side]
-        to_adapter_weight = (wanted.student_adapter_weight, wanted.teacher_adapter_weight)[side]
-        # a shard without words adds nothing, and so does a mask that selects no row
-        is_added = self.head.num_words and problem.num_tokens
+        to_hidden = (needs_grad.student_hidden, needs_grad.teacher_hidden)[side]
+        to_weight = (needs_grad.student_weight, needs_grad.teacher_weight)[side]
+        to_bias = (needs_grad.student_bias, needs_grad.teacher_bias)[side]
+        to_adapter_hidden = (needs_grad.student_adapter_hidden, needs_grad.teacher_adapter_hidden)[
+            side
+        ]
+        to_adapter_weight = (needs_grad.student_adapter_weight, needs_grad.teacher_adapter_weight)[
+            side
+        ]
+        # a shard without vocabulary entries adds nothing, and so does a mask that selects no row
+        is_added = self.head.vocab_size and problem.num_tokens
         like = torch.empty_like if is_added else torch.zeros_like
         self.hidden = like(self.head.hidden) if to_hidden else None
         self.weight = like(self.head.weight) if to_weight else None
@@ -283,25 +294,26 @@ class GradientSums:
                 self.bias.shape, dtype=problem.compute_dtype, device=self.bias.device
             )
 
-    def add(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
-        """Add what a block of tokens and words contributes; tokens and words ascend.
+    def add(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
+        """Add what a block of tokens and vocabulary entries contributes; tokens and vocabulary
+        entries ascend.
 
-        The block has as many columns as this side has of the words, possibly none.
+        The block has as many columns as this side has of the vocabulary entries, possibly none.
         """
-        self.add_to_hidden(d_logits, tokens, words)
-        self.add_to_weight(d_logits, tokens, words)
-        self.add_to_bias(d_logits, words)
+        self.add_to_hidden(d_logits, tokens, vocab)
+        self.add_to_weight(d_logits, tokens, vocab)
+        self.add_to_bias(d_logits, vocab)
 
-    def add_to_hidden(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+    def add_to_hidden(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
         pairs = (
             (self.hidden, self.head.weight),
             (self.adapter_hidden, self.head.adapter_weight),
         )
         for total, weight in pairs:
             if total is not None and weight is not None and d_logits.shape[1]:
-                _matmul_into(total[tokens], d_logits, weight[words], first=words.start == 0)
+                _matmul_into(total[tokens], d_logits, weight[vocab], first=vocab.start == 0)
 
-    def add_to_weight(self, d_logits: Tensor, tokens: slice, words: slice) -> None:
+    def add_to_weight(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
         pairs = (
             (self.weight, self.head.hidden),
             (self.adapter_weight, self.head.adapter_hidden),
@@ -309,11 +321,11 @@ class GradientSums:
         for total, hidden in pairs:
             if total is not None and hidden is not None and d_logits.shape[1]:
                 first = tokens.start == 0
-                _matmul_into(total[words], d_logits.t(), hidden[tokens], first=first)
+                _matmul_into(total[vocab], d_logits.t(), hidden[tokens], first=first)
 
-    def add_to_bias(self, d_logits: Tensor, words: slice) -> None:
+    def add_to_bias(self, d_logits: Tensor, vocab: slice) -> None:
         if self.bias_sum is not None:
-            self.bias_sum[words] += d_logits.sum(0, dtype=self.bias_sum.dtype)
+            self.bias_sum[vocab] += d_logits.sum(0, dtype=self.bias_sum.dtype)
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from torch_streamkl import checks, flop_counts
 from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
+from torch_streamkl.double_backward import differentiable_once
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import reference as linear_reference
-from torch_streamkl.once import differentiable_once
 from torch_streamkl.registration import without_autocast
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch_streamkl.distributed.linear import Places
 
 Strategy = Literal["auto", "forward", "recompute"]
-LinearImpl = Literal["auto", "triton", "streaming", "reference"]
+LinearImpl = Literal["auto", "triton", "torch", "reference"]
 REDUCTIONS = get_args(Reduction)
 STRATEGIES = get_args(Strategy)
 _LABEL_DTYPES = (torch.int64, torch.int32)
@@ -82,10 +82,10 @@ def linear_kl(
     max_workspace_mib: int | None = None,
     impl: LinearImpl = "auto",
     group: ProcessGroup | DeviceMesh | None = None,
-    student_first_word: int | None = None,
-    teacher_first_word: int | None = None,
+    student_vocab_start: int | None = None,
+    teacher_vocab_start: int | None = None,
 ) -> Tensor:
-    r"""Divergence between the word distributions of teacher and student, without the logits.
+    r"""Divergence between the vocabulary distributions of teacher and student, without the logits.
 
     Per token, with P the teacher's probabilities and S the student's,
 
@@ -105,13 +105,13 @@ def linear_kl(
             tokens, which may be none; the widths may differ. float16, bfloat16, float32 or (on the
             CPU) float64. Under autocast all but float64 are cast to its dtype, as a matmul's
             operands are.
-        student_weight, teacher_weight: ``[num_words, width]`` in the dtype of the side's hidden
+        student_weight, teacher_weight: ``[vocab_size, width]`` in the dtype of the side's hidden
             states (under autocast it may be another that is cast), with contiguous rows or
-            columns. The vocabularies may differ in size: word j
-            is the same word on both sides, and a word that one side lacks has probability 0 there
-            (its logit is -inf, not 0). Slice the larger weight to compare over the common words
-            instead.
-        student_bias, teacher_bias: ``[num_words]``.
+            columns. The vocabularies may differ in size: vocabulary entry j
+            is the same vocabulary entry on both sides, and a vocabulary entry that one side lacks
+            has probability 0 there (its logit is -inf, not 0). Slice the larger weight to compare
+            over the common vocabulary entries instead.
+        student_bias, teacher_bias: ``[vocab_size]``.
         divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"`` -sum
             P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
             KL(S||M) with M = beta P + (1 - beta) S (beta 0 and 1 are forward and reverse KL);
@@ -122,7 +122,7 @@ def linear_kl(
             softcap.
         student_softcap, teacher_softcap: c in ``c * tanh(logit / c)``, before the temperature.
         student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes log(max(P + eps,
-            clamp)); the weight in front of the log stays P. ``"js"`` makes M of the guarded
+            clamp)); the weight before the log stays P. ``"js"`` makes M of the guarded
             probabilities, too, as in `attention_kl`.
         labels: integer ``[...]``. Adds ``hard_weight`` times the cross-entropy of the student's
             logits (scaled and capped, at temperature 1) and the label, from the same logits. A
@@ -144,18 +144,19 @@ def linear_kl(
         max_workspace_mib: limit of the memory for logits beyond inputs and gradients; default 512
             MiB on a GPU, on the CPU 40 MiB or an eighth of the weights. At least the logits of one
             token.
-        impl: ``"auto"``, ``"triton"``, ``"streaming"`` (plain torch) or ``"reference"`` (naive,
+        impl: ``"auto"``, ``"triton"``, ``"torch"`` (plain torch) or ``"reference"`` (naive,
             unbounded memory).
         group: ranks that share the vocabulary, as a process group or a device mesh of one
             dimension. Hidden states (and labels, masks, row weights) are the same on every rank;
-            weights and biases are this rank's words, any number of them, also none. Every rank
-            gets the whole result. Ranks exchange 24 bytes a token in the forward (32 with labels,
-            36 more for what is not linear in log-probabilities) and the gradient of the hidden
-            states in the backward; the weights' gradients stay where the weights are. DTensors
-            need no group: `torch_streamkl.distributed` says which placements.
-        student_first_word, teacher_first_word: index of the first of this rank's words; by
-            default the ranks hold consecutive words, in their order. A rank needs the same words
-            of both sides: `torch_streamkl.distributed.reshard_words` moves a weight.
+            weights and biases are this rank's vocabulary shard, any number of them, also none.
+            Every rank gets the whole result. Ranks exchange 24 bytes a token in the forward (32
+            with labels, 36 more for what is not linear in log-probabilities) and the gradient of
+            the hidden states in the backward; the weights' gradients stay where the weights are.
+            DTensors need no group: `torch_streamkl.distributed` says which placements.
+        student_vocab_start, teacher_vocab_start: index of the first of this rank's vocabulary
+            shard; by default the ranks hold consecutive vocabulary entries, in their order. A rank
+            needs the same vocabulary entries of both sides:
+            `torch_streamkl.distributed.reshard_vocab` moves a weight.
 
     Returns:
         float32 (float64 for float64 inputs) in nats: one value per token, or a scalar.
@@ -165,16 +166,17 @@ def linear_kl(
             and the value.
 
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
-    after is float32. A word that the student excludes and the teacher does not makes a token +inf;
-    one whose probability underflows to 0 adds nothing. A label that is no vocabulary entry is an
-    error (on a GPU an assertion). Weight gradients are summed over a bounded number of chunks
-    (NOTE [Sums over chunks] in linear/problem.py), in a fixed order: the same bits on every run.
+    after is float32. A vocabulary entry that the student excludes and the teacher does not makes a
+    token +inf; one whose probability underflows to 0 adds nothing. A label that is no vocabulary
+    entry is an error (on a GPU an assertion). Weight gradients are summed over a bounded number of
+    chunks (NOTE [Sums over chunks] in linear/problem.py), in a fixed order: the same bits on every
+    run.
     """
     options = Options(
         divergence, beta, temperature, student_logit_scale, teacher_logit_scale, student_softcap,
         teacher_softcap, student_eps, teacher_eps, student_clamp, teacher_clamp, hard_weight,
-        ignore_index, reduction, strategy, max_workspace_mib, impl, group, student_first_word,
-        teacher_first_word,
+        ignore_index, reduction, strategy, max_workspace_mib, impl, group, student_vocab_start,
+        teacher_vocab_start,
     )  # fmt: skip
     of_operator = _checked(options)
     places = _places(options)
@@ -235,8 +237,8 @@ class Options(NamedTuple):
     max_workspace_mib: int | None = None
     impl: LinearImpl = "auto"
     group: ProcessGroup | DeviceMesh | None = None
-    student_first_word: int | None = None
-    teacher_first_word: int | None = None
+    student_vocab_start: int | None = None
+    teacher_vocab_start: int | None = None
 
 
 def _checked(options: Options) -> dict[str, Any]:
@@ -254,13 +256,14 @@ def _checked(options: Options) -> dict[str, Any]:
     checks.integer("ignore_index", options.ignore_index)
     if options.max_workspace_mib is not None:
         checks.integer("max_workspace_mib", options.max_workspace_mib, 1)
-    firsts = (options.student_first_word, options.teacher_first_word)
+    firsts = (options.student_vocab_start, options.teacher_vocab_start)
     for side, first in zip(("student", "teacher"), firsts, strict=True):
         if first is not None:
             checks.integer(f"{side}_first_word", first, 0)
     if options.group is None and not (firsts[0] is None and firsts[1] is None):
         raise ValueError(
-            "student_first_word and teacher_first_word say which words of a vocabulary a rank "
+            "student_vocab_start and teacher_vocab_start say which vocabulary entries of a "
+            "vocabulary a rank "
             f"has and need a group, got {firsts[0]} and {firsts[1]}"
         )
     for_operator: dict[str, Any] = {
@@ -290,12 +293,12 @@ def _checked(options: Options) -> dict[str, Any]:
 
 
 def _places(options: Options) -> Places | None:
-    """Which words this rank has, if ranks share them."""
+    """Which vocabulary entries this rank has, if ranks share them."""
     if options.group is None:
         return None
     from torch_streamkl.distributed.linear import places_of
 
-    firsts = (options.student_first_word, options.teacher_first_word)
+    firsts = (options.student_vocab_start, options.teacher_vocab_start)
     return places_of(options.group, *firsts, options.impl)
 
 
@@ -386,8 +389,10 @@ def _sum_in_forward(
     if tensors[6] is not None:
         # at 0 the cross-entropy is not there: it may be infinite
         hard_factor = factor * hard_weight if hard_weight else torch.zeros_like(factor)
-    wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors[:6]]
-    arguments = (*tensors, factor, hard_factor, wanted)
+    needs_grad = [
+        x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors[:6]
+    ]
+    arguments = (*tensors, factor, hard_factor, needs_grad)
     total: Tensor
     if places is not None:
         from torch_streamkl.distributed import linear
@@ -488,7 +493,7 @@ def _check_head(
         )
     if weight.ndim != 2:
         raise ValueError(
-            f"{side}_weight must have dimensions [num_words, width], got shape "
+            f"{side}_weight must have dimensions [vocab_size, width], got shape "
             f"{tuple(weight.shape)}"
         )
     for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):

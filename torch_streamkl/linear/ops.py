@@ -1,4 +1,4 @@
-"""The operators behind `linear_kl`: schemas, fakes, autograd, autocast, vmap, FLOP formulas.
+"""The operators after `linear_kl`: schemas, fakes, autograd, autocast, vmap, FLOP formulas.
 
 - ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
 - ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
@@ -28,9 +28,9 @@ from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.launches.devices import gpu_limit, require_driver
 from torch_streamkl.launches.launch import warn_once
 from torch_streamkl.linear import chunks as linear_chunks
-from torch_streamkl.linear import panels as linear_panels
 from torch_streamkl.linear import rows as linear_rows
-from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
+from torch_streamkl.linear import token_tiles
+from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
 from torch_streamkl.registration import (
     NAMESPACE,
     register,
@@ -64,7 +64,7 @@ ADAPTER_GRADIENTS = (
     "Tensor teacher_adapter_hidden_grad, Tensor teacher_adapter_weight_grad"
 )
 NUM_TENSORS, NUM_OPTIONS, NUM_ADAPTERS = 7, 9, 4
-INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `Wanted`
+INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `NeedsGrad`
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _lib.define(
@@ -73,13 +73,13 @@ _lib.define(
     tags=TAGS,
 )
 _lib.define(
-    f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] wanted, "
+    f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] needs_grad, "
     f"{TENSORS}, {OPTIONS}, {ADAPTERS}) -> ({GRADIENTS}, {ADAPTER_GRADIENTS})",
     tags=TAGS,
 )
 _lib.define(
     f"linear_kl_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
-    f"bool[] wanted=[], {OPTIONS}, {ADAPTERS}) -> "
+    f"bool[] needs_grad=[], {OPTIONS}, {ADAPTERS}) -> "
     f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS}, {ADAPTER_GRADIENTS})",
     tags=TAGS,
 )
@@ -87,7 +87,7 @@ linear_kl = torch.ops.torch_streamkl.linear_kl.default
 linear_kl_backward = torch.ops.torch_streamkl.linear_kl_backward.default
 linear_kl_sum = torch.ops.torch_streamkl.linear_kl_sum.default
 
-IMPLEMENTATIONS = ("auto", "triton", "streaming", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 
 
 def problem_of(
@@ -144,9 +144,9 @@ def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
     """The module that works on rows of logits: Triton's or plain torch."""
     limit, device = triton_limit(problem), problem.student.hidden.device.type
     if impl == "triton" and limit is not None:
-        raise NotImplementedError(f"impl='triton' {limit}; impl='streaming' computes it")
-    if impl == "streaming" or limit is not None:
-        if impl != "streaming" and device == "cuda":
+        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
+    if impl == "torch" or limit is not None:
+        if impl != "torch" and device == "cuda":
             warn_once(f"linear_kl runs in plain torch here, which is slower: the kernel {limit}")
         return linear_rows
     if device == "cuda":
@@ -161,7 +161,7 @@ def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
     """`row_functions`; in a graph that Inductor compiles, it can compile the CPU's, too."""
     rows = row_functions(problem, impl)
     on_cpu = problem.student.hidden.device.type == "cpu"
-    return linear_panels if is_compiled and on_cpu and rows is linear_rows else rows
+    return token_tiles if is_compiled and on_cpu and rows is linear_rows else rows
 
 
 def triton_limit(problem: LinearProblem) -> str | None:
@@ -176,7 +176,7 @@ def triton_limit(problem: LinearProblem) -> str | None:
 
 def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, workspace, impl = problem_of(*args, **kwargs)
-    check_labels(problem.labels, problem.student.num_words, problem.ignore_index)
+    check_labels(problem.labels, problem.student.vocab_size, problem.ignore_index)
     out = linear_chunks.forward(problem, workspace, rows_of(is_compiled, problem, impl))
     return out.value, out.hard, out.statistics
 
@@ -192,7 +192,7 @@ def _backward(
     grad: Tensor | None,
     hard_grad: Tensor | None,
     statistics: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
@@ -205,14 +205,14 @@ def _backward(
         problem,
         RowValues(nothing, nothing, statistics),
         weights,
-        Wanted(*wanted),
+        NeedsGrad(*needs_grad),
         workspace,
         rows_of(is_compiled, problem, impl),
     )
     return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
 
 
-def gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, ...]:
+def gradient_fakes(problem: LinearProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
     student, teacher = problem.heads
     inputs = (
         student.hidden,
@@ -226,7 +226,7 @@ def gradient_fakes(problem: LinearProblem, wanted: list[bool]) -> tuple[Tensor, 
         teacher.adapter_hidden,
         teacher.adapter_weight,
     )
-    flags = (*wanted, *(False,) * len(inputs))
+    flags = (*needs_grad, *(False,) * len(inputs))
     return tuple(
         torch.empty_like(x) if need and x is not None else student.hidden.new_empty(0)
         for x, need in zip(inputs, flags, strict=False)
@@ -237,22 +237,22 @@ def _backward_fake(
     grad: Tensor | None,
     hard_grad: Tensor | None,
     statistics: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    return gradient_fakes(problem_of(*args, **kwargs)[0], wanted)
+    return gradient_fakes(problem_of(*args, **kwargs)[0], needs_grad)
 
 
 def sum_arguments(
     *args: Any,
     row_weight: Tensor | None = None,
     hard_row_weight: Tensor | None = None,
-    wanted: Any = (),
+    needs_grad: Any = (),
     **kwargs: Any,
 ) -> tuple[tuple[LinearProblem, int, str], Tensor | None, Tensor | None, list[bool]]:
     rest = args[NUM_TENSORS:]
-    first = [row_weight, hard_row_weight, wanted]
+    first = [row_weight, hard_row_weight, needs_grad]
     first[: len(rest[:3])] = rest[:3]
     problem = problem_of(
         *args[:NUM_TENSORS], *(None,) * (NUM_TENSORS - len(args)), *rest[3:], **kwargs
@@ -261,10 +261,10 @@ def sum_arguments(
 
 
 def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    (problem, workspace, impl), row_weight, hard_row_weight, wanted = sum_arguments(
+    (problem, workspace, impl), row_weight, hard_row_weight, needs_grad = sum_arguments(
         *args, **kwargs
     )
-    check_labels(problem.labels, problem.student.num_words, problem.ignore_index)
+    check_labels(problem.labels, problem.student.vocab_size, problem.ignore_index)
     dtype, like = problem.compute_dtype, problem.student.hidden
     weight = (
         like.new_ones(problem.num_tokens, dtype=dtype)
@@ -281,7 +281,7 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     rows, grads = linear_chunks.forward_with_gradients(
         problem,
         RowWeights(weight, hard_weight),
-        Wanted(*wanted),
+        NeedsGrad(*needs_grad),
         workspace,
         rows_of(is_compiled, problem, impl),
     )
@@ -297,9 +297,9 @@ def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    (problem, _, _), _, _, wanted = sum_arguments(*args, **kwargs)
+    (problem, _, _), _, _, needs_grad = sum_arguments(*args, **kwargs)
     rows = RowValues.allocate(problem)
-    return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, wanted)
+    return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, needs_grad)
 
 
 def _matmul_flops(hidden: Any, weight: Any) -> int:
@@ -308,7 +308,7 @@ def _matmul_flops(hidden: Any, weight: Any) -> int:
 
 
 def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], Any]:
-    """FLOPs of each matmul whose sum the logits are, and ``wanted``, of a call with shapes."""
+    """FLOPs of each matmul whose sum the logits are, and ``needs_grad``, of a call with shapes."""
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     flops = []
@@ -316,7 +316,7 @@ def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
         for kind in ("", "adapter_"):
             pair = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
             flops.append(0 if None in pair else _matmul_flops(*pair))
-    return flops, given.get("wanted", ())
+    return flops, given.get("needs_grad", ())
 
 
 def forward_flops(*args: Any, **kwargs: Any) -> int:
@@ -334,11 +334,11 @@ def sum_flops(*args: Any, **kwargs: Any) -> int:
     return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
 
 
-def _with_gradients(logits: list[int], wanted: Any) -> int:
+def _with_gradients(logits: list[int], needs_grad: Any) -> int:
     student, student_adapter, teacher, teacher_adapter = logits
     heads = (student, student, teacher, teacher, 0, 0)
     adapters = (student_adapter, student_adapter, teacher_adapter, teacher_adapter)
-    each = zip((*heads, *adapters), wanted, strict=False)
+    each = zip((*heads, *adapters), needs_grad, strict=False)
     return sum(logits) + sum(flops for flops, need in each if need)
 
 
@@ -371,34 +371,34 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
     positions = (*INPUTS, *adapter_positions(NUM_TENSORS + NUM_OPTIONS, ctx.num_inputs))
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
-    wanted = wanted_by([needs[i] for i in positions], grad)
+    needs_grad = needs_grad_of([needs[i] for i in positions], grad)
     statistics, *tensors = ctx.saved_tensors
     if tensors[6] is None:
         hard_grad = None
     given: list[Tensor | None] = [None] * ctx.num_inputs
-    if not any(wanted) or (grad is None and hard_grad is None):
+    if not any(needs_grad) or (grad is None and hard_grad is None):
         return tuple(given)
     adapters = dict(zip(ADAPTER_NAMES, tensors[NUM_TENSORS:], strict=True))
     grads = linear_kl_backward(
         grad,
         hard_grad,
         statistics,
-        wanted,
+        needs_grad,
         *tensors[:NUM_TENSORS],
         *ctx.options,
         **adapters,
     )
-    for index, gradient, need in zip(positions, grads, wanted, strict=False):
+    for index, gradient, need in zip(positions, grads, needs_grad, strict=False):
         if need:
             given[index] = gradient
     return tuple(given)
 
 
-def wanted_by(needs: list[bool], grad: Tensor | None) -> list[bool]:
+def needs_grad_of(needs: list[bool], grad: Tensor | None) -> list[bool]:
     """Which gradients there are: of the cross-entropies alone the teacher gets none, not zeros."""
     if grad is not None:
         return needs
-    names = [field.name for field in fields(Wanted)]
+    names = [field.name for field in fields(NeedsGrad)]
     return [x and name.startswith("student") for x, name in zip(needs, names, strict=False)]
 
 
@@ -410,7 +410,7 @@ def adapter_positions(first: int, num_inputs: int) -> range:
 def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _total, value, hard, *grads = output
     ctx.mark_non_differentiable(value, hard, *grads)
-    ctx.wanted = list(inputs[NUM_TENSORS + 2])
+    ctx.needs_grad = list(inputs[NUM_TENSORS + 2])
     ctx.num_inputs = len(inputs)
     ctx.save_for_backward(value, hard, *grads)
     ctx.weight_dtypes = tuple(
@@ -423,12 +423,14 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
     positions = (*INPUTS, *adapter_positions(NUM_TENSORS + 3 + NUM_OPTIONS, ctx.num_inputs))
-    wanted = (*ctx.wanted, *(False,) * len(positions))
-    for index, is_wanted in zip(positions, wanted, strict=False):
-        if needs[index] and not is_wanted:
+    needs_grad = (*ctx.needs_grad, *(False,) * len(positions))
+    for index, is_needed in zip(positions, needs_grad, strict=False):
+        if needs[index] and not is_needed:
             raise RuntimeError(
-                f"linear_kl_sum was called with wanted={ctx.wanted}, but input {index} requires a "
-                "gradient; wanted says which of student_hidden, student_weight, teacher_hidden, "
+                f"linear_kl_sum was called with needs_grad={ctx.needs_grad}, but input {index} "
+                "requires a "
+                "gradient; needs_grad says which of student_hidden, student_weight, "
+                "teacher_hidden, "
                 "teacher_weight, student_bias, teacher_bias and those of the adapters get one"
             )
     if grad is None:

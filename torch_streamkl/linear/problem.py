@@ -29,20 +29,20 @@ class Head:
     """
 
     hidden: Tensor  # [num_tokens, width]
-    weight: Tensor  # [num_words, width]
-    bias: Tensor | None = None  # [num_words]
+    weight: Tensor  # [vocab_size, width]
+    bias: Tensor | None = None  # [vocab_size]
     scale: float = 1.0
     softcap: float = 0.0  # 0 is none
     adapter_hidden: Tensor | None = None  # [num_tokens, rank]
-    adapter_weight: Tensor | None = None  # [num_words, rank]
+    adapter_weight: Tensor | None = None  # [vocab_size, rank]
 
     @property
-    def num_words(self) -> int:
+    def vocab_size(self) -> int:
         return self.weight.shape[0]
 
-    def of_words(self, words: slice) -> Head:
-        bias, adapter = (None if x is None else x[words] for x in (self.bias, self.adapter_weight))
-        return replace(self, weight=self.weight[words], bias=bias, adapter_weight=adapter)
+    def of_vocab(self, vocab: slice) -> Head:
+        bias, adapter = (None if x is None else x[vocab] for x in (self.bias, self.adapter_weight))
+        return replace(self, weight=self.weight[vocab], bias=bias, adapter_weight=adapter)
 
     def of_tokens(self, tokens: slice) -> Head:
         adapter = None if self.adapter_hidden is None else self.adapter_hidden[tokens]
@@ -51,12 +51,13 @@ class Head:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over words.
+    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over vocabulary
+    entries.
 
-    Word j is the same word on both sides; a word that only one side has is impossible on the other
-    (probability 0). ``labels`` adds a second value per row, the cross-entropy of y and the label.
-    ``first_word`` is the index of the heads' first row: a shard of the vocabulary is a problem
-    too.
+    Word j is the same vocabulary entry on both sides; a vocabulary entry that only one side has is
+    impossible on the other (probability 0). ``labels`` adds a second value per row, the
+    cross-entropy of y and the label. ``vocab_start`` is the index of the heads' first row: a shard
+    of the vocabulary is a problem too.
     """
 
     student: Head
@@ -65,7 +66,7 @@ class LinearProblem:
     temperature: float = 1.0
     labels: Tensor | None = None  # [num_tokens], integers
     ignore_index: int = -100
-    first_word: int = 0
+    vocab_start: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -89,13 +90,15 @@ class LinearProblem:
             labels=None if self.labels is None else self.labels[tokens],
         )
 
-    def of_words(self, words: slice) -> LinearProblem:
-        """The problem of a range of words (views); a side without them gets an empty head."""
+    def of_vocab(self, vocab: slice) -> LinearProblem:
+        """The problem of a range of vocabulary entries (views); a side without them gets an empty
+        head.
+        """
         return replace(
             self,
-            student=self.student.of_words(words),
-            teacher=self.teacher.of_words(words),
-            first_word=self.first_word + words.start,
+            student=self.student.of_vocab(vocab),
+            teacher=self.teacher.of_vocab(vocab),
+            vocab_start=self.vocab_start + vocab.start,
         )
 
 
@@ -148,11 +151,11 @@ class RowValues:
         return self.statistics[1]
 
     @property
-    def student_sum(self) -> Tensor:
+    def student_delta(self) -> Tensor:
         return self.statistics[2]
 
     @property
-    def teacher_sum(self) -> Tensor:
+    def teacher_delta(self) -> Tensor:
         return self.statistics[3]
 
     @property
@@ -180,7 +183,7 @@ class RowWeights:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NeedsGrad:
     """Which gradients are computed, in the order of the operators' outputs."""
 
     student_hidden: bool = False
@@ -210,8 +213,8 @@ class Wanted:
 # rounds the running sum once: with n chunks the error's square grows by about n/2 roundings, and
 # naive bfloat16 already carries the rounding of the logit gradients. Measured against float64 the
 # sum stays within twice naive's error up to about 38 chunks; this limit keeps a margin. Beyond it
-# `linear_chunks.backward` cuts words as well as tokens, each at most so many times. float32 sums
-# add errors of a matmul's own size, in any number.
+# `linear_chunks.backward` cuts vocabulary entries as well as tokens, each at most so many times.
+# float32 sums add errors of a matmul's own size, in any number.
 MAX_LOW_PRECISION_SUMS = 34
 
 
@@ -223,9 +226,9 @@ def max_sums(problem: LinearProblem) -> int:
 
 DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 512}
 # On a CPU it is at least this share of the weights: every chunk of tokens reads them, and adds to
-# a gradient as large, and products of 64 tokens are slow. 49,152 words, width 576 from 960, 512
-# tokens: 1.98 s with an eighth, 1.80 with a third, 1.76 with all tokens at once; 65,536 words and
-# 256 tokens 1.47, 1.27, 1.26 s (one thread, compiled rows).
+# a gradient as large, and products of 64 tokens are slow. 49,152 vocabulary entries, width 576
+# from 960, 512 tokens: 1.98 s with an eighth, 1.80 with a third, 1.76 with all tokens at once;
+# 65,536 vocabulary entries and 256 tokens 1.47, 1.27, 1.26 s (one thread, compiled rows).
 CPU_SHARE_OF_WEIGHTS = 3
 ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
 
@@ -260,7 +263,7 @@ def workspace_bytes(problem: LinearProblem, max_workspace_mib: int) -> int:
 
 def row_bytes(problem: LinearProblem) -> tuple[int, int]:
     """Bytes of one token's logits of the student and of the teacher."""
-    student, teacher = (padded(h.num_words) * h.hidden.element_size() for h in problem.heads)
+    student, teacher = (padded(h.vocab_size) * h.hidden.element_size() for h in problem.heads)
     return student, teacher
 
 

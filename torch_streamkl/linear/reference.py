@@ -15,8 +15,8 @@ from torch_streamkl.linear.problem import Head, LinearProblem
 def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     """Differentiable values and cross-entropies per token (no elements without labels)."""
     y_s, y_t = (_scores(head, problem.compute_dtype) for head in problem.heads)
-    num_words = max(y_s.shape[1], y_t.shape[1])
-    log_s, log_t = (_log_probabilities(y / problem.temperature, num_words) for y in (y_s, y_t))
+    vocab_size = max(y_s.shape[1], y_t.shape[1])
+    log_s, log_t = (_log_probabilities(y / problem.temperature, vocab_size) for y in (y_s, y_t))
 
     def sums(log_t: Tensor, log_s: Tensor) -> Tensor:
         return evaluate_logs(problem.functional.expr, log_t, log_s).sum(-1)
@@ -40,9 +40,10 @@ def _scores(head: Head, dtype: torch.dtype) -> Tensor:
     return head.softcap * torch.tanh(y / head.softcap) if head.softcap else y
 
 
-def _log_probabilities(scores: Tensor, num_words: int) -> Tensor:
-    # a word that this side lacks has the score -inf; where all are, none has a probability
-    scores = F.pad(scores, (0, num_words - scores.shape[1]), value=-math.inf)
+def _log_probabilities(scores: Tensor, vocab_size: int) -> Tensor:
+    # a vocabulary entry that this side lacks has the score -inf; where all are, none has a
+    # probability
+    scores = F.pad(scores, (0, vocab_size - scores.shape[1]), value=-math.inf)
     absent = scores == -math.inf
     empty = absent.all(-1, keepdim=True)
     log_p = scores.masked_fill(empty, 0.0).log_softmax(-1)

@@ -1,8 +1,8 @@
 """Rows of logits in plain torch: values, statistics and the gradient that replaces the logits.
 
 The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
-them in blocks of words, so that temporaries stay small. `linear/triton/launches.py` is the same
-for a GPU.
+them in blocks of vocabulary entries, so that temporaries stay small. `linear/triton/launches.py`
+is the same for a GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch_streamkl.divergences.row_state import (
 from torch_streamkl.linear.problem import (
     Head,
     LinearProblem,
+    NeedsGrad,
     RowValues,
     RowWeights,
-    Wanted,
     ranges,
 )
 
@@ -37,16 +37,18 @@ BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 
 @dataclass
 class Block:
-    """Scores of a block of words: y as the hard labels see it, the score, and d(y)/d(logit)."""
+    """Scores of a block of vocabulary entries: y as the hard labels see it, the score, and
+    d(y)/d(logit).
+    """
 
-    words: slice
-    y: Tensor | None  # None where the side has none of the words
+    vocab: slice
+    y: Tensor | None  # None where the side has none of the vocabulary entries
     score: Tensor
     slope: Tensor | float
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from both sides' whole logits [num_tokens, num_words]."""
+    """Values and statistics of rows from both sides' whole logits [num_tokens, vocab_size]."""
     functional = problem.functional
     state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
     sums = finish(state, functional.bilinear or Bilinear())
@@ -55,8 +57,8 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
     copy_rests(state, out)
     if functional.bilinear is not None:
         out.value.copy_(sums.value)
-        out.student_sum.copy_(sums.student_sum)
-        out.teacher_sum.copy_(sums.teacher_sum)
+        out.student_delta.copy_(sums.student_delta)
+        out.teacher_delta.copy_(sums.teacher_delta)
     else:
         second_pass(problem, student, teacher, out)
     if problem.labels is not None:
@@ -76,13 +78,17 @@ def copy_rests(state: RowState, out: RowValues) -> None:
         (out.teacher_rest, state.m_t, state.l_t, out.teacher_lse),
     ):
         lost = (high - lse).add_(total.log())
-        rest.copy_(torch.where(lost.isfinite(), lost, 0.0))  # without any word there is none
+        rest.copy_(
+            torch.where(lost.isfinite(), lost, 0.0)
+        )  # without any vocabulary entry there is none
 
 
 def partial_state(
     problem: LinearProblem, student: Tensor, teacher: Tensor, form: Bilinear
 ) -> tuple[RowState, Tensor]:
-    """Row state over the words at hand and the log-sum-exp of the student's y over them."""
+    """Row state over the vocabulary entries at hand and the log-sum-exp of the student's y over
+    them.
+    """
     shape = (problem.num_tokens,)
     like = student.new_empty((), dtype=problem.compute_dtype)
     state = RowState.empty(shape, like)
@@ -108,12 +114,14 @@ def gradient(
     teacher: Tensor,
     rows: RowValues,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by their gradient (the teacher's where wanted), words as they are."""
+    """Overwrite logits by their gradient (the teacher's where wanted), vocabulary entries as they
+    are.
+    """
     functional = problem.functional
     for s, t in _blocks(problem, student, teacher):
-        if functional.bilinear is not None and not wanted.teacher:
+        if functional.bilinear is not None and not needs_grad.teacher:
             d_student = _bilinear_gradient(functional.bilinear, s.score, t.score, rows)
             d_teacher = d_student
         else:
@@ -121,14 +129,14 @@ def gradient(
             memo: dict[Expr, Tensor] = {}
             h = evaluate(functional.student_grad, variables, memo)
             g = evaluate(functional.teacher_grad, variables, memo)
-            d_student = h - variables["S"] * rows.student_sum[:, None]
-            d_teacher = g - variables["P"] * rows.teacher_sum[:, None]
-        if wanted.student and s.y is not None:
+            d_student = h - variables["S"] * rows.student_delta[:, None]
+            d_teacher = g - variables["P"] * rows.teacher_delta[:, None]
+        if needs_grad.student and s.y is not None:
             d = _weighted(d_student, weights.value, problem.temperature)
             if weights.hard is not None:
                 d = d + _weighted(_hard_gradient(problem, s, rows), weights.hard)
             _store(d, s, student)
-        if wanted.teacher and t.y is not None:
+        if needs_grad.teacher and t.y is not None:
             _store(_weighted(d_teacher, weights.value, problem.temperature), t, teacher)
 
 
@@ -138,7 +146,7 @@ def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) ->
     h = ts P + S (st log P + ss log S + ss + s).
     """
     log_s, log_t = _log_probabilities(s, t, rows)
-    level = (form.ss + form.s - rows.student_sum)[:, None]
+    level = (form.ss + form.s - rows.student_delta)[:, None]
     if form.has_student_moment:
         p_s = elementwise.exp(log_s)
         moment = log_s.mul_(form.ss) if form.ss else torch.zeros_like(p_s)
@@ -163,7 +171,7 @@ def _minus_lse(scores: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
 def _store(d_score: Tensor, block: Block, logits: Tensor) -> None:
     if isinstance(block.slope, Tensor) or block.slope != 1.0:
         d_score = d_score.mul_(block.slope)
-    logits[:, block.words].copy_(d_score)
+    logits[:, block.vocab].copy_(d_score)
 
 
 def values_and_gradient(
@@ -172,11 +180,11 @@ def values_and_gradient(
     teacher: Tensor,
     out: RowValues,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
 ) -> None:
     """Both, from whole rows of logits."""
     values(problem, student, teacher, out)
-    gradient(problem, student, teacher, out, weights, wanted)
+    gradient(problem, student, teacher, out, weights, needs_grad)
 
 
 def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> Tensor:
@@ -190,13 +198,13 @@ def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> 
 
 def second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
     """Value, H and G of a functional that the row state does not give, from the log-sum-exps."""
-    for total in (out.value, out.student_sum, out.teacher_sum):
+    for total in (out.value, out.student_delta, out.teacher_delta):
         total.zero_()
     for s, t in _blocks(problem, student, teacher):
         f, h, g = problem.functional.sums(_variables(s.score, t.score, out))
         out.value.add_(f.sum(-1))
-        out.student_sum.add_(h.sum(-1))
-        out.teacher_sum.add_(g.sum(-1))
+        out.student_delta.add_(h.sum(-1))
+        out.teacher_delta.add_(g.sum(-1))
 
 
 def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
@@ -213,68 +221,73 @@ def _counted(problem: LinearProblem) -> Tensor:
 def hard_values(
     problem: LinearProblem, label_y: tuple[Tensor, Tensor], hard_lse: Tensor
 ) -> Tensor:
-    """Cross-entropy of the labels, from their `label_scores`; NaN for one that is no word."""
-    y, is_word = label_y
-    value = torch.where(is_word, hard_lse - y, math.nan)
+    """Cross-entropy of the labels, from their `label_scores`; NaN for one that is no vocabulary
+    entry.
+    """
+    y, is_in_vocab = label_y
+    value = torch.where(is_in_vocab, hard_lse - y, math.nan)
     return torch.where(_counted(problem), value, 0.0)
 
 
 def label_scores(
     problem: LinearProblem, student: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """y of each row's label, and whether it is one of the words at hand."""
+    """y of each row's label, and whether it is one of the vocabulary entries at hand."""
     assert problem.labels is not None
-    head, word = problem.student, problem.labels.long() - problem.first_word
-    is_word = (word >= 0) & (word < head.num_words)
-    word = torch.where(is_word, word, 0)[:, None]
+    head, vocab_entry = problem.student, problem.labels.long() - problem.vocab_start
+    is_in_vocab = (vocab_entry >= 0) & (vocab_entry < head.vocab_size)
+    vocab_entry = torch.where(is_in_vocab, vocab_entry, 0)[:, None]
     y = _transformed(
-        head, student.gather(1, word), None if head.bias is None else head.bias[word], dtype
+        head,
+        student.gather(1, vocab_entry),
+        None if head.bias is None else head.bias[vocab_entry],
+        dtype,
     )[0]
-    return y.squeeze(1), is_word
+    return y.squeeze(1), is_in_vocab
 
 
 def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Tensor:
     assert problem.labels is not None and block.y is not None
-    word = (
-        torch.arange(block.words.start, block.words.stop, device=block.y.device)
-        + problem.first_word
+    vocab_entry = (
+        torch.arange(block.vocab.start, block.vocab.stop, device=block.y.device)
+        + problem.vocab_start
     )
     if problem.temperature == 1.0:
         log_p = _minus_lse(block.y, rows.hard_lse, rows.student_rest)
     else:
         log_p = block.y - rows.hard_lse[:, None]
     p = elementwise.exp_(log_p)
-    p = p - (problem.labels[:, None] == word).to(p.dtype)
+    p = p - (problem.labels[:, None] == vocab_entry).to(p.dtype)
     return torch.where(_counted(problem)[:, None], p, 0.0)
 
 
 def _blocks(
     problem: LinearProblem, student: Tensor, teacher: Tensor
 ) -> Iterator[tuple[Block, Block]]:
-    """Blocks of words, none of which crosses the end of the smaller vocabulary."""
-    sizes = (problem.student.num_words, problem.teacher.num_words)
+    """Blocks of vocabulary entries, none of which crosses the end of the smaller vocabulary."""
+    sizes = (problem.student.vocab_size, problem.teacher.vocab_size)
     step = max(64, BLOCK_ELEMENTS // max(1, problem.num_tokens))
     for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):
         for part in ranges(stop - start, step):
-            words = slice(start + part.start, start + part.stop)
+            vocab = slice(start + part.start, start + part.stop)
             yield (
-                _block(problem, problem.student, student, words),
-                _block(problem, problem.teacher, teacher, words),
+                _block(problem, problem.student, student, vocab),
+                _block(problem, problem.teacher, teacher, vocab),
             )
 
 
-def _block(problem: LinearProblem, head: Head, logits: Tensor, words: slice) -> Block:
+def _block(problem: LinearProblem, head: Head, logits: Tensor, vocab: slice) -> Block:
     dtype = problem.compute_dtype
-    if words.start >= head.num_words:
+    if vocab.start >= head.vocab_size:
         missing = logits.new_full(
-            (logits.shape[0], words.stop - words.start), -math.inf, dtype=dtype
+            (logits.shape[0], vocab.stop - vocab.start), -math.inf, dtype=dtype
         )
-        return Block(words, None, missing, 0.0)
+        return Block(vocab, None, missing, 0.0)
     y, slope = _transformed(
-        head, logits[:, words], None if head.bias is None else head.bias[words], dtype
+        head, logits[:, vocab], None if head.bias is None else head.bias[vocab], dtype
     )
     score = y if problem.temperature == 1.0 else y / problem.temperature
-    return Block(words, y, score, slope)
+    return Block(vocab, y, score, slope)
 
 
 def _transformed(

@@ -1,1 +1,3 @@
-"""Row programs: sums over keys or words of any pointwise function of dot products, streamed."""
+"""Row programs: sums over keys or vocabulary entries of any pointwise function of dot products,
+streamed.
+"""

@@ -214,10 +214,10 @@ def _log(a: Expr) -> Expr | None:
         return None
     if _is_read_log(a):
         return apply("log", a)
-    shares = dict(_share(x) for x in a.args)
-    if set(shares) != {P, S} or min(shares.values()) <= 0.0:
+    splits = dict(_share(x) for x in a.args)
+    if set(splits) != {P, S} or min(splits.values()) <= 0.0:
         return None
-    terms = (apply("add", x, const(math.log(shares[y]))) for x, y in ((LOG_P, P), (LOG_S, S)))
+    terms = (apply("add", x, const(math.log(splits[y]))) for x, y in ((LOG_P, P), (LOG_S, S)))
     return apply("logaddexp", *terms)
 
 

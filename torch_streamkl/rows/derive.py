@@ -11,7 +11,7 @@ from torch_streamkl.rows.program import LOGSUMEXP, MAX, Program
 
 
 class HeadJacobianError(ValueError):
-    """A Jacobian between values of rows of different heads, which is not kept."""
+    """A Jacobian between per-row values of different heads, which is not kept."""
 
 
 HEAD_OPERATIONS = ("sum_heads", "expand_heads")
@@ -127,7 +127,7 @@ def _tangent(graph: Graph, program: Program, root: int, b: int) -> int:
             if node.head and head and not graph[a].head and _has_summed_heads(graph, a, b):
                 raise HeadJacobianError(
                     "elements of a head use a sum over heads of what depends on each head's own "
-                    "values of rows; return the sum and the elements from two programs"
+                    "per-row values; return the sum and the elements from two programs"
                 )
             total = graph.apply("add", total, rule(graph, i, position, t))
         tangents[i] = total

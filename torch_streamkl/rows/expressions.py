@@ -1,14 +1,14 @@
-"""Nodes of a row program: elements (row, key) and values of rows, built once each.
+"""Nodes of a row program: elements (row, key) and per-row values, built once each.
 
 A `Graph` only grows. The same operation on the same nodes is one node, constants are folded, and
 what is an exact identity of real numbers is applied; `log(exp(x))` becomes `x`, which avoids the
 underflow of a probability.
 
 NOTE [Zero annihilates]
-A probability that is 0 removes its key from a sum, whatever stands beside it: 0 log 0 is 0, and so
-is the gradient of such a term. A product with a factor that may be infinite is therefore the node
-`mul0`, which is 0 where either factor is; a quotient in a derivative is `div0`. The rule holds for
-whole products: in P * d * d both products are guarded, in P * (d * d) the outer one is.
+A probability that is 0 removes its key from a sum, whatever stands next to it: 0 log 0 is 0, and
+so is the gradient of such a term. A product with a factor that may be infinite is therefore the
+node `mul0`, which is 0 where either factor is; a quotient in a derivative is `div0`. The rule
+holds for whole products: in P * d * d both products are guarded, in P * (d * d) the outer one is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""row_program(): sums over keys or words that the user writes as a pointwise function."""
+"""row_program(): sums over keys or vocabulary entries that the user writes as a pointwise
+function.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from torch import Tensor
 
 from torch_streamkl import checks, flop_counts
 from torch_streamkl.compiler_marks import disable
-from torch_streamkl.once import differentiable_once
+from torch_streamkl.double_backward import differentiable_once
 from torch_streamkl.registration import without_autocast
-from torch_streamkl.rows import derive, op, reference, remembered, tensors
+from torch_streamkl.rows import derive, op, reference, tensors, trace_cache
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
@@ -40,9 +42,10 @@ def row_program(
     reduction: str = "none",
     impl: str = "auto",
 ) -> Any:
-    r"""Any sums over keys, or words, of a pointwise function of dot products, without the maps.
+    r"""Any sums over keys, or vocabulary entries, of a pointwise function of dot products, without
+    the maps.
 
-    With x the dot products of each pair of operands, and values of rows that are themselves such
+    With x the dot products of each pair of operands, and per-row values that are themselves such
     sums or log-sum-exps,
 
     .. math:: F_i = \sum_j f(x_{ij}, R_i), \quad R_i = \sum_j e(x_{ij})
@@ -96,10 +99,10 @@ def row_program(
         reduction: ``"none"``; ``"sum"`` or ``"mean"`` over all rows of the one value that
             ``function`` returns. Of LM heads the gradients are then computed in the forward, from
             logits that are made once, and multiplied in the backward, where what ``function``
-            computes from values of rows and needs a gradient are those values alone (and operands
+            computes from per-row values and needs a gradient are those values alone (and operands
             are not float16). Rows that do not count: multiply by a mask of ``rows``, and divide
             the sum by their number.
-        impl: ``"auto"`` and ``"blocked"`` (plain torch, bounded memory), ``"triton"`` (a GPU's
+        impl: ``"auto"`` and ``"torch"`` (plain torch, bounded memory), ``"triton"`` (a GPU's
             kernels, written for the program) or ``"reference"`` (naive). A choice that cannot run
             raises.
 
@@ -117,9 +120,9 @@ def row_program(
 
     Numerics: elements and sums are float32. Keys that are not allowed take part in no sum; in a
     row without any, sums are 0, log-sum-exps -inf and gradients 0. A product is 0 where a factor
-    is, also beside an infinity or NaN of a captured tensor, a quotient, a logarithm or a number:
+    is, also next to an infinity or NaN of a captured tensor, a quotient, a logarithm or a number:
     0 log 0 is 0, with its gradient. ``log(softmax(x))`` is ``log_softmax(x)``. Elsewhere
-    infinities, NaN, ties and bounds are torch's; where torch's gradient is NaN beside inputs that
+    infinities, NaN, ties and bounds are torch's; where torch's gradient is NaN next to inputs that
     are numbers, this one may be a number. Gradients go to the operands and to every captured
     tensor of numbers that requires one. Under autocast operands are cast as a matmul's are.
     """
@@ -155,7 +158,7 @@ def row_program(
     program = traced.program
     if reduction != "none" and program.has_blocks:
         raise ValueError(
-            f"reduction={reduction!r} adds up values of rows, got sums over blocks of keys"
+            f"reduction={reduction!r} adds up per-row values, got sums over blocks of keys"
         )
     problem = RowProblem.of(program.text, inputs.tensors)
     if reduction != "none" and impl != "reference" and is_differentiated:
@@ -163,8 +166,15 @@ def row_program(
         if loss is not None:
             checks.refuse_transforms("row_program")
             flop_counts.register()
-            wanted = [x.requires_grad for x in inputs.tensors]
-            arguments = (inputs.tensors, problem.captures, program.text, loss.text, wanted, impl)
+            needs_grad = [x.requires_grad for x in inputs.tensors]
+            arguments = (
+                inputs.tensors,
+                problem.captures,
+                program.text,
+                loss.text,
+                needs_grad,
+                impl,
+            )
             total: Tensor = op.row_program_sum(*arguments)[0]
             return differentiable_once(total, inputs.tensors)
     if impl == "triton":
@@ -179,7 +189,7 @@ def row_program(
         every = op.row_program(inputs.tensors, program.text, is_differentiated, impl)
         results = [every[c] for c in program.outputs]
     values = dict(zip(traced.reductions, results, strict=True))
-    finished = reference.of_rows(problem, traced.nodes, traced.wanted, values)
+    finished = reference.of_rows(problem, traced.nodes, traced.needs_grad, values)
     if inputs.row_shape is not None:
         finished = [x.reshape(*inputs.row_shape, *x.shape[3:]) for x in finished]
     names = traced.names
@@ -213,7 +223,7 @@ def _traced(
     names = inputs.dot_names, inputs.capture_names
     rows = inputs.row_shape or ()
     seqlen = rows[-1] if len(rows) > 1 else None
-    own = remembered.key_of(function, frozenset([*names[0], *names[1], *POSITIONS]))
+    own = trace_cache.key_of(function, frozenset([*names[0], *names[1], *POSITIONS]))
     if own is None:
         return trace(function, *names, tracer, constants, seqlen)
     is_constant = [name in constants for each in names for name in each]
@@ -241,7 +251,7 @@ def _loss_of(
 ) -> RowLoss | None:
     """The same by the number of rows, and which captured tensors need a gradient."""
     graph = Graph(list(traced.nodes))
-    (root,) = traced.wanted
+    (root,) = traced.needs_grad
     if reduction == "mean":
         root = graph.apply("mul", root, graph.const(1.0 / num_rows))
     numbers = dict(zip(traced.reductions, traced.program.outputs, strict=True))

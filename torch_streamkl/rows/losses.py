@@ -1,4 +1,4 @@
-"""What each row adds to a loss, as data: a function of a program's values of rows.
+"""What each row adds to a loss, as data: a function of a program's per-row values.
 
 An operator that is told what becomes of its values knows the gradient to each of them in the
 forward, row by row, and needs no second look at the logits. The function is what stands between
@@ -61,7 +61,7 @@ class RowLoss:
 
     @functools.cached_property
     def slopes(self) -> tuple[tuple[Node, ...], dict[int, int]]:
-        """The derivative by each reduction, as nodes behind those of the loss."""
+        """The derivative by each reduction, as nodes after those of the loss."""
         graph = (Literal if self.is_literal else Graph).of(self.nodes)
         root = len(self.nodes) - 1
         adjoints = {root: graph.const(1.0)}
@@ -116,7 +116,7 @@ def gradients(
 def _evaluated(
     problem: RowProblem,
     nodes: Sequence[Node],
-    wanted: Sequence[int],
+    needs_grad: Sequence[int],
     reductions: dict[int, Tensor],
     tensors: Sequence[Tensor],
     at: Slices,
@@ -127,5 +127,5 @@ def _evaluated(
 
     rows = {c: RowValue(x) for c, x in reductions.items()}
     size = (at[0].stop - at[0].start, 1, at[1].stop - at[1].start)
-    found = tile.evaluate(problem, nodes, wanted, at, rows, {}, captured=captured)
+    found = tile.evaluate(problem, nodes, needs_grad, at, rows, {}, captured=captured)
     return [x.expand(*size, 1)[..., 0] for x in found]

@@ -19,7 +19,7 @@ from torch_streamkl.rows.closed import ClosedForm, form_of
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 
-OPERANDS_OF_WORDS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
+OPERANDS_OF_VOCAB = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
 
 
 @dataclass
@@ -35,7 +35,7 @@ def _form(problem: RowProblem) -> ClosedForm:
     return form
 
 
-def _is_of_words(problem: RowProblem) -> bool:
+def _is_of_vocab(problem: RowProblem) -> bool:
     """Whether no dot has heads: LM heads."""
     return not any(problem.program.dot_heads)
 
@@ -47,9 +47,9 @@ def _arguments(problem: RowProblem, form: ClosedForm) -> dict[str, Any]:
         "student_scale": form.student.scale,
         "teacher_scale": form.teacher.scale,
     }
-    if _is_of_words(problem):
+    if _is_of_vocab(problem):
         operands = (x.select(0, 0).select(0, 0) for x in (*student, *teacher))
-        return common | dict(zip(OPERANDS_OF_WORDS, operands, strict=True))
+        return common | dict(zip(OPERANDS_OF_VOCAB, operands, strict=True))
     names = ("student_q", "student_k", "teacher_q", "teacher_k")
     keys = problem.program.keys
     masks = {
@@ -65,7 +65,7 @@ def _values(
     problem: RowProblem, form: ClosedForm, value: Tensor, first: Tensor, second: Tensor
 ) -> Values:
     """By number; of LM heads the cross-entropies are nobody's, and the statistics are of both."""
-    if _is_of_words(problem):
+    if _is_of_vocab(problem):
         value, first, second = value.view(1, 1, -1), second, first
     places = {form.student.normaliser: first, form.teacher.normaliser: second}
     return Values([places.get(number, value) for number in range(3)])
@@ -74,13 +74,13 @@ def _values(
 def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
     """Uninitialised results."""
     form = _form(problem)
-    ops = linear_ops if _is_of_words(problem) else attention_ops
+    ops = linear_ops if _is_of_vocab(problem) else attention_ops
     return _values(problem, form, *ops.allocated(**_arguments(problem, form)))
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Values:
     form = _form(problem)
-    ops = linear_ops if _is_of_words(problem) else attention_ops
+    ops = linear_ops if _is_of_vocab(problem) else attention_ops
     return _values(problem, form, *ops.run_forward(**_arguments(problem, form)))
 
 
@@ -88,7 +88,7 @@ def backward(
     problem: RowProblem,
     saved: Sequence[Tensor],
     grads: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients to the operands, 0 to those of a side that is detached.
 
@@ -96,15 +96,15 @@ def backward(
     """
     form = _form(problem)
     (grad,) = grads
-    rest = zip(wanted[4:], problem.captures, strict=False)
+    rest = zip(needs_grad[4:], problem.captures, strict=False)
     out: list[Tensor | None] = [None] * 4
-    out += [x.new_zeros(x.shape) if is_wanted else None for is_wanted, x in rest]
+    out += [x.new_zeros(x.shape) if is_needed else None for is_needed, x in rest]
     places = [(s, i) for s in (form.student, form.teacher) for i in (0, 1)]
     flags = []
     for s, i in places:
-        is_wanted = wanted[2 * s.dot + i]
-        flags.append(is_wanted and not s.is_detached and grad is not None)
-        if is_wanted and not flags[-1]:
+        is_needed = needs_grad[2 * s.dot + i]
+        flags.append(is_needed and not s.is_detached and grad is not None)
+        if is_needed and not flags[-1]:
             x = problem.operands[s.dot][i]
             out[2 * s.dot + i] = x.new_zeros(x.shape)
     if grad is not None and any(flags):
@@ -117,7 +117,7 @@ def backward(
 
 
 def loss_and_gradients(
-    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """What each row adds to a loss that is linear in the divergence of LM heads, and gradients."""
     form, at = _form(problem), tile.whole(problem)
@@ -125,17 +125,17 @@ def loss_and_gradients(
     nothing = {output: problem.operands[0][0].new_empty(0)}
     weight = losses.gradients(problem, loss, nothing, tensors, at)[output].reshape(-1)
     places = [(s, i) for s in (form.student, form.teacher) for i in (0, 1)]
-    flags = [wanted[2 * s.dot + i] and not s.is_detached for s, i in places]
+    flags = [needs_grad[2 * s.dot + i] and not s.is_detached for s, i in places]
     arguments = _arguments(problem, form)
-    tensors_of = [arguments.pop(name) for name in OPERANDS_OF_WORDS] + [None] * 3
+    tensors_of = [arguments.pop(name) for name in OPERANDS_OF_VOCAB] + [None] * 3
     every = linear_ops.run_sum(
-        *tensors_of, row_weight=weight, wanted=[*flags, False, False], **arguments
+        *tensors_of, row_weight=weight, needs_grad=[*flags, False, False], **arguments
     )
     out: list[Tensor | None] = [
         x.new_zeros(x.shape) if need else None
         for x, need in zip(
             [*(x for pair in problem.operands for x in pair), *problem.captures],
-            wanted,
+            needs_grad,
             strict=False,
         )
     ]
@@ -157,8 +157,8 @@ def _gradients(
     """To the operands of the student, then of the teacher."""
     arguments = _arguments(problem, form)
     student = saved[form.student.normaliser]
-    if _is_of_words(problem):
+    if _is_of_vocab(problem):
         rows = grad.reshape(-1)
         return linear_ops.run_backward(rows, None, student, [*flags, False, False], **arguments)
     teacher = saved[form.teacher.normaliser]
-    return attention_ops.wanted_gradients(grad, student, teacher, flags, **arguments)
+    return attention_ops.needs_grads(grad, student, teacher, flags, **arguments)

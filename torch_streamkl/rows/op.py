@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.launches.devices import matmul_precision, require_driver
-from torch_streamkl.launches.repeated import Repeated, Tensors
+from torch_streamkl.launches.replay import Replay, Tensors
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
-from torch_streamkl.rows import blocked, closed, named
+from torch_streamkl.rows import closed, named, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 
@@ -34,7 +34,7 @@ _lib.define(
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 _lib.define(
-    "row_program_backward(Tensor[] grads, int[] grad_of, Tensor[] saved, bool[] wanted, "
+    "row_program_backward(Tensor[] grads, int[] grad_of, Tensor[] saved, bool[] needs_grad, "
     "Tensor[] tensors, str program, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
@@ -42,13 +42,13 @@ _lib.define(
 # gradients to operands and captured tensors.
 _lib.define(
     "row_program_sum(Tensor[] tensors, Tensor[] row_tensors, str program, str loss, "
-    "bool[] wanted, str impl) -> Tensor[]",
+    "bool[] needs_grad, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 row_program = torch.ops.torch_streamkl.row_program.default
 row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 row_program_sum = torch.ops.torch_streamkl.row_program_sum.default
-IMPLEMENTATIONS = ("auto", "triton", "blocked", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 CLOSED = "closed"
 MAX_CALLS = 1024
 _calls: dict[Any, Callable[..., Tensors]] = {}  # by metadata and options
@@ -64,10 +64,10 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     if impl == CLOSED:
         return named
     if impl != "triton":
-        return blocked
+        return torch_impl
     module, why = _kernels(problem, is_differentiated)
     if why:
-        raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'blocked'")
+        raise NotImplementedError(f"impl='triton' cannot run this program: {why}; use 'torch'")
     return module
 
 
@@ -79,14 +79,14 @@ def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
     if device.type != "cuda" and not knobs.runtime.interpret:
         _module(problem, "triton", is_differentiated)  # why it would not on a GPU, either
         raise NotImplementedError(
-            f"impl='triton' must have tensors on a GPU, got {device}; use 'blocked'"
+            f"impl='triton' must have tensors on a GPU, got {device}; use 'torch'"
         )
 
 
 def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """The same, to be run."""
     module = _module(problem, impl, is_differentiated)
-    is_compiled = module is not blocked and module is not named
+    is_compiled = module is not torch_impl and module is not named
     if is_compiled and problem.operands[0][0].device.type == "cuda":
         require_driver()
     return module
@@ -100,9 +100,9 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
     from torch_streamkl.rows.triton import blocks as row_blocks
     from torch_streamkl.rows.triton import launches as row_kernels
 
-    if not row_kernels.obstacle(problem, is_differentiated):
+    if not row_kernels.why_unsupported(problem, is_differentiated):
         return row_kernels, ""
-    return row_blocks, row_blocks.obstacle(problem, is_differentiated)
+    return row_blocks, row_blocks.why_unsupported(problem, is_differentiated)
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
@@ -110,8 +110,8 @@ def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
     if closed.form_of(problem) is not None:
         return CLOSED
     if problem.operands[0][0].device.type != "cuda":
-        return "blocked"
-    return "blocked" if _kernels(problem, is_differentiated)[1] else "triton"
+        return "torch"
+    return "torch" if _kernels(problem, is_differentiated)[1] else "triton"
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:
@@ -126,7 +126,7 @@ def chosen_of_sum(
     row_tensors: Sequence[Tensor],
     program: str,
     loss: str,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     impl: str,
 ) -> str:
     """The same for a sum: the divergence is left where what the values weigh depends on them."""
@@ -135,7 +135,7 @@ def chosen_of_sum(
         return how
     problem = RowProblem.of(program, tensors)
     if problem.operands[0][0].device.type != "cuda" or _kernels(problem, True)[1]:
-        return "blocked"
+        return "torch"
     return "triton"
 
 
@@ -145,10 +145,10 @@ def has_sum(problem: RowProblem) -> bool:
     It is of LM heads: for attention maps the products that this saves are not what takes the time.
     In float16 gradients might overflow before they are scaled.
     """
-    is_of_words = not any(problem.program.dot_heads) and problem.batch == 1
-    is_of_words = is_of_words and problem.num_rows > 0 and problem.num_keys > 0
-    is_of_words = is_of_words and not problem.program.has_blocks
-    return is_of_words and problem.operands[0][0].dtype != torch.float16
+    is_of_vocab = not any(problem.program.dot_heads) and problem.batch == 1
+    is_of_vocab = is_of_vocab and problem.num_rows > 0 and problem.num_keys > 0
+    is_of_vocab = is_of_vocab and not problem.program.has_blocks
+    return is_of_vocab and problem.operands[0][0].dtype != torch.float16
 
 
 def _repeated(
@@ -168,8 +168,8 @@ def _repeated(
             _calls.clear()
         is_plain = all(type(x) in (Tensor, Parameter) for x in every)
         compute, module = make()
-        has_launches = module is not blocked and module is not named
-        call = _calls[key] = Repeated(compute) if is_plain and has_launches else compute
+        has_launches = module is not torch_impl and module is not named
+        call = _calls[key] = Replay(compute) if is_plain and has_launches else compute
     return call
 
 
@@ -202,7 +202,7 @@ def _backward(
     grads: Sequence[Tensor],
     grad_of: Sequence[int],
     saved: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     tensors: Sequence[Tensor],
     program: str,
     impl: str,
@@ -211,10 +211,10 @@ def _backward(
         own, grads, saved = every[:count], every[count : count + len(grad_of)], every[first:]
         problem = RowProblem.of(program, own)
         module = _ready(problem, impl, True)
-        result = saved if module is named else blocked.Result.of(problem.program, saved)
+        result = saved if module is named else torch_impl.Result.of(problem.program, saved)
         given = dict(zip(grad_of, grads, strict=True))
         ordered = [given.get(c) for c in problem.program.outputs]
-        found: Tensors = module.backward(problem, result, ordered, wanted)
+        found: Tensors = module.backward(problem, result, ordered, needs_grad)
         return found
 
     count, first = len(tensors), len(tensors) + len(grad_of)
@@ -223,7 +223,7 @@ def _backward(
     def make() -> tuple[Callable[..., Tensors], Any]:
         return compute, _module(RowProblem.of(program, tensors), impl, True)
 
-    out = _repeated(every, ("backward", program, *grad_of, *wanted, impl), make)(*every)
+    out = _repeated(every, ("backward", program, *grad_of, *needs_grad, impl), make)(*every)
     return [tensors[0].new_empty(0) if g is None else g for g in out]
 
 
@@ -231,7 +231,7 @@ def _backward_fake(
     grads: Sequence[Tensor],
     grad_of: Sequence[int],
     saved: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     tensors: Sequence[Tensor],
     program: str,
     impl: str,
@@ -240,7 +240,7 @@ def _backward_fake(
     given = tensors[: 2 * len(problem.operands) + len(problem.captures)]
     return [
         x.new_empty(x.shape) if need else tensors[0].new_empty(0)
-        for x, need in zip(given, wanted, strict=False)
+        for x, need in zip(given, needs_grad, strict=False)
     ]
 
 
@@ -249,14 +249,14 @@ def _sum(
     row_tensors: Sequence[Tensor],
     program: str,
     loss: str,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     impl: str,
 ) -> list[Tensor]:
     def make() -> tuple[Callable[..., Tensors], Any]:
         problem = RowProblem.of(program, tensors)
-        how = chosen_of_sum(tensors, row_tensors, program, loss, wanted, impl)
+        how = chosen_of_sum(tensors, row_tensors, program, loss, needs_grad, impl)
         module = run = named if how == CLOSED else _module(problem, how, True)
-        if module is not named and module is not blocked:  # of LM heads, only maps have kernels
+        if module is not named and module is not torch_impl:  # of LM heads, only maps have kernels
             from torch_streamkl.rows.triton import blocks as row_blocks
 
             run = row_blocks
@@ -265,14 +265,14 @@ def _sum(
             own, of_rows = RowProblem.of(program, every[:count]), every[count:]
             if how != CLOSED:
                 _ready(own, how, True)
-            values, grads = run.loss_and_gradients(own, RowLoss.of(loss), of_rows, wanted)
+            values, grads = run.loss_and_gradients(own, RowLoss.of(loss), of_rows, needs_grad)
             return [values.sum(), *grads]
 
         return compute, module
 
     count = len(tensors)
     every = (*tensors, *row_tensors)
-    call = _repeated(every, ("sum", program, loss, *wanted, impl), make)
+    call = _repeated(every, ("sum", program, loss, *needs_grad, impl), make)
     return [tensors[0].new_empty(0) if x is None else x for x in call(*every)]
 
 
@@ -281,12 +281,12 @@ def _sum_fake(
     row_tensors: Sequence[Tensor],
     program: str,
     loss: str,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     impl: str,
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
     total = tensors[0].new_empty((), dtype=problem.compute_dtype)
-    return [total, *_backward_fake((), (), (), wanted, tensors, program, impl)]
+    return [total, *_backward_fake((), (), (), needs_grad, tensors, program, impl)]
 
 
 def _matmul_flops(shapes: Sequence[Any], dot: int) -> int:
@@ -302,16 +302,25 @@ def _forward_flops(shapes: Any, program: str, *_: Any, **__: Any) -> int:
 
 
 def _backward_flops(
-    _grads: Any, _of: Any, _saved: Any, wanted: Any, shapes: Any, program: str, *_: Any, **__: Any
+    _grads: Any,
+    _of: Any,
+    _saved: Any,
+    needs_grad: Any,
+    shapes: Any,
+    program: str,
+    *_: Any,
+    **__: Any,
 ) -> int:
     """The recomputed dots and one matmul for each gradient."""
     dots = range(len(RowProblem.of(program, shapes).program.dot_heads))
-    return sum(_matmul_flops(shapes, i) * (1 + wanted[2 * i] + wanted[2 * i + 1]) for i in dots)
+    return sum(
+        _matmul_flops(shapes, i) * (1 + needs_grad[2 * i] + needs_grad[2 * i + 1]) for i in dots
+    )
 
 
-def _sum_flops(shapes: Any, _: Any, program: str, _loss: str, wanted: Any, *__: Any) -> int:
+def _sum_flops(shapes: Any, _: Any, program: str, _loss: str, needs_grad: Any, *__: Any) -> int:
     """The dots and one matmul for each gradient."""
-    return _backward_flops((), (), (), wanted, shapes, program)
+    return _backward_flops((), (), (), needs_grad, shapes, program)
 
 
 register(_lib, "row_program", _forward, _forward_fake, _forward_flops)
@@ -346,7 +355,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     tensors, ctx.program = inputs[0], inputs[1]
     ctx.impl = inputs[3]
     ctx.num_tensors = len(tensors)
-    ctx.wanted = [x.requires_grad for x in tensors]
+    ctx.needs_grad = [x.requires_grad for x in tensors]
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -359,7 +368,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     tensors, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
     given = {c: g for c, g in enumerate(grads) if g is not None}
-    needs = ctx.wanted
+    needs = ctx.needs_grad
     if not given or not any(needs):
         return [None] * ctx.num_tensors, None, None, None
     out = row_program_backward(
@@ -385,16 +394,17 @@ register_no_double_backward(_lib, "row_program")
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.num_inputs = len(inputs[0]), len(inputs[1])
-    ctx.wanted = list(inputs[4])
+    ctx.needs_grad = list(inputs[4])
     ctx.is_needed = [x.requires_grad for x in inputs[0]]
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _sum_autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    if any(need and not had for need, had in zip(ctx.is_needed, ctx.wanted, strict=False)):
+    if any(need and not had for need, had in zip(ctx.is_needed, ctx.needs_grad, strict=False)):
         raise RuntimeError(
-            f"row_program_sum was called with wanted={ctx.wanted}, but its inputs need gradients: "
+            f"row_program_sum was called with needs_grad={ctx.needs_grad}, but its inputs need "
+            "gradients: "
             f"{ctx.is_needed}"
         )
     num_tensors, num_row_tensors = ctx.num_inputs

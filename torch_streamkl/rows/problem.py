@@ -52,7 +52,7 @@ class RowProblem:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of elements and values of rows."""
+        """Of elements and per-row values."""
         is_double = self.operands[0][0].dtype == torch.float64
         return torch.float64 if is_double else torch.float32
 
@@ -74,7 +74,7 @@ class RowProblem:
         return -(-self.num_keys // size)
 
     def value_shape(self, head: int, size: int) -> tuple[int, ...]:
-        """Of values of rows; of rows and blocks where they are of ``size`` keys."""
+        """Of per-row values; of rows and blocks where they are of ``size`` keys."""
         return *self.row_shape(head), *((self.num_blocks(size),) if size else ())
 
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:

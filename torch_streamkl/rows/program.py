@@ -1,14 +1,14 @@
 """A row program as data: what is summed over keys, level by level, and what comes out.
 
 NOTE [The algebra]
-Elements e_ij are functions of dot products, captured tensors and values of rows. A reduction is a
+Elements e_ij are functions of dot products, captured tensors and per-row values. A reduction is a
 value of a row: R_c = sum_j e_c,ij, or the log-sum-exp over j. Elements of later reductions may use
 earlier ones, so a reduction has a level: 1, or one more than the highest that it uses. The forward
 pass reads the keys once for each level. Beside the sums it gathers the Jacobians
 
     K_cb = sum_j de_c/dR_b,    for a log-sum-exp  sum_j exp(e_c - R_c) de_c/dR_b
 
-With g the gradients to the outputs, values of rows give r_c = g_c + sum_{c' > c} r_c' K_c'c, and
+With g the gradients to the outputs, per-row values give r_c = g_c + sum_{c' > c} r_c' K_c'c, and
 one pass over the keys, however many levels there are, the gradient of everything else:
 
     sum_c r_c (de_c/dx for a sum, exp(e_c - R_c) de_c/dx for a log-sum-exp)

@@ -14,7 +14,7 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import LOGSUMEXP, MAX
 from torch_streamkl.rows.tile import RowValue, RowValues, Values, allowed, evaluate, whole
 
-# NOTE [Zero annihilates] in expressions.py, for autograd: a gradient of 0 stays 0 beside an
+# NOTE [Zero annihilates] in expressions.py, for autograd: a gradient of 0 stays 0 next to an
 # infinite slope.
 
 
@@ -126,10 +126,10 @@ def forward(problem: RowProblem) -> list[Tensor]:
             is_empty = (x == -math.inf).all(-1)
             x = torch.where(is_empty[..., None], 0.0, x)
             peak = x.amax(-1).detach()
-            mass = (x - peak[..., None]).logsumexp(-1)
-            lse = peak + mass
+            row_sum = (x - peak[..., None]).logsumexp(-1)
+            lse = peak + row_sum
             results[c] = torch.where(is_empty, -math.inf, lse)
-            zero_if_empty = (torch.where(is_empty, 0.0, y) for y in (peak, mass))
+            zero_if_empty = (torch.where(is_empty, 0.0, y) for y in (peak, row_sum))
             values[c] = RowValue(results[c], *zero_if_empty)
         elif reduction.kind == MAX:
             x = x if keep is None else torch.where(keep, x, -math.inf)
@@ -157,18 +157,20 @@ def _connected(problem: RowProblem, value: Tensor) -> Tensor:
 
 
 def of_rows(
-    problem: RowProblem, nodes: tuple[Node, ...], wanted: list[int], values: Values
+    problem: RowProblem, nodes: tuple[Node, ...], needs_grad: list[int], values: Values
 ) -> list[Tensor]:
-    """Values of rows that are computed from reductions, differentiated by autograd."""
+    """Per-row values that are computed from reductions, differentiated by autograd."""
     plain = {
-        i: values[int(nodes[i].value)] for i in wanted if nodes[i].op in ("reduction", BLOCK_SUM)
+        i: values[int(nodes[i].value)]
+        for i in needs_grad
+        if nodes[i].op in ("reduction", BLOCK_SUM)
     }
-    rest = [i for i in wanted if i not in plain]
+    rest = [i for i in needs_grad if i not in plain]
     if not rest:
-        return [plain[i] for i in wanted]
+        return [plain[i] for i in needs_grad]
     rows = {c: RowValue(x) for c, x in values.items()}
     found = evaluate(problem, nodes, rest, whole(problem), rows, {}, run=GUARDED)
     size = (problem.batch, -1, problem.num_rows)
     shaped = (x.expand(problem.batch, -1, -1, 1)[..., 0].expand(size) for x in found)
     every = plain | dict(zip(rest, shaped, strict=True))
-    return [every[i] for i in wanted]
+    return [every[i] for i in needs_grad]

@@ -117,8 +117,8 @@ def normalised(inputs: Inputs) -> Normalised:
     every = {f"{n}[{i}]": x for n, pair in operands.items() for i, x in enumerate(pair)}
     checks.same("dtype", {name: x.dtype for name, x in every.items()})
     checks.same("device", {name: x.device for name, x in every.items()})
-    is_words = {name: pair[1].ndim == 2 for name, pair in operands.items()}
-    checks.same("kind (attention or LM head)", dict(is_words)) if len(is_words) > 1 else None
+    is_vocab = {name: pair[1].ndim == 2 for name, pair in operands.items()}
+    checks.same("kind (attention or LM head)", dict(is_vocab)) if len(is_vocab) > 1 else None
     sizes = _sizes(operands)
     given: list[Tensor] = []
     heads = []
@@ -237,7 +237,8 @@ def _sizes(operands: dict[str, tuple[Tensor, Tensor]]) -> _Sizes:
         for name, (q, k) in operands.items():
             if tuple(q.shape[:-1]) != row_shape or k.shape[0] != first_k.shape[0]:
                 raise ValueError(
-                    f"all dots must share rows and words, got {row_shape} and {first_k.shape[0]}, "
+                    f"all dots must share rows and vocabulary entries, got {row_shape} and "
+                    f"{first_k.shape[0]}, "
                     f"but {tuple(q.shape[:-1])} and {k.shape[0]} in {name}"
                 )
         return _Sizes(1, math.prod(row_shape), first_k.shape[0], {}, row_shape)
@@ -264,7 +265,7 @@ def _capture(name: str, kind: str, x: object, sizes: _Sizes) -> Tensor:
             f"{x.dtype}"
         )
     if sizes.row_shape is not None:
-        return _of_words(name, kind, x, sizes, sizes.row_shape)
+        return _of_vocab(name, kind, x, sizes, sizes.row_shape)
     full = {
         ROW: ("batch", "heads", sizes.num_rows),
         KEY: ("batch", "heads", sizes.num_keys),
@@ -280,7 +281,7 @@ def _capture(name: str, kind: str, x: object, sizes: _Sizes) -> Tensor:
     return x
 
 
-def _of_words(
+def _of_vocab(
     name: str, kind: str, x: Tensor, sizes: _Sizes, row_shape: tuple[int, ...]
 ) -> Tensor:
     if kind == KEY:

@@ -27,13 +27,13 @@ class RowValue:
 
     value: Tensor
     peak: Tensor | None = None
-    mass: Tensor | None = None
+    row_sum: Tensor | None = None
 
     def taken_from(self, x: Tensor) -> Tensor:
         """Elements minus the value of their row."""
-        if self.peak is None or self.mass is None:
+        if self.peak is None or self.row_sum is None:
             return x - self.value[..., None]
-        return (x - self.peak[..., None]) - self.mass[..., None]
+        return (x - self.peak[..., None]) - self.row_sum[..., None]
 
 
 RowValues = dict[int, RowValue]
@@ -154,7 +154,7 @@ def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> 
 def evaluate(
     problem: RowProblem,
     nodes: Sequence[Node],
-    wanted: Sequence[int],
+    needs_grad: Sequence[int],
     at: Slices,
     reductions: RowValues,
     seeds: Values,
@@ -169,11 +169,11 @@ def evaluate(
     device, dtype = problem.operands[0][0].device, problem.compute_dtype
     results: dict[int, Tensor] = {}
     last_use: dict[int, int] = {}
-    order = _order(tuple(nodes), tuple(wanted))
+    order = _order(tuple(nodes), tuple(needs_grad))
     for i in order:
         for a in nodes[i].args:
             last_use[a] = i
-    keep = set(wanted)
+    keep = set(needs_grad)
     for i in order:
         node = nodes[i]
         number = int(node.value) if node.op not in ("const", "pow") else 0
@@ -223,11 +223,11 @@ def evaluate(
         for a in set(node.args):
             if last_use[a] == i and a not in keep:
                 del results[a]
-    return [results[i] for i in wanted]
+    return [results[i] for i in needs_grad]
 
 
-def _order(nodes: tuple[Node, ...], wanted: tuple[int, ...]) -> list[int]:
-    needed, stack = set(wanted), list(wanted)
+def _order(nodes: tuple[Node, ...], needs_grad: tuple[int, ...]) -> list[int]:
+    needed, stack = set(needs_grad), list(needs_grad)
     while stack:
         for a in nodes[stack.pop()].args:
             if a not in needed:

@@ -117,7 +117,7 @@ class Traced:
 
     program: Program
     nodes: tuple[Node, ...]
-    wanted: list[int]
+    needs_grad: list[int]
     reductions: list[int]  # what the nodes call the program's outputs
     names: list[str] | None  # None for a single value
 
@@ -161,20 +161,20 @@ def trace(
     sums = [i for i, node in enumerate(graph.nodes) if node.op in ("reduction", BLOCK_SUM)]
     if not sums:
         raise ValueError('a row program must have a sum or logsumexp over "key"')
-    wanted = [_connected(graph, x._index, sums) for x in outputs.values()]
-    first = _outermost(graph, wanted) or sums[:1]
+    needs_grad = [_connected(graph, x._index, sums) for x in outputs.values()]
+    first = _outermost(graph, needs_grad) or sums[:1]
     return Traced(
         tracer.program(first),
         tuple(graph.nodes),
-        wanted,
+        needs_grad,
         [int(graph[x].value) for x in first],
         list(outputs) if isinstance(returned, Mapping) else None,
     )
 
 
-def _outermost(graph: Graph, wanted: list[int]) -> list[int]:
-    """The reductions that values of rows are computed from."""
-    return [i for i in graph.used_by(wanted) if graph[i].op in ("reduction", BLOCK_SUM)]
+def _outermost(graph: Graph, needs_grad: list[int]) -> list[int]:
+    """The reductions that per-row values are computed from."""
+    return [i for i in graph.used_by(needs_grad) if graph[i].op in ("reduction", BLOCK_SUM)]
 
 
 def _connected(graph: Graph, x: int, sums: list[int]) -> int:

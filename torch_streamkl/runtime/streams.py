@@ -17,8 +17,8 @@ class SideStream:
     the other leave idle, and hides the traffic of the running sum.
     """
 
-    def __init__(self, device: torch.device, is_wanted: bool) -> None:
-        self.stream = _side_stream(device) if is_wanted and device.type == "cuda" else None
+    def __init__(self, device: torch.device, is_needed: bool) -> None:
+        self.stream = _side_stream(device) if is_needed and device.type == "cuda" else None
         self.is_busy = False
 
     def _tell(self, what: str) -> None:

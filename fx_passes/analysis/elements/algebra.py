@@ -16,7 +16,7 @@ from torch_streamkl.fx_passes.domain.row_elements import (
     Placed,
     Sum,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one
 
 CONDITIONS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
@@ -53,7 +53,7 @@ class ElementAlgebra:
         for position in zip(*raised, strict=True):
             given = [dim for dim in position if self.axes.atoms(dim)]
             if any(self.chosen_in(dim) != self.chosen_in(given[0]) for dim in given):
-                raise Blocked("chosen entries of rows meet a tensor of as many")
+                raise Unsupported("chosen entries of rows meet a tensor of as many")
             for other in given[1:]:
                 self.axes.unify(given[0], other)
             result.append(self.axes.atoms(given[0]) if given else ())
@@ -66,9 +66,9 @@ class ElementAlgebra:
         for axis, chosen in self.chosen.items():
             keys = self.axes.atoms(chosen.hits.dims[chosen.dim])
             if {axis, *keys} <= set().union(*places):
-                raise Blocked("chosen entries of a row meet all its keys")
+                raise Unsupported("chosen entries of a row meet all its keys")
         if sum(map(len, places)) > len(set().union(*places)):
-            raise Blocked("an axis of the scores meets itself in another place")
+            raise Unsupported("an axis of the scores meets itself in another place")
 
     def chosen_in(self, dim: Dim) -> int | None:
         """The axis of chosen entries that a dimension is."""
@@ -76,7 +76,7 @@ class ElementAlgebra:
         for axis in self.chosen:
             if set(atoms) & set(self.axes.atoms((axis,))):
                 if atoms != (axis,):
-                    raise Blocked("chosen entries of rows are flattened")
+                    raise Unsupported("chosen entries of rows are flattened")
                 return axis
         return None
 
@@ -91,22 +91,22 @@ class ElementAlgebra:
             args,
             data,
             frozenset().union(*(a.axes for a in args)),
-            frozenset().union(*(a.flows for a in args)),
+            frozenset().union(*(a.grad_flows for a in args)),
             frozenset().union(*(a.dots for a in args)),
             self._common_key(args),
             op in CONDITIONS or (op == "where" and all(a.is_bool for a in args[1:])),
         )
 
     def without_gradient(self, x: Placed) -> Placed:
-        if not x.formula.flows:
+        if not x.formula.grad_flows:
             return x
-        formula = replace(self.formula("detach", x.formula), flows=frozenset())
+        formula = replace(self.formula("detach", x.formula), grad_flows=frozenset())
         return replace(x, formula=formula)
 
     def _common_key(self, args: Sequence[Formula]) -> int | None:
         keys = {self.axes.atoms((a.key,)) for a in args if a.key is not None}
         if len(keys) > 1:
-            raise Blocked("values that were summed over different axes meet")
+            raise Unsupported("values that were summed over different axes meet")
         (key,) = keys or {()}
         return key[0] if key else None
 
@@ -124,19 +124,21 @@ class ElementAlgebra:
         over = self.axes.atoms(a for d in dims for a in x.dims[d])
         formula = x.formula
         if not formula.dots:
-            raise Blocked("a sum of what is not made from scores")
+            raise Unsupported("a sum of what is not made from scores")
         key = self._summed_key(kind, x, over)
         for d in dims:
             if not self.axes.atoms(x.dims[d]) and not is_one(x.shape[d]):
                 count = expression(x.shape[d])
                 if kind == "logsumexp" or not isinstance(count, int):
-                    raise Blocked("a sum over a dimension along which nothing varies")
+                    raise Unsupported("a sum over a dimension along which nothing varies")
         if kind != "sum" and len(over) != 1:
-            raise Blocked("a softmax over a dimension that is not one axis of the scores")
+            raise Unsupported("a softmax over a dimension that is not one axis of the scores")
         what = Sum(kind, over, x.dims, x.shape, tuple(dims), keepdim, scale, divisors)
         removed = set(over)
         axes = frozenset(self.axes.atoms(formula.axes)) - removed
-        result = Formula("reduce", (formula,), what, axes, formula.flows, formula.dots, key, False)
+        result = Formula(
+            "reduce", (formula,), what, axes, formula.grad_flows, formula.dots, key, False
+        )
         kept = tuple(
             () if d in dims else dim for d, dim in enumerate(x.dims) if keepdim or d not in dims
         )
@@ -155,7 +157,7 @@ class ElementAlgebra:
             chosen = self.chosen[axis]
             if d not in dims:
                 if over & set(self.axes.atoms(chosen.hits.formula.axes)):
-                    raise Blocked("chosen entries are summed over their rows")
+                    raise Unsupported("chosen entries are summed over their rows")
                 continue
             nothing = Formula("const", (), 0.0 if kind == "sum" else -math.inf)
             formula = self.formula("where", chosen.hits.formula, x.formula, nothing)
@@ -174,12 +176,12 @@ class ElementAlgebra:
         if x.key is not None:
             keys = self.axes.atoms((x.key,))
             if not set(keys) <= set(self.axes.atoms(x.axes)):
-                raise Blocked("a sum over rows: it stays as it is")  # the user's own code
+                raise Unsupported("a sum over rows: it stays as it is")  # the user's own code
             if kind != "sum" and over != keys:
-                raise Blocked("softmaxes over different axes")
+                raise Unsupported("softmaxes over different axes")
             inside = [a for a in keys if a in over]
             if inside and inside != list(keys[-len(inside) :]):
-                raise Blocked("a sum over keys that are not next to each other")
+                raise Unsupported("a sum over keys that are not next to each other")
             return x.key
         if kind != "sum":
             return over[0] if len(over) == 1 else None

@@ -10,7 +10,7 @@ from torch_streamkl.fx_passes.analysis.elements.operands import Operands
 from torch_streamkl.fx_passes.analysis.elements.registry import rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.domain.row_elements import Placed
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 aten = torch.ops.aten
 CASTS = (
@@ -27,7 +27,7 @@ def _detach(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 def _cast(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     x = self.operand(a["self"])
     if node.meta["val"].device != a["self"].meta["val"].device:
-        raise Blocked("scores are moved to another device")
+        raise Unsupported("scores are moved to another device")
     made = node.meta["val"].dtype
     if x.formula.is_bool and made.is_floating_point:
         return self.combined("float", x)

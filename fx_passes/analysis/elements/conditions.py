@@ -11,7 +11,7 @@ from torch_streamkl.fx_passes.analysis.elements.operands import Operands
 from torch_streamkl.fx_passes.analysis.elements.registry import rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.domain.row_elements import Placed
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ for _op, _overloads in _COMPARISONS.items():
     def _compared(self: Operands, node: fx.Node, a: Arguments, op: str = _op) -> Placed:
         operands = [self.operand(a[name]) for name in ("self", "other")]
         if op in ("and", "or") and not all(x.formula.is_bool for x in operands):
-            raise Blocked("a logical operation on numbers that are made of scores")
+            raise Unsupported("a logical operation on numbers that are made of scores")
         if op not in ("and", "or"):
             check_comparison(operands)
         return self.combined(op, *operands)
@@ -45,7 +45,7 @@ def _not(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if x.formula.is_bool:
         return self.combined("not", x)
     if node.target is not aten.logical_not.default:
-        raise Blocked("a logical operation on numbers that are made of scores")
+        raise Unsupported("a logical operation on numbers that are made of scores")
     check_comparison([x])
     return self.combined("eq", x, self.operand(0.0))
 
@@ -55,7 +55,7 @@ def check_comparison(operands: Sequence[Placed]) -> None:
     for x in operands:
         for dot in x.formula.dots:
             if any(dtype.itemsize < 4 for dtype in dot.dtypes):
-                raise Blocked("scores of a narrow type are compared")
+                raise Unsupported("scores of a narrow type are compared")
 
 
 @rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
@@ -70,13 +70,13 @@ def _both(self: Operands, a: Arguments) -> tuple[Placed, Placed]:
 def _condition(self: Operands, x: object) -> Placed:
     condition = self.operand(x)
     if not condition.formula.is_bool:
-        raise Blocked("a condition that is a number")
+        raise Unsupported("a condition that is a number")
     return condition
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     fill = self.operand(a["value"])
-    if fill.formula.flows:
-        raise Blocked("scores are filled with a tensor that has a gradient")
+    if fill.formula.grad_flows:
+        raise Unsupported("scores are filled with a tensor that has a gradient")
     return self.combined("where", _condition(self, a["mask"]), fill, self.operand(a["self"]))

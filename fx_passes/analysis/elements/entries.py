@@ -13,9 +13,9 @@ from torch_streamkl.fx_passes.analysis.elements.registry import rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.domain.row_elements import Chosen, Placed
 from torch_streamkl.fx_passes.domain.values import Number
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import named_arguments
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_zero, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, is_zero, provably_equal, shape_of
 
 aten = torch.ops.aten
 SAME = {aten.detach.default, aten.alias.default, aten.contiguous.default}
@@ -29,12 +29,12 @@ def _scatter(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if isinstance(value, Number):
         value = value.value
     if not isinstance(base, Number) or not isinstance(value, (int, float)):
-        raise Blocked("scatter of scores")
+        raise Unsupported("scatter of scores")
     dim = a["dim"] % len(shape_of(node))
     hits = self.at_given_ids(a["index"], shape_of(node), dim)
     if node.meta["val"].dtype == torch.bool:
         if base.value != 0 or value == 0:
-            raise Blocked("scatter into a condition")
+            raise Unsupported("scatter into a condition")
         return hits
     return self.combined("where", hits, self.number(float(value)), self.number(base.value))
 
@@ -55,7 +55,7 @@ def largest(self: Operands, top: fx.Node) -> Placed:
     """The values of a top-k: entries at its ids."""
     ids = [u for u in top.users if u.target is operator.getitem and u.args[1] == 1]
     if not ids:
-        raise Blocked("the largest scores without their ids")
+        raise Unsupported("the largest scores without their ids")
     source = named_arguments(top)["self"]
     x = replace(self.operand(source), shape=tuple(shape_of(source)))
     return _several(self, x, ids[0], named_arguments(top).get("dim", -1) % len(x.dims))
@@ -65,14 +65,14 @@ def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
     """Entries at ids that are given once in each row."""
     source = _ranked(ids, dim)
     if source is None:
-        raise Blocked("several entries of a row are gathered, and one may be there twice")
+        raise Unsupported("several entries of a row are gathered, and one may be there twice")
     if is_zero(shape_of(ids)[dim]):
-        raise Blocked("no entry of a row is gathered")  # their mean has no gradient, not NaN
+        raise Unsupported("no entry of a row is gathered")  # their mean has no gradient, not NaN
     if not _is_within(shape_of(source)[dim], x.shape[dim]):
-        raise Blocked("ids of more keys than there are")  # eager code raises
+        raise Unsupported("ids of more keys than there are")  # eager code raises
     key = self.axes.atoms(x.dims[dim])
     if len(key) != 1 or (x.formula.key is not None and self.axes.atoms((x.formula.key,)) != key):
-        raise Blocked("entries of what is not the keys are gathered")
+        raise Unsupported("entries of what is not the keys are gathered")
     known = (self.recognised.canonical[ids], dim)
     if known not in self.by_ids:
         axis = self.axes.new(shape_of(ids)[dim])
@@ -80,8 +80,8 @@ def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
         self.by_ids[known] = axis
     axis = self.by_ids[known]
     hits = self.chosen[axis].hits
-    if not same(hits.shape[dim], x.shape[dim]):
-        raise Blocked("ids of keys of two lengths")
+    if not provably_equal(hits.shape[dim], x.shape[dim]):
+        raise Unsupported("ids of keys of two lengths")
     dims = self.aligned(hits, x)
     return Placed(x.formula, (*dims[:dim], (axis,), *dims[dim + 1 :]))
 
@@ -106,4 +106,4 @@ def _ranked(ids: fx.Node, dim: int) -> fx.Node | None:
 
 def _is_within(length: Size, whole: Size) -> bool:
     known = isinstance(length, int) and isinstance(whole, int) and length <= whole
-    return known or same(length, whole)
+    return known or provably_equal(length, whole)

@@ -12,8 +12,8 @@ from torch_streamkl.fx_passes.analysis.elements.operands import Operands
 from torch_streamkl.fx_passes.analysis.elements.registry import rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.domain.row_elements import Placed
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal, shape_of
 
 aten = torch.ops.aten
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
@@ -23,10 +23,12 @@ REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 def _cosine_similarity(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     """Norms are bounded from below without a gradient: it flows as if they were not."""
     shape = tuple(shape_of(a["x1"]))
-    if len(shape) != len(shape_of(a["x2"])) or not all(map(same, shape, shape_of(a["x2"]))):
-        raise Blocked("cosine_similarity of tensors of two shapes")
+    if len(shape) != len(shape_of(a["x2"])) or not all(
+        map(provably_equal, shape, shape_of(a["x2"]))
+    ):
+        raise Unsupported("cosine_similarity of tensors of two shapes")
     if a["x1"].meta["val"].dtype != a["x2"].meta["val"].dtype:
-        raise Blocked("cosine_similarity of tensors of two types")
+        raise Unsupported("cosine_similarity of tensors of two types")
     dim = a.get("dim", 1) % len(shape)
     units = []
     for name in ("x1", "x2"):
@@ -58,7 +60,7 @@ def _shape_of_two(a: Arguments) -> tuple[Size, ...]:
 def _kl_div(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     types = [a[name].meta["val"].dtype for name in ("self", "target")]
     if types[0] != types[1]:
-        raise Blocked("the input and the target of kl_div are of two types")
+        raise Unsupported("the input and the target of kl_div are of two types")
     x, target = self.operand(a["self"]), self.operand(a["target"])
     if a.get("log_target"):
         difference = self.combined("sub", target, x)
@@ -84,11 +86,11 @@ def _l1_loss(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 @rule(aten.cross_entropy_loss.default)
 def _cross_entropy(self: Operands, node: fx.Node, a: Arguments) -> Placed:
-    """Of probabilities: of labels it is no sum over the words."""
+    """Of probabilities: of labels it is no sum over the vocabulary entries."""
     if not a["target"].meta["val"].is_floating_point():
-        raise Blocked("cross_entropy of labels")
+        raise Unsupported("cross_entropy of labels")
     if a.get("weight") is not None or a.get("label_smoothing", 0.0):
-        raise Blocked("cross_entropy with class weights or label smoothing")
+        raise Unsupported("cross_entropy with class weights or label smoothing")
     x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
     dim = 1 if len(x.dims) > 1 else 0
     logs = self.combined("sub", x, self.reduced("logsumexp", x, [dim], True))

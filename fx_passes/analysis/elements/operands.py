@@ -18,8 +18,14 @@ from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, Linear, Op
 from torch_streamkl.fx_passes.domain.row_elements import Dim, Dot, Formula, Placed
 from torch_streamkl.fx_passes.domain.scores import Bias, Scale, Scores
 from torch_streamkl.fx_passes.domain.values import Number
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+    is_one,
+    provably_equal,
+    shape_of,
+)
 
 
 class Operands(ElementAlgebra):
@@ -44,15 +50,15 @@ class Operands(ElementAlgebra):
     def _dot(self, node: fx.Node) -> Placed:
         scores = self.recognised.values.get(node)
         if not isinstance(scores, Scores):
-            raise Blocked(
+            raise Unsupported(
                 self.recognised.reasons.get(node, "a product that makes no scores, or reads some")
             )
         key = scores.key
         shape = shape_of(node)
         if not all(isinstance(step, (Scale, Bias)) for step in key.steps):
-            raise Blocked("a product that something else is added to")
+            raise Unsupported("a product that something else is added to")
         if not all(_is_contracted(ref.layout) for ref in (key.lhs, key.rhs)):
-            raise Blocked("a product that sums nothing")
+            raise Unsupported("a product that sums nothing")
         dims = self.axes.of_shape(shape)
         dot = Dot(key.lhs, key.rhs, dims, self.recognised._dtype_of(node))
         self.products[dot] = node
@@ -68,7 +74,7 @@ class Operands(ElementAlgebra):
                 continue
             assert isinstance(step, Bias)
             if step.factors:
-                raise Blocked("a product that something else is added to")
+                raise Unsupported("a product that something else is added to")
             bias = self._capture_at(step.tensor.node, step.tensor.layout, dims, step.tensor.grad)
             if step.weight != 1.0:
                 bias = self.combined("mul", bias, self.number(step.weight))
@@ -76,33 +82,35 @@ class Operands(ElementAlgebra):
         return replace(placed, shape=tuple(shape))
 
     def _capture_at(
-        self, source: fx.Node, layout: Any, dims: tuple[Dim, ...], flows: bool
+        self, source: fx.Node, layout: Any, dims: tuple[Dim, ...], grad_flows: bool
     ) -> Placed:
         """A tensor laid out in dimensions of a product."""
         places: list[Dim] = []
         mine: dict[int, Dim] = {}
         for pieces in layout:
             if len(pieces) > 1 or any(not is_one(p.stride) for p in pieces):
-                raise Blocked("a product that something else is added to")
+                raise Unsupported("a product that something else is added to")
             place: Dim = dims[pieces[0].axis] if pieces else ()
             places.append(place)
             if pieces:
                 mine[pieces[0].axis] = place
-        formula = self._capture_formula(source, tuple(places), flows)
+        formula = self._capture_formula(source, tuple(places), grad_flows)
         return Placed(formula, tuple(mine.get(d, ()) for d in range(len(dims))))
 
-    def _capture_formula(self, source: fx.Node, places: tuple[Dim, ...], flows: bool) -> Formula:
+    def _capture_formula(
+        self, source: fx.Node, places: tuple[Dim, ...], grad_flows: bool
+    ) -> Formula:
         value = source.meta["val"]
         if value.dtype.is_complex:
-            raise Blocked("a complex tensor meets scores")
+            raise Unsupported("a complex tensor meets scores")
         axes = frozenset(a for dim in places for a in dim)
-        refs: frozenset[object] = frozenset({source}) if flows else frozenset()
+        refs: frozenset[object] = frozenset({source}) if grad_flows else frozenset()
         is_bool = value.dtype == torch.bool
         return Formula("capture", (), (source, places), axes, refs, is_bool=is_bool)
 
     def number(self, value: float) -> Placed:
         if math.isnan(value):
-            raise Blocked("NaN meets scores")
+            raise Unsupported("NaN meets scores")
         return Placed(Formula("const", (), float(value)), (), ())
 
     def _constant(self, value: float, node: fx.Node) -> Placed:
@@ -122,13 +130,13 @@ class Operands(ElementAlgebra):
         if is_symbolic_number(x):
             return Placed(Formula("capture", (), (x, ())), (), ())
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), Tensor):
-            raise Blocked("scores meet a number that is not known")
+            raise Unsupported("scores meet a number that is not known")
         if x in self.placed:
             if is_block_level(self.placed[x], self.axes):
-                raise Blocked("what is computed of sums over blocks of keys stays as it is")
+                raise Unsupported("what is computed of sums over blocks of keys stays as it is")
             return self.placed[x]
         if x in self._overwritten and x not in self.behind_dots:
-            raise Blocked("a tensor that was modified in place is used afterwards")
+            raise Unsupported("a tensor that was modified in place is used afterwards")
         value = self.recognised.values.get(x)
         match value:
             case Number():
@@ -140,13 +148,13 @@ class Operands(ElementAlgebra):
                 either = (self.number(value.inside), self.number(value.outside))
                 return replace(self.combined("where", holds, *either), shape=tuple(shape_of(x)))
         if x in self.behind_dots and x in self.reasons:
-            raise Blocked(self.reasons[x])
+            raise Unsupported(self.reasons[x])
         if x in self.recognised.reasons and x in self.behind_dots:
-            raise Blocked(self.recognised.reasons[x])
+            raise Unsupported(self.recognised.reasons[x])
         shape = tuple(shape_of(x))
         dims = self.axes.of_shape(shape)
         source = self.recognised.canonical[x]
-        return Placed(self._capture_formula(source, dims, self._trained(x)), dims, shape)
+        return Placed(self._capture_formula(source, dims, self._requires_grad(x)), dims, shape)
 
     def _condition(self, mask: BoolTensor, shape: Sequence[Size]) -> Placed:
         """A mask that the recogniser knows: conditions on indices, and tensors as they were."""
@@ -165,13 +173,13 @@ class Operands(ElementAlgebra):
                 axes = frozenset(a for a, _ in coefficients)
                 constant = expression(literal.constant)
                 if not isinstance(constant, int):
-                    raise Blocked("a mask whose place depends on a size that varies")
+                    raise Unsupported("a mask whose place depends on a size that varies")
                 found.append(Formula("linear", (), (coefficients, constant), axes, is_bool=True))
                 read |= {d for d, c in enumerate(literal.coefficients) if c}
                 continue
             assert isinstance(literal, Opaque)
             if literal.node in self._overwritten or literal.node in self.behind_dots:
-                raise Blocked("a mask that is made of scores, or modified in place")
+                raise Unsupported("a mask that is made of scores, or modified in place")
             places: list[Dim] = [()] * len(shape_of(literal.node))
             for d, source in enumerate(literal.dims):
                 if source is not None:
@@ -201,23 +209,25 @@ class Operands(ElementAlgebra):
     def at_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
         """Whether a position along a dimension is among the ids of its row."""
         if ids in self._overwritten:
-            raise Blocked("a tensor that was modified in place is used afterwards")
+            raise Unsupported("a tensor that was modified in place is used afterwards")
         known = shape_of(ids)
         if len(known) != len(shape) or not all(
-            same(a, b) for d, (a, b) in enumerate(zip(known, shape, strict=True)) if d != dim
+            provably_equal(a, b)
+            for d, (a, b) in enumerate(zip(known, shape, strict=True))
+            if d != dim
         ):
-            raise Blocked("ids of only some of the rows")
+            raise Unsupported("ids of only some of the rows")
         dims = self.axes.of_shape(shape)
         if not dims[dim]:
-            raise Blocked("ids of a single key")
+            raise Unsupported("ids of a single key")
         places = tuple(x for d, x in enumerate(dims) if d != dim)
         axes = frozenset(a for x in dims for a in x)
         source = self.recognised.canonical[ids]
         data = (source, places, dims[dim][0], dim)
         return Placed(Formula("columns", (), data, axes, is_bool=True), dims, tuple(shape))
 
-    def _trained(self, node: fx.Node) -> bool:
-        return self.recognised.trained(node)
+    def _requires_grad(self, node: fx.Node) -> bool:
+        return self.recognised.requires_grad(node)
 
     def pointwise(self, op: str, *arguments: object, data: Any = None) -> Placed:
         return self.combined(op, *(self.operand(x) for x in arguments), data=data)

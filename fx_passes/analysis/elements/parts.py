@@ -18,13 +18,13 @@ from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.analysis.rules.views import from_front
 from torch_streamkl.fx_passes.domain.row_elements import Dim, Dot, Formula, Placed, Sum
 from torch_streamkl.fx_passes.domain.score_algebra import part_of_operand
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     expression,
     is_one,
     is_unknown,
-    same,
+    provably_equal,
     shape_of,
 )
 
@@ -36,14 +36,14 @@ def _select(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     before = shape_of(a["self"])
     dim = a["dim"] % len(before)
     if not isinstance(a["index"], int):
-        raise Blocked("scores are selected at a position that is not known")
+        raise Unsupported("scores are selected at a position that is not known")
     return _part(self, self.operand(a["self"]), dim, from_front(a["index"], before[dim]), None)
 
 
 @rule(aten.slice.Tensor)
 def _slice(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if a.get("step", 1) != 1:
-        raise Blocked("scores are sliced with a step")
+        raise Unsupported("scores are sliced with a step")
     return _range(self, node, a, a.get("dim", 0))
 
 
@@ -55,28 +55,28 @@ def _narrow(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 def _range(self: Operands, node: fx.Node, a: Arguments, dim: int) -> Placed:
     dim %= len(shape_of(a["self"]))
     if is_unknown(shape_of(node)[dim]):
-        raise Blocked("scores are sliced to a size that only data decides")
+        raise Unsupported("scores are sliced to a size that only data decides")
     start = self.recognised.first_index(node, a["self"], dim, a.get("start"))
     if start is None:
-        raise Blocked("scores are sliced from a place that depends on their size")
+        raise Unsupported("scores are sliced from a place that depends on their size")
     return _part(self, self.operand(a["self"]), dim, start, shape_of(node)[dim])
 
 
 def _part(self: Operands, x: Placed, dim: int, start: Size, length: Size | None) -> Placed:
     """``narrow(dim, start, length)``, or ``select(dim, start)`` without a length."""
     if any(self.chosen_in(d) is not None for d in x.dims):
-        raise Blocked("chosen entries of rows are sliced")
+        raise Unsupported("chosen entries of rows are sliced")
     if is_row_level(x, self.axes):
-        raise Blocked("part of what was summed over the keys")  # the user's own code takes it
+        raise Unsupported("part of what was summed over the keys")  # the user's own code takes it
     axes = self.axes.atoms(x.dims[dim])
     if len(axes) > 1:
-        raise Blocked("a flattened dimension of the scores is sliced")
+        raise Unsupported("a flattened dimension of the scores is sliced")
     kept: Dim = axes
     formula = x.formula
-    if axes and not (length is not None and same(length, self.axes.size(axes[0]))):
+    if axes and not (length is not None and provably_equal(length, self.axes.size(axes[0]))):
         key = formula.key
         if key is not None and set(axes) <= set(self.axes.atoms((key,))):
-            raise Blocked("only some of the keys are used after the softmax")
+            raise Unsupported("only some of the keys are used after the softmax")
         kept = _axis_of_part(self, axes[0], start, length)
         formula = _Part(self, axes[0], kept, start, length).of(formula)
     inner = () if length is None else (kept,)
@@ -113,7 +113,7 @@ class _Part:
         if f not in self.known:
             made = self._of(f)
             # conditions have no gradient, whatever they are made of
-            self.known[f] = made if f.flows else replace(made, flows=frozenset())
+            self.known[f] = made if f.grad_flows else replace(made, grad_flows=frozenset())
         return self.known[f]
 
     def _of(self, f: Formula) -> Formula:
@@ -123,7 +123,7 @@ class _Part:
             case "linear":
                 return self._linear(f)
             case "capture" | "columns":
-                raise Blocked("scores are sliced after a tensor has met them")
+                raise Unsupported("scores are sliced after a tensor has met them")
             case "reduce":
                 return self._reduction(f)
         return self.elements.formula(f.op, *map(self.of, f.args), data=f.data)
@@ -131,7 +131,7 @@ class _Part:
     def _dims(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
         atoms = self.elements.axes.atoms
         if any(self.axis in atoms(d) and atoms(d) != (self.axis,) for d in dims):
-            raise Blocked("a flattened dimension of the scores is sliced")
+            raise Unsupported("a flattened dimension of the scores is sliced")
         return tuple(self.kept if atoms(d) == (self.axis,) else d for d in dims)
 
     def _dot(self, f: Formula) -> Formula:
@@ -147,7 +147,7 @@ class _Part:
             )
             new = elements.parts_of_dots[part] = Dot(lhs, rhs, dims, old.dtype)
             elements.products[new] = elements.products[old]
-        refs = frozenset((new, ref[1]) for ref in f.flows if isinstance(ref, tuple))
+        refs = frozenset((new, ref[1]) for ref in f.grad_flows if isinstance(ref, tuple))
         found = frozenset(a for d in dims for a in d)
         return Formula("dot", (), new, found, refs, frozenset({new}))
 
@@ -155,7 +155,7 @@ class _Part:
         """The index in the whole is the one in the part and the start."""
         coefficients, constant = f.data
         if not isinstance(self.start, int):
-            raise Blocked("a mask whose place depends on a size that varies")
+            raise Unsupported("a mask whose place depends on a size that varies")
         moved: list[tuple[int, int]] = []
         for axis, c in coefficients:
             if self.elements.axes.atoms((axis,)) == (self.axis,):
@@ -176,4 +176,6 @@ class _Part:
         )
         data = replace(what, places=self._dims(what.places), shape=sizes)
         found = frozenset(axes.atoms(inner.axes)) - set(axes.atoms(what.over))
-        return replace(f, args=(inner,), data=data, axes=found, flows=inner.flows, dots=inner.dots)
+        return replace(
+            f, args=(inner,), data=data, axes=found, grad_flows=inner.grad_flows, dots=inner.dots
+        )

@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.analysis.elements.operands import Operands
 from torch_streamkl.fx_passes.analysis.elements.registry import Rule, rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.domain.row_elements import Formula, Placed
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.rows.operations import MAX_POWER
 
 aten = torch.ops.aten
@@ -56,10 +56,10 @@ for _op, _overloads in _BINARY.items():
 def _sum_of_two(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     x, y = self.operand(a["self"]), self.operand(a["other"])
     if x.formula.is_bool or y.formula.is_bool:
-        raise Blocked("conditions are added to scores")
+        raise Unsupported("conditions are added to scores")
     alpha = a.get("alpha", 1)
     if not isinstance(alpha, (int, float)):
-        raise Blocked("scores meet a number that is not known")
+        raise Unsupported("scores meet a number that is not known")
     if alpha != 1:
         y = self.combined("mul", y, self.operand(alpha))
     op = "add" if node.target in (aten.add.Tensor, aten.add.Scalar) else "sub"
@@ -69,7 +69,7 @@ def _sum_of_two(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 @rule(aten.rsub.Scalar, aten.rsub.Tensor)
 def _rsub(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if a.get("alpha", 1) != 1:
-        raise Blocked("rsub with a factor")
+        raise Unsupported("rsub with a factor")
     return self.pointwise("sub", a["other"], a["self"])
 
 
@@ -97,7 +97,7 @@ def _square(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 @rule(aten.softplus.default)
 def _softplus(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if a.get("beta", 1) != 1 or a.get("threshold", 20) != 20:
-        raise Blocked("softplus with a beta or threshold")
+        raise Unsupported("softplus with a beta or threshold")
     return self.pointwise("softplus", a["self"])
 
 
@@ -110,7 +110,7 @@ def _log_sigmoid(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 def _pow(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     exponent = a["exponent"]
     if not isinstance(exponent, (int, float)) or abs(exponent) > MAX_POWER:
-        raise Blocked("a power of scores whose exponent is not known, or large")
+        raise Unsupported("a power of scores whose exponent is not known, or large")
     return self.pointwise("pow", a["self"], data=float(exponent))
 
 
@@ -119,7 +119,7 @@ def _clamp(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     x = self.operand(a["self"])
     for bound, op in ((a.get("min"), "clamp_min"), (a.get("max"), "clamp_max")):
         if isinstance(bound, fx.Node):
-            raise Blocked("scores are clamped by a tensor")
+            raise Unsupported("scores are clamped by a tensor")
         if bound is not None:
             x = self.combined(op, x, self.operand(bound))
     return x
@@ -153,7 +153,7 @@ def _vanishes_with_gradient(x: Formula) -> bool:
     stack, seen = [x], {x}
     while stack:
         f = stack.pop()
-        if not f.flows or f.op == "exp":
+        if not f.grad_flows or f.op == "exp":
             continue
         if f.op not in ("mul", "mul0", "div", "pow", "sqrt"):
             return False
@@ -173,5 +173,5 @@ def _lerp(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 @rule(aten.dropout.default)
 def _dropout(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if a["p"] != 0.0 and a["train"]:
-        raise Blocked("dropout changes the probabilities after the softmax")
+        raise Unsupported("dropout changes the probabilities after the softmax")
     return self.operand(a["input"])

@@ -1,6 +1,6 @@
 """What the graph computes between matmuls and sums, as formulas: see domain/row_elements.py.
 
-A second reading of the trace beside the recogniser's. That one knows what divergences are made of
+A second reading of the trace next to the recogniser's. That one knows what divergences are made of
 and what kernels take; this one knows operations, one by one, and no loss. Whatever is computed
 from dot products by them, and summed over one of their axes, is a row program.
 
@@ -33,10 +33,10 @@ from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import Axes, Formula, Placed
 from torch_streamkl.fx_passes.domain.values import Number
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import is_zero, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import is_zero, provably_equal, shape_of
 
 aten = torch.ops.aten
 MATMULS = {
@@ -65,7 +65,7 @@ class RowElements(Operands):
                 self.behind_dots.add(node)
                 try:
                     self.placed[node] = self._held(node, self._apply(node))
-                except Blocked as reason:
+                except Unsupported as reason:
                     self.reasons[node] = str(reason)
             for target in written_by(node):
                 aliases = self._by_storage.get(storage_of(target), [])
@@ -76,9 +76,9 @@ class RowElements(Operands):
 
     def _apply(self, node: fx.Node) -> Placed:
         if any(a in self._overwritten for a in node.all_input_nodes):
-            raise Blocked("a tensor that was modified in place is used afterwards")
+            raise Unsupported("a tensor that was modified in place is used afterwards")
         if self.recognised._hides_its_write(node):
-            raise Blocked("a tensor that has a gradient is modified in place under no_grad")
+            raise Unsupported("a tensor that has a gradient is modified in place under no_grad")
         first = self.recognised.canonical[node]
         if first is not node and first in self.placed:
             return self.placed[first]
@@ -92,8 +92,8 @@ class RowElements(Operands):
         if function is None:
             for a in node.all_input_nodes:
                 if a in self.reasons:
-                    raise Blocked(self.reasons[a])
-            raise Blocked(f"{name_of(node)} of scores")
+                    raise Unsupported(self.reasons[a])
+            raise Unsupported(f"{name_of(node)} of scores")
         x = arguments.get("self", arguments.get("input"))
         dims = (arguments.get(name) for name in ("dim", "dims", "dim0"))
         if (
@@ -101,40 +101,40 @@ class RowElements(Operands):
             and isinstance(x, fx.Node)
             and not shape_of(x)
         ):
-            raise Blocked("a dimension of a number")  # torch takes 0 and -1
+            raise Unsupported("a dimension of a number")  # torch takes 0 and -1
         return function(self, node, arguments)
 
     def _held(self, node: fx.Node, x: Placed) -> Placed:
         """The elements as the node's own record has them."""
         made = node.meta.get("val")
         if not isinstance(made, Tensor):
-            raise Blocked(f"{name_of(node)} of scores")
+            raise Unsupported(f"{name_of(node)} of scores")
         dims = tuple(self.axes.atoms(d) for d in x.dims)
         x = Placed(x.formula, dims, tuple(made.shape))
         for d in dims:
             self.chosen_in(d)
         flat = [a for d in dims for a in d]
         if len(set(flat)) != len(flat):
-            raise Blocked("an axis of the scores meets itself in another place")
+            raise Unsupported("an axis of the scores meets itself in another place")
         if len(dims) != made.dim() or not all(
-            not d or same(self.axes.extent(d), size)
+            not d or provably_equal(self.axes.extent(d), size)
             for d, size in zip(dims, made.shape, strict=True)
         ):
-            raise Blocked("elements are in a tensor of another shape")
+            raise Unsupported("elements are in a tensor of another shape")
         if any(not d and is_zero(size) for d, size in zip(dims, made.shape, strict=True)):
-            raise Blocked("no element is left of a dimension along which nothing varies")
+            raise Unsupported("no element is left of a dimension along which nothing varies")
         self._check_rounding(node, x.formula, made)
         formula = x.formula
         self._check_integers(node, made.dtype, formula)
         if formula.is_bool or not made.dtype.is_floating_point:
             if formula.is_bool != (made.dtype == torch.bool):
-                raise Blocked("scores are cast to an integer type")
-            return replace(x, formula=replace(formula, flows=frozenset()))
-        if not self._trained(node):
+                raise Unsupported("scores are cast to an integer type")
+            return replace(x, formula=replace(formula, grad_flows=frozenset()))
+        if not self._requires_grad(node):
             return self.without_gradient(x)
         # what is inside of one of the user's operations has that operation's record
-        if not formula.flows and node in self.trace.outer:
-            raise Blocked("a gradient flows through part of the loss that is a constant")
+        if not formula.grad_flows and node in self.trace.outer:
+            raise Unsupported("a gradient flows through part of the loss that is a constant")
         return x
 
     def _check_integers(self, node: fx.Node, made: torch.dtype, formula: Formula) -> None:
@@ -148,24 +148,24 @@ class RowElements(Operands):
         dtypes = [v.dtype for v in values if isinstance(v, Tensor)]
         if not made.is_floating_point:
             if made.itemsize < 4 or any(d.is_floating_point for d in dtypes):
-                raise Blocked("scores are cast to an integer type")
+                raise Unsupported("scores are cast to an integer type")
             return
         is_cast = node.target in CASTS and dtypes[0] == torch.bool
         operands = [
             ref.node.meta["val"].dtype for dot in formula.dots for ref in (dot.lhs, dot.rhs)
         ]
         if not is_cast and any(d.is_floating_point and is_narrower(made, d) for d in operands):
-            raise Blocked("what is made of conditions on scores has a narrower type than they")
+            raise Unsupported("what is made of conditions on scores has a narrower type than they")
 
     def _check_rounding(self, node: fx.Node, formula: Formula, made: Tensor) -> None:
         if made.dtype.is_complex:
-            raise Blocked("scores are cast to a complex type")
+            raise Unsupported("scores are cast to a complex type")
         if not made.dtype.is_floating_point:
             return
         for dot in formula.dots:
             operands = [ref.node.meta["val"].dtype for ref in (dot.lhs, dot.rhs)]
             if made.dtype == torch.float64 and torch.float64 not in operands:
-                raise Blocked("scores become float64 behind their matmul")
+                raise Unsupported("scores become float64 after their matmul")
             for source in node.all_input_nodes:
                 known = source.meta.get("val")
                 if source not in self.placed or not isinstance(known, Tensor):
@@ -174,7 +174,7 @@ class RowElements(Operands):
                     continue
                 if made.dtype.itemsize == 1 or any(made.dtype != d for d in operands):
                     name = str(made.dtype).removeprefix("torch.")
-                    raise Blocked(f"scores or what is made of them are rounded to {name}")
+                    raise Unsupported(f"scores or what is made of them are rounded to {name}")
 
 
 def _is_dot(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch_streamkl.fx_passes.analysis.elements.operands import Operands
 from torch_streamkl.fx_passes.analysis.elements.registry import rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.domain.row_elements import Formula, Placed
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def _logsumexp(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
     if is_filled(x.formula, ROUNDED):
         # in a row without keys eager code's sum is the fill, in which their count is lost
-        raise Blocked("the log-sum-exp of scores that a large number may stand in place of")
+        raise Unsupported("the log-sum-exp of scores that a large number may stand in place of")
     given = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
     dims = [d % len(x.dims) for d in given]
     return self.reduced("logsumexp", x, dims, bool(a.get("keepdim", False)))
@@ -87,7 +87,7 @@ def _norm(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     elif order == 2:
         inside = self.combined("mul", x, x)
     else:
-        raise Blocked(f"a norm of order {order}")
+        raise Unsupported(f"a norm of order {order}")
     shape = tuple(shape_of(a["self"]))
     given = a.get("dim")
     dims = [given] if isinstance(given, int) else given or range(len(shape))
@@ -110,7 +110,7 @@ def is_filled(scores: Formula, least: float) -> bool:
         f = stack.pop()
         if f.op == "const" and least <= abs(f.data) < math.inf:
             return True
-        if f.op == "capture" and not (f.is_bool or f.flows) and len(f.axes) > 1:
+        if f.op == "capture" and not (f.is_bool or f.grad_flows) and len(f.axes) > 1:
             return True
         if f.op not in ("reduce", *CONDITIONS):
             fresh = [a for a in f.args if a not in seen and not a.is_bool]

@@ -16,9 +16,9 @@ from torch_streamkl.fx_passes.analysis.elements.sums import maximum
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.analysis.rules.views import RESHAPES
 from torch_streamkl.fx_passes.domain.row_elements import Placed
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, provably_equal, shape_of
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def _getitem(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     if source.target == aten.topk.default and index == 0:
         return largest(self, source)
     if source.target != aten.broadcast_tensors.default:
-        raise Blocked(f"{name_of(source)} of scores")
+        raise Unsupported(f"{name_of(source)} of scores")
     tensors: Any = source.args[0]
     x = self.operand(tensors[index])
     return Placed(x.formula, ((),) * (len(shape_of(node)) - len(x.dims)) + x.dims)
@@ -50,8 +50,8 @@ def _view(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     before = shape_of(a["self"])
     if any(not is_one(n) and not self.axes.atoms(d) for d, n in zip(x.dims, before, strict=True)):
         after = shape_of(node)
-        if len(before) != len(after) or not all(map(same, before, after)):
-            raise Blocked("reshape of elements that are broadcast")
+        if len(before) != len(after) or not all(map(provably_equal, before, after)):
+            raise Unsupported("reshape of elements that are broadcast")
         return x
     return Placed(x.formula, self.axes.reshaped(x.dims, shape_of(node)))
 
@@ -73,7 +73,7 @@ def _permute(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 def _matrix_transpose(self: Operands, node: fx.Node, a: Arguments) -> Placed:
     rank = len(shape_of(node))
     if rank != 2 and node.target not in (aten.mT.default, aten.adjoint.default):
-        raise Blocked("t of scores")
+        raise Unsupported("t of scores")
     return _moved(self, a, [*range(rank - 2), rank - 1, rank - 2])
 
 

@@ -41,8 +41,8 @@ from torch_streamkl.fx_passes.domain.values import (
     Shifted,
     where_within,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import same, shape_of
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal, shape_of
 
 aten = torch.ops.aten
 
@@ -107,7 +107,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
 
     def _scores_plus_tensor(self, node: fx.Node, x: Scores, other: fx.Node, sign: float) -> Scores:
         if self.rank[other] > len(x.layout):
-            raise Blocked("scores are broadcast against a tensor with more dimensions")
+            raise Unsupported("scores are broadcast against a tensor with more dimensions")
         self._stays_as_wide(node, x)
         y = self.value(other)
         if isinstance(y, Choice):
@@ -129,10 +129,10 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
     def _stays_as_wide(self, node: fx.Node, x: Scores) -> None:
         """Operators compute in the type of q and k; a float64 tensor makes eager scores wider."""
         if node.meta["val"].dtype == torch.float64 and x.key.dtype not in (None, torch.float64):
-            raise Blocked("scores become float64 by a tensor that is added or multiplied")
+            raise Unsupported("scores become float64 by a tensor that is added or multiplied")
 
     def _dense(self, node: fx.Node, layout: Layout) -> TensorRef:
-        """A tensor beside the scores, at the size it had before it was expanded."""
+        """A tensor next to the scores, at the size it had before it was expanded."""
         self._stays_blocked(node)
         source, dims = self.unexpanded(node)
         rank = self.rank[source]
@@ -142,9 +142,9 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             if origin is not None:
                 placed[origin] = layout[skipped + d]
         shape = shape_of(source)
-        if any(not same(lay.dim_size(p), s) for p, s in zip(placed, shape, strict=True)):
-            raise Blocked("a tensor that does not match the scores is added to them")
-        return replace(self.reference(source, tuple(placed)), grad=self.trained(node))
+        if any(not provably_equal(lay.dim_size(p), s) for p, s in zip(placed, shape, strict=True)):
+            raise Unsupported("a tensor that does not match the scores is added to them")
+        return replace(self.reference(source, tuple(placed)), grad=self.requires_grad(node))
 
     @rule(aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor, aten.mul_.Scalar)
     def mul(self, node: fx.Node, a: Arguments) -> object:
@@ -177,7 +177,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
                 return elements.with_constant(op, y, x.value, reverse=True)
             case ((Elements() | Scores() | Rows()), Number()):
                 if y.value == 0.0 and divides:
-                    raise Blocked("division by 0")
+                    raise Unsupported("division by 0")
                 return self._times_number(x, 1.0 / y.value if divides else y.value)
             case Elements(), Elements():
                 return elements.combined(op, x, y)
@@ -218,16 +218,18 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
 
     def _factor(self, x: Scores, other: object, divides: bool) -> Factor:
         if not isinstance(other, fx.Node):
-            raise Blocked("scores are multiplied by something that is not a tensor or a number")
+            raise Unsupported(
+                "scores are multiplied by something that is not a tensor or a number"
+            )
         if not isinstance(other.meta.get("val"), Tensor):
             return Factor(TensorRef(other), divides)  # a symbolic number
         return Factor(self._dense(other, x.layout), divides)
 
     def _raw(self, x: Scores, like: Elements) -> Elements:
-        """Raw scores beside probabilities: log-probability + log-sum-exp along one dimension."""
+        """Raw scores next to probabilities: log-probability + log-sum-exp along one dimension."""
         dim = like.key_dim - (like.rank - len(x.layout))
         if dim < 0:
-            raise Blocked("scores and probabilities of different ranks are combined")
+            raise Unsupported("scores and probabilities of different ranks are combined")
         return elements.raw_scores(x, dim)
 
     def _normalised(self, x: Elements, y: Rows) -> Elements:
@@ -238,12 +240,14 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             or (y.elements.terms and y.elements.terms[0].expr != ZERO)
             or not y.keepdim
         ):
-            raise Blocked("a value is divided by a sum over keys")
+            raise Unsupported("a value is divided by a sum over keys")
         summed = tuple(d - y.elements.rank for d in y.reduced)
         if summed != (x.key_dim - x.rank,) or y.constant == 0.0:
-            raise Blocked("a value is divided by a sum over other dimensions")
+            raise Unsupported("a value is divided by a sum over other dimensions")
         if y.constant_within and any(where_within(t.expr, False) != ZERO for t in x.terms):
-            raise Blocked("a value is divided by a sum over keys that is 0 in rows without keys")
+            raise Unsupported(
+                "a value is divided by a sum over keys that is 0 in rows without keys"
+            )
         return elements.with_constant("mul", x, 1.0 / y.constant)
 
 

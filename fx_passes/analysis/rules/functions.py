@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Rows,
     Shifted,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ class FunctionRules(MaskRules):
             return self._no_rule(node, "clamp")
         e = x.single()
         if e is None:
-            raise Blocked("clamp of values that carry row weights")
+            raise Unsupported("clamp of values that carry row weights")
         if low is not None:
             x = x.map(lambda e: apply("max", e, const(low)))
         if (
@@ -159,9 +159,9 @@ class FunctionRules(MaskRules):
         if not isinstance(x, Elements):
             return self._no_rule(node, "nan_to_num")
         if a.get("nan") not in (None, 0.0):
-            raise Blocked("values after the softmax that are NaN are replaced")
+            raise Unsupported("values after the softmax that are NaN are replaced")
         if any(may_be_infinite(part.scores) for part in x.parts) and not drops_absent_keys(x):
-            raise Blocked("values after the softmax that are infinite are replaced")
+            raise Unsupported("values after the softmax that are infinite are replaced")
         return x
 
     @rule(aten.dropout.default)
@@ -169,5 +169,5 @@ class FunctionRules(MaskRules):
         if a["p"] == 0.0 or not a["train"]:
             return self.value(a["input"])
         if isinstance(self.value(a["input"]), Elements):
-            raise Blocked("dropout changes the probabilities after the softmax")
+            raise Unsupported("dropout changes the probabilities after the softmax")
         return None

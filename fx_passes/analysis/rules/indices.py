@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes.analysis.context import Analysis
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.domain.masks import TRUE_TENSOR, Affine
 from torch_streamkl.fx_passes.domain.values import Number
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, provably_equal, shape_of
 
 aten = torch.ops.aten
 
@@ -35,9 +35,9 @@ class IndexRules(Analysis):
             if not isinstance(first, Affine) or not is_one(shape_of(before)[dim]):
                 return self._no_rule(node, "diff")
             others = [c for d, c in enumerate(x.coefficients) if d != dim]
-            if others != [c for d, c in enumerate(first.coefficients) if d != dim] or not same(
-                x.constant - first.constant, step
-            ):
+            if others != [
+                c for d, c in enumerate(first.coefficients) if d != dim
+            ] or not provably_equal(x.constant - first.constant, step):
                 return self._no_rule(node, "diff")
         return Number(float(step))
 
@@ -71,7 +71,7 @@ class IndexRules(Analysis):
         if not isinstance(x, Affine) or len(x.coefficients) != len(shape):
             return False
         if is_one(size):
-            return not any(x.coefficients) and same(x.constant, 0)
+            return not any(x.coefficients) and provably_equal(x.constant, 0)
         steps = [(c, n) for c, n in zip(x.coefficients, shape, strict=True) if c != 0]
-        is_arange = len(steps) == 1 and steps[0][0] == 1 and same(x.constant, 0)
-        return is_arange and same(steps[0][1], size)
+        is_arange = len(steps) == 1 and steps[0][0] == 1 and provably_equal(x.constant, 0)
+        return is_arange and provably_equal(steps[0][1], size)

@@ -18,7 +18,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Rows,
     Shifted,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
 
 KL_DIV_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
@@ -35,7 +35,7 @@ class LossRules(Analysis):
         if not isinstance(x, Elements) or not isinstance(target, Elements):
             self._stays_blocked(a["self"], a["target"])
             which = "input" if not isinstance(x, Elements) else "target"
-            raise Blocked(f"the {which} of kl_div is not made from scores in this graph")
+            raise Unsupported(f"the {which} of kl_div is not made from scores in this graph")
         t, x = elements.aligned(target, x)
         if a.get("log_target"):
             values = elements.combined(
@@ -61,12 +61,14 @@ class LossRules(Analysis):
             or a.get("label_smoothing", 0.0)
         ):
             self._stays_blocked(a["self"])
-            raise Blocked("cross_entropy with class weights, label smoothing or unknown logits")
+            raise Unsupported(
+                "cross_entropy with class weights, label smoothing or unknown logits"
+            )
         dim = 1 if len(x.layout) > 1 else 0
         logs = elements.softmax(x, dim, log=True)
         values = elements.unary("neg", elements.combined("mul", target, logs))
         if values.key_dim != dim:
-            raise Blocked(
+            raise Unsupported(
                 "cross_entropy takes its classes from dimension 1, the target's are elsewhere"
             )
         shape = shape_of(a["self"])

@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.domain.masks import (
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, shape_of
 
 aten = torch.ops.aten
@@ -286,7 +286,7 @@ class MaskRules(IndexRules):
         if isinstance(x, Elements):
             e = x.single()
             if e not in (ONE, ZERO):
-                raise Blocked("the opposite of a condition on probabilities")
+                raise Unsupported("the opposite of a condition on probabilities")
             return x.map(lambda e: ZERO if e == ONE else ONE)
         return x.inverted() if isinstance(x, BoolTensor) else self.unknown(node)
 

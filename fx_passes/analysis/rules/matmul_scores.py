@@ -19,9 +19,16 @@ from torch_streamkl.fx_passes.domain.layout import (
 from torch_streamkl.fx_passes.domain.scores import Bias, ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
 from torch_streamkl.fx_passes.domain.values import CONTRACTED, Attention, Elements
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, product, quotient, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_one,
+    product,
+    provably_equal,
+    quotient,
+    shape_of,
+)
 
 REINTERPRETED = torch.ops.aten.view.dtype
 REPEATED_EQUALLY = torch.ops.aten.repeat_interleave.self_int
@@ -34,7 +41,7 @@ def scores_of_matmul(
     """``lhs @ rhs``."""
     lhs_shape, rhs_shape = shape_of(lhs), shape_of(rhs)
     if len(lhs_shape) < 2 or len(rhs_shape) < 2:
-        raise Blocked("a product with a vector is not a score matrix")
+        raise Unsupported("a product with a vector is not a score matrix")
     rank = len(out_shape)
     dims: list[Dim] = [
         () if is_one(size) else (Piece(d, size),) for d, size in enumerate(out_shape)
@@ -75,21 +82,21 @@ def scores_of_einsum(
     left, _, out = _without_dots(equation, [len(shape_of(x)) for x in operands]).partition("->")
     labels = left.split(",")
     if len(labels) != 2 or "->" not in equation:
-        raise Blocked(
+        raise Unsupported(
             f"einsum '{equation}' is not a product of two operands with an explicit result"
         )
     if any(len(set(text)) != len(text) for text in (*labels, out)):
-        raise Blocked(f"einsum '{equation}' repeats a label")
+        raise Unsupported(f"einsum '{equation}' repeats a label")
     summed = [c for c in labels[0] if c not in out]
     if any(c not in labels[1] for c in summed) or any(
         c not in out and c not in summed for c in labels[1]
     ):
-        raise Blocked(f"einsum '{equation}' sums a label of one operand only")
+        raise Unsupported(f"einsum '{equation}' sums a label of one operand only")
     if not summed:
-        raise Blocked(f"einsum '{equation}' contracts nothing")
+        raise Unsupported(f"einsum '{equation}' contracts nothing")
     sizes = [dict(zip(t, shape_of(x), strict=True)) for t, x in zip(labels, operands, strict=True)]
-    if not all(same(sizes[0][c], sizes[1][c]) for c in summed):
-        raise Blocked(f"einsum '{equation}' broadcasts a label that it contracts")
+    if not all(provably_equal(sizes[0][c], sizes[1][c]) for c in summed):
+        raise Unsupported(f"einsum '{equation}' broadcasts a label that it contracts")
     dims: dict[str, Dim] = {
         c: () if is_one(size) else (Piece(d, size),)
         for d, (c, size) in enumerate(zip(out, out_shape, strict=True))
@@ -230,7 +237,7 @@ def _below(operand: TensorRef) -> TensorRef | None:
             found = (*layout[:dim], *layout[dim + 1 :]) if layout[dim] == () else None
         case "expand":
             found = _unexpanded(layout, shape)
-        case "slice" if all(map(same, shape, shape_of(node))):
+        case "slice" if all(map(provably_equal, shape, shape_of(node))):
             found = layout  # x[:, None] takes whole slices where sizes are symbolic
         case "view" | "reshape" | "_unsafe_view" | "flatten" if node.target != REINTERPRETED:
             found = lay.reshape(layout, shape)
@@ -244,7 +251,7 @@ def _below(operand: TensorRef) -> TensorRef | None:
 def _contracts_alike(layout: Layout, below: Layout) -> bool:
     """Whether products are still summed over as many entries: those of a repeated one count."""
     contracted = [[p.size for d in x for p in d if p.axis < 0] for x in (layout, below)]
-    return same(*(product(sizes) for sizes in contracted))
+    return provably_equal(*(product(sizes) for sizes in contracted))
 
 
 def _is_upcast(source: fx.Node, node: fx.Node) -> bool:
@@ -266,7 +273,7 @@ def _without_repeats(layout: Layout, shape: Sequence[Size]) -> Layout | None:
         return None
     result: list[Dim] = []
     for dim, size in zip(layout, shape, strict=True):
-        if same(lay.dim_size(dim), size):
+        if provably_equal(lay.dim_size(dim), size):
             result.append(dim)
             continue
         repeats = quotient(lay.dim_size(dim), size)

@@ -18,7 +18,7 @@ from torch_streamkl.fx_passes.analysis.rules.matmul_scores import (
 )
 from torch_streamkl.fx_passes.domain.scores import Scale
 from torch_streamkl.fx_passes.domain.values import Elements
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import shape_of
 
 aten = torch.ops.aten
@@ -51,12 +51,12 @@ class MatmulRules(ArithmeticRules):
         lhs, rhs = (self.canonical[a[name]] for name in ("batch1", "batch2"))
         product = scores_of_matmul(lhs, rhs, shape_of(node), self.reference)
         product = product.then(Scale(float(alpha)))
-        if beta == 0 and self.trained(a["self"]):
-            raise Blocked("baddbmm with a factor of 0 on its input, whose gradient is zeros")
+        if beta == 0 and self.requires_grad(a["self"]):
+            raise Unsupported("baddbmm with a factor of 0 on its input, whose gradient is zeros")
         if beta == 0:
             return product  # the input is not even read
         if beta != 1:
-            raise Blocked("baddbmm with a factor on its input")
+            raise Unsupported("baddbmm with a factor on its input")
         return self._scores_plus_tensor(node, product, a["self"], 1.0)
 
     @rule(aten.addmm.default)
@@ -88,5 +88,5 @@ class MatmulRules(ArithmeticRules):
                 return attention
         try:
             return scores_of_einsum(a["equation"], operands, shape_of(node), self.reference)
-        except Blocked:
+        except Unsupported:
             return None

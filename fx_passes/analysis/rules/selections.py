@@ -26,9 +26,15 @@ from torch_streamkl.fx_passes.domain.row_selection import (
 )
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import Elements, Entries
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    expression,
+    is_one,
+    provably_equal,
+    shape_of,
+)
 
 aten = torch.ops.aten
 POSITION_TYPES = (torch.int64, torch.int32)  # uint8 is a mask
@@ -40,7 +46,7 @@ class SelectionRules(ViewRules):
 
     @rule(aten.index.Tensor)
     def index(self, node: fx.Node, a: Arguments) -> object:
-        """``x[mask]`` and ``x[i, j]``, behind any number of whole dimensions."""
+        """``x[mask]`` and ``x[i, j]``, after any number of whole dimensions."""
         x, indices = self.value(a["self"]), a["indices"]
         if not isinstance(x, (Scores, Elements)):
             return self.mask_index(node, a)
@@ -48,7 +54,7 @@ class SelectionRules(ViewRules):
         places = [d for d, _ in given]
         tensors = [self.canonical[i] for _, i in given if isinstance(i, fx.Node)]
         if len(tensors) < len(given) or places != list(range(places[0], places[0] + len(places))):
-            raise Blocked(BY_INDEX)
+            raise Unsupported(BY_INDEX)
         types = {i.meta["val"].dtype for i in tensors}
         ranks = [self.rank[i] for i in tensors]
         first, sizes = places[0], shape_of(a["self"])
@@ -63,7 +69,7 @@ class SelectionRules(ViewRules):
             held = tuple(sizes[d] for d in places)
             selection = RowSelection(POSITIONS, tuple(tensors), held, shape)
         else:
-            raise Blocked(BY_INDEX)
+            raise Unsupported(BY_INDEX)
         return self._selected(x, first, selection)
 
     def _rows_where(
@@ -76,7 +82,7 @@ class SelectionRules(ViewRules):
         condition = condition.raised(rank + of_entries)
         if of_entries:
             if any(_varies_along(x, rank) for x in condition.literals):
-                raise Blocked(SINGLE_ENTRIES)
+                raise Unsupported(SINGLE_ENTRIES)
             condition = rearranged(condition, range(rank))
         key = (condition, tuple(str(expression(size)) for size in sizes))
         # every use of a mask has a symbol of its own for the number of rows: the first one stands
@@ -90,7 +96,7 @@ class SelectionRules(ViewRules):
         if not isinstance(x, (Scores, Elements)):
             return self._no_rule(node, "masked_select")
         if mask.meta["val"].dtype != torch.bool:
-            raise Blocked(SINGLE_ENTRIES)
+            raise Unsupported(SINGLE_ENTRIES)
         return self._entries(node, x, a["self"], mask)
 
     def _entries(
@@ -99,16 +105,16 @@ class SelectionRules(ViewRules):
         """The entries of whole rows, where the mask is the same for all entries of a row."""
         sizes, given = shape_of(source), shape_of(mask)
         fits = 2 <= len(given) <= len(sizes) and all(
-            is_one(m) or same(m, n)
+            is_one(m) or provably_equal(m, n)
             for m, n in zip(given, sizes[len(sizes) - len(given) :], strict=True)
         )
         if not fits:
-            raise Blocked(SINGLE_ENTRIES)
+            raise Unsupported(SINGLE_ENTRIES)
         count = shape_of(node)[0] // sizes[-1]
         selection = self._rows_where(mask, sizes[:-1], (count,), of_entries=True)
         rows = self._selected(x, 0, selection)
         if isinstance(rows, Elements) and rows.key_dim != 1:
-            raise Blocked(SINGLE_ENTRIES)
+            raise Unsupported(SINGLE_ENTRIES)
         self.counted[node] = (selection, 0, sizes[-1])
         return Entries(rows)
 
@@ -118,7 +124,7 @@ class SelectionRules(ViewRules):
         if not isinstance(x, (Scores, Elements)):
             return self._no_rule(node, "index_select")
         if self.rank[index] != 1 or index.meta["val"].dtype not in POSITION_TYPES:
-            raise Blocked(BY_INDEX)
+            raise Unsupported(BY_INDEX)
         dim = dim % self.rank[node]
         size, count = shape_of(a["self"])[dim], shape_of(node)[dim]
         selection = RowSelection(INDEX_SELECT, (index,), (size,), (count,))
@@ -145,7 +151,11 @@ class SelectionRules(ViewRules):
         along = dim % rank
         base, dims = self._unrepeated(index)
         whole = len(given) == rank and all(
-            d == along or (same(made[d], sizes[d]) and (d == rank - 1 or same(given[d], sizes[d])))
+            d == along
+            or (
+                provably_equal(made[d], sizes[d])
+                and (d == rank - 1 or provably_equal(given[d], sizes[d]))
+            )
             for d in range(rank)
         )
         if along == rank - 1 or dims[-1] is not None or not whole:
@@ -178,7 +188,10 @@ class SelectionRules(ViewRules):
                     None if d < skipped or is_one(shape[d - skipped]) else d - skipped
                     for d in range(self.rank[node])
                 ]
-                if any(b is not None and not same(shape[b], made[d]) for d, b in enumerate(below)):
+                if any(
+                    b is not None and not provably_equal(shape[b], made[d])
+                    for d, b in enumerate(below)
+                ):
                     return node, dims
             else:
                 return node, dims
@@ -193,7 +206,7 @@ class SelectionRules(ViewRules):
             return Scores(*scores.selected_rows(x.key, x.layout, dim, selection))
         end = dim + len(selection.sizes)
         if dim <= x.key_dim < end:
-            raise Blocked("keys are selected after the softmax")
+            raise Unsupported("keys are selected after the softmax")
         shape = (*x.shape[:dim], *selection.shape, *x.shape[end:])
         return self._changed_scores(
             x, shape, lambda key, layout: scores.selected_rows(key, layout, dim, selection)

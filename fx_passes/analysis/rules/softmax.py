@@ -19,7 +19,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Shifted,
     Stacked,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def is_shift_of(x: Scores, y: RowMax) -> bool:
 
 
 def is_sum_of(x: Shifted, y: ExpSum) -> bool:
-    """Whether a sum is that of these exponentials, beside the same maximum."""
+    """Whether a sum is that of these exponentials, next to the same maximum."""
     return x.axis == y.axis and x.maximum == y.maximum and is_reduction_of(x.scores, y)
 
 
@@ -46,7 +46,7 @@ def _meets_rows(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
 
 
 class SoftmaxRules(Analysis):
-    """The part of the recogniser that turns scores into distributions."""
+    """The part of the recogniser that steps scores into distributions."""
 
     @rule(aten.softmax.int, aten._softmax.default)
     def softmax(self, node: fx.Node, a: Arguments) -> object:
@@ -59,7 +59,7 @@ class SoftmaxRules(Analysis):
     def _softmax_of(self, node: fx.Node, a: Arguments, *, log: bool) -> object:
         x = self.value(a["self"])
         if isinstance(x, Elements):
-            raise Blocked("softmax of values that are probabilities already (double softmax)")
+            raise Unsupported("softmax of values that are probabilities already (double softmax)")
         if not isinstance(x, Scores):
             self._stays_blocked(a["self"])
             return None
@@ -90,7 +90,7 @@ class SoftmaxRules(Analysis):
     def _log_probabilities(self, node: fx.Node, x: Scores, y: LogSumExp) -> Elements:
         dim = lay.axis_dim(x.layout, y.axis)
         if dim is None or not is_reduction_of(x, y):
-            raise Blocked("a log-sum-exp of other scores is subtracted")
+            raise Unsupported("a log-sum-exp of other scores is subtracted")
         return elements.softmax(x, dim, log=True)
 
     @rule(aten.amax.default)

@@ -23,8 +23,8 @@ from torch_streamkl.fx_passes.domain.masks import (
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import IMPROBABLE, Masking, Scores
 from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number, Rows
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, same, shape_of
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, provably_equal, shape_of
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ class ValueMaskRules(MaskRules):
         if mask == NEVER:
             return x
         if not isinstance(value, Number):
-            raise Blocked("masked_fill with a tensor")
+            raise Unsupported("masked_fill with a tensor")
         if isinstance(x, Scores):
             return self._filled(x, mask, value.value)
         return self._without(x, mask, value.value, a["mask"])
@@ -55,28 +55,30 @@ class ValueMaskRules(MaskRules):
     def _filled(self, x: Scores, mask: object, fill: float) -> Scores:
         """Scores with ``fill`` where the mask is True."""
         if isinstance(mask, Infinite):
-            raise Blocked("infinite scores are replaced before the softmax")
+            raise Unsupported("infinite scores are replaced before the softmax")
         if not isinstance(mask, BoolTensor):
-            raise Blocked("scores are masked by something that is not a boolean tensor")
+            raise Unsupported("scores are masked by something that is not a boolean tensor")
         keep = to_axes(mask.inverted(), x.layout, self.rank)
         if keep is None:
-            raise Blocked("scores are masked where one of several conditions holds")
+            raise Unsupported("scores are masked where one of several conditions holds")
         return x.then(Masking(keep, fill))
 
     def _without(self, x: Elements, mask: object, fill: float, node: object) -> Elements:
         """Values with ``fill`` where the mask is True."""
         if fill != 0.0:
-            raise Blocked(f"values after the softmax are filled with {fill:g}")
+            raise Unsupported(f"values after the softmax are filled with {fill:g}")
         if isinstance(mask, Infinite):
             if _same_removed(x, mask):
                 return x
-            raise Blocked("values are masked where scores of another distribution are infinite")
+            raise Unsupported(
+                "values are masked where scores of another distribution are infinite"
+            )
         if isinstance(mask, AnyKey):
-            raise Blocked("rows with keys are set to 0")
+            raise Unsupported("rows with keys are set to 0")
         if isinstance(mask, Elements):
             return self._where_expression(mask, None, x)
         if not isinstance(mask, BoolTensor):
-            raise Blocked("values after the softmax are masked by something unknown")
+            raise Unsupported("values after the softmax are masked by something unknown")
         return elements.masked_after(
             x,
             mask.inverted(),
@@ -120,20 +122,20 @@ class ValueMaskRules(MaskRules):
                 and isinstance(y, Elements)
             ):
                 return self._kept(y, inverted, x.value, a["condition"], keeps=False)
-            raise Blocked("where between values after the softmax")
+            raise Unsupported("where between values after the softmax")
         if not isinstance(y, Number):
-            raise Blocked("where between two values after the softmax")
+            raise Unsupported("where between two values after the softmax")
         return self._kept(x, condition, y.value, a["condition"], keeps=True)
 
     def _kept(
         self, x: Elements, mask: object, other: float, node: object, *, keeps: bool
     ) -> Elements:
         if other != 0.0:
-            raise Blocked(f"values after the softmax are filled with {other:g}")
+            raise Unsupported(f"values after the softmax are filled with {other:g}")
         if isinstance(mask, AnyKey):
             return self._rows_with_keys(x, mask, node, keeps)
         if not isinstance(mask, BoolTensor):
-            raise Blocked("values after the softmax are masked by something unknown")
+            raise Unsupported("values after the softmax are masked by something unknown")
         return elements.masked_after(
             x, mask, self.rank, lambda: self._row_factor(x, node, selects=True, keeps=keeps)
         )
@@ -165,7 +167,7 @@ class ValueMaskRules(MaskRules):
             chosen = x if e == ONE else y
             if isinstance(chosen, Elements):
                 return chosen
-        raise Blocked("where with a condition on probabilities that is not always true")
+        raise Unsupported("where with a condition on probabilities that is not always true")
 
     def _times_mask(self, x: Elements, mask: object, node: object) -> Elements:
         """Values times a 0/1 mask."""
@@ -180,7 +182,7 @@ class ValueMaskRules(MaskRules):
             boolean = mask
         try:
             return self._times_boolean(x, boolean, node)
-        except Blocked as reason:
+        except Unsupported as reason:
             value = node.meta["val"] if isinstance(node, fx.Node) else None
             dim = value.dim() - (x.rank - x.key_dim) if isinstance(value, Tensor) else -1
             if dim < 0 or not isinstance(value, Tensor) or is_one(value.shape[dim]):
@@ -197,7 +199,7 @@ class ValueMaskRules(MaskRules):
             return x.map(lambda p: apply("gt", p, ZERO))
         if e is not None and e.op == "P" and value == 0.0 and op in ("le", "eq"):
             return x.map(lambda p: apply("ge", ZERO, p))
-        raise Blocked("a comparison of probabilities with a number")
+        raise Unsupported("a comparison of probabilities with a number")
 
     def infinite(self, x: object) -> object:
         """Where scores or log-probabilities are infinite: at the keys that a mask removed."""
@@ -220,7 +222,7 @@ class ValueMaskRules(MaskRules):
         if isinstance(found, Elements):
             return found.map(lambda _: ONE)
         if isinstance(found, Infinite):
-            raise Blocked("isfinite of scores that a tensor was added to")
+            raise Unsupported("isfinite of scores that a tensor was added to")
         return found.inverted() if isinstance(found, BoolTensor) else None
 
 
@@ -232,14 +234,14 @@ def _removed(x: Scores) -> BoolTensor | Infinite:
     """Where scores are -inf, with everything that they are made of finite but biases."""
     form = read(x.key)
     if form.padded is not None:
-        raise Blocked("isinf of scores that were padded with -inf")
+        raise Unsupported("isinf of scores that were padded with -inf")
     if form.biases:
         return Infinite((x,))
     if not form.mask or all(layer.fill >= LOWEST for layer in form.layers):
         return NEVER
     mask = to_tensor(form.mask, x.layout)
     if form.fill != -math.inf or not form.exact_fill or mask is None:
-        raise Blocked("isinf of scores of which some are masked and others finite")
+        raise Unsupported("isinf of scores of which some are masked and others finite")
     return mask.inverted()
 
 
@@ -265,7 +267,7 @@ def _place_of(dim: Dim, layout: Layout) -> int | None:
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
     x, y = shape_of(a), shape_of(b)
-    return len(x) == len(y) and all(map(same, x, y))
+    return len(x) == len(y) and all(map(provably_equal, x, y))
 
 
 def _is_zero(x: object) -> bool:

@@ -30,12 +30,12 @@ from torch_streamkl.fx_passes.domain.values import (
     Rows,
     Stacked,
 )
-from torch_streamkl.fx_passes.fx_utils.blocked import Blocked
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     is_one,
     is_zero,
-    same,
+    provably_equal,
     shape_of,
 )
 from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
@@ -121,7 +121,8 @@ class ViewRules(MaskRules):
     def expand(self, node: fx.Node, a: Arguments) -> object:
         if isinstance(self.value(a["self"]), (Elements, Scores)):
             same_shape = len(shape_of(node)) == self.rank[a["self"]] and all(
-                same(x, y) for x, y in zip(shape_of(node), shape_of(a["self"]), strict=True)
+                provably_equal(x, y)
+                for x, y in zip(shape_of(node), shape_of(a["self"]), strict=True)
             )
             return self.value(a["self"]) if same_shape else self._no_rule(node, "expand")
         if isinstance(self.value(a["self"]), Rows):
@@ -140,7 +141,7 @@ class ViewRules(MaskRules):
         if isinstance(x, Scores):
             layout = change(x.layout)
             if layout is None:
-                raise Blocked(f"{what} that mixes the axes of the scores")
+                raise Unsupported(f"{what} that mixes the axes of the scores")
             return Scores(x.key, layout)
         if isinstance(x, Elements):
             return elements.viewed(x, change, what)
@@ -165,7 +166,9 @@ class ViewRules(MaskRules):
     def to(self, node: fx.Node, a: Arguments) -> object:
         x = self.value(a["self"])
         if isinstance(x, Cast) and not node.meta["val"].dtype.is_floating_point:
-            raise Blocked("probabilities or scores are cast to a type that is not floating point")
+            raise Unsupported(
+                "probabilities or scores are cast to a type that is not floating point"
+            )
         if isinstance(x, (BoolTensor, Choice)) or x is None:
             return self.mask_cast(node, a["self"])
         return x
@@ -183,7 +186,7 @@ class ViewRules(MaskRules):
         if isinstance(x, (Scores, Elements)):
             index = self.size(a["index"])
             if index is None:
-                raise Blocked("scores are selected at a position that is not known")
+                raise Unsupported("scores are selected at a position that is not known")
             return self._part(x, dim, from_front(index, shape_of(a["self"])[dim]), None)
         return self.mask_select(node, a)
 
@@ -193,7 +196,7 @@ class ViewRules(MaskRules):
         if not isinstance(x, (Scores, Elements)):
             return self.mask_slice(node, a)
         if a.get("step", 1) != 1:
-            raise Blocked("scores are sliced with a step")
+            raise Unsupported("scores are sliced with a step")
         return self._range(node, a, x, dim)
 
     @rule(aten.narrow.default)
@@ -206,7 +209,7 @@ class ViewRules(MaskRules):
     def _range(self, node: fx.Node, a: Arguments, x: object, dim: int) -> object:
         start = self.first_index(node, a["self"], dim, a.get("start"))
         if start is None:
-            raise Blocked("scores are sliced from a place that depends on their size")
+            raise Unsupported("scores are sliced from a place that depends on their size")
         return self._part(x, dim, start, shape_of(node)[dim])
 
     @rule(
@@ -233,7 +236,7 @@ class ViewRules(MaskRules):
             return Scores(*scores.part(x.key, x.layout, dim, start, length))
         assert isinstance(x, Elements)
         if dim == x.key_dim:
-            raise Blocked("only some of the keys are used after the softmax")
+            raise Unsupported("only some of the keys are used after the softmax")
         kept = () if length is None else (length,)
         shape = (*x.shape[:dim], *kept, *x.shape[dim + 1 :])
         return self._changed_scores(
@@ -245,11 +248,11 @@ class ViewRules(MaskRules):
     ) -> Elements:
         """Rows taken from probabilities are the probabilities of those rows' scores."""
         if any(t.factors for t in x.terms):
-            raise Blocked("part of values that carry row weights is used")
+            raise Unsupported("part of values that carry row weights is used")
         parts, layouts = [], []
         for distribution, layout in zip(x.parts, x.layouts, strict=True):
             if distribution.averaged:
-                raise Blocked("part of head-averaged probabilities is used")
+                raise Unsupported("part of head-averaged probabilities is used")
             key, changed = change(distribution.scores, layout)
             parts.append(type(distribution)(key, distribution.axis))
             layouts.append(changed)
@@ -273,29 +276,29 @@ class ViewRules(MaskRules):
         widths, value = a["pad"], self.value(a.get("value"))
         constant = a.get("mode", "constant") == "constant"
         if not constant or len(widths) != 2 or not is_zero(widths[0]):
-            raise Blocked("scores are padded in a way other than behind the last key")
+            raise Unsupported("scores are padded in a way other than after the last key")
         last, (before, after) = self.rank[node] - 1, (shape_of(n)[-1] for n in (a["self"], node))
-        if same(before, after):
+        if provably_equal(before, after):
             return x
         if statically_known_true(after < before):
             return self._part(x, last, 0, after)  # a negative width crops
         if not statically_known_true(before < after):
-            raise Blocked("scores are padded by a width of unknown sign")
+            raise Unsupported("scores are padded by a width of unknown sign")
         if not isinstance(value, Number):
-            raise Blocked("scores are padded with a value that is not a number")
+            raise Unsupported("scores are padded with a value that is not a number")
         if value.value != -math.inf:
-            raise Blocked(
+            raise Unsupported(
                 f"scores are padded with {value.value:g}, which takes part in the softmax"
             )
         return scores.padded(x, shape_of(node)[-1])
 
 
 def rows_of_entries(x: Entries, shape: Sequence[Size]) -> Scores | Elements:
-    """``masked_select(scores, mask).view(-1, words)``: the rows of the entries."""
+    """``masked_select(scores, mask).view(-1, vocabulary entries)``: the rows of the entries."""
     rows = x.rows
     sizes = lay.sizes_of(rows.layout) if isinstance(rows, Scores) else rows.shape
-    if len(shape) != 2 or not same(shape[1], sizes[1]):
-        raise Blocked(SINGLE_ENTRIES)
+    if len(shape) != 2 or not provably_equal(shape[1], sizes[1]):
+        raise Unsupported(SINGLE_ENTRIES)
     return rows
 
 
@@ -309,4 +312,4 @@ def from_front(start: Size, size: Size) -> Size:
         return min(max(start, 0), size)
     if statically_known_true(start >= 0):
         return start
-    raise Blocked("scores are sliced from a position of unknown sign")
+    raise Unsupported("scores are sliced from a position of unknown sign")

@@ -1,4 +1,4 @@
-"""Rules for writes through a view: `scores[:, word] = -inf`.
+"""Rules for writes through a view: `scores[:, vocabulary entry] = -inf`.
 
 NOTE [Writes through a view]
 A write has no data edge to later readers of the tensor that was viewed, so a tensor is unknown
@@ -30,7 +30,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
-    same,
+    provably_equal,
     shape_of,
 )
 
@@ -52,7 +52,7 @@ class WriteRules(Analysis):
         if not isinstance(x, Scores) or len(pieces) != 1:
             return self._no_rule(node, "fill_")
         axis = pieces[0].axis
-        if axis_dim(x.layout, axis) != dim or not same(pieces[0].size, x.key.size(axis)):
+        if axis_dim(x.layout, axis) != dim or not provably_equal(pieces[0].size, x.key.size(axis)):
             return self._no_rule(node, "fill_")
         keep = AxisExcept(axis, start, stop)
         self.written[node] = (base, x.then(Masking(frozenset({keep}), -math.inf)))
@@ -67,7 +67,7 @@ class WriteRules(Analysis):
             dim = a.get("dim", 0) % self.rank[source]
             size, name = shape_of(source)[dim], name_of(view)
             length = 1 if name == "select" else shape_of(view)[dim]
-            if name == "select" or not same(length, size):
+            if name == "select" or not provably_equal(length, size):
                 start = _start(a, name, size, length)
                 is_range = isinstance(length, int) and a.get("step", 1) == 1
                 if found is not None or start is None or not is_range:

@@ -1,4 +1,4 @@
-"""Gradient that is switched off behind the product: at scores, sums, probabilities, rows."""
+"""Gradient that is switched off after the product: at scores, sums, probabilities, rows."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.misleading.registry import (
     TEACHER_WIDTH,
-    WORDS,
+    VOCAB,
     kd,
     misleading,
     plain,
@@ -190,7 +190,7 @@ def keys_of_overlapping_windows(q, k, qt, kt):
 
 @misleading("X11")
 def head_as_strided(h, w, ht, wt):
-    wt = wt.as_strided((WORDS, TEACHER_WIDTH), (1, WORDS))
+    wt = wt.as_strided((VOCAB, TEACHER_WIDTH), (1, VOCAB))
     return kd(h @ w.T, ht @ wt.T)
 
 
@@ -272,7 +272,7 @@ def keys_copied_into_between(q, k, qt, kt):
 @misleading("X16")
 def statistics_updated_between(h, w, ht, wt, ct):
     t = F.linear(ht, wt, ct)
-    F.batch_norm(ht.new_ones(3, WORDS), ct, ct.new_ones(WORDS), training=True, momentum=0.5)
+    F.batch_norm(ht.new_ones(3, VOCAB), ct, ct.new_ones(VOCAB), training=True, momentum=0.5)
     return kd(h @ w.T, t)
 
 

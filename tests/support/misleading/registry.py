@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 40, 48, 8
-TOKENS, WORDS, STUDENT_WIDTH, TEACHER_WIDTH = 24, 64, 16, 12
+TOKENS, VOCAB, STUDENT_WIDTH, TEACHER_WIDTH = 24, 64, 16, 12
 INFINITY = float("inf")
 
 FAULTS = {
@@ -64,16 +64,16 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "sink": (HEADS,),
     "rw": (QUERIES,),  # weights of rows
     "h": (TOKENS, STUDENT_WIDTH),
-    "w": (WORDS, STUDENT_WIDTH),
+    "w": (VOCAB, STUDENT_WIDTH),
     "ht": (TOKENS, TEACHER_WIDTH),
-    "wt": (WORDS, TEACHER_WIDTH),
-    "c": (WORDS,),  # a bias of logits
+    "wt": (VOCAB, TEACHER_WIDTH),
+    "c": (VOCAB,),  # a bias of logits
     "tw": (TOKENS,),  # weights of tokens
     "x": (QUERIES,),  # anything else of the size of the queries
     "kb": (KEYS,),  # a bias of keys
     "hs": (HEADS,),  # scales of heads
     "table": (9, HEADS),  # biases of relative positions
-    "ct": (WORDS,),
+    "ct": (VOCAB,),
     "q1": (BATCH, HEADS, 1, DIM),
     "q1t": (BATCH, HEADS, 1, DIM),
     "q_b1": (1, HEADS, QUERIES, DIM),
@@ -85,19 +85,19 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "qt_h1": (BATCH, 1, QUERIES, DIM),
     "kt_h1": (BATCH, 1, KEYS, DIM),
     "ht1": (1, TEACHER_WIDTH),
-    "wt_wide": (WORDS, 2 * TEACHER_WIDTH),
-    "w_short": (WORDS - 16, STUDENT_WIDTH),
-    "wt_short": (WORDS - 16, TEACHER_WIDTH),
+    "wt_wide": (VOCAB, 2 * TEACHER_WIDTH),
+    "w_short": (VOCAB - 16, STUDENT_WIDTH),
+    "wt_short": (VOCAB - 16, TEACHER_WIDTH),
 }
 INTEGERS: dict[str, Callable[[torch.Generator], Tensor]] = {
-    "y": lambda g: torch.randint(0, WORDS, (TOKENS,), generator=g),  # labels
-    "bits": lambda g: torch.randn(WORDS, TEACHER_WIDTH, generator=g, dtype=torch.float64).view(
+    "y": lambda g: torch.randint(0, VOCAB, (TOKENS,), generator=g),  # labels
+    "bits": lambda g: torch.randn(VOCAB, TEACHER_WIDTH, generator=g, dtype=torch.float64).view(
         torch.int64
     ),
     "keep": lambda g: torch.rand(BATCH, KEYS, generator=g) > 0.3,  # keys
     "rows": lambda g: torch.rand(BATCH, QUERIES, generator=g) > 0.3,
     "tokens": lambda g: torch.rand(TOKENS, generator=g) > 0.3,
-    "ids": lambda g: torch.randint(0, WORDS, (5,), generator=g),
+    "ids": lambda g: torch.randint(0, VOCAB, (5,), generator=g),
 }
 TRAINED = frozenset(
     {
@@ -128,7 +128,7 @@ TRAINED = frozenset(
 
 @dataclass(frozen=True)
 class Program:
-    """A function, what it gets, and what must be true of it beside that it equals eager."""
+    """A function, what it gets, and what must be true of it next to that it equals eager."""
 
     name: str
     fn: Callable[..., Any]

@@ -411,7 +411,7 @@ for _name, _operation in _OPERATIONS.items():
         register(_label, _fn, "q k qt kt kb", place=_place)
 
 
-# ------------------------------------------------------------ what stands behind and beside
+# ------------------------------------------------------------ what stands after and next to
 @plain()
 def a_sum_whose_sign_is_read(q, k, qt, kt, kb):
     rows = (kb * student(qt, kt).softmax(-1) * student(q, k).log_softmax(-1)).sum(-1)

@@ -1,4 +1,4 @@
-"""Maps that make values and losses of labels, beside a divergence of the same scores."""
+"""Maps that make values and losses of labels, next to a divergence of the same scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dQ beside dK on Hopper: a warp group of its own adds it to what other programs have added.
+"""dQ next to dK on Hopper: a warp group of its own adds it to what other programs have added.
 
 NOTE [dQ by atomics]
 dQ and dK in two kernels are six matmuls, four of them the same scores. A program of dK has every
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_streamkl.attention.hopper.warp_groups import NUM_WARPS, flat, phase_of, slot_of
+from torch_streamkl.attention.hopper.warp_groups import NUM_WARPS, flat, phase_of, stage_of
 from torch_streamkl.launches.launch import ceil_div
 
 HANDS = gl.constexpr(2)  # slots of dscore tiles in shared memory
@@ -71,7 +71,7 @@ def new_handover(dtype: gl.constexpr, TASK: gl.constexpr):
 @gluon.jit
 def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
     """Give the dscore tile i of a warp group to `add_queries`."""
-    hand = slot_of(i, HANDS)
+    hand = stage_of(i, HANDS)
     mbarrier.wait(handover.empty.index(hand), phase_of(i, HANDS) ^ 1)
     handover.tiles.index(hand * TASK.GROUPS + GROUP).store(d)
     fence_async_shared()
@@ -92,7 +92,7 @@ def add_queries(tiles, work, sums, TASK: gl.constexpr):
     mbarrier.wait(tiles.outer_bar, 0)
     # the tile that comes twice is handed over, too, but nobody needs it
     for i in range(work.num_tiles):
-        hand = slot_of(i, HANDS)
+        hand = stage_of(i, HANDS)
         mbarrier.wait(handover.full.index(hand), phase_of(i, HANDS))
         acc = zero
         for group in gl.static_range(GROUPS):

@@ -7,7 +7,7 @@ other one. `keys_of_rows` and `rows_of_keys` (scores.py) find which inner tiles 
 which of them need no mask.
 
 NOTE [A matmul always in flight]
-While a warp group turns scores into gradients, the tensor cores have its next matmul: own scores
+While a warp group steps scores into gradients, the tensor cores have its next matmul: own scores
 of the next tile under the second half of a tile, its other scores and the sum under the first. At
 the loop's back edge nothing is in flight, see NOTE [Matmuls under arithmetic] in hopper.py. The
 compiler moves the first half below the wait for the matmuls it should run under; `pinned` keeps
@@ -15,20 +15,21 @@ it above, which takes an instruction for every eight elements.
 
 NOTE [Statistics of streamed rows]
 For dK the row statistics lie along the columns of a tile, 16 columns a thread. The loading warp
-puts them into shared memory beside the tile; there the lse = -inf of rows without keys is 0.
+puts them into shared memory next to the tile; there the lse = -inf of rows without keys is 0.
 
 NOTE [Folded gradients]
 For a plain dK the loading warp takes log2 |incoming gradient| off both log-sum-exps of a row, so
 that the probabilities come multiplied by it (2^-inf = 0 where it is 0), and so does the clamp that
-they are compared with. Signs are kept beside, and a tile with a negative one multiplies by them;
+they are compared with. Signs are kept next to, and a tile with a negative one multiplies by them;
 the gradients of a mean or of a sum have none.
 
 NOTE [Rows without a clamped key]
 A clamp takes three instructions for every pair of query and key, and most rows have no probability
-below it. Their key sum is FORM.TS, to the bit (`finish` in rows.py), and that of a row which was
-computed again is not (`forward_block`): a tile whose rows all have it leaves the clamp out.
+below it. Their key sum is COEFFICIENTS.TS, to the bit (`finish` in rows.py), and that of a row
+which was computed again is not (`forward_block`): a tile whose rows all have it leaves the clamp
+out.
 
-NOTE [One gradient beside the next]
+NOTE [One gradient next to the next]
 A backward launches one kernel per gradient, and none reads what another writes. The last programs
 of a kernel leave multiprocessors idle, so each kernel lets the next one begin when its own last
 programs have begun, and ends after the one before it: whoever waits for the last waits for all.
@@ -57,19 +58,19 @@ from torch_streamkl.attention.hopper.warp_groups import (
     flat,
     phase_of,
     pinned,
-    slot_of,
+    stage_of,
     start_scores,
     without_offset,
 )
 from torch_streamkl.attention.triton.forward import finite_lse, row_offset
 from torch_streamkl.kernels.arguments import MaskArgs
-from torch_streamkl.kernels.row_state import place_of, score_gradient
+from torch_streamkl.kernels.row_state import score_gradient, tile_coordinates
 from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows, rows_of_keys
 
 LOADER_REGISTERS = gl.constexpr(32)
 ADDER_REGISTERS = gl.constexpr(96)
 # what `along` finds of a row, in this order
-OWN_LSE, OTHER_LSE, KEY_SUM, GRAD, CLAMP = (gl.constexpr(i) for i in range(5))
+OWN_LSE, OTHER_LSE, DELTA, GRAD, CLAMP = (gl.constexpr(i) for i in range(5))
 NUM_STATISTICS = gl.constexpr(5)
 # what some row of a tile has: a negative incoming gradient (FOLDED), a probability below the clamp
 NEGATIVE, CLAMPED = gl.constexpr(1), gl.constexpr(2)
@@ -84,13 +85,15 @@ class Task(NamedTuple):
     HAS_RIGHT: bool
     HAS_MASK: bool
     IS_PACKED: bool
-    PLAIN: bool  # the gradient is FORM.TS (P - S): no logarithms, and the teacher's mass is 1
+    PLAIN: (
+        bool  # the gradient is COEFFICIENTS.TS (P - S): no logarithms, and the teacher's mass is 1
+    )
     CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
-    SQUARES: float  # the gradient is own (SQUARES (other - own) - key_sum) if not 0: no logarithms
+    SQUARES: float  # the gradient is own (SQUARES (other - own) - delta) if not 0: no logarithms
     FOLDED: bool  # NOTE [Folded gradients]
-    FORM: Any
-    GROUP_SIZE: int  # of dK: query heads of one of its SHARES, which share a key head on each side
-    SHARES: int  # programs of an outer block: of dK for some of its heads each, of dQ of its tiles
+    COEFFICIENTS: Any
+    GROUP_SIZE: int  # of dK: query heads of one of its SPLITS, which share a key head on each side
+    SPLITS: int  # programs of an outer block: of dK for some of its heads each, of dQ of its tiles
     DIM: int  # head_dim of own
     HEAD_DIM: int  # columns of a tile of own: head_dim or, where that is none, a power of two
     OTHER_DIM: int
@@ -103,7 +106,7 @@ class Task(NamedTuple):
     OTHER_BIAS: bool
     SAME_BIAS: bool  # one bias for both sides: read once
     WHOLE_TILES: bool  # of a bias: no inner tile ends beyond it
-    ADDS: bool  # dK, and dQ beside it: NOTE [dQ by atomics] in attention/hopper/atomic.py
+    ADDS: bool  # dK, and dQ next to it: NOTE [dQ by atomics] in attention/hopper/atomic.py
 
 
 class Tiles(NamedTuple):
@@ -147,7 +150,7 @@ class Statistics(NamedTuple):
 
     own: Any
     other: Any
-    key_sum: Any
+    delta: Any
     grad: Any
     head_row: Any
 
@@ -174,17 +177,17 @@ def load_statistics(stats, member, row, work, TASK: gl.constexpr):
     own = finite_lse(gl.load(stats.own + row, mask=inside, other=0.0))
     other = finite_lse(gl.load(stats.other + row, mask=inside, other=0.0))
     grad = gl.load(stats.grad + row, mask=inside, other=0.0)
-    key_sum = grad  # nobody reads it
+    delta = grad  # nobody reads it
     clamp = TASK.CLAMP
     if not TASK.PLAIN or TASK.CLAMP > 0.0:
-        key_sum = gl.load(stats.key_sum + row, mask=inside, other=TASK.FORM.TS)
+        delta = gl.load(stats.delta + row, mask=inside, other=TASK.COEFFICIENTS.TS)
     if TASK.FOLDED:
         size = gl.abs(grad)
         clamp = size * TASK.CLAMP
         own = own - gl.log2(size)
         other = other - gl.log2(size)
         grad = gl.where(grad < 0.0, -1.0, 1.0)
-    return own, other, key_sum, grad, clamp
+    return own, other, delta, grad, clamp
 
 
 @gluon.jit
@@ -194,7 +197,7 @@ def marks_of(kept, TASK: gl.constexpr):
     if TASK.FOLDED:
         marks = marks | gl.max((kept[GRAD] < 0.0).to(gl.int32), 0) * NEGATIVE
     if TASK.CLAMP > 0.0:
-        marks = marks | gl.max((kept[KEY_SUM] != TASK.FORM.TS).to(gl.int32), 0) * CLAMPED
+        marks = marks | gl.max((kept[DELTA] != TASK.COEFFICIENTS.TS).to(gl.int32), 0) * CLAMPED
     return marks
 
 
@@ -222,7 +225,7 @@ def load_all(
         )  # fmt: skip
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for i in range(work.num_loads):
-        slot = slot_of(i, TASK.SLOTS)
+        slot = stage_of(i, TASK.SLOTS)
         tile = gl.minimum(i, work.num_tiles - 1)
         member = tile % TASK.GROUP_SIZE
         if TASK.ROWS:
@@ -248,7 +251,7 @@ def load_all(
             tiles.statistics.index(statistics + OTHER_LSE).store(found[OTHER_LSE])
             tiles.statistics.index(statistics + GRAD).store(found[GRAD])
             if not TASK.PLAIN or TASK.CLAMP > 0.0:
-                tiles.statistics.index(statistics + KEY_SUM).store(found[KEY_SUM])
+                tiles.statistics.index(statistics + DELTA).store(found[DELTA])
             if TASK.FOLDED:
                 if TASK.CLAMP > 0.0:
                     tiles.statistics.index(statistics + CLAMP).store(found[CLAMP])
@@ -316,11 +319,11 @@ def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr, bias=0.0, bias
 
 @gluon.jit
 def second_half(
-    x, other, kept, tiles, slot, marks, scale, HELPER: gl.constexpr, TASK: gl.constexpr,
+    x, other, kept, tiles, slot, marks, scale, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
     bias=0.0, bias_scale=0.0,
 ):  # fmt: skip
-    """d(value)/d(own score) without FORM.TS if PLAIN, for dK times the incoming gradient (its size
-    where FOLDED).
+    """d(value)/d(own score) without COEFFICIENTS.TS if PLAIN, for dK times the incoming gradient
+    (its size where FOLDED).
     """
     layout: gl.constexpr = other.type.layout
     y = other * scale
@@ -331,24 +334,28 @@ def second_half(
         d = exp2(y)
         if TASK.CLAMP > 0.0:  # NOTE [Rows without a clamped key]
             if (marks & CLAMPED) != 0:
-                mass = along(kept, tiles, slot, KEY_SUM, layout, TASK) * (1.0 / TASK.FORM.TS)
+                row_sum = along(kept, tiles, slot, DELTA, layout, TASK) * (
+                    1.0 / TASK.COEFFICIENTS.TS
+                )
                 clamp = TASK.CLAMP
                 if TASK.FOLDED:
                     clamp = along(kept, tiles, slot, CLAMP, layout, TASK)
-                d = gl.where(x >= clamp, d, 0.0) - x * mass
+                d = gl.where(x >= clamp, d, 0.0) - x * row_sum
             else:
                 d = d - x
         else:
             d = d - x
     elif TASK.SQUARES != 0.0:
-        d = x * ((exp2(y) - x) * TASK.SQUARES - along(kept, tiles, slot, KEY_SUM, layout, TASK))
+        d = x * ((exp2(y) - x) * TASK.SQUARES - along(kept, tiles, slot, DELTA, layout, TASK))
     else:
         log_t = y if TASK.STUDENT else x
         log_s = x if TASK.STUDENT else y
-        key_sum = along(kept, tiles, slot, KEY_SUM, layout, TASK)
-        FORM: gl.constexpr = TASK.FORM
-        POINTWISE: gl.constexpr = HELPER is not None
-        d = score_gradient(log_t, log_s, key_sum, TASK.STUDENT, POINTWISE, FORM, HELPER)
+        delta = along(kept, tiles, slot, DELTA, layout, TASK)
+        COEFFICIENTS: gl.constexpr = TASK.COEFFICIENTS
+        POINTWISE: gl.constexpr = POINTWISE_FN is not None
+        d = score_gradient(
+            log_t, log_s, delta, TASK.STUDENT, POINTWISE, COEFFICIENTS, POINTWISE_FN
+        )
     if not TASK.ROWS and not TASK.FOLDED:
         d = d * along(kept, tiles, slot, GRAD, layout, TASK)
     return d
@@ -366,7 +373,7 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
         rows = gl.expand_dims(inner + row, 0)
         keys = gl.expand_dims(outer, 1)
     allowed = keys < gl.where(i < work.num_tiles, work.seq.num_valid, -(1 << 30))
-    if not TASK.ROWS and TASK.IS_PACKED:  # behind them is another sequence
+    if not TASK.ROWS and TASK.IS_PACKED:  # after them is another sequence
         allowed = allowed & (rows < work.seq.num_rows)
     allowed = in_window(allowed, work.masks, work.seq, rows, keys, TASK.HAS_LEFT, TASK.HAS_RIGHT)
     return gl.where(allowed, d, 0.0)
@@ -414,7 +421,7 @@ def tiles_without_mask(work, first, TASK: gl.constexpr):
 
 @gluon.jit
 def accumulate(
-    tiles, work, stats, output, GROUP: gl.constexpr, HELPER: gl.constexpr, TASK: gl.constexpr
+    tiles, work, stats, output, GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr
 ):
     """One warp group: the gradient of its outer rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -455,8 +462,8 @@ def accumulate(
         for pair in range(0, work.num_loads, 2):
             for step in gl.static_range(2):
                 i = pair + step
-                slot = slot_of(i, TASK.SLOTS)
-                following = slot_of(i + 1, TASK.SLOTS)
+                slot = stage_of(i, TASK.SLOTS)
+                following = stage_of(i + 1, TASK.SLOTS)
                 # past the end matmuls read what the slot still holds, and nobody reads them
                 mbarrier.wait(
                     tiles.full.index(following),
@@ -481,7 +488,17 @@ def accumulate(
                 marks = marks_in(tiles, slot, marks_of_rows, TASK)
                 scale = work.other_scale
                 d = second_half(
-                    x, other, kept, tiles, slot, marks, scale, HELPER, TASK, bias, work.bias_scale
+                    x,
+                    other,
+                    kept,
+                    tiles,
+                    slot,
+                    marks,
+                    scale,
+                    POINTWISE_FN,
+                    TASK,
+                    bias,
+                    work.bias_scale,
                 )
                 if (i < start_whole) | (i >= stop_whole) | ((marks & NEGATIVE) != 0):
                     d = visible(d, work, outer, i, TASK)
@@ -505,7 +522,7 @@ def accumulate(
     dims = gl.arange(0, TASK.HEAD_DIM, layout=gl.SliceLayout(0, out_mma))
     factor = output.scale
     if TASK.PLAIN:
-        factor = factor * TASK.FORM.TS
+        factor = factor * TASK.COEFFICIENTS.TS
     if TASK.ROWS:
         inside = rows < work.seq.num_rows
         first_row = work.seq.start_q
@@ -523,7 +540,7 @@ def accumulate(
     if TASK.DIM < TASK.HEAD_DIM:
         inside = inside & (gl.expand_dims(dims, 0) < TASK.DIM)
     gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=inside)
-    gdc_wait()  # NOTE [One gradient beside the next]
+    gdc_wait()  # NOTE [One gradient next to the next]
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
@@ -535,25 +552,26 @@ def backward_kernel(
     num_blocks, num_heads, own_group, other_group,
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k, table,
     own_scale, other_scale, own_bias, other_bias, bias_scale,
-    HELPER: gl.constexpr, TASK: gl.constexpr,
+    POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads.
 
     Where TASK.ADDS, what dQ gets from the block's keys is added to `sums`, without its factor.
-    HELPER computes the gradient of one key (pointwise.py) where TASK.FORM does not hold.
+    POINTWISE_FN computes the gradient of one key (pointwise.py) where TASK.COEFFICIENTS does not
+    hold.
     """
-    gdc_launch_dependents()  # NOTE [One gradient beside the next]
+    gdc_launch_dependents()  # NOTE [One gradient next to the next]
     # heads may share a bias: those that run at once read the same rows of it
     INTERLEAVED: gl.constexpr = TASK.HAS_RIGHT or TASK.OWN_BIAS or TASK.OTHER_BIAS
-    position, sequence = place_of(gl.program_id(0), num_blocks, INTERLEAVED)
+    position, sequence = tile_coordinates(gl.program_id(0), num_blocks, INTERLEAVED)
     if TASK.ROWS and TASK.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     start = position * (TASK.GROUPS * TASK.BLOCK)
     num_groups = num_heads // TASK.GROUP_SIZE
     share = 0
-    if TASK.ROWS and TASK.SHARES > 1:
-        share = sequence % TASK.SHARES
-        sequence = sequence // TASK.SHARES
+    if TASK.ROWS and TASK.SPLITS > 1:
+        share = sequence % TASK.SPLITS
+        sequence = sequence // TASK.SPLITS
     b = sequence // num_groups
     out_head = sequence % num_groups
     if table is not None:
@@ -577,11 +595,11 @@ def backward_kernel(
             return
         b = b * 0
     first_tile, num_tiles = tiles_met(masks, seq, start, TASK)
-    if TASK.ROWS and TASK.SHARES > 1:
-        most = (num_tiles + TASK.SHARES - 1) // TASK.SHARES
+    if TASK.ROWS and TASK.SPLITS > 1:
+        most = (num_tiles + TASK.SPLITS - 1) // TASK.SPLITS
         first_tile -= share * most
         num_tiles = gl.maximum(gl.minimum(num_tiles - share * most, most), 0)
-        out_head = out_head * TASK.SHARES + share
+        out_head = out_head * TASK.SPLITS + share
     work = Work(
         b, first_head, first_head // own_group, first_head // other_group, out_head, start,
         first_tile, num_tiles, num_tiles + (num_tiles & 1), masks, seq, own_scale, other_scale,
@@ -626,8 +644,8 @@ def backward_kernel(
     if TASK.GROUPS == 2 and not TASK.ADDS:
         gl.warp_specialize(
             [
-                (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
-                (accumulate, (tiles, work, stats, output, gl.constexpr(1), HELPER, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(0), POINTWISE_FN, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(1), POINTWISE_FN, TASK)),
                 (load_all, (
                     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
                 )),
@@ -638,10 +656,10 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (accumulate, (tiles, work, stats, output, gl.constexpr(0), HELPER, TASK)),
-                (accumulate, (tiles, work, stats, output, gl.constexpr(1), HELPER, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(0), POINTWISE_FN, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(1), POINTWISE_FN, TASK)),
                 (add_queries, (tiles, work, sums, TASK)) if TASK.ADDS else
-                (accumulate, (tiles, work, stats, output, gl.constexpr(2), HELPER, TASK)),
+                (accumulate, (tiles, work, stats, output, gl.constexpr(2), POINTWISE_FN, TASK)),
                 (load_all, (
                     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK,
                 )),

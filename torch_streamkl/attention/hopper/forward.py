@@ -21,7 +21,7 @@ overflowed, nor does the sum times its logarithm, and what terms below 2^-126 lo
 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then
 loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100
 either. A row that fails gets NaN for its value, and the launch that follows
-(`triton.forward.forward_again_kernel`) computes blocks with such rows again, and no others.
+(`triton.forward.recompute_kernel`) computes blocks with such rows again, and no others.
 
 Of squares the sums are those of `row_state`, NOTE [Squares], with a ratio of the masses
 that stays fixed as well. Squares ask for masses closer to 1, and for a ratio that is not far above
@@ -37,9 +37,9 @@ sides have one bias (SAME_BIAS), since what is far below on one side is so on th
 read once for both. Two different biases keep running maxima.
 
 NOTE [Clamps]
-FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
-or two] in divergences/functional.py). So the lowest scores of a clamped side are kept, and a row
-with a probability below its clamp gets NaN, as one that fails does.
+COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
+[One pass or two] in divergences/functional.py). So the lowest scores of a clamped side are kept,
+and a row with a probability below its clamp gets NaN, as one that fails does.
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from torch_streamkl.attention.hopper.biases import bias_of_rows
 from torch_streamkl.attention.hopper.packed import packed_block
-from torch_streamkl.attention.hopper.parts import block_of, finish_rows, tiles_of_part
+from torch_streamkl.attention.hopper.split_kv import block_of, finish_rows, tiles_of_split
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
     NUM_WARPS,
@@ -66,8 +66,8 @@ from torch_streamkl.attention.hopper.warp_groups import (
     lane_sum,
     load_pair,
     phase_of,
-    slot_of,
     slots_of_pairs,
+    stage_of,
     start_half,
     start_pair,
     without_offset,
@@ -77,10 +77,10 @@ from torch_streamkl.attention.triton.forward import row_offset, store_state
 from torch_streamkl.kernels.arguments import MaskArgs, State
 from torch_streamkl.kernels.row_state import (
     LOW,
-    mass_ratio,
     moment,
-    place_of,
     rebased_squares,
+    row_sum_ratio,
+    tile_coordinates,
     update,
 )
 from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows
@@ -89,7 +89,7 @@ SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
 SMALLEST_SQUARED = gl.constexpr(2.0**-20)  # sums whose terms are squared
 LARGEST_SQUARED = gl.constexpr(2.0**40)
-MOST_CANCELLED = gl.constexpr(16.0)  # beside what is left of a sum of squares
+MOST_CANCELLED = gl.constexpr(16.0)  # next to what is left of a sum of squares
 LOADER_REGISTERS = gl.constexpr(24)
 USUAL = gl.constexpr(-512.0)  # maxima below may be those of keys that a bias masks
 SMALLEST_BIAS = gl.constexpr(-1.0e20)
@@ -115,7 +115,7 @@ class Block(NamedTuple):
     bh: Any
     m0: Any
     num_pairs: Any  # of tiles of the program
-    stop_pair: Any  # behind the last of them
+    stop_pair: Any  # after the last of them
     beyond: Any  # number of the program among those that are parts, negative before them
     masks: Any  # arguments.MaskArgs
     seq: Any  # arguments.Sequence
@@ -164,7 +164,7 @@ def load_all(
         async_load(other_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.other_q.index(group))
         async_load(weight_q, [block.b, block.h, row, 0], tiles.q_bar, tiles.weight_q.index(group))
     for i in range(block.num_pairs):
-        slot = slot_of(i, SLOTS)
+        slot = stage_of(i, SLOTS)
         full = tiles.full.index(slot)
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, SLOTS) ^ 1)
         TILES: gl.constexpr = 2 * CONFIG.BLOCK_N // other_k.block_type.shape[2]
@@ -180,13 +180,13 @@ def wait_for(tiles, i, more, SLOTS: gl.constexpr):
 
     Past the end matmuls read whatever the slot holds, and nobody reads the result.
     """
-    mbarrier.wait(tiles.full.index(slot_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
+    mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
 
 @gluon.jit
 def release(tiles, i, SLOTS: gl.constexpr):
     """This warp group has read both sides of pair i."""
-    mbarrier.arrive(tiles.empty.index(slot_of(i, SLOTS)), count=1)
+    mbarrier.arrive(tiles.empty.index(stage_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
@@ -216,7 +216,8 @@ def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
 def update_pairs(
     state, oq, wq, tiles, block, first_row, rows, start, stop, zero,
     WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr, MASKED: gl.constexpr = True,
+    SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
+    MASKED: gl.constexpr = True,
 ):  # fmt: skip
     """Running state after the pairs from start to stop, MASKED element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
@@ -260,9 +261,9 @@ def update_pairs(
                     o = gl.where(allowed, o, -float("inf"))
                     w = gl.where(allowed, w, -float("inf"))
                 if WEIGHT_IS_TEACHER:
-                    state = update(state, w, o, allowed, True, FORM, CONFIG)
+                    state = update(state, w, o, allowed, True, COEFFICIENTS, CONFIG)
                 else:
-                    state = update(state, o, w, allowed, True, FORM, CONFIG)
+                    state = update(state, o, w, allowed, True, COEFFICIENTS, CONFIG)
         release(tiles, i, SLOTS)
     return state
 
@@ -426,7 +427,7 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
         square = gl.convert_layout(gl.sum(sums.low_w, 1), row_layout)
         l_t = state.l_t + sum_o
         l_s = state.l_s + sum_w
-        ratio = mass_ratio(l_t, l_s)
+        ratio = row_sum_ratio(l_t, l_s)
         a, b, c = rebased_squares(
             state.a + mom, state.b + cross, state.count + square, 1.0, 1.0, sums.ratio, ratio
         )
@@ -499,14 +500,14 @@ def has_bases(state, rows, num_rows):
 def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, PARTS: gl.constexpr, SAME_BIAS: gl.constexpr,
-    FORM: gl.constexpr, CONFIG: gl.constexpr,
+    COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
-    C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
-    SQUARES: gl.constexpr = FORM.SQUARES != 0.0
+    C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
+    C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
+    SQUARES: gl.constexpr = COEFFICIENTS.SQUARES != 0.0
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
     CLAMP_S: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.S_FLOOR
     CLAMP_WEIGHT: gl.constexpr = CLAMP_T if WEIGHT_IS_TEACHER else CLAMP_S
@@ -524,12 +525,12 @@ def reduce_rows(
     mbarrier.wait(tiles.q_bar, 0)
     state = update_pairs(
         empty(BLOCK_M, row_layout), oq, wq, tiles, block, first, rows, 0, start, zero,
-        WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+        WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS, CONFIG,
     )  # fmt: skip
     if (CONFIG.S_BIAS or CONFIG.T_BIAS) and not SAME_BIAS:
         state = update_pairs(
             state, oq, wq, tiles, block, first, rows, start, stop, zero,
-            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG, False,
+            WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS, CONFIG, False,
         )  # fmt: skip
         start = stop
     if SAME_BIAS:
@@ -537,7 +538,7 @@ def reduce_rows(
         while (start < stop) & (is_ready == 0):
             state = update_pairs(
                 state, oq, wq, tiles, block, first, rows, start, start + 1, zero,
-                WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG, False,
+                WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS, CONFIG, False,
             )  # fmt: skip
             start += 1
             is_ready = has_bases(state, rows, block.seq.num_rows)
@@ -555,7 +556,7 @@ def reduce_rows(
         if SQUARES:
             low_o = none
             low_w = none
-            ratio = mass_ratio(state.l_t, state.l_s)
+            ratio = row_sum_ratio(state.l_t, state.l_s)
         sums = Sums(none, none, none, low_o, low_w, base_o, base_w, ratio)
         if tiles.other_k.shape[3] == 2 * BLOCK_N:  # of divergences without clamps
             sums = sum_pairs(
@@ -570,13 +571,14 @@ def reduce_rows(
     if CONFIG.HAS_LEFT:
         state = update_pairs(
             state, oq, wq, tiles, block, first, rows, stop, block.num_pairs, zero,
-            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+            WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS, CONFIG,
         )  # fmt: skip
     inside = rows < block.seq.num_rows
     if PARTS == 1 or block.beyond < 0:
         finish_rows(
             state, row_offset(block.bh, block.h, block.seq, block.masks) + rows, inside,
-            outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, FORM, CONFIG,
+            outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, COEFFICIENTS,
+            CONFIG,
         )  # fmt: skip
     else:
         store_state(outputs.state + rows, outputs.field_stride, state, inside)
@@ -591,13 +593,13 @@ def reduce_rows(
 )  # fmt: skip
 def forward_kernel(
     other_q, other_k, weight_q, weight_k, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    state_ptr, field_stride, part_stride, first_row,
+    state_ptr, field_stride, split_stride, first_row,
     num_whole, num_blocks, num_heads, other_group, weight_group,
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k, table,
     other_scale, weight_scale, other_bias, weight_bias, bias_scale,
     WEIGHT_IS_TEACHER: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
-    SAME_BIAS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SAME_BIAS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Blocks from num_whole on are PARTS programs each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
@@ -606,7 +608,7 @@ def forward_kernel(
     beyond = gl.program_id(0) - num_whole
     # heads may share a bias: those that run at once read the same rows of it
     INTERLEAVED: gl.constexpr = CONFIG.HAS_RIGHT or CONFIG.S_BIAS or CONFIG.T_BIAS
-    position, bh = place_of(block_of(beyond, num_whole, PARTS), num_blocks, INTERLEAVED)
+    position, bh = tile_coordinates(block_of(beyond, num_whole, PARTS), num_blocks, INTERLEAVED)
     if CONFIG.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     b = bh // num_heads
@@ -630,7 +632,7 @@ def forward_kernel(
             return
         b = b * 0
     first_met, num_pairs = pairs_met(masks, seq, m0, GROUPS * BLOCK_M, CONFIG)
-    first_pair, stop_pair = tiles_of_part(num_pairs, beyond, PARTS)
+    first_pair, stop_pair = tiles_of_split(num_pairs, beyond, PARTS)
     block = Block(
         b, h, bh, m0, stop_pair - first_pair, first_met + stop_pair, beyond,
         masks, seq, other_scale, weight_scale, other_bias, weight_bias, bias_scale,
@@ -656,7 +658,7 @@ def forward_kernel(
         mbarrier.init(tiles.empty.index(slot), count=GROUPS)
     if PARTS > 1:
         first_field = bh.to(gl.int64) * seqlen_q - first_row
-        state_ptr += first_field + beyond % PARTS * part_stride
+        state_ptr += first_field + beyond % PARTS * split_stride
     outputs = Outputs(
         value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, state_ptr, field_stride
     )  # fmt: skip
@@ -665,7 +667,7 @@ def forward_kernel(
         [
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(0),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, COEFFICIENTS, CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, block,
@@ -673,15 +675,15 @@ def forward_kernel(
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(1),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, COEFFICIENTS, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(2),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, COEFFICIENTS, CONFIG,
             )),
             (reduce_rows, (
                 tiles, block, outputs, gl.constexpr(3),
-                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, FORM, CONFIG,
+                WEIGHT_IS_TEACHER, SLOTS, PARTS, SAME_BIAS, COEFFICIENTS, CONFIG,
             )),
         ][: GROUPS + 1],
         [1, NUM_WARPS, NUM_WARPS, NUM_WARPS][:GROUPS],

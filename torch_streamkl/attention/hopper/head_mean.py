@@ -37,7 +37,7 @@ from torch_streamkl.attention.hopper.warp_groups import (
 from torch_streamkl.attention.hopper.wide_forward import tiles_without_mask
 from torch_streamkl.attention.triton.forward import finite_lse
 from torch_streamkl.kernels.arguments import MaskArgs
-from torch_streamkl.kernels.row_state import LOW, place_of
+from torch_streamkl.kernels.row_state import LOW, tile_coordinates
 from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows
 
 CHUNK = gl.constexpr(64)  # columns of a matmul's operands
@@ -61,7 +61,7 @@ class Block(NamedTuple):
     kv: Any
     m0: Any
     num_tiles: Any
-    stop_tile: Any  # behind the last of them
+    stop_tile: Any  # after the last of them
     masks: Any  # arguments.MaskArgs
     seq: Any  # arguments.Sequence
 
@@ -104,7 +104,7 @@ def load_keys(
 
 @gluon.jit
 def add_tiles(
-    top, mass, tiles, block, rows, start, stop, scale, zero,
+    top, row_sum, tiles, block, rows, start, stop, scale, zero,
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     MASKED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -130,9 +130,9 @@ def add_tiles(
             )  # fmt: skip
             x = gl.where(allowed, x, -float("inf"))
         higher = gl.maximum(top, gl.max(x, 1))
-        mass = mass * exp2(top - higher) + gl.sum(exp2(x - gl.expand_dims(higher, 1)), 1)
+        row_sum = row_sum * exp2(top - higher) + gl.sum(exp2(x - gl.expand_dims(higher, 1)), 1)
         top = higher
-    return top, mass
+    return top, row_sum
 
 
 @gluon.jit
@@ -151,22 +151,22 @@ def log_sum_exps(
     rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
     start, stop = tiles_without_mask(block, first, CONFIG)
     top = gl.full([BLOCK_M], LOW, gl.float32, layout=row_layout)
-    mass = gl.full([BLOCK_M], 0.0, gl.float32, layout=row_layout)
+    row_sum = gl.full([BLOCK_M], 0.0, gl.float32, layout=row_layout)
     mbarrier.wait(tiles.q_bar, 0)
-    top, mass = add_tiles(
-        top, mass, tiles, block, rows, 0, start, scale, zero, GROUP, CHUNKS, SLOTS, True, CONFIG
+    top, row_sum = add_tiles(
+        top, row_sum, tiles, block, rows, 0, start, scale, zero, GROUP, CHUNKS, SLOTS, True, CONFIG
     )
-    top, mass = add_tiles(
-        top, mass, tiles, block, rows, start, stop, scale, zero,
+    top, row_sum = add_tiles(
+        top, row_sum, tiles, block, rows, start, stop, scale, zero,
         GROUP, CHUNKS, SLOTS, False, CONFIG,
     )  # fmt: skip
     if CONFIG.HAS_LEFT:
-        top, mass = add_tiles(
-            top, mass, tiles, block, rows, stop, block.num_tiles, scale, zero,
+        top, row_sum = add_tiles(
+            top, row_sum, tiles, block, rows, stop, block.num_tiles, scale, zero,
             GROUP, CHUNKS, SLOTS, True, CONFIG,
         )  # fmt: skip
-    empty = mass == 0.0
-    lse = gl.where(empty, -float("inf"), top + tl.math.log2(gl.where(empty, 1.0, mass)))
+    empty = row_sum == 0.0
+    lse = gl.where(empty, -float("inf"), top + tl.math.log2(gl.where(empty, 1.0, row_sum)))
     gl.store(lse_ptr + rows, lse, mask=rows < block.seq.num_rows)
 
 
@@ -180,7 +180,7 @@ def heads_lse_kernel(
     """Log-sum-exps of a block of rows of one head."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    position, bh = place_of(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    position, bh = tile_coordinates(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     b = bh // num_heads
@@ -268,7 +268,7 @@ def add_heads(
     place = GROUP * BLOCK_M + gl.arange(0, BLOCK_M, layout=row_layout)
     rows = m0 + place
     inside = rows < num_rows
-    mass = zero
+    row_sum = zero
     for r in range(ratio):
         lse = gl.load(lse_ptr + r.to(gl.int64) * num_rows + rows, mask=inside, other=0.0)
         x = zero
@@ -281,11 +281,11 @@ def add_heads(
         for chunk in gl.static_range(CHUNKS):
             slot, _ = slot_and_phase(r * CHUNKS + chunk, SLOTS)
             mbarrier.arrive(tiles.empty.index(slot), count=1)
-        mass += exp2(x * scale - gl.expand_dims(finite_lse(lse), 1))
-    gl.store(small_ptr + place, gl.min(mass, 1))
+        row_sum += exp2(x * scale - gl.expand_dims(finite_lse(lse), 1))
+    gl.store(small_ptr + place, gl.min(row_sum, 1))
     cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma))
     places = gl.expand_dims(place, 1).to(gl.int64) * stride + gl.expand_dims(n0 + cols, 0)
-    gl.store(mean_ptr + places, tl.math.log2(mass) - tl.math.log2(ratio.to(gl.float32)))
+    gl.store(mean_ptr + places, tl.math.log2(row_sum) - tl.math.log2(ratio.to(gl.float32)))
 
 
 @gluon.jit(

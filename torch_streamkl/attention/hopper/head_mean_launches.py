@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.hopper import head_mean
 from torch_streamkl.attention.hopper.descriptors import descriptor
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import head_mean_launches as portable
 from torch_streamkl.attention.triton.plans import LOG2E, Stage, config_of
 from torch_streamkl.kernels.arguments import Mean
@@ -97,7 +97,7 @@ class Launcher(portable.Launcher):
         )
 
     def chunks_and_slots(self, launch: HopperLaunch) -> tuple[int, int]:
-        """Of a tile of keys, and of shared memory: of such tiles beside queries, or of both."""
+        """Of a tile of keys, and of shared memory: of such tiles next to queries, or of both."""
         chunks = self.problem.teacher.head_dim // CHUNK
         return chunks, launch.slots if launch is HOPPER_HEAD_MEAN else max(2, 9 // chunks)
 
@@ -121,7 +121,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 
 
 def backward(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The wanted gradients, each summed in a fixed order."""
-    return portable.backward(problem, stats, grad, wanted, Launcher)
+    """The needed gradients, each summed in a fixed order."""
+    return portable.backward(problem, stats, grad, needs_grad, Launcher)

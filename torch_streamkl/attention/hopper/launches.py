@@ -9,27 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.attention.blocked import Wanted
-from torch_streamkl.attention.few_queries import heads_as_rows
 from torch_streamkl.attention.hopper import atomic, head_mean_launches, packed
 from torch_streamkl.attention.hopper import backward as bwd
 from torch_streamkl.attention.hopper import forward as fwd
 from torch_streamkl.attention.hopper import masks as hopper_masks
-from torch_streamkl.attention.hopper import turns_backward as turns_bwd
-from torch_streamkl.attention.hopper import turns_forward as turns_fwd
+from torch_streamkl.attention.hopper import persistent_backward as persistent_bwd
+from torch_streamkl.attention.hopper import persistent_forward as persistent_fwd
 from torch_streamkl.attention.hopper import wide_forward as wide_fwd
 from torch_streamkl.attention.hopper.biases import Bias
 from torch_streamkl.attention.hopper.descriptors import descriptor, padded
 from torch_streamkl.attention.hopper.masks import PreparedMask
-from torch_streamkl.attention.hopper.parts import unite_rows_kernel
-from torch_streamkl.attention.hopper.second_pass import Known
+from torch_streamkl.attention.hopper.second_pass import Specialized
+from torch_streamkl.attention.hopper.split_kv import combine_kernel
+from torch_streamkl.attention.pack_gqa import pack_gqa_heads
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import forward as portable
 from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
 from torch_streamkl.attention.triton.plans import LOG2E, Plan, config_of, plan_of
 from torch_streamkl.kernels.arguments import Config
 from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.kernels.shares import as_heads, new_shares, sum_of_shares
+from torch_streamkl.kernels.splits import as_heads, combine_splits, new_splits
 from torch_streamkl.launches.devices import multiprocessors
 from torch_streamkl.launches.launch import (
     HOPPER_AGAIN,
@@ -44,13 +44,13 @@ from torch_streamkl.launches.launch import (
     has_one_bias,
     hopper_backward_launch,
     hopper_launch,
+    is_persistent,
     is_wide,
-    key_shares,
+    key_splits,
     multiplies_pairs,
-    parts_of_last_round,
     plain_clamp,
-    row_shares,
-    takes_turns,
+    row_splits,
+    splits_of_last_wave,
 )
 
 UNITED_ROWS = 128  # of a program
@@ -74,7 +74,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
-    rows = heads_as_rows(problem)
+    rows = pack_gqa_heads(problem)
     if rows is not None:
         value, stats = forward(rows)
         shape = problem.student.q.shape[:3]
@@ -89,19 +89,19 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     else:
         _forward_by_blocks(problem, plan, outputs)
     again = HOPPER_WIDE_AGAIN if is_wide(problem) else HOPPER_AGAIN
-    again_config = plan.kept("again", lambda: config_of(problem, again))
-    again_blocks = ceil_div(_longest(problem)[0], again.block_m)
-    works = again_blocks * problem.num_heads * plan.num_sequences
+    recompute_config = plan.kept("again", lambda: config_of(problem, again))
+    recompute_blocks = ceil_div(_longest(problem)[0], again.block_m)
+    works = recompute_blocks * problem.num_heads * plan.num_sequences
     each = LOOKED_AT if works >= LEAST_LOOKED_AT * multiprocessors(value.device) else 1
     plan.run(
         "again",
-        portable.forward_again_kernel,
+        portable.recompute_kernel,
         (ceil_div(works, each), 1, 1),
         (
             *plan.arguments(problem), *outputs,
-            again_blocks, problem.num_heads, works, plan.inv_temperature, plan.fill,
+            recompute_blocks, problem.num_heads, works, plan.inv_temperature, plan.fill,
         ),
-        (each, plan.form, plan.helper, again_config),
+        (each, plan.form, plan.helper, recompute_config),
         again.options(),
         _mask_tensors(problem),
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
     if blocks.parts > 1:
         plan.run(
             "unite",
-            unite_rows_kernel,
+            combine_kernel,
             (ceil_div(blocks.num_rows, UNITED_ROWS), 1, 1),
             (state, *strides, blocks.first_row, blocks.num_rows, *outputs),
             (blocks.parts, UNITED_ROWS, form, config),
@@ -161,7 +161,7 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
 
 
 def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
-    """turns_forward.py, behind the kernels that prepare a mask tensor."""
+    """persistent_forward.py, after the kernels that prepare a mask tensor."""
     launch = hopper_launch(problem)
     by_teacher, other, weight = _sides(problem, plan)
     config = plan.kept("config", lambda: _config_by_tiles(problem, launch))
@@ -171,8 +171,8 @@ def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any,
     prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan)
     plan.run(
         "hopper",
-        turns_fwd.turns_forward_kernel,
-        (_num_programs(problem, works, takes_turns(problem)), 1, 1),
+        persistent_fwd.persistent_forward_kernel,
+        (_num_programs(problem, works, is_persistent(problem)), 1, 1),
         (
             *_descriptors(plan, launch, other, second),
             *_descriptors(plan, launch, weight, second),
@@ -223,9 +223,9 @@ def _config_by_tiles(problem: AttentionProblem, launch: HopperLaunch) -> Config:
     return config._replace(HAS_LEFT=False, HAS_RIGHT=False)  # the prepared mask has them
 
 
-def _num_programs(problem: AttentionProblem, works: int, in_turns: bool) -> int:
+def _num_programs(problem: AttentionProblem, works: int, interleaved_calls: bool) -> int:
     """NOTE [Turns] in work.py."""
-    return min(works, multiprocessors(problem.student.q.device)) if in_turns else works
+    return min(works, multiprocessors(problem.student.q.device)) if interleaved_calls else works
 
 
 def _helper(problem: AttentionProblem, plan: Plan) -> Any:
@@ -238,10 +238,10 @@ def _descriptors(plan: Plan, launch: HopperLaunch, side: Side, pairs: bool) -> t
     return descriptor(plan, side.q, launch.block_m), descriptor(plan, side.k, rows)
 
 
-def _known(problem: AttentionProblem) -> Known:
+def _known(problem: AttentionProblem) -> Specialized:
     functional = problem.functional
     quotient = functional.quotient
-    return Known(
+    return Specialized(
         *(functional.mixture or (0.0, 0.0)),
         functional.variation or 0.0,
         *((0.0, 0.0, False) if quotient is None else dataclasses.astuple(quotient)),
@@ -259,7 +259,7 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
     whole_rows = problem.window_left is None and problem.window_right is None
     if whole_rows and not problem.is_packed and not has_bias(problem):
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
-        num_whole, parts = parts_of_last_round(of_head * heads, tiles, problem.student.q.device)
+        num_whole, parts = splits_of_last_wave(of_head * heads, tiles, problem.student.q.device)
     first_row = num_whole // of_head * problem.seqlen_q
     first_row += num_whole % of_head * size
     return Blocks(
@@ -273,16 +273,16 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
 
 
 def backward(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The wanted gradients, each summed in a fixed order unless the problem allows another."""
+    """The needed gradients, each summed in a fixed order unless the problem allows another."""
     if problem.head_mean:
-        return head_mean_launches.backward(problem, stats, grad, wanted)
+        return head_mean_launches.backward(problem, stats, grad, needs_grad)
     grad = grad.to(torch.float32).contiguous()
-    row_problem = heads_as_rows(problem)
+    row_problem = pack_gqa_heads(problem)
     if row_problem is not None:
         shape = row_problem.student.q.shape[:3]
-        of_rows = backward(row_problem, stats.viewed(shape), grad.view(shape), wanted)
+        of_rows = backward(row_problem, stats.viewed(shape), grad.view(shape), needs_grad)
         of_q = (problem.student.q, None, problem.teacher.q, None)
         return tuple(
             x if x is None or q is None else x.view(q.shape)
@@ -290,19 +290,19 @@ def backward(
         )
     gradients: dict[tuple[bool, bool], Tensor] = {}
     sums = None
-    if wanted.student_q and wanted.student_k and adds_queries(problem):
+    if needs_grad.student_q and needs_grad.student_k and adds_queries(problem):
         dims = problem.student.head_dim, problem.teacher.head_dim
         launch = hopper_backward_launch(*dims, has_logarithms=False, adds=True)
         sums = atomic.new_sums(problem.student.q, launch.block_n)
     prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan_of(problem))
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps
     order = (
-        (wanted.student_k, True, False),
-        (wanted.student_q and sums is None, True, True),
-        (wanted.teacher_k, False, False),
-        (wanted.teacher_q, False, True),
+        (needs_grad.student_k, True, False),
+        (needs_grad.student_q and sums is None, True, True),
+        (needs_grad.teacher_k, False, False),
+        (needs_grad.teacher_q, False, True),
     )
-    found = [(student, rows) for is_wanted, student, rows in order if is_wanted]
+    found = [(student, rows) for is_needed, student, rows in order if is_needed]
     tables: dict[tuple[int, bool], Tensor] = {}
     if problem.is_packed:  # before them all: a gradient does not wait for what precedes it
         plan = plan_of(problem)
@@ -320,7 +320,7 @@ def backward(
         (True, True): problem.student.q, (True, False): problem.student.k,
         (False, True): problem.teacher.q, (False, False): problem.teacher.k,
     }  # fmt: skip
-    summed = {key: sum_of_shares(shares, inputs[key]) for key, shares in gradients.items()}
+    summed = {key: combine_splits(splits, inputs[key]) for key, splits in gradients.items()}
     if sums is not None:
         summed[True, True] = _gradient_of_sums(problem, sums)
     return tuple(summed.get(key) for key in inputs)
@@ -337,7 +337,7 @@ def _gradient(
     tables: dict[tuple[int, bool], Tensor],
     is_first: bool,
 ) -> Tensor:
-    """Shares of dQ (rows) or dK of one side; beside dK, dQ is added to the sums.
+    """Shares of dQ (rows) or dK of one side; next to dK, dQ is added to the sums.
 
     All but the first may begin before the one before ends.
     """
@@ -356,9 +356,9 @@ def _gradient(
     num_blocks, sequences = ceil_div(length, size), plan.num_sequences
     if table is not None:
         num_blocks, sequences = table.shape[1], 1
-    works = num_blocks * x.shape[1] * task.SHARES * sequences
-    shares = new_shares(x, task.SHARES)
-    out = as_heads(shares)
+    works = num_blocks * x.shape[1] * task.SPLITS * sequences
+    splits = new_splits(x, task.SPLITS)
+    out = as_heads(splits)
     tensors = (
         *(descriptor(plan, t, task.BLOCK) for t in outer),
         *(descriptor(plan, t, task.INNER) for t in inner),
@@ -370,8 +370,8 @@ def _gradient(
     if _gradients_by_tiles(problem):
         plan.run(
             ("gradient", student, rows, adds, is_first),
-            turns_bwd.turns_backward_kernel,
-            (_num_programs(problem, works, takes_turns(problem, backward=True)), 1, 1),
+            persistent_bwd.persistent_backward_kernel,
+            (_num_programs(problem, works, is_persistent(problem, backward=True)), 1, 1),
             (
                 *tensors, works, num_blocks, problem.num_heads, problem.batch,
                 _group(own), _group(other), *_masks(problem)[:5],
@@ -381,7 +381,7 @@ def _gradient(
             options,
             (grad, *_mask_tensors(problem)),
         )  # fmt: skip
-        return shares
+        return splits
     plan.run(
         ("gradient", student, rows, adds, is_first),
         bwd.backward_kernel,
@@ -396,7 +396,7 @@ def _gradient(
         options,
         (grad, *_mask_tensors(problem)),
     )  # fmt: skip
-    return shares
+    return splits
 
 
 def _task_of(
@@ -462,16 +462,16 @@ def _task(
         launch = HOPPER_MASKED
     if has_bias(problem):
         launch = HOPPER_BIASED
-    group, num_shares = 1, 1
+    group, num_splits = 1, 1
     length = problem.seqlen_q if rows else problem.seqlen_k
     blocks = ceil_div(length, launch.groups * launch.block_m) * problem.batch
     if rows and not _gradients_by_tiles(problem):
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
-        num_shares = row_shares(problem, blocks * problem.num_heads, tiles)
+        num_splits = row_splits(problem, blocks * problem.num_heads, tiles)
     if not rows:
         group = _group(own)
         programs = blocks * own.num_kv_heads
-        num_shares = key_shares(problem, group, programs, resident=1, together=_group(other))
+        num_splits = key_splits(problem, group, programs, resident=1, together=_group(other))
     return bwd.Task(
         ROWS=rows,
         STUDENT=student,
@@ -483,9 +483,9 @@ def _task(
         CLAMP=clamp or 0.0,
         SQUARES=squares,
         FOLDED=plain and not rows,
-        FORM=plan.form,
-        GROUP_SIZE=1 if rows else group // num_shares,
-        SHARES=num_shares,
+        COEFFICIENTS=plan.form,
+        GROUP_SIZE=1 if rows else group // num_splits,
+        SPLITS=num_splits,
         DIM=own.head_dim,
         HEAD_DIM=padded(own.head_dim),
         OTHER_DIM=padded(other.head_dim),

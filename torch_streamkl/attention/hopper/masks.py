@@ -2,9 +2,9 @@
 
 NOTE [Bits of a tile]
 A thread of a warp group holds, of two rows of a tile [64, 64], the 16 columns 8 k + 2 l + e of its
-lane l: their bits, numbered 2 k + e, are one word of 16 bits for each of both rows. One small
-kernel reads a mask once and writes the words of all tiles, for tiles with queries as rows and for
-tiles with keys as rows. A window and key lengths are in the bits, too.
+lane l: their bits, numbered 2 k + e, are one group of bits of 16 bits for each of both rows. One
+small kernel reads a mask once and writes the bits of all tiles, for tiles with queries as rows and
+for tiles with keys as rows. A window and key lengths are in the bits, too.
 
 NOTE [Blocks of a mask]
 For blocks of 128 queries and 128 keys the kernel also tells whether no pair of them is admitted
@@ -33,14 +33,14 @@ from torch_streamkl.launches.launch import TritonLaunch, ceil_div
 
 TILE = tl.constexpr(64)
 MASK_BLOCK = tl.constexpr(128)
-WORDS = tl.constexpr(256)  # of a tile: 64 rows of 4 lanes
+BITS = tl.constexpr(256)  # of a tile: 64 rows of 4 lanes
 MASK_TILES = TritonLaunch(64, 64, 4, 1)
 
 
 class MaskBlocks(NamedTuple):
     """What a main kernel reads of a mask; entities are the heads whose masks differ."""
 
-    words: Any  # [entities, row tiles, column tiles, WORDS], rows being those of the accumulator
+    bits: Any  # [entities, row tiles, column tiles, BITS], rows being those of the accumulator
     lists: Any  # [entities, row blocks, 1 + column blocks]: how many, then 2 * block + is full
     num_row_blocks: Any
     num_column_blocks: Any
@@ -48,7 +48,7 @@ class MaskBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedMask:
-    """Words and lists of a mask, and the strides of its entities."""
+    """Bits and lists of a mask, and the strides of its entities."""
 
     by_rows: tuple[Tensor, Tensor, int, int]
     by_keys: tuple[Tensor, Tensor, int, int]
@@ -65,17 +65,17 @@ def prepare(problem: AttentionProblem, plan: Plan) -> PreparedMask:
     rows, columns = (ceil_div(n, MASK_BLOCK.value) for n in (problem.seqlen_q, problem.seqlen_k))
     entities = batch * heads
     new = mask.new_empty
-    words = [new((entities, 4 * rows * columns * WORDS.value), dtype=torch.int16) for _ in "qk"]
+    bits = [new((entities, 4 * rows * columns * BITS.value), dtype=torch.int16) for _ in "qk"]
     classes = new((entities, rows, columns), dtype=torch.int8)
     of_rows = new((entities, rows, 1 + columns), dtype=torch.int32)
     of_keys = new((entities, columns, 1 + rows), dtype=torch.int32)
     config = plan.kept("mask config", lambda: config_of(problem, MASK_TILES))
     masks = plan.arguments(problem)[2]
     plan.run(
-        "mask words",
-        words_kernel,
+        "mask bits",
+        bit_mask_kernel,
         (columns, rows, entities),
-        (masks, *words, classes, rows, columns, heads),
+        (masks, *bits, classes, rows, columns, heads),
         (config,),
         {"num_warps": 4},
         (mask, problem.key_lengths),
@@ -90,16 +90,16 @@ def prepare(problem: AttentionProblem, plan: Plan) -> PreparedMask:
         (),
     )
     return PreparedMask(
-        (words[0], of_rows, rows, columns),
-        (words[1], of_keys, columns, rows),
+        (bits[0], of_rows, rows, columns),
+        (bits[1], of_keys, columns, rows),
         heads if batch > 1 else 0,
         1 if heads > 1 else 0,
     )
 
 
 @triton.jit
-def words_of(tile):
-    """[64, 64] of 0 and 1 -> [64, 4] words: NOTE [Bits of a tile]."""
+def bits_of(tile):
+    """[64, 64] of 0 and 1 -> [64, 4] bits: NOTE [Bits of a tile]."""
     x = tl.reshape(tile, [64, 8, 4, 2])
     k = tl.arange(0, 8)[None, :, None, None]
     e = tl.arange(0, 2)[None, None, None, :]
@@ -107,18 +107,18 @@ def words_of(tile):
 
 
 @triton.jit
-def words_at(tile):
-    """Where the words of a tile lie."""
-    word = tl.arange(0, 64)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return tile.to(tl.int64) * WORDS + word
+def bits_at(tile):
+    """Where the bits of a tile lie."""
+    bit = tl.arange(0, 64)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tile.to(tl.int64) * BITS + bit
 
 
 @triton.jit(do_not_specialize=["num_row_blocks", "num_key_blocks", "num_heads"])
-def words_kernel(
-    masks, words_by_rows, words_by_keys, classes, num_row_blocks, num_key_blocks, num_heads,
+def bit_mask_kernel(
+    masks, bits_by_rows, bits_by_keys, classes, num_row_blocks, num_key_blocks, num_heads,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Words and class of a block: 0 where no pair is admitted, 2 where all are, else 1."""
+    """Bits and class of a block: 0 where no pair is admitted, 2 where all are, else 1."""
     key_block = tl.program_id(0)
     row_block = tl.program_id(1)
     entity = tl.program_id(2)
@@ -140,8 +140,8 @@ def words_kernel(
             tile = allowed.to(tl.int32)
             by_rows = (entity * 2 * num_row_blocks + row_tile) * 2 * num_key_blocks + key_tile
             by_keys = (entity * 2 * num_key_blocks + key_tile) * 2 * num_row_blocks + row_tile
-            tl.store(words_by_rows + words_at(by_rows), words_of(tile).to(tl.int16))
-            tl.store(words_by_keys + words_at(by_keys), words_of(tl.trans(tile)).to(tl.int16))
+            tl.store(bits_by_rows + bits_at(by_rows), bits_of(tile).to(tl.int16))
+            tl.store(bits_by_keys + bits_at(by_keys), bits_of(tl.trans(tile)).to(tl.int16))
     block = (entity * num_row_blocks + row_block) * num_key_blocks + key_block
     tl.store(classes + block, (some + some * every).to(tl.int8))
 
@@ -161,7 +161,7 @@ def lists_kernel(classes, of_rows, of_keys, num_rows, num_columns, SIZE: tl.cons
         found = tl.load(classes + offs * num_columns + column, mask=offs < num_rows, other=0)
         out = of_keys + (entity * num_columns + column) * (1 + num_rows)
     kept = (found > 0).to(tl.int32)
-    place = tl.cumsum(kept, 0)  # from 1 on, behind the number
+    place = tl.cumsum(kept, 0)  # from 1 on, after the number
     tl.store(out + place, 2 * offs + (found == 2).to(tl.int32), mask=kept > 0)
     tl.store(out, tl.sum(kept, 0))
 
@@ -174,30 +174,30 @@ def list_at(blocks, entity, row_block):
 
 
 @gluon.jit
-def load_words(blocks, entity, row_tile, column_tile, none):
-    """The words [64, lanes] of a tile; `none` (lane_sum's result) gives the layout."""
+def load_bits(blocks, entity, row_tile, column_tile, none):
+    """The bits [64, lanes] of a tile; `none` (lane_sum's result) gives the layout."""
     layout: gl.constexpr = none.type.layout
     rows = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
     lanes = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, layout)), 0)
     tile = (entity * 2 * blocks.num_row_blocks + row_tile) * 2 * blocks.num_column_blocks
     tile = (tile + column_tile).to(gl.int64)
-    return gl.load(blocks.words + tile * WORDS + (rows * 4 + lanes)).to(gl.int32)
+    return gl.load(blocks.bits + tile * BITS + (rows * 4 + lanes)).to(gl.int32)
 
 
 @gluon.jit
-def admitted(words, like):
+def admitted(bits, like):
     """Which pairs of a tile are admitted, [64, lanes, 16] as by_lane; `like` is in its layout."""
     layout: gl.constexpr = like.type.layout
     bit = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     bit = gl.expand_dims(gl.expand_dims(bit, 0), 1)
-    return ((gl.expand_dims(words, 2) >> bit) & 1) != 0
+    return ((gl.expand_dims(bits, 2) >> bit) & 1) != 0
 
 
 @gluon.jit
-def where_admitted(words, x, other):
+def where_admitted(bits, x, other):
     """x [64, 64] of an accumulator where admitted, elsewhere a number."""
     layout: gl.constexpr = x.type.layout
     y = by_lane(x)
-    y = gl.where(admitted(words, y), y, other)
+    y = gl.where(admitted(bits, y), y, other)
     y = gl.permute(gl.reshape(y, [64, 4, 8, 2]), (0, 2, 1, 3))
     return gl.convert_layout(gl.reshape(y, [64, 64]), layout)

@@ -2,7 +2,7 @@
 
 NOTE [Blocks of packed sequences]
 Lengths of packed sequences are on the device. A grid of as many blocks for every sequence as the
-longest one has starts programs behind the ends of the others, each of which takes a multiprocessor
+longest one has starts programs after the ends of the others, each of which takes a multiprocessor
 from those that have work. The sum of lengths is known on the host, and with it a bound on the
 number of blocks: a grid has that many. The table tells each program its sequence and its place in
 it, and is sorted by the number of keys (of rows, for dK) that a block meets, since programs start
@@ -19,11 +19,11 @@ from triton.experimental.gluon import language as gl
 
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.attention.triton.plans import Plan
-from torch_streamkl.kernels.row_state import place_of
+from torch_streamkl.kernels.row_state import tile_coordinates
 from torch_streamkl.launches.launch import ceil_div
 
 ENTRIES = 32  # of a program of the table's kernel
-NOWHERE = gl.constexpr(1 << 20)  # the place of a block that is none: behind every sequence
+NOWHERE = gl.constexpr(1 << 20)  # the place of a block that is none: after every sequence
 CHUNK = tl.constexpr(64)  # entries that these are compared with, and sequences, at a time
 
 
@@ -39,7 +39,7 @@ def num_entries(problem: AttentionProblem, plan: Plan, size: int, rows: bool) ->
 
 
 def new_table(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> Tensor:
-    """[2, entries], int32: sequences (-1 behind the last block), and places of blocks in them."""
+    """[2, entries], int32: sequences (-1 after the last block), and places of blocks in them."""
     assert problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None
     entries = num_entries(problem, plan, size, rows)
     table = problem.cu_seqlens_q.new_empty((2, entries))
@@ -139,7 +139,7 @@ def table_kernel(
 @gluon.jit
 def packed_block(pid, table, num_entries):
     """Sequence, place in it, and head of a program: NOTE [Blocks of packed sequences]."""
-    entry, head = place_of(pid, num_entries, True)
+    entry, head = tile_coordinates(pid, num_entries, True)
     sequence = gl.load(table + entry)
     position = gl.where(sequence < 0, NOWHERE, gl.load(table + num_entries + entry))
     return gl.maximum(sequence, 0), position, head

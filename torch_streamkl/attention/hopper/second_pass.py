@@ -48,13 +48,13 @@ from torch_streamkl.kernels.row_state import LN2
 SMALLEST = gl.constexpr(2.0**-126)
 
 
-class Known(NamedTuple):
+class Specialized(NamedTuple):
     """NOTE [Sums of known functionals]; numbers are 0 where a functional is not of a form."""
 
     B: float  # of JS
     C: float
     VARIATION: float  # c of c |P - S|
-    OWN_EPS: float  # beside the probability in front
+    OWN_EPS: float  # next to the probability in front
     OTHER_EPS: float
     BY_TEACHER: bool  # which is the teacher's
 
@@ -70,7 +70,7 @@ class KeySums(NamedTuple):
 @gluon.jit
 def with_terms(
     sums, log_o, log_w, eo, ew, t, place, MASKED: gl.constexpr,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The sums with the terms of a tile or pair: log-probabilities and probabilities."""
@@ -79,26 +79,26 @@ def with_terms(
     p = ew if WEIGHT_IS_TEACHER else eo
     s = eo if WEIGHT_IS_TEACHER else ew
     value, h, g = sums.value, sums.h, sums.g
-    if KNOWN.B != 0.0:
-        log_m = log2(KNOWN.B * p + (KNOWN.C * s + SMALLEST))
+    if SPECIALIZED.B != 0.0:
+        log_m = log2(SPECIALIZED.B * p + (SPECIALIZED.C * s + SMALLEST))
         h = add(h, lane_sum(s * (log_s - log_m)))
         g = add(g, lane_sum(p * (log_t - log_m)))
-    elif KNOWN.VARIATION != 0.0:
+    elif SPECIALIZED.VARIATION != 0.0:
         d = p - s
         value = add(value, lane_sum(gl.abs(d)))
         h = lane_signed_sum(h, d, s)
-    elif KNOWN.OWN_EPS != 0.0:
-        own = p if KNOWN.BY_TEACHER else s
-        other = s if KNOWN.BY_TEACHER else p
-        a = own + KNOWN.OWN_EPS
-        b = other + KNOWN.OTHER_EPS
+    elif SPECIALIZED.OWN_EPS != 0.0:
+        own = p if SPECIALIZED.BY_TEACHER else s
+        other = s if SPECIALIZED.BY_TEACHER else p
+        a = own + SPECIALIZED.OWN_EPS
+        b = other + SPECIALIZED.OTHER_EPS
         inverse = reciprocal(a * b)
         of_b = inverse * a
         value = add(value, lane_sum(own * log2(a * of_b)))
         h = add(h, lane_sum(own * of_b))
         g = add(g, lane_sum(own * (inverse * b)))
     else:
-        f, dh, dg = HELPER(p, s, log_t * LN2, log_s * LN2)
+        f, dh, dg = POINTWISE_FN(p, s, log_t * LN2, log_s * LN2)
         if MASKED:
             allowed = seen(place, t, eo, CONFIG)
             f = gl.where(allowed, f, 0.0)
@@ -113,7 +113,7 @@ def with_terms(
 @gluon.jit
 def pair_of_keys(
     sums, lse_o, lse_w, i, tiles, place, zeros,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The sums with pair i."""
@@ -127,18 +127,18 @@ def pair_of_keys(
     log_w = w * place.weight_scale - column_of(lse_w, zeros)
     return with_terms(
         sums, log_o, log_w, exp2(log_o), exp2(log_w), 0, place, False,
-        WEIGHT_IS_TEACHER, HELPER, KNOWN, CONFIG,
+        WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, CONFIG,
     )  # fmt: skip
 
 
 @gluon.jit
 def masked_keys(
     sums, lse_o, lse_w, t, tiles, place, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The sums with tile t, masked."""
-    IS_KNOWN: gl.constexpr = KNOWN.B + KNOWN.VARIATION + KNOWN.OWN_EPS != 0.0
+    IS_KNOWN: gl.constexpr = SPECIALIZED.B + SPECIALIZED.VARIATION + SPECIALIZED.OWN_EPS != 0.0
     o, w = products_of(t, tiles, place, zero, SLOTS)
     release_after(t, tiles, place, SLOTS)
     log_o = o * place.other_scale - gl.expand_dims(lse_o, 1)
@@ -148,38 +148,38 @@ def masked_keys(
         log_w = masked(log_w, t, place, 0, True, CONFIG)
     return with_terms(
         sums, log_o, log_w, exp2(log_o), exp2(log_w), t, place, True,
-        WEIGHT_IS_TEACHER, HELPER, KNOWN, CONFIG,
+        WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, CONFIG,
     )  # fmt: skip
 
 
 @gluon.jit
-def of_rows(sums, mass, KNOWN: gl.constexpr):
-    """f, h and g of rows from their threads' sums, in nats; `mass` is 1, or 0 without keys."""
-    layout: gl.constexpr = mass.type.layout
+def of_rows(sums, row_sum, SPECIALIZED: gl.constexpr):
+    """f, h and g of rows from their threads' sums, in nats; `row_sum` is 1, or 0 without keys."""
+    layout: gl.constexpr = row_sum.type.layout
     value = gl.convert_layout(gl.sum(sums.value, 1), layout)
     h = gl.convert_layout(gl.sum(sums.h, 1), layout)
     g = gl.convert_layout(gl.sum(sums.g, 1), layout)
-    if KNOWN.B != 0.0:
-        h = h * (KNOWN.C * LN2)
-        g = g * (KNOWN.B * LN2)
+    if SPECIALIZED.B != 0.0:
+        h = h * (SPECIALIZED.C * LN2)
+        g = g * (SPECIALIZED.B * LN2)
         value = h + g
-    elif KNOWN.VARIATION != 0.0:
-        value = value * KNOWN.VARIATION
-        h = h * -KNOWN.VARIATION
+    elif SPECIALIZED.VARIATION != 0.0:
+        value = value * SPECIALIZED.VARIATION
+        h = h * -SPECIALIZED.VARIATION
         g = value - h
-    elif KNOWN.OWN_EPS != 0.0:
+    elif SPECIALIZED.OWN_EPS != 0.0:
         value = value * LN2
-        of_other = h * KNOWN.OTHER_EPS - mass
-        of_own = value + (mass - g * KNOWN.OWN_EPS)
-        h = of_other if KNOWN.BY_TEACHER else of_own
-        g = of_own if KNOWN.BY_TEACHER else of_other
+        of_other = h * SPECIALIZED.OTHER_EPS - row_sum
+        of_own = value + (row_sum - g * SPECIALIZED.OWN_EPS)
+        h = of_other if SPECIALIZED.BY_TEACHER else of_own
+        g = of_own if SPECIALIZED.BY_TEACHER else of_other
     return value, h, g
 
 
 @gluon.jit
 def sum_keys(
     lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, HELPER: gl.constexpr, KNOWN: gl.constexpr,
+    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The second pass over every tile that some row of the warp group sees."""
@@ -192,14 +192,14 @@ def sum_keys(
         for t in range(start, stop):
             sums = masked_keys(
                 sums, lse_o, lse_w, t, tiles, place, zero,
-                WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
+                WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, SLOTS, CONFIG,
             )  # fmt: skip
         first = place.used + stop // 2
         last = place.used + gl.where(stop == whole, edge, stop) // 2
         for i in range(first, last):
             sums = pair_of_keys(
                 sums, lse_o, lse_w, i, tiles, place, zeros,
-                WEIGHT_IS_TEACHER, HELPER, KNOWN, SLOTS, CONFIG,
+                WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, SLOTS, CONFIG,
             )  # fmt: skip
         start, stop = edge, end
     if end % 2 == 1:

@@ -3,12 +3,12 @@
 NOTE [Tiles of rows]
 Slots hold pairs of tiles, which all warp groups of a block read. The tiles that some row of a warp
 group sees begin and end anywhere in a pair: it passes by pairs without any. Pairs that every row
-sees whole are the main loop; the tiles before and behind them are masked, one at a time.
+sees whole are the main loop; the tiles before and after them are masked, one at a time.
 
 NOTE [Code]
 Every warp group has code of its own, and the caches of instructions hold 128 KB, 8192 of them: a
 block of few tiles takes twice as long where they do not fit. So there is one loop for masked
-tiles, which runs before the main loop and again behind it, and no running maxima.
+tiles, which runs before the main loop and again after it, and no running maxima.
 
 NOTE [Fixed bases]
 Sums are relative to the largest scores of the first tile: no maxima, no rescaling, no exchange
@@ -18,14 +18,14 @@ maximum if it is from 2^-80 to 2^100: no term overflowed, nor does the sum times
 what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum
 of 2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d
 itself does, and is good if it is not above 2^100 either. A row that fails gets NaN for its value,
-and the launch that follows (`attention_forward.forward_again_kernel`) computes blocks with such
+and the launch that follows (`attention_forward.recompute_kernel`) computes blocks with such
 rows again, and no others. Rows that see no key are known from their number, or from the bits of a
 mask.
 
 NOTE [Clamps]
-FORM is what a clamped divergence is for a row without a probability below a clamp (NOTE [One pass
-or two] in functional.py). So the lowest scores of a clamped side are kept, and a row with a
-probability below its clamp gets NaN, as one that fails does.
+COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
+[One pass or two] in functional.py). So the lowest scores of a clamped side are kept, and a row
+with a probability below its clamp gets NaN, as one that fails does.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from torch_streamkl.attention.hopper.masks import load_words, where_admitted
+from torch_streamkl.attention.hopper.masks import load_bits, where_admitted
+from torch_streamkl.attention.hopper.tile_scheduler import sees_keys
 from torch_streamkl.attention.hopper.warp_groups import (
     add,
     before_wait,
@@ -44,12 +45,11 @@ from torch_streamkl.attention.hopper.warp_groups import (
     lane_lowest,
     lane_sum,
     phase_of,
-    slot_of,
+    stage_of,
     start_half,
     start_pair,
     zero_of_pair,
 )
-from torch_streamkl.attention.hopper.work import sees_keys
 from torch_streamkl.kernels.arguments import State
 from torch_streamkl.kernels.row_state import LOW, moment
 from torch_streamkl.kernels.scores import in_window
@@ -92,7 +92,7 @@ class Place(NamedTuple):
     block: Any  # work.Block
     rows: Any
     used: Any  # pairs of the program's blocks before
-    end: Any  # behind the last tile that its rows see
+    end: Any  # after the last tile that its rows see
     other_scale: Any
     weight_scale: Any
 
@@ -109,17 +109,17 @@ def wait_for(tiles, i, more, SLOTS: gl.constexpr):
 
     Past the end matmuls read whatever the slot holds, and nobody reads the result.
     """
-    mbarrier.wait(tiles.full.index(slot_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
+    mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
 
 @gluon.jit
 def release(tiles, i, SLOTS: gl.constexpr):
     """This warp group has read both sides of pair i."""
-    mbarrier.arrive(tiles.empty.index(slot_of(i, SLOTS)), count=1)
+    mbarrier.arrive(tiles.empty.index(stage_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
-def pass_by(tiles, start, stop, SLOTS: gl.constexpr):
+def skip_stages(tiles, start, stop, SLOTS: gl.constexpr):
     """Pairs that none of the warp group's rows sees."""
     for i in range(start, stop):
         wait_for(tiles, i, True, SLOTS)
@@ -161,11 +161,11 @@ def seen(place, t, like, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def masked(x, t, place, words, is_full, CONFIG: gl.constexpr):
+def masked(x, t, place, bits, is_full, CONFIG: gl.constexpr):
     """x of tile t where rows see keys, FAR elsewhere."""
     if CONFIG.HAS_MASK:
         if not is_full:
-            x = where_admitted(words, x, FAR)
+            x = where_admitted(bits, x, FAR)
         return x
     else:
         return gl.where(seen(place, t, x, CONFIG), x, FAR)
@@ -233,15 +233,15 @@ def masked_step(
     o, sums, t, tiles, place, zero,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
-    CONFIG: gl.constexpr, words=0, is_full=True,
+    CONFIG: gl.constexpr, bits=0, is_full=True,
 ):  # fmt: skip
     """The sums with tile t, whose products of `other` are o, and those of the next.
 
-    With a mask tensor, `words` are its bits of the tile, and nothing else masks it.
+    With a mask tensor, `bits` are its bits of the tile, and nothing else masks it.
     """
     w = start_at(place.wq, tiles.weight_k, place, t, zero, SLOTS)
     o = masked(
-        o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, words, is_full, CONFIG
+        o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, bits, is_full, CONFIG
     )
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
     low_o = sums.low_o
@@ -250,7 +250,7 @@ def masked_step(
     w = warpgroup_mma_wait(0, deps=[w])
     following = start_following(tiles, place, t, zero, SLOTS)
     w = masked(
-        w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, words, is_full, CONFIG
+        w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, bits, is_full, CONFIG
     )
     low_w = sums.low_w
     if CLAMP_WEIGHT:
@@ -319,11 +319,11 @@ def start_sums(o, w, keys, other_scale, weight_scale, zero):
 def reduce_tiles(
     tiles, place, begin, whole, edge, zero,
     WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The state after every tile that some row of the warp group sees: NOTE [Tiles of rows]."""
-    C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
-    C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
+    C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
+    C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
     CLAMP_S: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.S_FLOOR
     CLAMP_WEIGHT: gl.constexpr = CLAMP_T if WEIGHT_IS_TEACHER else CLAMP_S
@@ -370,15 +370,15 @@ def release_after(t, tiles, place, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def masked_masses(sums, o, w, t, place, CONFIG: gl.constexpr):
+def masked_row_sums(sums, o, w, t, place, CONFIG: gl.constexpr):
     """The sums of 2^x with tile t, whose products are o and w."""
     o = masked(o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, 0, True, CONFIG)
     w = masked(w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, 0, True, CONFIG)
-    return with_masses(sums, sums.other + lane_sum(exp2(o)), sums.weight + lane_sum(exp2(w)))
+    return with_row_sums(sums, sums.other + lane_sum(exp2(o)), sums.weight + lane_sum(exp2(w)))
 
 
 @gluon.jit
-def with_masses(sums, other, weight):
+def with_row_sums(sums, other, weight):
     """The sums with others of 2^x."""
     return Sums(
         other, weight, sums.moment, sums.low_o, sums.low_w, sums.base_o, sums.base_w
@@ -386,7 +386,7 @@ def with_masses(sums, other, weight):
 
 
 @gluon.jit
-def masses_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
+def row_sums_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
     """The sums of 2^x with pair i, whose products of `other` are o, and those of the next."""
     w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
     o = o * place.other_scale - column_of(sums.base_o, zeros)
@@ -400,23 +400,23 @@ def masses_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
     w = w * place.weight_scale - column_of(sums.base_w, zeros)
     sum_w = before_wait(add(sums.weight, lane_sum(exp2(w))))
     o = warpgroup_mma_wait(0, deps=[following])
-    return o, with_masses(sums, sum_o, sum_w)
+    return o, with_row_sums(sums, sum_o, sum_w)
 
 
 @gluon.jit
-def sum_masses(sums, tiles, place, start, stop, zeros, SLOTS: gl.constexpr):
+def sum_of_row_sums(sums, tiles, place, start, stop, zeros, SLOTS: gl.constexpr):
     """Sums of 2^x alone over the pairs from start to stop, which need no mask."""
     if start < stop:
         wait_for(tiles, start, True, SLOTS)
         o = start_pair(place.oq, tiles.other_k, start, zeros, SLOTS)
         o = warpgroup_mma_wait(0, deps=[o])
         for i in range(start, stop):
-            o, sums = masses_step(o, sums, i, i + 1 < stop, tiles, place, zeros, SLOTS)
+            o, sums = row_sums_step(o, sums, i, i + 1 < stop, tiles, place, zeros, SLOTS)
     return sums
 
 
 @gluon.jit
-def reduce_masses(
+def reduce_row_sums(
     tiles, place, begin, whole, edge, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -428,17 +428,17 @@ def reduce_masses(
     sums = start_sums(o, w, keys, place.other_scale, place.weight_scale, zero)
     start, stop = begin, whole
     if begin < whole:
-        sums = masked_masses(sums, o, w, begin, place, CONFIG)
+        sums = masked_row_sums(sums, o, w, begin, place, CONFIG)
         release_after(begin, tiles, place, SLOTS)
         start = begin + 1
     for _ in range(2):  # NOTE [Code]
         for t in range(start, stop):
             o, w = products_of(t, tiles, place, zero, SLOTS)
             release_after(t, tiles, place, SLOTS)
-            sums = masked_masses(sums, o, w, t, place, CONFIG)
+            sums = masked_row_sums(sums, o, w, t, place, CONFIG)
         first = place.used + stop // 2
         last = place.used + gl.where(stop == whole, edge, stop) // 2
-        sums = sum_masses(sums, tiles, place, first, last, zeros, SLOTS)
+        sums = sum_of_row_sums(sums, tiles, place, first, last, zeros, SLOTS)
         start, stop = edge, end
     if end % 2 == 1:  # of the last pair the second tile is seen by other warp groups only
         release(tiles, place.used + end // 2, SLOTS)
@@ -450,11 +450,11 @@ def reduce_masses(
 def reduce_listed(
     tiles, place, first_row, blocks, zero,
     WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The state after the pairs of a mask's list: NOTE [Blocks of a mask]."""
-    C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
-    C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
+    C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
+    C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
     CLAMP_S: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.S_FLOOR
     CLAMP_WEIGHT: gl.constexpr = CLAMP_T if WEIGHT_IS_TEACHER else CLAMP_S
@@ -469,8 +469,8 @@ def reduce_listed(
     w = start_at(place.wq, tiles.weight_k, place, 0, zero, SLOTS)
     entry = gl.load(block.list + 1)
     following = gl.load(block.list + 1 + gl.minimum(1, last))
-    words_1 = load_words(blocks, entity, row_tile, entry // 2 * 2 + 1, none)
-    words_0 = load_words(blocks, entity, row_tile, entry // 2 * 2, none)
+    bits_1 = load_bits(blocks, entity, row_tile, entry // 2 * 2 + 1, none)
+    bits_0 = load_bits(blocks, entity, row_tile, entry // 2 * 2, none)
     o, w = warpgroup_mma_wait(0, deps=[o, w])
     column = gl.arange(0, CONFIG.BLOCK_N, layout=gl.SliceLayout(0, zero.type.layout))
     keys = gl.expand_dims((entry // 2 * 2 + 1) * CONFIG.BLOCK_N + column, 0)
@@ -480,21 +480,21 @@ def reduce_listed(
     seen_keys = (none * 0.0).to(gl.int32)
     for i in range(block.num_pairs):
         is_full = entry % 2 == 1
-        next_1 = load_words(blocks, entity, row_tile, following // 2 * 2 + 1, none)
-        next_0 = load_words(blocks, entity, row_tile, following // 2 * 2, none)
+        next_1 = load_bits(blocks, entity, row_tile, following // 2 * 2 + 1, none)
+        next_0 = load_bits(blocks, entity, row_tile, following // 2 * 2, none)
         entry = following
         following = gl.load(block.list + 1 + gl.minimum(i + 2, last))
         o, sums = masked_step(
             o, sums, 2 * i, tiles, place, zero,
-            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, CONFIG, words_1, is_full,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, CONFIG, bits_1, is_full,
         )  # fmt: skip
         o, sums = masked_step(
             o, sums, 2 * i + 1, tiles, place, zero,
-            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, CONFIG, words_0, is_full,
+            C_WEIGHT, C_OTHER, CLAMP_OTHER, CLAMP_WEIGHT, SLOTS, CONFIG, bits_0, is_full,
         )  # fmt: skip
-        seen_keys = seen_keys | words_1 | words_0
-        words_1 = next_1
-        words_0 = next_0
+        seen_keys = seen_keys | bits_1 | bits_0
+        bits_1 = next_1
+        bits_0 = next_0
     state = with_sums(sums, place.rows, WEIGHT_IS_TEACHER)
     some = gl.max((seen_keys != 0).to(gl.int32), 1)
     return without_doubtful(state, gl.convert_layout(some, place.rows.type.layout) > 0)

@@ -155,7 +155,7 @@ def add(x, y):
 
 @gluon.jit
 def column_of(x, products):
-    """[rows] -> a column beside products of a tile or pair."""
+    """[rows] -> a column next to products of a tile or pair."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, products.type.layout)), 1)
 
 
@@ -267,7 +267,7 @@ def lane_signed_sum(before, d, x):
 
 
 @gluon.jit
-def slot_of(i, SLOTS: gl.constexpr):
+def stage_of(i, SLOTS: gl.constexpr):
     """Where tile (or pair) i is (NOTE [Slots])."""
     if SLOTS & (SLOTS - 1) == 0:
         return i & (SLOTS - 1)
@@ -277,7 +277,7 @@ def slot_of(i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def phase_of(i, SLOTS: gl.constexpr):
-    """The phase of the barriers of slot_of(i) that completes for i."""
+    """The phase of the barriers of stage_of(i) that completes for i."""
     return (i // SLOTS) & 1
 
 
@@ -308,7 +308,7 @@ def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
     Where a slot holds both as one tile, by 64 columns of the queries.
     """
     if keys.shape[3] == 64:
-        return start_scores(q, keys.index(2 * slot_of(i, SLOTS) + half), zero)
+        return start_scores(q, keys.index(2 * stage_of(i, SLOTS) + half), zero)
     else:
         CHUNKS: gl.constexpr = keys.shape[4] // 64
         SHAPE: gl.constexpr = [keys.shape[0] * CHUNKS * 2, 1, 1, 64, 64]
@@ -316,7 +316,7 @@ def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
             parts = keys.reinterpret(keys.dtype, SHAPE, keys.layout)
         else:
             parts = keys._reinterpret(keys.dtype, SHAPE, keys.layout)
-        first = slot_of(i, SLOTS) * (2 * CHUNKS) + half
+        first = stage_of(i, SLOTS) * (2 * CHUNKS) + half
         x = start_scores(q.slice(0, 64, 1), parts.index(first), zero)
         if CHUNKS == 2:
             x = warpgroup_mma(
@@ -331,17 +331,17 @@ def load_pair(x, at, keys, i, full, SLOTS: gl.constexpr):
     """Load pair i of tiles of keys, whose first key is `at`: [batch, heads, seqlen]."""
     b, h, row = at
     if keys.shape[3] == 64:
-        first = 2 * slot_of(i, SLOTS)
+        first = 2 * stage_of(i, SLOTS)
         async_load(x, [b, h, row, 0], full, keys.index(first))
         async_load(x, [b, h, row + 64, 0], full, keys.index(first + 1))
     else:
-        async_load(x, [b, h, row, 0], full, keys.index(slot_of(i, SLOTS)))
+        async_load(x, [b, h, row, 0], full, keys.index(stage_of(i, SLOTS)))
 
 
 @gluon.jit
 def start_pair(q, keys, i, zero, SLOTS: gl.constexpr):
     """Issue q @ the keys of pair i."""
-    return start_scores(q, keys.index(slot_of(i, SLOTS)), zero)
+    return start_scores(q, keys.index(stage_of(i, SLOTS)), zero)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 The schedule is that of forward.py (its NOTEs on fixed bases and clamps hold here), but shared
 memory has no room for pairs of tiles. A slot holds one tile of one side, and those of both sides
-take turns: a warp group has one matmul in flight, which needs one tile.
+are interleaved: a warp group has one matmul in flight, which needs one tile.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch_streamkl.attention.hopper.forward import (
     with_sums,
     without_doubtful,
 )
-from torch_streamkl.attention.hopper.parts import finish_rows
+from torch_streamkl.attention.hopper.split_kv import finish_rows
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
     NUM_WARPS,
@@ -36,7 +36,7 @@ from torch_streamkl.attention.hopper.warp_groups import (
 )
 from torch_streamkl.attention.triton.forward import row_offset
 from torch_streamkl.kernels.arguments import MaskArgs
-from torch_streamkl.kernels.row_state import LOW, moment, place_of, update
+from torch_streamkl.kernels.row_state import LOW, moment, tile_coordinates, update
 from torch_streamkl.kernels.scores import bind_sequence, in_window, keys_of_rows
 
 GROUPS = gl.constexpr(2)  # warp groups: more of their queries do not fit
@@ -61,7 +61,7 @@ class Block(NamedTuple):
     bh: Any
     m0: Any
     num_tiles: Any
-    stop_tile: Any  # behind the last of them
+    stop_tile: Any  # after the last of them
     masks: Any  # arguments.MaskArgs
     seq: Any  # arguments.Sequence
     other_scale: Any
@@ -116,7 +116,7 @@ def load_all(
 def update_tiles(
     state, oq, wq, tiles, block, first_row, rows, start, stop, zero,
     WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Running state after the tiles from start to stop, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
@@ -139,9 +139,9 @@ def update_tiles(
             o = gl.where(allowed, o * block.other_scale, -float("inf"))
             w = gl.where(allowed, w * block.weight_scale, -float("inf"))
             if WEIGHT_IS_TEACHER:
-                state = update(state, w, o, allowed, True, FORM, CONFIG)
+                state = update(state, w, o, allowed, True, COEFFICIENTS, CONFIG)
             else:
-                state = update(state, o, w, allowed, True, FORM, CONFIG)
+                state = update(state, o, w, allowed, True, COEFFICIENTS, CONFIG)
         release(tiles, 2 * i, SLOTS)
         release(tiles, 2 * i + 1, SLOTS)
     return state
@@ -203,12 +203,12 @@ def tiles_without_mask(block, first_row, CONFIG: gl.constexpr):
 @gluon.jit
 def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, CONFIG: gl.constexpr,
+    SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    C_WEIGHT: gl.constexpr = FORM.TT if WEIGHT_IS_TEACHER else FORM.SS
-    C_OTHER: gl.constexpr = FORM.TS if WEIGHT_IS_TEACHER else FORM.ST
+    C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
+    C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
     CLAMP_S: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.S_FLOOR
     CLAMP_WEIGHT: gl.constexpr = CLAMP_T if WEIGHT_IS_TEACHER else CLAMP_S
@@ -226,7 +226,7 @@ def reduce_rows(
     mbarrier.wait(tiles.q_bar, 0)
     state = update_tiles(
         empty(BLOCK_M, row_layout), oq, wq, tiles, block, first, rows, 0, start, zero,
-        WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+        WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS, CONFIG,
     )  # fmt: skip
     if start < stop:
         m_o = state.m_s if WEIGHT_IS_TEACHER else state.m_t
@@ -247,12 +247,13 @@ def reduce_rows(
     if CONFIG.HAS_LEFT:
         state = update_tiles(
             state, oq, wq, tiles, block, first, rows, stop, block.num_tiles, zero,
-            WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+            WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS, CONFIG,
         )  # fmt: skip
     finish_rows(
         state, row_offset(block.bh, block.h, block.seq, block.masks) + rows,
         rows < block.seq.num_rows,
-        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, FORM, CONFIG,
+        outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, COEFFICIENTS,
+        CONFIG,
     )  # fmt: skip
 
 
@@ -264,12 +265,12 @@ def wide_forward_kernel(
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     other_scale, weight_scale,
     WEIGHT_IS_TEACHER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr, CONFIG: gl.constexpr,
+    COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """A block of rows of one head; tiles of both sides have HEAD_DIM columns."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    position, bh = place_of(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    position, bh = tile_coordinates(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         position = num_blocks - 1 - position  # causal rows grow: the longest first
     b = bh // num_heads
@@ -315,14 +316,16 @@ def wide_forward_kernel(
     gl.warp_specialize(
         [
             (reduce_rows, (
-                tiles, block, outputs, gl.constexpr(0), WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+                tiles, block, outputs, gl.constexpr(0), WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS,
+                CONFIG,
             )),
             (load_all, (
                 other_q, other_k, weight_q, weight_k, tiles, block,
                 h // other_group, h // weight_group, SLOTS, CONFIG,
             )),
             (reduce_rows, (
-                tiles, block, outputs, gl.constexpr(1), WEIGHT_IS_TEACHER, SLOTS, FORM, CONFIG,
+                tiles, block, outputs, gl.constexpr(1), WEIGHT_IS_TEACHER, SLOTS, COEFFICIENTS,
+                CONFIG,
             )),
         ],
         [1, NUM_WARPS],

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from torch_streamkl.attention.triton.forward import finite_lse, load_rows, row_offset
 from torch_streamkl.kernels.arguments import Rows
-from torch_streamkl.kernels.row_state import place_of, score_gradient
+from torch_streamkl.kernels.row_state import score_gradient, tile_coordinates
 from torch_streamkl.kernels.scores import (
     admitted,
     allowed_pairs,
@@ -32,9 +32,10 @@ from torch_streamkl.kernels.scores import (
 
 @triton.jit
 def gradient_tile(
-    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, key_sum, student, teacher, masks, seq,
+    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, delta, student, teacher, masks, seq,
     inv_temperature, STUDENT: tl.constexpr, MASKED: tl.constexpr,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr, KEYS: tl.constexpr = True,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
+    KEYS: tl.constexpr = True,
 ):  # fmt: skip
     """d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale.
 
@@ -54,11 +55,11 @@ def gradient_tile(
     d = score_gradient(
         t - lse_t[:, None],
         s - lse_s[:, None],
-        key_sum[:, None],
+        delta[:, None],
         STUDENT,
         CONFIG.TWO_PASS,
-        FORM,
-        HELPER,
+        COEFFICIENTS,
+        POINTWISE_FN,
     )
     if MASKED:
         if KEYS:
@@ -86,19 +87,19 @@ def load_statistics(
     lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
     lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
     sums_ptr = (s_stats_ptr if STUDENT else t_stats_ptr) + stats_stride
-    key_sum = tl.load(sums_ptr + row, mask=inside, other=0.0)
+    delta = tl.load(sums_ptr + row, mask=inside, other=0.0)
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0)
     left_out = grad == 0.0
     lse_t = tl.where(left_out, float("inf"), lse_t)
     lse_s = tl.where(left_out, float("inf"), lse_s)
-    return lse_t, lse_s, tl.where(left_out, 0.0, key_sum), grad
+    return lse_t, lse_s, tl.where(left_out, 0.0, delta), grad
 
 
 @triton.jit
 def dq_over(
-    acc, start, stop, rows, lse_t, lse_s, key_sum, student, teacher, masks, seq, inv_temperature,
+    acc, start, stop, rows, lse_t, lse_s, delta, student, teacher, masks, seq, inv_temperature,
     STUDENT: tl.constexpr, MASKED: tl.constexpr,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Accumulate sum_j dscore_j k_j over the tiles in [start, stop)."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
@@ -111,8 +112,9 @@ def dq_over(
             rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
         )
         d = gradient_tile(
-            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, key_sum,
-            student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG,
+            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, delta,
+            student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, COEFFICIENTS,
+            POINTWISE_FN, CONFIG,
         )  # fmt: skip
         k = ks if STUDENT else kt
         acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
@@ -124,14 +126,15 @@ def dq_kernel(
     student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale,
     num_blocks, num_heads, keys_per_split, inv_temperature,
-    STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows over a share of the keys (all of them with one split)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
     split = tl.program_id(1)
-    block, bh = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    block, bh = tile_coordinates(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block
     b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
@@ -140,7 +143,7 @@ def dq_kernel(
     rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
     inside = rows.offs < seq.num_rows
     row = row_offset(bh, h, seq, masks) + rows.offs
-    lse_t, lse_s, key_sum, grad = load_statistics(
+    lse_t, lse_s, delta, grad = load_statistics(
         grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT
     )
     first, left, right, stop = key_range(masks, seq, m0, CONFIG)
@@ -150,16 +153,19 @@ def dq_kernel(
     if not CONFIG.DENSE:
         if CONFIG.HAS_LEFT or CONFIG.KEY_MASK:
             acc = dq_over(
-                acc, tl.maximum(first, lo), tl.minimum(left, hi), rows, lse_t, lse_s, key_sum,
-                student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
+                acc, tl.maximum(first, lo), tl.minimum(left, hi), rows, lse_t, lse_s, delta,
+                student, teacher, masks, seq, inv_temperature, STUDENT, True, COEFFICIENTS,
+                POINTWISE_FN, CONFIG,
             )  # fmt: skip
         acc = dq_over(
-            acc, tl.maximum(left, lo), tl.minimum(right, hi), rows, lse_t, lse_s, key_sum,
-            student, teacher, masks, seq, inv_temperature, STUDENT, False, FORM, HELPER, CONFIG,
+            acc, tl.maximum(left, lo), tl.minimum(right, hi), rows, lse_t, lse_s, delta,
+            student, teacher, masks, seq, inv_temperature, STUDENT, False, COEFFICIENTS,
+            POINTWISE_FN, CONFIG,
         )  # fmt: skip
     acc = dq_over(
-        acc, tl.maximum(right, lo), tl.minimum(stop, hi), rows, lse_t, lse_s, key_sum,
-        student, teacher, masks, seq, inv_temperature, STUDENT, True, FORM, HELPER, CONFIG,
+        acc, tl.maximum(right, lo), tl.minimum(stop, hi), rows, lse_t, lse_s, delta,
+        student, teacher, masks, seq, inv_temperature, STUDENT, True, COEFFICIENTS, POINTWISE_FN,
+        CONFIG,
     )  # fmt: skip
     acc *= (grad * dq_scale)[:, None]
     out = gradient_ptrs(
@@ -175,7 +181,7 @@ def dk_over(
     student, teacher, masks, seq, first_row,
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
     STUDENT: tl.constexpr, MASKED: tl.constexpr,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Accumulate sum_i dscore_i q_i over the row tiles in [start, stop)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -187,7 +193,7 @@ def dk_over(
         qt = teacher_tile(
             t_bound.q, offs_m, seq.num_rows, teacher.q_m, teacher.q_d, MASKED, CONFIG
         )
-        lse_t, lse_s, key_sum, grad = load_statistics(
+        lse_t, lse_s, delta, grad = load_statistics(
             grad_ptr,
             s_stats_ptr,
             t_stats_ptr,
@@ -198,8 +204,8 @@ def dk_over(
         )
         d = gradient_tile(
             Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans,
-            lse_t, lse_s, key_sum, student, teacher, masks, seq,
-            inv_temperature, STUDENT, MASKED, FORM, HELPER, CONFIG, False,
+            lse_t, lse_s, delta, student, teacher, masks, seq,
+            inv_temperature, STUDENT, MASKED, COEFFICIENTS, POINTWISE_FN, CONFIG, False,
         )  # fmt: skip
         q = qs if STUDENT else qt
         acc = with_rows(acc, d, grad, q, CONFIG)
@@ -215,12 +221,12 @@ def with_rows(acc, d, grad, q, CONFIG: tl.constexpr):
 
 @triton.jit
 def store_keys(
-    acc, dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, seq, share, b, head, n0, DIM: tl.constexpr
+    acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, seq, share, b, head, n0, DIM: tl.constexpr
 ):
     """Write the gradient of the keys at n0."""
     offs_n = n0 + tl.arange(0, acc.shape[0])
     out = gradient_ptrs(
-        dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, share, b, head, seq.start_k + offs_n,
+        dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, share, b, head, seq.start_k + offs_n,
         acc.shape[1],
     )  # fmt: skip
     inside = (offs_n[:, None] < seq.num_keys) & (tl.arange(0, acc.shape[1])[None, :] < DIM)
@@ -230,20 +236,21 @@ def store_keys(
 @triton.jit
 def dk_kernel(
     student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dk_ptr, dk_share, dk_b, dk_h, dk_n, dk_scale,
-    num_blocks, num_heads, group, heads_of_share, inv_temperature,
-    STUDENT: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    dk_ptr, dk_split, dk_b, dk_h, dk_n, dk_scale,
+    num_blocks, num_heads, group, heads_of_split, inv_temperature,
+    STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys of one key head: the sum over (a share of) its query heads."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
-    block, sequence = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
-    num_shares = num_heads // heads_of_share  # of all key heads
-    b = sequence // num_shares
-    first_head = sequence % num_shares * heads_of_share
+    block, sequence = tile_coordinates(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    num_splits = num_heads // heads_of_split  # of all key heads
+    b = sequence // num_splits
+    first_head = sequence % num_splits * heads_of_split
     kv = first_head // group
-    share = first_head % group // heads_of_share
+    share = first_head % group // heads_of_split
     n0 = block * BLOCK_N
     sizes = bind_sequence(masks, b, first_head, CONFIG)
     if n0 >= sizes.num_keys:
@@ -253,11 +260,11 @@ def dk_kernel(
     if CONFIG.KEY_MASK:
         if tl.max(admitted(masks, sizes, offs_n).to(tl.int32), 0) == 0:
             store_keys(
-                acc, dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM
+                acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM
             )
             return
     # without the option address arithmetic is hoisted out of this loop until registers spill
-    for member in tl.range(0, heads_of_share, num_stages=1, disable_licm=True):
+    for member in tl.range(0, heads_of_split, num_stages=1, disable_licm=True):
         h = first_head + member
         seq = bind_sequence(masks, b, h, CONFIG)
         s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
@@ -279,24 +286,24 @@ def dk_kernel(
                     acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,
                     student, teacher, masks, seq, first_row,
                     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
-                    STUDENT, True, FORM, HELPER, CONFIG,
+                    STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
                 )  # fmt: skip
             acc = dk_over(
                 acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound,
                 student, teacher, masks, seq, first_row,
                 grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
-                STUDENT, False, FORM, HELPER, CONFIG,
+                STUDENT, False, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
         acc = dk_over(
             acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
             student, teacher, masks, seq, first_row,
             grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
-            STUDENT, True, FORM, HELPER, CONFIG,
+            STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
         )  # fmt: skip
     acc *= dk_scale
     if CONFIG.KEY_MASK:  # a key's sums are of that key alone
         acc = tl.where(admitted(masks, sizes, offs_n)[:, None], acc, 0.0)
-    store_keys(acc, dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM)
+    store_keys(acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM)
 
 
 @triton.jit
@@ -304,7 +311,7 @@ def dq_dk_over(
     acc, start, stop, b, h, keys, ks, kt, student, teacher, masks, seq, first_row,
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, dq_ptr, dq_m, scale, inv_temperature,
     STUDENT: tl.constexpr, TILES: tl.constexpr,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dK with what the row tiles in [start, stop) add to it; their dQ is written."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -314,7 +321,7 @@ def dq_dk_over(
     for m0 in tl.range(start, stop, BLOCK_M, disable_licm=True):
         rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
         inside = rows.offs < seq.num_rows
-        lse_t, lse_s, key_sum, grad = load_statistics(
+        lse_t, lse_s, delta, grad = load_statistics(
             grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, first_row + rows.offs, inside,
             STUDENT,
         )  # fmt: skip
@@ -322,9 +329,9 @@ def dq_dk_over(
         sums = ()
         for n in tl.static_range(TILES):
             d = gradient_tile(
-                rows, keys[n], tl.trans(ks[n]), tl.trans(kt[n]), lse_t, lse_s, key_sum,
+                rows, keys[n], tl.trans(ks[n]), tl.trans(kt[n]), lse_t, lse_s, delta,
                 student, teacher, masks, seq, inv_temperature,
-                STUDENT, True, FORM, HELPER, CONFIG,
+                STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
             k = ks[n] if STUDENT else kt[n]
             dq = tl.dot(d.to(k.dtype), k, dq, input_precision=CONFIG.PRECISION)
@@ -341,24 +348,24 @@ def dq_dk_over(
 @triton.jit
 def dq_dk_kernel(
     student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dq_ptr, dq_b, dq_h, dq_m, dk_ptr, dk_share, dk_b, dk_h, dk_n, scale,
-    num_heads, group, heads_of_share, inv_temperature,
+    dq_ptr, dq_b, dq_h, dq_m, dk_ptr, dk_split, dk_b, dk_h, dk_n, scale,
+    num_heads, group, heads_of_split, inv_temperature,
     STUDENT: tl.constexpr, TILES: tl.constexpr,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dK of a key head whose keys are so many TILES, and dQ of (a share of) its query heads.
 
     Scores are computed once for both. All tiles are masked by elements: they are few, and a loop
-    over those without a mask beside the others costs registers.
+    over those without a mask next to the others costs registers.
     """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
-    num_shares = num_heads // heads_of_share  # of all key heads
-    b = tl.program_id(0) // num_shares
-    first_head = tl.program_id(0) % num_shares * heads_of_share
+    num_splits = num_heads // heads_of_split  # of all key heads
+    b = tl.program_id(0) // num_splits
+    first_head = tl.program_id(0) % num_splits * heads_of_split
     kv = first_head // group
-    share = first_head % group // heads_of_share
+    share = first_head % group // heads_of_split
     sizes = bind_sequence(masks, b, first_head, CONFIG)
     keys = ()
     acc = ()
@@ -366,7 +373,7 @@ def dq_dk_kernel(
         keys += (n * BLOCK_N + tl.arange(0, BLOCK_N),)
         acc += (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
     # as in dk_kernel
-    for member in tl.range(0, heads_of_share, num_stages=1, disable_licm=True):
+    for member in tl.range(0, heads_of_split, num_stages=1, disable_licm=True):
         h = first_head + member
         seq = bind_sequence(masks, b, h, CONFIG)
         s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
@@ -392,10 +399,10 @@ def dq_dk_kernel(
         acc = dq_dk_over(
             acc, 0, seq.num_rows, b, h, keys, ks, kt, student, teacher, masks, seq, first_row,
             grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, out, dq_m, scale, inv_temperature,
-            STUDENT, TILES, FORM, HELPER, CONFIG,
+            STUDENT, TILES, COEFFICIENTS, POINTWISE_FN, CONFIG,
         )  # fmt: skip
     for n in tl.static_range(TILES):
         store_keys(
-            acc[n] * scale, dk_ptr, dk_share, dk_b, dk_h, dk_n, masks, sizes, share, b, kv,
+            acc[n] * scale, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv,
             n * BLOCK_N, DIM,
         )  # fmt: skip

@@ -15,9 +15,9 @@ from torch_streamkl.kernels.row_state import (
     LN2,
     empty_state,
     finish,
-    masked_level,
+    masked_fill_value,
     merge,
-    place_of,
+    tile_coordinates,
     update,
     with_masked_keys,
 )
@@ -84,7 +84,7 @@ def load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG: t
 @triton.jit
 def state_over(
     state, start, stop, rows, student, teacher, masks, seq, inv_temperature,
-    MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr,
+    MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Row state after the tiles in [start, stop)."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
@@ -92,7 +92,7 @@ def state_over(
         t, s, allowed = score_tile(
             rows, n0, student, teacher, masks, seq, inv_temperature, MASKED, CONFIG
         )
-        state = update(state, t, s, allowed, MASKED, FORM, CONFIG)
+        state = update(state, t, s, allowed, MASKED, COEFFICIENTS, CONFIG)
     return state
 
 
@@ -107,7 +107,7 @@ def state_between(
     masks,
     seq,
     inv_temperature,
-    FORM: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
     """Row state over the keys in [lo, hi), masks applied only to the tiles that need them."""
@@ -118,47 +118,47 @@ def state_between(
         if CONFIG.HAS_LEFT or CONFIG.KEY_MASK:
             state = state_over(
                 state, tl.maximum(first, lo), tl.minimum(left, hi), rows, student, teacher, masks,
-                seq, inv_temperature, True, FORM, CONFIG,
+                seq, inv_temperature, True, COEFFICIENTS, CONFIG,
             )  # fmt: skip
         state = state_over(
             state, tl.maximum(left, lo), tl.minimum(right, hi), rows, student, teacher, masks, seq,
-            inv_temperature, False, FORM, CONFIG,
+            inv_temperature, False, COEFFICIENTS, CONFIG,
         )  # fmt: skip
     return state_over(
         state, tl.maximum(right, lo), tl.minimum(stop, hi), rows, student, teacher, masks, seq,
-        inv_temperature, True, FORM, CONFIG,
+        inv_temperature, True, COEFFICIENTS, CONFIG,
     )  # fmt: skip
 
 
 @triton.jit
 def sums_between(
     lo, hi, m0, lse_t, lse_s, rows, student, teacher, masks, seq, inv_temperature,
-    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """The second pass: f, h and g summed over the keys in [lo, hi)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     first, _, _, stop = key_range(masks, seq, m0, CONFIG)
     value = tl.zeros([BLOCK_M], tl.float32)
-    h_sum = tl.zeros([BLOCK_M], tl.float32)
-    g_sum = tl.zeros([BLOCK_M], tl.float32)
+    student_delta = tl.zeros([BLOCK_M], tl.float32)
+    teacher_delta = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.float32)
     for n0 in tl.range(tl.maximum(first, lo), tl.minimum(stop, hi), BLOCK_N):
         t, s, allowed = score_tile(
             rows, n0, student, teacher, masks, seq, inv_temperature, True, CONFIG
         )
-        f, h, g = key_sums(t - lse_t[:, None], s - lse_s[:, None], HELPER)
+        f, h, g = deltas(t - lse_t[:, None], s - lse_s[:, None], POINTWISE_FN)
         value += tl.sum(tl.where(allowed, f, 0.0), 1)
-        h_sum += tl.sum(tl.where(allowed, h, 0.0), 1)
-        g_sum += tl.sum(tl.where(allowed, g, 0.0), 1)
+        student_delta += tl.sum(tl.where(allowed, h, 0.0), 1)
+        teacher_delta += tl.sum(tl.where(allowed, g, 0.0), 1)
         count += tl.sum(allowed.to(tl.float32), 1)
-    return Sums(value, h_sum, g_sum, count)
+    return Sums(value, student_delta, teacher_delta, count)
 
 
 @triton.jit
-def key_sums(log_t, log_s, HELPER: tl.constexpr):
+def deltas(log_t, log_s, POINTWISE_FN: tl.constexpr):
     """f, h and g of every key from its log2-probabilities."""
-    return HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
+    return POINTWISE_FN(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
 
 
 @triton.jit
@@ -169,19 +169,19 @@ def finite_lse(lse):
 
 @triton.jit
 def with_masked_sums(
-    sums, lse_t, lse_s, num_keys, fill, HELPER: tl.constexpr, CONFIG: tl.constexpr
+    sums, lse_t, lse_s, num_keys, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
     """The second pass over the keys that are not allowed: they all look the same."""
-    log_t = masked_level(sums.count, fill, CONFIG.T_SINK) - lse_t
-    log_s = masked_level(sums.count, fill, CONFIG.S_SINK) - lse_s
-    f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, HELPER)
+    log_t = masked_fill_value(sums.count, fill, CONFIG.T_SINK) - lse_t
+    log_s = masked_fill_value(sums.count, fill, CONFIG.S_SINK) - lse_s
+    f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, POINTWISE_FN)
     return Sums(sums.value + f, sums.h + h, sums.g + g, sums.count)
 
 
 @triton.jit
-def sums_of_equal_keys(log_t, log_s, count, HELPER: tl.constexpr):
+def sums_of_equal_keys(log_t, log_s, count, POINTWISE_FN: tl.constexpr):
     """f, h and g summed over ``count`` keys of each row with these log2-probabilities."""
-    f, h, g = key_sums(log_t, log_s, HELPER)
+    f, h, g = deltas(log_t, log_s, POINTWISE_FN)
     some = count > 0.0
     return (
         tl.where(some, f * count, 0.0), tl.where(some, h * count, 0.0),
@@ -225,38 +225,39 @@ def store_rows(
     lse_t,
     lse_s,
     value,
-    h_sum,
-    g_sum,
+    student_delta,
+    teacher_delta,
 ):
     """Write value and statistics of a block of rows."""
     tl.store(value_ptr + row, value, mask=inside)
     tl.store(s_stats_ptr + row, lse_s, mask=inside)
-    tl.store(s_stats_ptr + stats_stride + row, h_sum, mask=inside)
+    tl.store(s_stats_ptr + stats_stride + row, student_delta, mask=inside)
     tl.store(t_stats_ptr + row, lse_t, mask=inside)
-    tl.store(t_stats_ptr + stats_stride + row, g_sum, mask=inside)
+    tl.store(t_stats_ptr + stats_stride + row, teacher_delta, mask=inside)
 
 
 @triton.jit
 def forward_kernel(
     student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     num_blocks, num_heads, inv_temperature, fill,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Values and statistics of a block of rows."""
-    block, bh = place_of(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
+    block, bh = tile_coordinates(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block  # causal rows grow: the longest first
     forward_block(
         block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-        num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+        num_heads, inv_temperature, fill, COEFFICIENTS, POINTWISE_FN, CONFIG,
     )  # fmt: skip
 
 
 @triton.jit
-def forward_again_kernel(
+def recompute_kernel(
     student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     num_blocks, num_heads, num_works, inv_temperature, fill,
-    EACH: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    EACH: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value.
 
@@ -281,7 +282,7 @@ def forward_again_kernel(
             forward_block(
                 work % num_blocks, work // num_blocks, student, teacher, masks,
                 value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-                num_heads, inv_temperature, fill, FORM, HELPER, CONFIG,
+                num_heads, inv_temperature, fill, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
 
 
@@ -289,7 +290,7 @@ def forward_again_kernel(
 def forward_block(
     block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     num_heads, inv_temperature, fill,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
@@ -297,12 +298,22 @@ def forward_block(
     rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
     inside = rows.offs < seq.num_rows
     state = state_between(
-        0, seq.num_keys, m0, rows, student, teacher, masks, seq, inv_temperature, FORM, CONFIG
+        0,
+        seq.num_keys,
+        m0,
+        rows,
+        student,
+        teacher,
+        masks,
+        seq,
+        inv_temperature,
+        COEFFICIENTS,
+        CONFIG,
     )
     if CONFIG.FILLED:
-        state = with_masked_keys(state, seq.num_keys, fill, FORM, CONFIG)
-    lse_t, lse_s, value, h_sum, g_sum = finish(
-        state, rows.teacher.sink, rows.student.sink, FORM, CONFIG
+        state = with_masked_keys(state, seq.num_keys, fill, COEFFICIENTS, CONFIG)
+    lse_t, lse_s, value, student_delta, teacher_delta = finish(
+        state, rows.teacher.sink, rows.student.sink, COEFFICIENTS, CONFIG
     )
     if CONFIG.TWO_PASS:
         again = True
@@ -311,15 +322,21 @@ def forward_block(
         if again:
             sums = sums_between(
                 0, seq.num_keys, m0, finite_lse(lse_t), finite_lse(lse_s), rows,
-                student, teacher, masks, seq, inv_temperature, HELPER, CONFIG,
+                student, teacher, masks, seq, inv_temperature, POINTWISE_FN, CONFIG,
             )  # fmt: skip
             if CONFIG.FILLED:
-                sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER, CONFIG)
+                sums = with_masked_sums(
+                    sums, lse_t, lse_s, seq.num_keys, fill, POINTWISE_FN, CONFIG
+                )
             value = sums.value
-            h_sum = sums.h
-            g_sum = sums.g
+            student_delta = sums.h
+            teacher_delta = sums.g
             if CONFIG.GUARDED:  # NOTE [Rows without a clamped key] in attention/hopper/backward.py
-                h_sum = tl.where(h_sum == FORM.TS, FORM.TS * (1.0 - 2.0**-23), h_sum)
+                student_delta = tl.where(
+                    student_delta == COEFFICIENTS.TS,
+                    COEFFICIENTS.TS * (1.0 - 2.0**-23),
+                    student_delta,
+                )
     out = row_offset(bh, h, seq, masks) + rows.offs
     store_rows(
         value_ptr,
@@ -331,8 +348,8 @@ def forward_block(
         lse_t,
         lse_s,
         value,
-        h_sum,
-        g_sum,
+        student_delta,
+        teacher_delta,
     )
 
 
@@ -340,7 +357,7 @@ def forward_block(
 def state_kernel(
     student, teacher, masks, state_ptr, field_stride, split_stride,
     num_blocks, num_heads, keys_per_split, inv_temperature,
-    FORM: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """State of one share of the keys, written as nine fields of state_ptr."""
     pid = tl.program_id(0)
@@ -362,7 +379,7 @@ def state_kernel(
         masks,
         seq,
         inv_temperature,
-        FORM,
+        COEFFICIENTS,
         CONFIG,
     )
     out = state_ptr + split.to(tl.int64) * split_stride + row_offset(bh, h, seq, masks) + rows.offs
@@ -402,10 +419,10 @@ def load_state(ptr, field_stride, inside):
 @triton.jit
 def merge_kernel(
     student, teacher, masks, state_ptr, field_stride, split_stride, num_splits,
-    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, again_ptr,
-    num_blocks, num_heads, fill, FORM: tl.constexpr, CONFIG: tl.constexpr,
+    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, recompute_ptr,
+    num_blocks, num_heads, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Unite the shares of a block of rows; again_ptr marks blocks that need a second pass."""
+    """Unite the shares of a block of rows; recompute_ptr marks blocks that need a second pass."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     bh = pid // num_blocks
@@ -418,16 +435,18 @@ def merge_kernel(
     inside = offs < seq.num_rows
     out = row_offset(bh, h, seq, masks) + offs
     state = empty_state(BLOCK_M)
-    share_ptr = state_ptr + out
+    split_ptr = state_ptr + out
     for _ in range(num_splits):
-        state = merge(state, load_state(share_ptr, field_stride, inside), FORM)
-        share_ptr += split_stride
+        state = merge(state, load_state(split_ptr, field_stride, inside), COEFFICIENTS)
+        split_ptr += split_stride
     if CONFIG.FILLED:
-        state = with_masked_keys(state, seq.num_keys, fill, FORM, CONFIG)
-    lse_t, lse_s, value, h_sum, g_sum = finish(state, t_bound.sink, s_bound.sink, FORM, CONFIG)
+        state = with_masked_keys(state, seq.num_keys, fill, COEFFICIENTS, CONFIG)
+    lse_t, lse_s, value, student_delta, teacher_delta = finish(
+        state, t_bound.sink, s_bound.sink, COEFFICIENTS, CONFIG
+    )
     if CONFIG.GUARDED:
         again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
-        tl.store(again_ptr + pid, again.to(tl.int32))
+        tl.store(recompute_ptr + pid, again.to(tl.int32))
     store_rows(
         value_ptr,
         s_stats_ptr,
@@ -438,22 +457,22 @@ def merge_kernel(
         lse_t,
         lse_s,
         value,
-        h_sum,
-        g_sum,
+        student_delta,
+        teacher_delta,
     )
 
 
 @triton.jit
 def sums_kernel(
-    student, teacher, masks, s_stats_ptr, t_stats_ptr, again_ptr, sums_ptr, field_stride,
+    student, teacher, masks, s_stats_ptr, t_stats_ptr, recompute_ptr, sums_ptr, field_stride,
     split_stride, num_blocks, num_heads, keys_per_split, inv_temperature,
-    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Second pass over one share of the keys: f, h, g and the count as four fields of sums_ptr."""
     pid = tl.program_id(0)
     split = tl.program_id(1)
     if CONFIG.GUARDED:
-        if tl.load(again_ptr + pid) == 0:
+        if tl.load(recompute_ptr + pid) == 0:
             return
     bh = pid // num_blocks
     b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
@@ -467,7 +486,7 @@ def sums_kernel(
     lo = split * keys_per_split
     sums = sums_between(
         lo, lo + keys_per_split, m0, lse_t, lse_s, rows, student, teacher, masks, seq,
-        inv_temperature, HELPER, CONFIG,
+        inv_temperature, POINTWISE_FN, CONFIG,
     )  # fmt: skip
     out = sums_ptr + split.to(tl.int64) * split_stride + row
     tl.store(out, sums.value, mask=inside)
@@ -478,15 +497,15 @@ def sums_kernel(
 
 @triton.jit
 def merge_sums_kernel(
-    masks, sums_ptr, field_stride, split_stride, num_splits, again_ptr,
+    masks, sums_ptr, field_stride, split_stride, num_splits, recompute_ptr,
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_blocks, num_heads, fill, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    num_blocks, num_heads, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Add up the shares of the second pass."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     if CONFIG.GUARDED:
-        if tl.load(again_ptr + pid) == 0:
+        if tl.load(recompute_ptr + pid) == 0:
             return
     bh = pid // num_blocks
     _b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
@@ -509,7 +528,7 @@ def merge_sums_kernel(
     if CONFIG.FILLED:
         lse_t = tl.load(t_stats_ptr + out, mask=inside, other=0.0)
         lse_s = tl.load(s_stats_ptr + out, mask=inside, other=0.0)
-        sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, HELPER, CONFIG)
+        sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, POINTWISE_FN, CONFIG)
     tl.store(value_ptr + out, sums.value, mask=inside)
     tl.store(s_stats_ptr + stats_stride + out, sums.h, mask=inside)
     tl.store(t_stats_ptr + stats_stride + out, sums.g, mask=inside)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from torch_streamkl.attention.triton.forward import finite_lse, row_offset
-from torch_streamkl.kernels.row_state import LOW, masked_level
+from torch_streamkl.kernels.row_state import LOW, masked_fill_value
 from torch_streamkl.kernels.scores import (
     allowed_tile,
     bind_rows,
@@ -115,7 +115,7 @@ def lse_kernel(
     q = query_tile(side, bound, seq, offs_m, STUDENT, CONFIG)
     first, _left, _right, stop = key_range(masks, seq, m0, CONFIG)
     top = tl.full([BLOCK_M], LOW, tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.float32)
     for n0 in tl.range(first, stop, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -124,37 +124,39 @@ def lse_kernel(
             q, side, bound, seq, offs_m, offs_n, allowed, inv_temperature, STUDENT, CONFIG
         )[0]
         higher = tl.maximum(top, tl.max(x, 1))
-        mass = mass * tl.math.exp2(top - higher) + tl.sum(tl.math.exp2(x - higher[:, None]), 1)
+        row_sum = row_sum * tl.math.exp2(top - higher) + tl.sum(
+            tl.math.exp2(x - higher[:, None]), 1
+        )
         count += tl.sum(allowed.to(tl.float32), 1)
         top = higher
     if CONFIG.FILLED:
         absent = seq.num_keys - count
-        level = tl.where(absent > 0.0, masked_level(count, fill, HAS_SINK), LOW)
+        level = tl.where(absent > 0.0, masked_fill_value(count, fill, HAS_SINK), LOW)
         higher = tl.maximum(top, level)
-        mass = mass * tl.math.exp2(top - higher) + absent * tl.math.exp2(level - higher)
+        row_sum = row_sum * tl.math.exp2(top - higher) + absent * tl.math.exp2(level - higher)
         top = higher
     if HAS_SINK:
         higher = tl.maximum(top, bound.sink)
-        mass = mass * tl.math.exp2(top - higher) + tl.math.exp2(bound.sink - higher)
+        row_sum = row_sum * tl.math.exp2(top - higher) + tl.math.exp2(bound.sink - higher)
         top = higher
-    empty = mass == 0.0
-    lse = tl.where(empty, -float("inf"), top + tl.math.log2(tl.where(empty, 1.0, mass)))
+    empty = row_sum == 0.0
+    lse = tl.where(empty, -float("inf"), top + tl.math.log2(tl.where(empty, 1.0, row_sum)))
     out = stats_ptr + row_offset(bh, head, seq, masks) + offs_m
     tl.store(out, lse, mask=offs_m < seq.num_rows)
 
 
 # ---------------------------------------------------------------------------------------- the mean
 @triton.jit
-def add_head(top, mass, x):
+def add_head(top, row_sum, x):
     """Add probabilities exp2(x) to a sum kept as mass * exp2(top): none of them may underflow."""
     higher = tl.maximum(top, x)
-    return higher, mass * tl.math.exp2(top - higher) + tl.math.exp2(x - higher)
+    return higher, row_sum * tl.math.exp2(top - higher) + tl.math.exp2(x - higher)
 
 
 @triton.jit
-def log_of_mean(top, mass, ratio):
-    none = mass == 0.0
-    return tl.where(none, -float("inf"), top + tl.math.log2(tl.where(none, 1.0, mass) / ratio))
+def log_of_mean(top, row_sum, ratio):
+    none = row_sum == 0.0
+    return tl.where(none, -float("inf"), top + tl.math.log2(tl.where(none, 1.0, row_sum) / ratio))
 
 
 @triton.jit(do_not_specialize=["first_block", "rows_in_memory"])
@@ -185,16 +187,16 @@ def mean_kernel(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     allowed = tile_mask(masks, seq, offs_m, offs_n, CONFIG)
     top = tl.full([BLOCK_M, BLOCK_N], LOW, tl.float32)
-    mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    row_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for r in tl.range(0, ratio):
         head = h * ratio + r
         x = side_tile(
             teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature, False, CONFIG
         )[0]
         lse = load_lse(t_stats_ptr, masks, seq, b, head, num_heads * ratio, offs_m)
-        top, mass = add_head(top, mass, x - lse[:, None])
+        top, row_sum = add_head(top, row_sum, x - lse[:, None])
     ptrs = mean_tile(mean, block - first_block, offs_n, CONFIG)
-    tl.store(ptrs, log_of_mean(top, mass, ratio))
+    tl.store(ptrs, log_of_mean(top, row_sum, ratio))
 
 
 @triton.jit
@@ -211,6 +213,6 @@ def load_mean(mean, block, offs_n, allowed, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def share_of_mean(log_head, log_mean, ratio):
+def split_of_mean(log_head, log_mean, ratio):
     """P_r / (num_heads * mean): what one head's probability adds to the mean's logarithm."""
     return tl.math.exp2(log_head - tl.maximum(log_mean, LOW)) / ratio

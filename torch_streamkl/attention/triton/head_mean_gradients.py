@@ -7,8 +7,8 @@ from torch_streamkl.attention.triton.forward import row_offset
 from torch_streamkl.attention.triton.head_mean import (
     load_lse,
     load_mean,
-    share_of_mean,
     side_tile,
+    split_of_mean,
     tile_mask,
 )
 from torch_streamkl.kernels.row_state import LN2
@@ -25,7 +25,7 @@ from torch_streamkl.kernels.scores import (
 def gradient_tile(
     student, teacher, masks, mean, block, seq, b, h, head, ratio, num_heads, offs_m, offs_n,
     s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature,
-    STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """d(value)/d(q.k) up to the scale, with the tiles of q and k that it belongs to.
 
@@ -38,11 +38,11 @@ def gradient_tile(
     )
     log_s = s - load_lse(s_stats_ptr, masks, seq, b, h, num_heads, offs_m)[:, None]
     log_t = load_mean(mean, block, offs_n, allowed, CONFIG)
-    _f, dh, dg = HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
+    _f, dh, dg = POINTWISE_FN(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
     if STUDENT:
         row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
-        key_sum = tl.load(sum_ptr + row, mask=inside, other=0.0)
-        d = tl.where(allowed, dh - tl.math.exp2(log_s) * key_sum[:, None], 0.0)
+        delta = tl.load(sum_ptr + row, mask=inside, other=0.0)
+        d = tl.where(allowed, dh - tl.math.exp2(log_s) * delta[:, None], 0.0)
         if CONFIG.S_SOFTCAP:
             d *= s_slope
         return d, qs, ks
@@ -53,8 +53,8 @@ def gradient_tile(
         teacher_heads = num_heads * ratio
         log_head = x - load_lse(t_stats_ptr, masks, seq, b, head, teacher_heads, offs_m)[:, None]
         row = row_offset(b * teacher_heads + head, head, seq, masks) + offs_m
-        key_sum = tl.load(sum_ptr + row, mask=inside, other=0.0)
-        d = share_of_mean(log_head, log_t, ratio) * dg - tl.math.exp2(log_head) * key_sum[:, None]
+        delta = tl.load(sum_ptr + row, mask=inside, other=0.0)
+        d = split_of_mean(log_head, log_t, ratio) * dg - tl.math.exp2(log_head) * delta[:, None]
         d = tl.where(allowed, d, 0.0)
         if CONFIG.T_SOFTCAP:
             d *= t_slope
@@ -66,7 +66,7 @@ def mean_dq_kernel(
     student, teacher, masks, mean, first_block, grad_ptr, s_stats_ptr, t_stats_ptr, sum_ptr,
     dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale, num_blocks, num_heads, ratio, keys_of_split,
     inv_temperature,
-    STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows of one head of one side, from one share of the keys."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -94,7 +94,7 @@ def mean_dq_kernel(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         d, _q, k = gradient_tile(
             student, teacher, masks, mean, pid, seq, b, h, head, ratio, num_heads, offs_m, offs_n,
-            s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature, STUDENT, HELPER, CONFIG,
+            s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature, STUDENT, POINTWISE_FN, CONFIG,
         )  # fmt: skip
         acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
     row = row_offset(bh, h, seq, masks) + offs_m
@@ -112,7 +112,7 @@ def mean_dk_kernel(
     student, teacher, masks, mean, first_block, stop_block, grad_ptr, s_stats_ptr, t_stats_ptr,
     sum_ptr, dk_ptr, dk_split, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_key_blocks, num_heads,
     ratio, num_kv_heads, group, rows_of_split, inv_temperature,
-    STUDENT: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys of one key head, from one share of the rows of its query heads.
 
@@ -151,7 +151,7 @@ def mean_dk_kernel(
             d, q, _k = gradient_tile(
                 student, teacher, masks, mean, m0 // BLOCK_M - in_memory, seq, b, h, head, ratio,
                 num_heads, offs_m, offs_n, s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature,
-                STUDENT, HELPER, CONFIG,
+                STUDENT, POINTWISE_FN, CONFIG,
             )  # fmt: skip
             row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
             grad = tl.load(grad_ptr + row, mask=offs_m < seq.num_rows, other=0.0)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.attention.blocked import Wanted
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import head_mean, head_mean_gradients, head_mean_sums
 from torch_streamkl.attention.triton.plans import LOG2E, Plan, Stage, plan_of, tensors_of
 from torch_streamkl.kernels.arguments import Mean
-from torch_streamkl.kernels.shares import new_shares, num_shares, share_strides, sum_of_shares
+from torch_streamkl.kernels.splits import combine_splits, new_splits, num_splits, split_strides
 from torch_streamkl.launches.launch import ceil_div, head_mean_splits
 
 MEAN_BYTES = 64 << 20  # of the mean in memory, unless one block of rows takes more
@@ -116,21 +116,21 @@ class Launcher:
             self.tensors,
         )  # fmt: skip
 
-    def sums(self, chunk: Chunk, value: Tensor, student_sum: Tensor, splits: int) -> None:
+    def sums(self, chunk: Chunk, value: Tensor, student_delta: Tensor, splits: int) -> None:
         """Write values and H of a chunk, those of each share of the keys after the others."""
         self.plan.run(
             "sums",
             head_mean_sums.mean_sums_kernel,
             (chunk.stop - chunk.first, splits, 1),
             (
-                self.student, self.masks, chunk.mean, chunk.first, value, student_sum,
-                self.stats.student, self.stats.teacher, self.stats.student_sum.numel(),
+                self.student, self.masks, chunk.mean, chunk.first, value, student_delta,
+                self.stats.student, self.stats.teacher, self.stats.student_delta.numel(),
                 self.num_blocks, self.problem.num_heads, self.ratio, self.keys_of(splits),
                 self.plan.inv_temperature, self.plan.fill,
             ),
             (self.plan.helper, self.stage.config),
             self.stage.options,
-            (*self.tensors, value, student_sum),
+            (*self.tensors, value, student_delta),
         )  # fmt: skip
 
     def group_sums(self, chunk: Chunk, sums: Tensor) -> None:
@@ -149,17 +149,17 @@ class Launcher:
             (*self.tensors, sums),
         )  # fmt: skip
 
-    def dq(self, chunk: Chunk, sums: Tensor, grad: Tensor, shares: Tensor, student: bool) -> None:
+    def dq(self, chunk: Chunk, sums: Tensor, grad: Tensor, splits: Tensor, student: bool) -> None:
         """Write a chunk's rows of dQ."""
         side, own_ratio = self.own(student)
-        splits = num_shares(shares)
+        splits = num_splits(splits)
         self.plan.run(
             ("dq", student),
             head_mean_gradients.mean_dq_kernel,
             ((chunk.stop - chunk.first) * own_ratio, splits, 1),
             (
                 self.student, self.teacher, self.masks, chunk.mean, chunk.first, grad,
-                self.stats.student, self.stats.teacher, sums, shares, *share_strides(shares),
+                self.stats.student, self.stats.teacher, sums, splits, *split_strides(splits),
                 side.scale / self.problem.temperature, self.num_blocks, self.problem.num_heads,
                 self.ratio, self.keys_of(splits), self.plan.inv_temperature,
             ),
@@ -168,10 +168,10 @@ class Launcher:
             (*self.tensors, sums, grad),
         )  # fmt: skip
 
-    def dk(self, chunk: Chunk, sums: Tensor, grad: Tensor, shares: Tensor, student: bool) -> None:
+    def dk(self, chunk: Chunk, sums: Tensor, grad: Tensor, splits: Tensor, student: bool) -> None:
         """Add what a chunk's rows give to dK."""
         side, _ = self.own(student)
-        splits = num_shares(shares)
+        splits = num_splits(splits)
         rows_of_split = ceil_div(self.num_blocks, splits) * self.stage.launch.block_m
         self.plan.run(
             ("dk", student),
@@ -179,7 +179,7 @@ class Launcher:
             (self.key_programs(side), splits, 1),
             (
                 self.student, self.teacher, self.masks, chunk.mean, chunk.first, chunk.stop, grad,
-                self.stats.student, self.stats.teacher, sums, shares, *share_strides(shares),
+                self.stats.student, self.stats.teacher, sums, splits, *split_strides(splits),
                 side.scale / self.problem.temperature, self.num_blocks, self.stage.num_key_blocks,
                 self.problem.num_heads, self.ratio, side.num_kv_heads,
                 side.num_heads // side.num_kv_heads, rows_of_split, self.plan.inv_temperature,
@@ -189,15 +189,15 @@ class Launcher:
             (*self.tensors, sums, grad),
         )  # fmt: skip
 
-    def new_shares(self, student: bool, queries: bool) -> Tensor:
+    def new_splits(self, student: bool, queries: bool) -> Tensor:
         """Where dQ or dK of a side is written."""
         problem, stage = self.problem, self.stage
         side, own_ratio = self.own(student)
         if queries:
             programs = self.blocks * own_ratio
-            return new_shares(side.q, head_mean_splits(problem, programs, stage.num_key_blocks))
+            return new_splits(side.q, head_mean_splits(problem, programs, stage.num_key_blocks))
         splits = head_mean_splits(problem, self.key_programs(side), self.num_blocks)
-        return new_shares(side.k, splits, adds=self.num_chunks > 1)
+        return new_splits(side.k, splits, adds=self.num_chunks > 1)
 
     def own(self, student: bool) -> tuple[Side, int]:
         """A side, and its heads for each head of the student."""
@@ -219,20 +219,20 @@ def forward(
     launcher = kernels(problem, stats)
     launcher.log_sum_exps()
     splits = head_mean_splits(problem, launcher.blocks, launcher.stage.num_key_blocks)
-    sums = (value, stats.student_sum)
-    shares = sums
+    sums = (value, stats.student_delta)
+    splits = sums
     if splits > 1:
         values, student_sums = value.new_empty((2, splits, *value.shape))
-        shares = (values, student_sums)
+        splits = (values, student_sums)
     has_sink = problem.teacher.sink is not None  # whose gradient is computed from the statistics
     if not has_sink:  # it costs a pass over all heads, and few teachers have gradients
-        stats.teacher_sum.zero_()
+        stats.teacher_delta.zero_()
     for chunk in launcher.chunks():
-        launcher.sums(chunk, *shares, splits)
+        launcher.sums(chunk, *splits, splits)
         if has_sink:
-            launcher.group_sums(chunk, stats.teacher_sum)
+            launcher.group_sums(chunk, stats.teacher_delta)
     if splits > 1:
-        for out, parts in zip(sums, shares, strict=True):
+        for out, parts in zip(sums, splits, strict=True):
             torch.sum(parts, 0, out=out)
     return value, stats
 
@@ -241,31 +241,36 @@ def backward(
     problem: AttentionProblem,
     stats: RowStatistics,
     grad: Tensor,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     kernels: type[Launcher] = Launcher,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The wanted gradients, each summed in a fixed order."""
+    """The needed gradients, each summed in a fixed order."""
     grad = grad.to(torch.float32).contiguous()
     launcher = kernels(problem, stats)
-    group = stats.teacher_sum
-    makes_group_sums = wanted.teacher and problem.teacher.sink is None
+    group = stats.teacher_delta
+    makes_group_sums = needs_grad.teacher and problem.teacher.sink is None
     if makes_group_sums:
         group = torch.empty_like(group)
-    flags = (wanted.student_q, wanted.student_k, wanted.teacher_q, wanted.teacher_k)
+    flags = (
+        needs_grad.student_q,
+        needs_grad.student_k,
+        needs_grad.teacher_q,
+        needs_grad.teacher_k,
+    )
     inputs = problem.queries_and_keys
-    shares = [
-        launcher.new_shares(student, queries) if is_wanted else None
-        for (student, queries), is_wanted in zip(GRADIENTS, flags, strict=True)
+    splits = [
+        launcher.new_splits(student, queries) if is_needed else None
+        for (student, queries), is_needed in zip(GRADIENTS, flags, strict=True)
     ]
     for chunk in launcher.chunks():
         if makes_group_sums:
             launcher.group_sums(chunk, group)
-        for (student, queries), out in zip(GRADIENTS, shares, strict=True):
+        for (student, queries), out in zip(GRADIENTS, splits, strict=True):
             if out is not None:
                 gradient = launcher.dq if queries else launcher.dk
-                gradient(chunk, stats.student_sum if student else group, grad, out, student)
+                gradient(chunk, stats.student_delta if student else group, grad, out, student)
     dq, dk, teacher_dq, teacher_dk = (
-        None if out is None else sum_of_shares(out, x)
-        for out, x in zip(shares, inputs, strict=True)
+        None if out is None else combine_splits(out, x)
+        for out, x in zip(splits, inputs, strict=True)
     )
     return dq, dk, teacher_dq, teacher_dk

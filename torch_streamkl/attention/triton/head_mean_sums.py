@@ -6,24 +6,24 @@ The value and H are those of a student head, G that of each teacher head of its 
 import triton
 import triton.language as tl
 
-from torch_streamkl.attention.triton.forward import key_sums, row_offset, sums_of_equal_keys
+from torch_streamkl.attention.triton.forward import deltas, row_offset, sums_of_equal_keys
 from torch_streamkl.attention.triton.head_mean import (
     add_head,
     load_lse,
     load_mean,
     log_of_mean,
-    share_of_mean,
     side_tile,
+    split_of_mean,
     tile_mask,
 )
-from torch_streamkl.kernels.row_state import LOW, masked_level
+from torch_streamkl.kernels.row_state import LOW, masked_fill_value
 from torch_streamkl.kernels.scores import bind_rows, key_range
 
 
 @triton.jit
 def terms_of_tile(
     student, masks, mean, block, seq, b, h, lse_s, offs_m, offs_n, inv_temperature,
-    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """f, h and g of every key (0 where not allowed), log2 of the mean, and which are allowed."""
     allowed = tile_mask(masks, seq, offs_m, offs_n, CONFIG)
@@ -31,7 +31,7 @@ def terms_of_tile(
         student, masks, seq, b, h, offs_m, offs_n, allowed, inv_temperature, True, CONFIG
     )[0]
     log_t = load_mean(mean, block, offs_n, allowed, CONFIG)
-    f, dh, dg = key_sums(log_t, s - lse_s[:, None], HELPER)
+    f, dh, dg = deltas(log_t, s - lse_s[:, None], POINTWISE_FN)
     return (
         tl.where(allowed, f, 0.0), tl.where(allowed, dh, 0.0), tl.where(allowed, dg, 0.0),
         log_t, allowed,
@@ -41,26 +41,26 @@ def terms_of_tile(
 @triton.jit
 def terms_of_masked(
     masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, count, fill,
-    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """f, h and g summed over the keys that are not allowed, log2 of their mean, their level."""
-    level_t = masked_level(count, fill, CONFIG.T_SINK)
+    fill_t = masked_fill_value(count, fill, CONFIG.T_SINK)
     top = tl.zeros_like(count) + LOW
-    mass = tl.zeros_like(count)
+    row_sum = tl.zeros_like(count)
     for r in tl.range(0, ratio):
         lse = load_lse(t_stats_ptr, masks, seq, b, h * ratio + r, teacher_heads, offs_m)
-        top, mass = add_head(top, mass, level_t - lse)
-    log_t = log_of_mean(top, mass, ratio)
-    log_s = masked_level(count, fill, CONFIG.S_SINK) - lse_s
-    f, dh, dg = sums_of_equal_keys(log_t, log_s, seq.num_keys - count, HELPER)
-    return f, dh, dg, log_t, level_t
+        top, row_sum = add_head(top, row_sum, fill_t - lse)
+    log_t = log_of_mean(top, row_sum, ratio)
+    log_s = masked_fill_value(count, fill, CONFIG.S_SINK) - lse_s
+    f, dh, dg = sums_of_equal_keys(log_t, log_s, seq.num_keys - count, POINTWISE_FN)
+    return f, dh, dg, log_t, fill_t
 
 
 @triton.jit(do_not_specialize=["first_block"])
 def mean_sums_kernel(
     student, masks, mean, first_block, value_ptr, h_ptr, s_stats_ptr, t_stats_ptr, split_stride,
     num_blocks, num_heads, ratio, keys_of_split, inv_temperature, fill,
-    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Value and H of a block of rows of a student head, over one share of the keys."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -78,33 +78,33 @@ def mean_sums_kernel(
     first = tl.maximum(first, split * keys_of_split)
     stop = tl.minimum(stop, (split + 1) * keys_of_split)
     value = tl.zeros([BLOCK_M], tl.float32)
-    h_sum = tl.zeros([BLOCK_M], tl.float32)
+    student_delta = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.float32)
     for n0 in tl.range(first, stop, BLOCK_N):
         f, dh, _dg, _log_t, allowed = terms_of_tile(
             student, masks, mean, pid, seq, b, h, lse_s, offs_m, n0 + tl.arange(0, BLOCK_N),
-            inv_temperature, HELPER, CONFIG,
+            inv_temperature, POINTWISE_FN, CONFIG,
         )  # fmt: skip
         value += tl.sum(f, 1)
-        h_sum += tl.sum(dh, 1)
+        student_delta += tl.sum(dh, 1)
         count += tl.sum(allowed.to(tl.float32), 1)
     if CONFIG.FILLED:  # one share: the count is that of all keys
         f, dh, _dg, _log_t, _level = terms_of_masked(
             masks, seq, b, h, ratio, num_heads * ratio, t_stats_ptr, lse_s, offs_m, count, fill,
-            HELPER, CONFIG,
+            POINTWISE_FN, CONFIG,
         )  # fmt: skip
         value += f
-        h_sum += dh
+        student_delta += dh
     row = row_offset(bh, h, seq, masks) + offs_m + split.to(tl.int64) * split_stride
     tl.store(value_ptr + row, value, mask=offs_m < seq.num_rows)
-    tl.store(h_ptr + row, h_sum, mask=offs_m < seq.num_rows)
+    tl.store(h_ptr + row, student_delta, mask=offs_m < seq.num_rows)
 
 
 @triton.jit(do_not_specialize=["first_block"])
 def group_sums_kernel(
     student, teacher, masks, mean, first_block, g_ptr, s_stats_ptr, t_stats_ptr,
     num_blocks, num_heads, ratio, inv_temperature, fill,
-    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """G of a block of rows of one teacher head of a student head's group."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -121,23 +121,23 @@ def group_sums_kernel(
     lse_t = load_lse(t_stats_ptr, masks, seq, b, head, teacher_heads, offs_m)
     first, _left, _right, stop = key_range(masks, seq, m0, CONFIG)
     count = tl.zeros([BLOCK_M], tl.float32)
-    g_sum = tl.zeros([BLOCK_M], tl.float32)
+    teacher_delta = tl.zeros([BLOCK_M], tl.float32)
     for n0 in tl.range(first, stop, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         _f, _dh, dg, log_t, allowed = terms_of_tile(
             student, masks, mean, pid, seq, b, h, lse_s, offs_m, offs_n, inv_temperature,
-            HELPER, CONFIG,
+            POINTWISE_FN, CONFIG,
         )  # fmt: skip
         x = side_tile(
             teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature, False, CONFIG
         )[0]
-        g_sum += tl.sum(share_of_mean(x - lse_t[:, None], log_t, ratio) * dg, 1)
+        teacher_delta += tl.sum(split_of_mean(x - lse_t[:, None], log_t, ratio) * dg, 1)
         count += tl.sum(allowed.to(tl.float32), 1)
     if CONFIG.FILLED:
-        _f, _dh, dg, log_t, level_t = terms_of_masked(
+        _f, _dh, dg, log_t, fill_t = terms_of_masked(
             masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, count, fill,
-            HELPER, CONFIG,
+            POINTWISE_FN, CONFIG,
         )  # fmt: skip
-        g_sum += share_of_mean(level_t - lse_t, log_t, ratio) * dg
+        teacher_delta += split_of_mean(fill_t - lse_t, log_t, ratio) * dg
     row = row_offset(b * teacher_heads + head, head, seq, masks) + offs_m
-    tl.store(g_ptr + row, g_sum, mask=offs_m < seq.num_rows)
+    tl.store(g_ptr + row, teacher_delta, mask=offs_m < seq.num_rows)

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_streamkl.attention.blocked import Wanted
-from torch_streamkl.attention.few_queries import heads_as_rows
+from torch_streamkl.attention.pack_gqa import pack_gqa_heads
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
+from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
 from torch_streamkl.attention.triton import head_mean_launches
 from torch_streamkl.attention.triton.plans import Plan, Stage, plan_of, tensors_of
-from torch_streamkl.kernels.shares import new_shares, share_strides, sum_of_shares
-from torch_streamkl.launches.launch import key_shares
+from torch_streamkl.kernels.splits import combine_splits, new_splits, split_strides
+from torch_streamkl.launches.launch import key_splits
 
 NUM_STATE_FIELDS = 9  # of arguments.State
 NUM_SUMS = 4  # f, h, g and the count of allowed keys
@@ -28,7 +28,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
-    rows = heads_as_rows(problem)
+    rows = pack_gqa_heads(problem)
     if rows is not None:
         value, stats = forward(rows)
         shape = problem.student.q.shape[:3]
@@ -114,16 +114,16 @@ def _split_forward(
 
 
 def backward(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, wanted: Wanted
+    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The wanted gradients, each summed in a fixed order."""
+    """The needed gradients, each summed in a fixed order."""
     if problem.head_mean:
-        return head_mean_launches.backward(problem, stats, grad, wanted)
+        return head_mean_launches.backward(problem, stats, grad, needs_grad)
     grad = grad.to(torch.float32).contiguous()
-    rows = heads_as_rows(problem)
+    rows = pack_gqa_heads(problem)
     if rows is not None:
         shape = rows.student.q.shape[:3]
-        found = backward(rows, stats.viewed(shape), grad.view(shape), wanted)
+        found = backward(rows, stats.viewed(shape), grad.view(shape), needs_grad)
         dq, dk, teacher_dq, teacher_dk = found
         return (
             None if dq is None else dq.view(problem.student.q.shape),
@@ -136,7 +136,10 @@ def backward(
         (*plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride),
         (*tensors_of(problem), grad, stats.student, stats.teacher),
     )
-    sides = (wanted.student_q, wanted.student_k), (wanted.teacher_q, wanted.teacher_k)
+    sides = (
+        (needs_grad.student_q, needs_grad.student_k),
+        (needs_grad.teacher_q, needs_grad.teacher_k),
+    )
     found = [
         _gradients(problem, plan, shared, of_q, of_k, student)
         for (of_q, of_k), student in zip(sides, (True, False), strict=True)
@@ -170,42 +173,42 @@ def _dq_dk(
     side = problem.student if student else problem.teacher
     programs = side.num_kv_heads * plan.num_sequences
     group = problem.num_heads // side.num_kv_heads
-    num_shares = key_shares(problem, group, programs, resident=2)
-    dq, shares = new_shares(side.q, 1), new_shares(side.k, num_shares)
+    num_splits = key_splits(problem, group, programs, resident=2)
+    dq, splits = new_splits(side.q, 1), new_splits(side.k, num_splits)
     plan.run(
         ("dq_dk", student),
         bwd.dq_dk_kernel,
-        (programs * num_shares, 1, 1),
+        (programs * num_splits, 1, 1),
         (
-            *shared.arguments, dq, *share_strides(dq)[1:], shares, *share_strides(shares),
-            side.scale / problem.temperature, problem.num_heads, group, group // num_shares,
+            *shared.arguments, dq, *split_strides(dq)[1:], splits, *split_strides(splits),
+            side.scale / problem.temperature, problem.num_heads, group, group // num_splits,
             plan.inv_temperature,
         ),
         (student, stage.num_key_blocks, plan.form, plan.helper, stage.config),
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return dq, sum_of_shares(shares, side.k)
+    return dq, combine_splits(splits, side.k)
 
 
 def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
     side = problem.student if student else problem.teacher
     stage = plan.stage(problem, "dq")
     splits = stage.launch.num_splits
-    shares = new_shares(side.q, splits)
+    splits = new_splits(side.q, splits)
     plan.run(
         ("dq", student),
         bwd.dq_kernel,
         (stage.programs, splits, 1),
         (
-            *shared.arguments, shares, *share_strides(shares), side.scale / problem.temperature,
+            *shared.arguments, splits, *split_strides(splits), side.scale / problem.temperature,
             stage.num_blocks, problem.num_heads, stage.keys_per_split, plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return sum_of_shares(shares, side.q)
+    return combine_splits(splits, side.q)
 
 
 def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
@@ -213,19 +216,19 @@ def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) ->
     stage = plan.stage(problem, "dk")
     programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
     group = problem.num_heads // side.num_kv_heads
-    num_shares = key_shares(problem, group, programs, resident=2)
-    shares = new_shares(side.k, num_shares)
+    num_splits = key_splits(problem, group, programs, resident=2)
+    splits = new_splits(side.k, num_splits)
     plan.run(
         ("dk", student),
         bwd.dk_kernel,
-        (programs * num_shares, 1, 1),
+        (programs * num_splits, 1, 1),
         (
-            *shared.arguments, shares, *share_strides(shares), side.scale / problem.temperature,
-            stage.num_key_blocks, problem.num_heads, group, group // num_shares,
+            *shared.arguments, splits, *split_strides(splits), side.scale / problem.temperature,
+            stage.num_key_blocks, problem.num_heads, group, group // num_splits,
             plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return sum_of_shares(shares, side.k)
+    return combine_splits(splits, side.k)

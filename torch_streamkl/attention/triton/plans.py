@@ -20,7 +20,7 @@ from torch_streamkl.attention.problem import AttentionProblem, Side
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.launches import launch_table, recorded
+from torch_streamkl.launches import capture, launch_table
 from torch_streamkl.launches.devices import matmul_precision
 from torch_streamkl.launches.launch import (
     COMPILE_OPTIONS,
@@ -156,7 +156,7 @@ def plan_of(problem: AttentionProblem) -> Plan:
 def clear_plans() -> None:
     """Forget every plan: for whoever changes how launches are chosen."""
     _plans.clear()
-    recorded.Generation.number += 1
+    capture.CacheEpoch.number += 1
 
 
 launch_table.ON_CHANGE.append(clear_plans)
@@ -328,7 +328,7 @@ def _looks_at_every_tile(problem: AttentionProblem) -> bool:
     """Whether all tiles are masked element by element.
 
     Beside products in full float32 that costs nothing, while a loop over the tiles without a mask
-    beside the others makes compilers keep what they share in registers, which spills: 149 instead
+    next to the others makes compilers keep what they share in registers, which spills: 149 instead
     of 45 ms for dQ and dK of 8 heads of 64 at 8192 on an H200.
     """
     student, teacher, q = problem.student, problem.teacher, problem.student.q

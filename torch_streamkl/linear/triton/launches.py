@@ -14,7 +14,7 @@ from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
-from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights, Wanted
+from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
 from torch_streamkl.linear.triton.rows import (
     Config,
     HeadArgs,
@@ -24,15 +24,15 @@ from torch_streamkl.linear.triton.rows import (
 )
 from torch_streamkl.runtime.launch import launch
 
-TILE_WORDS = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
+TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
 FEW_ROWS = 384  # that do not give every multiprocessor of an H200 three
-TILE_WIDTH = 8  # words of a lane: 16 bytes of bfloat16
+TILE_WIDTH = 8  # vocabulary entries of a lane: 16 bytes of bfloat16
 NO_WEIGHTS = RowWeights(None, None)
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
     """Values and statistics of rows from their whole logits."""
-    _launch(problem, student, teacher, out, NO_WEIGHTS, Wanted(), compute_values=True)
+    _launch(problem, student, teacher, out, NO_WEIGHTS, NeedsGrad(), compute_values=True)
 
 
 def values_and_gradient(
@@ -41,10 +41,10 @@ def values_and_gradient(
     teacher: Tensor,
     out: RowValues,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
 ) -> None:
     """Both, in one launch: a row's second pass finds part of it in the cache."""
-    _launch(problem, student, teacher, out, weights, wanted, compute_values=True)
+    _launch(problem, student, teacher, out, weights, needs_grad, compute_values=True)
 
 
 def gradient(
@@ -53,10 +53,10 @@ def gradient(
     teacher: Tensor,
     rows: RowValues,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by the gradient to them, words taken as they are."""
-    _launch(problem, student, teacher, rows, weights, wanted, compute_values=False)
+    """Overwrite logits by the gradient to them, vocabulary entries taken as they are."""
+    _launch(problem, student, teacher, rows, weights, needs_grad, compute_values=False)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
@@ -74,11 +74,11 @@ def _launch(
     teacher: Tensor,
     out: RowValues,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     compute_values: bool,
 ) -> None:
     form = problem.functional.bilinear
-    config, num_warps = config_of(problem, student, teacher, weights, wanted, compute_values)
+    config, num_warps = config_of(problem, student, teacher, weights, needs_grad, compute_values)
     arguments = (
         head_args(problem.student, student), head_args(problem.teacher, teacher),
         row_args(problem, out, weights),
@@ -93,7 +93,7 @@ def config_of(
     student: Tensor,
     teacher: Tensor,
     weights: RowWeights,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     compute_values: bool,
 ) -> tuple[Config, int]:
     """Compile-time choices of a kernel on these rows, and its number of warps."""
@@ -102,7 +102,7 @@ def config_of(
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     narrow = max(student.element_size(), teacher.element_size()) == 2
     config = Config(
-        LANES=8 if interpreted else TILE_WORDS // TILE_WIDTH,
+        LANES=8 if interpreted else TILE_VOCAB // TILE_WIDTH,
         WIDTH=TILE_WIDTH,
         NUM_STAGES=num_stages if narrow else 1,
         S_SOFTCAP=problem.student.softcap != 0.0,
@@ -113,8 +113,8 @@ def config_of(
         BILINEAR=problem.functional.bilinear is not None,
         HARD=problem.labels is not None,
         TEMPERED=problem.temperature != 1.0,
-        S_GRAD=wanted.student,
-        T_GRAD=wanted.teacher,
+        S_GRAD=needs_grad.student,
+        T_GRAD=needs_grad.teacher,
         VALUE_GRAD=weights.value is not None,
         HARD_GRAD=weights.hard is not None,
     )
@@ -130,7 +130,7 @@ def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights) -> Row
         value_weight=_dense(weights.value),
         hard_weight=_dense(weights.hard),
         labels=_dense(problem.labels),
-        first_word=problem.first_word,
+        vocab_start=problem.vocab_start,
         ignore_index=problem.ignore_index,
         inv_temperature=1.0 / problem.temperature,
     )
@@ -143,7 +143,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 def head_args(head: Head, logits: Tensor) -> HeadArgs:
     return HeadArgs(
-        logits, logits.stride(0), head.bias, head.num_words, head.scale, head.softcap or 1.0
+        logits, logits.stride(0), head.bias, head.vocab_size, head.scale, head.softcap or 1.0
     )
 
 

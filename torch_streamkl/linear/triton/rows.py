@@ -1,9 +1,9 @@
 """Rows of logits, one at a time: values and statistics, and the gradient written over it.
 
-A row is read in tiles [LANES, WIDTH] of consecutive words. Each lane (one thread) keeps a row
-state of its own over the words it sees, so the loop has no reduction across threads; the lanes
-are merged once at the end. Scores are in log2 units, as in `rows.py`, and so are the stored
-log-sum-exps.
+A row is read in tiles [LANES, WIDTH] of consecutive vocabulary entries. Each lane (one thread)
+keeps a row state of its own over the vocabulary entries it sees, so the loop has no reduction
+across threads; the lanes are merged once at the end. Scores are in log2 units, as in `rows.py`,
+and so are the stored log-sum-exps.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch_streamkl.kernels.scores import tanh
 
 
 class HeadArgs(NamedTuple):
-    """One side's logits [rows, words] and how they become scores."""
+    """One side's logits [rows, vocabulary entries] and how they become scores."""
 
     logits: Any
     stride: Any
     bias: Any
-    num_words: Any
+    vocab_size: Any
     scale: Any
     softcap: Any
 
@@ -48,7 +48,7 @@ class RowArgs(NamedTuple):
     value_weight: Any
     hard_weight: Any
     labels: Any
-    first_word: Any
+    vocab_start: Any
     ignore_index: Any
     inv_temperature: Any
 
@@ -58,12 +58,12 @@ class RowStats(NamedTuple):
 
     lse_s: Any
     lse_t: Any
-    h_sum: Any
-    g_sum: Any
+    student_delta: Any
+    teacher_delta: Any
     hard_lse: Any
     weight: Any
     hard_weight: Any
-    word: Any  # of the label
+    vocab_entry: Any  # of the label
     rest_s: Any  # what rounding has taken from the log-sum-exps
     rest_t: Any
 
@@ -72,7 +72,7 @@ class Config(NamedTuple):
     """Compile-time choices; the last four are what `rows.py` asks of a configuration."""
 
     LANES: int
-    WIDTH: int  # consecutive words of a lane
+    WIDTH: int  # consecutive vocabulary entries of a lane
     NUM_STAGES: int
     S_SOFTCAP: bool
     T_SOFTCAP: bool
@@ -93,21 +93,23 @@ class Config(NamedTuple):
 
 
 @triton.jit
-def load_words(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
-    """Logits [LANES, WIDTH] with their bias, which of them exist, and the word indices."""
+def load_bits(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
+    """Logits [LANES, WIDTH] with their bias, which of them exist, and the vocabulary entry
+    indices.
+    """
     lanes = tl.arange(0, CONFIG.LANES)
-    words = start + lanes[:, None] * CONFIG.WIDTH + tl.arange(0, CONFIG.WIDTH)[None, :]
-    inside = words < head.num_words
-    ptrs = head.logits + row * head.stride + words
+    vocab = start + lanes[:, None] * CONFIG.WIDTH + tl.arange(0, CONFIG.WIDTH)[None, :]
+    inside = vocab < head.vocab_size
+    ptrs = head.logits + row * head.stride + vocab
     if MASKED:
         z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
-            z += tl.load(head.bias + words, mask=inside, other=0.0).to(tl.float32)
+            z += tl.load(head.bias + vocab, mask=inside, other=0.0).to(tl.float32)
     else:
         z = tl.load(ptrs).to(tl.float32)
         if BIAS:
-            z += tl.load(head.bias + words).to(tl.float32)
-    return z, inside, words
+            z += tl.load(head.bias + vocab).to(tl.float32)
+    return z, inside, vocab
 
 
 @triton.jit
@@ -115,8 +117,10 @@ def scores_of(
     head, row, start, unit,
     MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile (-inf where no word is), d(y)/d(logit), and which words exist."""
-    z, inside, words = load_words(head, row, start, MASKED, BIAS, CONFIG)
+    """Scores of a tile (-inf where no vocabulary entry is), d(y)/d(logit), and which vocabulary
+    entries exist.
+    """
+    z, inside, vocab = load_bits(head, row, start, MASKED, BIAS, CONFIG)
     if SOFTCAP:
         capped = tanh(z * (head.scale / head.softcap))
         score = capped * (head.softcap * unit)
@@ -126,13 +130,13 @@ def scores_of(
         slope = head.scale
     if MASKED:
         score = tl.where(inside, score, -float("inf"))
-    return score, slope, inside, words
+    return score, slope, inside, vocab
 
 
 @triton.jit
-def state_of_words(
-    state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
-    MASKED: tl.constexpr, FORM: tl.constexpr, CONFIG: tl.constexpr,
+def state_of_vocab(
+    state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
+    MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Row state, and (maximum, sum) of the student's y, after one tile."""
     s, _, in_s, _ = scores_of(
@@ -141,19 +145,21 @@ def state_of_words(
     t, _, _, _ = scores_of(
         teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
     )
-    state = update(state, t, s, in_s, MASKED or CONFIG.S_BIAS or CONFIG.T_BIAS, FORM, CONFIG)
+    state = update(
+        state, t, s, in_s, MASKED or CONFIG.S_BIAS or CONFIG.T_BIAS, COEFFICIENTS, CONFIG
+    )
     if CONFIG.HARD and CONFIG.TEMPERED:
         y = s * temperature
         high = tl.maximum(hard_high, tl.max(y, 1))
-        hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.sum(
+        hard_row_sum = hard_row_sum * tl.math.exp2(hard_high - high) + tl.sum(
             tl.math.exp2(y - high[:, None]), 1
         )
         hard_high = high
-    return state, hard_high, hard_mass
+    return state, hard_high, hard_row_sum
 
 
 @triton.jit
-def merged_lanes(state, FORM: tl.constexpr):
+def merged_lanes(state, COEFFICIENTS: tl.constexpr):
     """One state of all lanes; every field becomes a scalar."""
     m_t = tl.max(state.m_t, 0)
     m_s = tl.max(state.m_s, 0)
@@ -166,8 +172,12 @@ def merged_lanes(state, FORM: tl.constexpr):
         tl.sum(state.l_t * w_t, 0),
         m_s,
         tl.sum(state.l_s * w_s, 0),
-        tl.sum(rebased(state.a, state.l_t, w_t, shift_t, shift_s, FORM.TT, FORM.TS), 0),
-        tl.sum(rebased(state.b, state.l_s, w_s, shift_t, shift_s, FORM.ST, FORM.SS), 0),
+        tl.sum(
+            rebased(state.a, state.l_t, w_t, shift_t, shift_s, COEFFICIENTS.TT, COEFFICIENTS.TS), 0
+        ),
+        tl.sum(
+            rebased(state.b, state.l_s, w_s, shift_t, shift_s, COEFFICIENTS.ST, COEFFICIENTS.SS), 0
+        ),
         tl.min(state.low_t, 0),
         tl.min(state.low_s, 0),
         tl.sum(state.count, 0),
@@ -176,32 +186,34 @@ def merged_lanes(state, FORM: tl.constexpr):
 
 @triton.jit
 def label_of(rows, row):
-    """The label's index among the words at hand, and whether the row counts."""
+    """The label's index among the vocabulary entries at hand, and whether the row counts."""
     label = tl.load(rows.labels + row).to(tl.int64)
-    return label - rows.first_word, label != rows.ignore_index
+    return label - rows.vocab_start, label != rows.ignore_index
 
 
 @triton.jit
 def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
-    """Cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no word."""
-    word, counted = label_of(rows, row)
-    is_word = (word >= 0) & (word < student.num_words)
-    z = tl.load(student.logits + row * student.stride + word, mask=is_word, other=0.0).to(
-        tl.float32
-    )
+    """Cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no vocabulary
+    entry.
+    """
+    vocab_entry, counted = label_of(rows, row)
+    is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
+    z = tl.load(
+        student.logits + row * student.stride + vocab_entry, mask=is_in_vocab, other=0.0
+    ).to(tl.float32)
     if CONFIG.S_BIAS:
-        z += tl.load(student.bias + word, mask=is_word, other=0.0).to(tl.float32)
+        z += tl.load(student.bias + vocab_entry, mask=is_in_vocab, other=0.0).to(tl.float32)
     y = z * student.scale
     if CONFIG.S_SOFTCAP:
         y = tanh(y / student.softcap) * student.softcap
-    value = tl.where(is_word, (hard_lse - y * LOG2E) * LN2, float("nan"))
+    value = tl.where(is_in_vocab, (hard_lse - y * LOG2E) * LN2, float("nan"))
     return tl.where(counted, value, 0.0)
 
 
 @triton.jit
 def row_kernel(
     student, teacher, rows,
-    FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Values and statistics of a row where VALUES, then its gradients over its logits."""
     row = tl.program_id(0).to(tl.int64)
@@ -209,31 +221,34 @@ def row_kernel(
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
     unit = rows.inv_temperature * LOG2E
     temperature = 1.0 / rows.inv_temperature
-    num_words = tl.maximum(student.num_words, teacher.num_words)
-    whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
+    vocab_size = tl.maximum(student.vocab_size, teacher.vocab_size)
+    whole = tl.minimum(student.vocab_size, teacher.vocab_size) // TILE * TILE
     stats = rows.statistics + row
     stride = tl.cast(rows.statistics_stride, tl.int64)
     if CONFIG.VALUES:
         state = empty_state(LANES)
         hard_high = tl.full([LANES], LOW, tl.float32)
-        hard_mass = tl.zeros([LANES], tl.float32)
+        hard_row_sum = tl.zeros([LANES], tl.float32)
         for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
-            state, hard_high, hard_mass = state_of_words(
-                state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
-                False, FORM, CONFIG,
+            state, hard_high, hard_row_sum = state_of_vocab(
+                state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
+                False, COEFFICIENTS, CONFIG,
             )  # fmt: skip
-        for start in range(whole, num_words, TILE):
-            state, hard_high, hard_mass = state_of_words(
-                state, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
-                True, FORM, CONFIG,
+        for start in range(whole, vocab_size, TILE):
+            state, hard_high, hard_row_sum = state_of_vocab(
+                state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
+                True, COEFFICIENTS, CONFIG,
             )  # fmt: skip
-        total = merged_lanes(state, FORM)
-        lse_t, lse_s, value, h_sum, g_sum = finish(total, 0.0, 0.0, FORM, CONFIG)
+        total = merged_lanes(state, COEFFICIENTS)
+        lse_t, lse_s, value, student_delta, teacher_delta = finish(
+            total, 0.0, 0.0, COEFFICIENTS, CONFIG
+        )
         rest_t = rest_of(total.m_t, total.l_t, lse_t)
         rest_s = rest_of(total.m_s, total.l_s, lse_s)
         if not CONFIG.BILINEAR:
-            value, h_sum, g_sum = pointwise_sums(
-                student, teacher, row, num_words, unit, lse_s, lse_t, rest_s, rest_t, HELPER,
+            value, student_delta, teacher_delta = pointwise_sums(
+                student, teacher, row, vocab_size, unit, lse_s, lse_t, rest_s, rest_t,
+                POINTWISE_FN,
                 CONFIG,
             )  # fmt: skip
         hard_lse = lse_s
@@ -241,22 +256,22 @@ def row_kernel(
             if CONFIG.TEMPERED:
                 high = tl.max(hard_high, 0)
                 hard_lse = high + tl.math.log2(
-                    tl.sum(hard_mass * tl.math.exp2(hard_high - high), 0)
+                    tl.sum(hard_row_sum * tl.math.exp2(hard_high - high), 0)
                 )
             tl.store(rows.hard + row, hard_value(student, rows, row, hard_lse, CONFIG))
         tl.store(rows.value + row, value)
         tl.store(stats, lse_s)
         tl.store(stats + stride, lse_t)
-        tl.store(stats + 2 * stride, h_sum)
-        tl.store(stats + 3 * stride, g_sum)
+        tl.store(stats + 2 * stride, student_delta)
+        tl.store(stats + 3 * stride, teacher_delta)
         tl.store(stats + 4 * stride, hard_lse)
         tl.store(stats + 5 * stride, rest_s)
         tl.store(stats + 6 * stride, rest_t)
     else:
         lse_s = tl.load(stats)
         lse_t = tl.load(stats + stride)
-        h_sum = tl.load(stats + 2 * stride)
-        g_sum = tl.load(stats + 3 * stride)
+        student_delta = tl.load(stats + 2 * stride)
+        teacher_delta = tl.load(stats + 3 * stride)
         hard_lse = tl.load(stats + 4 * stride)
         rest_s = tl.load(stats + 5 * stride)
         rest_t = tl.load(stats + 6 * stride)
@@ -264,47 +279,50 @@ def row_kernel(
         if CONFIG.VALUES:
             # the label's logit is read by every thread before any of them overwrites it
             tl.debug_barrier()
-        # a side without any word has the log-sum-exp -inf
+        # a side without any vocabulary entry has the log-sum-exp -inf
         lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
         lse_t = tl.where(lse_t == -float("inf"), 0.0, lse_t)
         weight = 0.0
         if CONFIG.VALUE_GRAD:
             weight = tl.load(rows.value_weight + row).to(tl.float32)
-        word = num_words.to(tl.int64)
+        vocab_entry = vocab_size.to(tl.int64)
         hard_weight = 0.0
         if CONFIG.HARD_GRAD:
-            word, counted = label_of(rows, row)
+            vocab_entry, counted = label_of(rows, row)
             hard_weight = tl.where(counted, tl.load(rows.hard_weight + row).to(tl.float32), 0.0)
         row_stats = RowStats(
-            lse_s, lse_t, h_sum, g_sum, hard_lse, weight, hard_weight, word, rest_s, rest_t
+            lse_s, lse_t, student_delta, teacher_delta, hard_lse, weight, hard_weight,
+            vocab_entry, rest_s, rest_t
         )  # fmt: skip
-        # from the last word to the first: what was read last is still in the cache
-        for start in range(whole, num_words, TILE):
+        # from the last vocabulary entry to the first: what was read last is still in the cache
+        for start in range(whole, vocab_size, TILE):
             store_gradient(
                 student, teacher, row, start, unit, rows.inv_temperature, temperature, row_stats,
-                True, FORM, HELPER, CONFIG,
+                True, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
         for done in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
             store_gradient(
                 student, teacher, row, whole - TILE - done, unit, rows.inv_temperature,
-                temperature, row_stats, False, FORM, HELPER, CONFIG,
+                temperature, row_stats, False, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
 
 
 @triton.jit
-def rest_of(high, mass, lse):
-    """NOTE [Rounding of log-sum-exps] in linear/problem.py; 0 for a row without words."""
-    empty = mass == 0.0
-    rest = (high - lse) + tl.math.log2(tl.where(empty, 1.0, mass))
+def rest_of(high, row_sum, lse):
+    """NOTE [Rounding of log-sum-exps] in linear/problem.py; 0 for a row without vocabulary
+    entries.
+    """
+    empty = row_sum == 0.0
+    rest = (high - lse) + tl.math.log2(tl.where(empty, 1.0, row_sum))
     return tl.where(empty, 0.0, rest)
 
 
 @triton.jit
 def pointwise_sums(
-    student, teacher, row, num_words, unit, lse_s, lse_t, rest_s, rest_t,
-    HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    student, teacher, row, vocab_size, unit, lse_s, lse_t, rest_s, rest_t,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """f, h and g of a functional that the row state does not give, summed over words."""
+    """f, h and g of a functional that the row state does not give, summed over the vocabulary."""
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = LANES * CONFIG.WIDTH
     lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
@@ -312,7 +330,7 @@ def pointwise_sums(
     f_lanes = tl.zeros([LANES], tl.float32)
     h_lanes = tl.zeros([LANES], tl.float32)
     g_lanes = tl.zeros([LANES], tl.float32)
-    for start in range(0, num_words, TILE):
+    for start in range(0, vocab_size, TILE):
         s, _, in_s, _ = scores_of(
             student, row, start, unit, True, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
         )
@@ -321,7 +339,7 @@ def pointwise_sums(
         )
         log_s = (s - lse_s) - rest_s
         log_t = (t - lse_t) - rest_t
-        f, h, g = HELPER(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
+        f, h, g = POINTWISE_FN(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
         exists = in_s | in_t
         f_lanes += tl.sum(tl.where(exists, f, 0.0), 1)
         h_lanes += tl.sum(tl.where(exists, h, 0.0), 1)
@@ -332,10 +350,11 @@ def pointwise_sums(
 @triton.jit
 def store_gradient(
     student, teacher, row, start, unit, inv_temperature, temperature, stats,
-    MASKED: tl.constexpr, FORM: tl.constexpr, HELPER: tl.constexpr, CONFIG: tl.constexpr,
+    MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Overwrite a tile of the row's logits by the gradient to them."""
-    s, s_slope, in_s, words = scores_of(
+    s, s_slope, in_s, vocab = scores_of(
         student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
     )
     t, t_slope, in_t, _ = scores_of(
@@ -349,25 +368,31 @@ def store_gradient(
     if CONFIG.S_GRAD:
         d = tl.zeros_like(s)
         if CONFIG.VALUE_GRAD:
-            d = score_gradient(log_t, log_s, stats.h_sum, True, POINTWISE, FORM, HELPER)
+            d = score_gradient(
+                log_t, log_s, stats.student_delta, True, POINTWISE, COEFFICIENTS, POINTWISE_FN
+            )
             d = tl.where(stats.weight == 0.0, 0.0, d * (factor * s_slope))
         if CONFIG.HARD_GRAD:
             if CONFIG.TEMPERED:
                 p = tl.math.exp2(s * temperature - stats.hard_lse)
             else:
                 p = tl.math.exp2(log_s)
-            p = (p - tl.where(words == stats.word, 1.0, 0.0)) * (stats.hard_weight * s_slope)
+            p = (p - tl.where(vocab == stats.vocab_entry, 1.0, 0.0)) * (
+                stats.hard_weight * s_slope
+            )
             d += tl.where(stats.hard_weight == 0.0, 0.0, p)
-        store_words(student, row, words, d, in_s, MASKED)
+        store_vocab(student, row, vocab, d, in_s, MASKED)
     if CONFIG.T_GRAD:
-        d = score_gradient(log_t, log_s, stats.g_sum, False, POINTWISE, FORM, HELPER)
+        d = score_gradient(
+            log_t, log_s, stats.teacher_delta, False, POINTWISE, COEFFICIENTS, POINTWISE_FN
+        )
         d = tl.where(stats.weight == 0.0, 0.0, d * (factor * t_slope))
-        store_words(teacher, row, words, d, in_t, MASKED)
+        store_vocab(teacher, row, vocab, d, in_t, MASKED)
 
 
 @triton.jit
-def store_words(head, row, words, d, inside, MASKED: tl.constexpr):
-    ptrs = head.logits + row * head.stride + words
+def store_vocab(head, row, vocab, d, inside, MASKED: tl.constexpr):
+    ptrs = head.logits + row * head.stride + vocab
     d = d.to(head.logits.dtype.element_ty)
     if MASKED:
         tl.store(ptrs, d, mask=inside)

@@ -15,10 +15,10 @@ from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import State
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
-from torch_streamkl.kernels.row_state import empty_state as no_words
+from torch_streamkl.kernels.row_state import empty_state as no_vocab
 from torch_streamkl.kernels.scores import tanh
 from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
-from torch_streamkl.linear.problem import LinearProblem, RowValues, Wanted
+from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues
 from torch_streamkl.linear.triton.launches import (
     NO_WEIGHTS,
     config_of,
@@ -28,7 +28,7 @@ from torch_streamkl.linear.triton.launches import (
     row_args,
 )
 from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums, rest_of
-from torch_streamkl.linear.triton.rows import state_of_words as next_state
+from torch_streamkl.linear.triton.rows import state_of_vocab as next_state
 from torch_streamkl.runtime.launch import launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
@@ -37,8 +37,8 @@ MERGED_ROWS = 128  # of a program
 
 
 def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
-    """Write the state of rows from both sides' logits of the rank's words."""
-    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
+    """Write the state of rows from both sides' logits of the rank's vocabulary shard."""
+    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
     rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
     arguments = head_args(problem.student, student), head_args(problem.teacher, teacher), rows
     constants = form_args(problem.functional.bilinear or Bilinear()), config
@@ -47,19 +47,19 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
 
 
 def empty_state(parts: Tensor) -> None:
-    """Write the state of rows of a rank without words."""
+    """Write the state of rows of a rank without vocabulary entries."""
     low = LOW.value
     fields = [low, 0.0, low, 0.0, 0.0, 0.0, -math.inf, -math.inf]
     for row, value in zip(parts, fields, strict=False):
         row.fill_(value)
 
 
-def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues) -> None:
+def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
     """Statistics of whole rows, their cross-entropies, and the values that the state gives."""
-    config, _ = config_of(problem, parts, parts, NO_WEIGHTS, Wanted(), True)
+    config, _ = config_of(problem, parts, parts, NO_WEIGHTS, NeedsGrad(), True)
     arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
-        row_args(problem, out, NO_WEIGHTS), problem.num_tokens, num_words,
+        row_args(problem, out, NO_WEIGHTS), problem.num_tokens, vocab_size,
     )  # fmt: skip
     constants = form_args(problem.functional.bilinear or Bilinear()), config, MERGED_ROWS
     options = {"num_warps": 4, **COMPILE_OPTIONS}
@@ -70,8 +70,10 @@ def merged(problem: LinearProblem, parts: Tensor, num_words: int, out: RowValues
 def sums(
     problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
 ) -> None:
-    """Write value, H and G over the rank's words [3, num_tokens], from merged log-sum-exps."""
-    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, Wanted(), True)
+    """Write value, H and G over the rank's vocabulary shard [3, num_tokens], from merged
+    log-sum-exps.
+    """
+    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
     arguments = (
         head_args(problem.student, student), head_args(problem.teacher, teacher),
         row_args(problem, out, NO_WEIGHTS), totals, totals.stride(0),
@@ -82,29 +84,29 @@ def sums(
 
 
 @triton.jit
-def state_kernel(student, teacher, rows, FORM: tl.constexpr, CONFIG: tl.constexpr):
+def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """The state of one row; ``rows.statistics`` is ``parts``."""
     row = tl.program_id(0).to(tl.int64)
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
     unit = rows.inv_temperature * LOG2E
     temperature = 1.0 / rows.inv_temperature
-    num_words = tl.maximum(student.num_words, teacher.num_words)
-    whole = tl.minimum(student.num_words, teacher.num_words) // TILE * TILE
-    lanes = no_words(LANES)
+    vocab_size = tl.maximum(student.vocab_size, teacher.vocab_size)
+    whole = tl.minimum(student.vocab_size, teacher.vocab_size) // TILE * TILE
+    lanes = no_vocab(LANES)
     hard_high = tl.full([LANES], LOW, tl.float32)
-    hard_mass = tl.zeros([LANES], tl.float32)
+    hard_row_sum = tl.zeros([LANES], tl.float32)
     for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
-        lanes, hard_high, hard_mass = next_state(
-            lanes, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
-            False, FORM, CONFIG,
+        lanes, hard_high, hard_row_sum = next_state(
+            lanes, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
+            False, COEFFICIENTS, CONFIG,
         )  # fmt: skip
-    for start in range(whole, num_words, TILE):
-        lanes, hard_high, hard_mass = next_state(
-            lanes, hard_high, hard_mass, student, teacher, row, start, unit, temperature,
-            True, FORM, CONFIG,
+    for start in range(whole, vocab_size, TILE):
+        lanes, hard_high, hard_row_sum = next_state(
+            lanes, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
+            True, COEFFICIENTS, CONFIG,
         )  # fmt: skip
-    total = merged_lanes(lanes, FORM)
+    total = merged_lanes(lanes, COEFFICIENTS)
     stride = tl.cast(rows.statistics_stride, tl.int64)
     out = rows.statistics + row
     tl.store(out, total.m_t)
@@ -115,45 +117,45 @@ def state_kernel(student, teacher, rows, FORM: tl.constexpr, CONFIG: tl.constexp
     tl.store(out + 5 * stride, total.b)
     if CONFIG.HARD:
         high = total.m_s
-        mass = total.l_s
+        row_sum = total.l_s
         if CONFIG.TEMPERED:
             high = tl.max(hard_high, 0)
-            mass = tl.sum(hard_mass * tl.math.exp2(hard_high - high), 0)
-        tl.store(out + 6 * stride, high + tl.math.log2(mass))
+            row_sum = tl.sum(hard_row_sum * tl.math.exp2(hard_high - high), 0)
+        tl.store(out + 6 * stride, high + tl.math.log2(row_sum))
         tl.store(out + 7 * stride, label_score(student, rows, row, CONFIG))
 
 
 @triton.jit
 def label_score(student, rows, row, CONFIG: tl.constexpr):
-    """y of the row's label, -inf where it is none of the words at hand."""
-    word, _ = label_of(rows, row)
-    is_word = (word >= 0) & (word < student.num_words)
-    z = tl.load(student.logits + row * student.stride + word, mask=is_word, other=0.0).to(
-        tl.float32
-    )
+    """y of the row's label, -inf where it is none of the vocabulary entries at hand."""
+    vocab_entry, _ = label_of(rows, row)
+    is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
+    z = tl.load(
+        student.logits + row * student.stride + vocab_entry, mask=is_in_vocab, other=0.0
+    ).to(tl.float32)
     if CONFIG.S_BIAS:
-        z += tl.load(student.bias + word, mask=is_word, other=0.0).to(tl.float32)
+        z += tl.load(student.bias + vocab_entry, mask=is_in_vocab, other=0.0).to(tl.float32)
     y = z * student.scale
     if CONFIG.S_SOFTCAP:
         y = tanh(y / student.softcap) * student.softcap
-    return tl.where(is_word, y, -float("inf"))
+    return tl.where(is_in_vocab, y, -float("inf"))
 
 
 @triton.jit
 def merge_kernel(
-    parts, rank_stride, field_stride, num_ranks, rows, num_rows, num_words,
-    FORM: tl.constexpr, CONFIG: tl.constexpr, BLOCK: tl.constexpr,
+    parts, rank_stride, field_stride, num_ranks, rows, num_rows, vocab_size,
+    COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Statistics (and values) of a block of rows from the states of all ranks, in their order."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
-    total = no_words(BLOCK)
+    total = no_vocab(BLOCK)
     hard_high = tl.full([BLOCK], LOW, tl.float32)
-    hard_mass = tl.zeros([BLOCK], tl.float32)
+    hard_row_sum = tl.zeros([BLOCK], tl.float32)
     y = tl.full([BLOCK], -float("inf"), tl.float32)
     for rank in range(num_ranks):
         part = parts + rank * rank_stride + row
-        other = no_words(BLOCK)
+        other = no_vocab(BLOCK)
         other = State(
             tl.load(part, mask=inside, other=0.0),
             tl.load(part + field_stride, mask=inside, other=0.0),
@@ -165,27 +167,29 @@ def merge_kernel(
             other.low_s,
             other.count,
         )
-        total = merge(total, other, FORM)
+        total = merge(total, other, COEFFICIENTS)
         if CONFIG.HARD:
             lse = tl.load(part + 6 * field_stride, mask=inside, other=0.0)
             high = tl.maximum(hard_high, lse)
-            hard_mass = hard_mass * tl.math.exp2(hard_high - high) + tl.math.exp2(lse - high)
+            hard_row_sum = hard_row_sum * tl.math.exp2(hard_high - high) + tl.math.exp2(lse - high)
             hard_high = high
             y = tl.maximum(y, tl.load(part + 7 * field_stride, mask=inside, other=0.0))
-    lse_t, lse_s, value, h_sum, g_sum = finish(total, 0.0, 0.0, FORM, CONFIG)
+    lse_t, lse_s, value, student_delta, teacher_delta = finish(
+        total, 0.0, 0.0, COEFFICIENTS, CONFIG
+    )
     stride = tl.cast(rows.statistics_stride, tl.int64)
     hard_lse = lse_s
     if CONFIG.HARD:
-        hard_lse = hard_high + tl.math.log2(hard_mass)
+        hard_lse = hard_high + tl.math.log2(hard_row_sum)
         label = tl.load(rows.labels + row, mask=inside, other=0).to(tl.int64)
         hard = (hard_lse - y * LOG2E) * LN2
-        hard = tl.where((label >= 0) & (label < num_words), hard, float("nan"))
+        hard = tl.where((label >= 0) & (label < vocab_size), hard, float("nan"))
         tl.store(rows.hard + row, tl.where(label != rows.ignore_index, hard, 0.0), mask=inside)
     tl.store(rows.value + row, value, mask=inside)
     tl.store(rows.statistics + row, lse_s, mask=inside)
     tl.store(rows.statistics + stride + row, lse_t, mask=inside)
-    tl.store(rows.statistics + 2 * stride + row, h_sum, mask=inside)
-    tl.store(rows.statistics + 3 * stride + row, g_sum, mask=inside)
+    tl.store(rows.statistics + 2 * stride + row, student_delta, mask=inside)
+    tl.store(rows.statistics + 3 * stride + row, teacher_delta, mask=inside)
     tl.store(rows.statistics + 4 * stride + row, hard_lse, mask=inside)
     rest_s = rest_of(total.m_s, total.l_s, lse_s)
     rest_t = rest_of(total.m_t, total.l_t, lse_t)
@@ -195,21 +199,21 @@ def merge_kernel(
 
 @triton.jit
 def sums_kernel(
-    student, teacher, rows, totals, totals_stride, HELPER: tl.constexpr, CONFIG: tl.constexpr
+    student, teacher, rows, totals, totals_stride, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Value, H and G of a row over the words at hand, of any functional."""
+    """Value, H and G of a row over the vocabulary entries at hand, of any functional."""
     row = tl.program_id(0).to(tl.int64)
     stride = tl.cast(rows.statistics_stride, tl.int64)
     lse_s = tl.load(rows.statistics + row)
     lse_t = tl.load(rows.statistics + stride + row)
     rest_s = tl.load(rows.statistics + 5 * stride + row)
     rest_t = tl.load(rows.statistics + 6 * stride + row)
-    num_words = tl.maximum(student.num_words, teacher.num_words)
-    value, h_sum, g_sum = pointwise_sums(
-        student, teacher, row, num_words, rows.inv_temperature * LOG2E, lse_s, lse_t, rest_s,
-        rest_t, HELPER, CONFIG,
+    vocab_size = tl.maximum(student.vocab_size, teacher.vocab_size)
+    value, student_delta, teacher_delta = pointwise_sums(
+        student, teacher, row, vocab_size, rows.inv_temperature * LOG2E, lse_s, lse_t, rest_s,
+        rest_t, POINTWISE_FN, CONFIG,
     )  # fmt: skip
     step = tl.cast(totals_stride, tl.int64)
     tl.store(totals + row, value)
-    tl.store(totals + step + row, h_sum)
-    tl.store(totals + 2 * step + row, g_sum)
+    tl.store(totals + step + row, student_delta)
+    tl.store(totals + 2 * step + row, teacher_delta)

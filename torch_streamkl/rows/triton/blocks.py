@@ -1,9 +1,9 @@
 """Row programs by blocks of rows with maps in memory (maps.py): launches and matmuls.
 
 The workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
-words with all tokens, so that each block of a weight's gradient is one matmul. A gradient to dot
-products without heads is a map too, which takes the place of the dot products. What the forward
-sums over heads is kept for the backward where that is small.
+vocabulary entries with all tokens, so that each block of a weight's gradient is one matmul. A
+gradient to dot products without heads is a map too, which takes the place of the dot products.
+What the forward sums over heads is kept for the backward where that is small.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch_streamkl.linear.problem import (
     even_step,
     padded,
 )
-from torch_streamkl.rows import blocked, derive, losses, tile
-from torch_streamkl.rows.blocked import Result
+from torch_streamkl.rows import derive, losses, tile, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, SUM, VALUES, Program
+from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import maps
 from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
@@ -41,15 +41,15 @@ BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MOST_PARTS = 16  # of a chunk
-# Bytes of a part's maps beside those of the chunk's logits, at most: beyond, parts would be so
-# short that the product that is saved is lost in them. A teacher's cached words have 2.5, and win
-# (bench/notes/row_programs.md)
+# Bytes of a part's maps next to those of the chunk's logits, at most: beyond, parts would be so
+# short that the product that is saved is lost in them. A teacher's cached vocabulary entries have
+# 2.5, and win (bench/notes/row_programs.md)
 MOST_OF_PARTS = 3
 PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
-def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
+def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
     """Why a problem cannot run by maps; empty if it can."""
     program = problem.program
     if problem.compute_dtype == torch.float64:
@@ -61,21 +61,21 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
             return f"operands have at most {MAX_DIM} dimensions in kernels, got {q.shape[-1]}"
     for which in (DIFFERENTIATED, BACKWARD) if is_differentiated else (FORWARD,):
         if any(n.op == "sum_heads" and not n.by_key for n in maps.nodes_of(program, which)):
-            return "sums over heads of values of rows have no kernels"
+            return "sums over heads of per-row values have no kernels"
     axes = sorted(set(program.dot_heads) - {0})  # what has no heads is multiplied by torch
-    of_axes = [row_kernels.gpu_obstacle(problem, maps.dots_of(program, x)) for x in axes]
-    return next((x for x in of_axes or [row_kernels.gpu_obstacle(problem, ())] if x), "")
+    of_axes = [row_kernels.why_unsupported_on_gpu(problem, maps.dots_of(program, x)) for x in axes]
+    return next((x for x in of_axes or [row_kernels.why_unsupported_on_gpu(problem, ())] if x), "")
 
 
 def _maps_of(
     problem: RowProblem,
     which: str,
-    wanted: tuple[tuple[int, int], ...],
+    needs_grad: tuple[tuple[int, int], ...],
     kept: Container[int] = (),
 ) -> dict[int, int]:
     """Bytes of each map, for one row and key, without the gradients that take a dot's place."""
     nodes, found = maps.nodes_of(problem.program, which), {}
-    for i in maps.every_map(problem.program, which, wanted):
+    for i in maps.every_map(problem.program, which, needs_grad):
         node = nodes[i]
         if i in kept:
             continue
@@ -91,11 +91,11 @@ def _maps_of(
 def _bytes_of(
     problem: RowProblem,
     which: str,
-    wanted: tuple[tuple[int, int], ...],
+    needs_grad: tuple[tuple[int, int], ...],
     kept: Container[int],
 ) -> int:
     """Of all maps, for one row and key, with the gradients that take no dot product's place."""
-    return max(sum(_maps_of(problem, which, wanted, kept).values()), 2)
+    return max(sum(_maps_of(problem, which, needs_grad, kept).values()), 2)
 
 
 def kept_maps(problem: RowProblem) -> tuple[int, ...]:
@@ -118,13 +118,13 @@ def kept_maps(problem: RowProblem) -> tuple[int, ...]:
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
     """Uninitialised results."""
-    result = blocked.allocate(problem, is_differentiated)
+    result = torch_impl.allocate(problem, is_differentiated)
     if is_differentiated:
         result.maps = [maps.new_map(problem, torch.float32) for _ in kept_maps(problem)]
     return result
 
 
-def _is_of_words(problem: RowProblem) -> bool:
+def _is_of_vocab(problem: RowProblem) -> bool:
     """Whether no dot has heads: an LM head."""
     return not any(problem.program.dot_heads)
 
@@ -132,9 +132,9 @@ def _is_of_words(problem: RowProblem) -> bool:
 def _workspace(problem: RowProblem, has_kept: bool) -> int:
     device = problem.operands[0][0].device.type
     mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
-    if not _is_of_words(problem):
+    if not _is_of_vocab(problem):
         return MIB * min(mib, BESIDE_KEPT_MIB if has_kept else ATTENTION_WORKSPACE_MIB)
-    return MIB * mib * 15 // 16  # the rest is for places of ids and values of rows
+    return MIB * mib * 15 // 16  # the rest is for places of ids and per-row values
 
 
 def _row_blocks(
@@ -155,8 +155,8 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     result = allocate(problem, is_differentiated)
     kept = dict(zip(kept_maps(problem), result.maps, strict=False))
     passes = _passes(program, derive.forward_plan(program, is_differentiated))
-    wanted = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
-    for at in _row_blocks(problem, _bytes_of(problem, which, wanted, kept), bool(kept)):
+    needs_grad = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
+    for at in _row_blocks(problem, _bytes_of(problem, which, needs_grad, kept), bool(kept)):
         block = maps.Block(problem, which, result, {}, at, kept, is_first=True)
         for slots, axis in passes:
             block.sums(slots, axis, {})
@@ -179,35 +179,35 @@ def backward(
     problem: RowProblem,
     result: Result,
     grads: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients to operands and captured tensors, block by block."""
     seeds = row_kernels.seeds_of(problem, result, grads)
-    out = _Gradients(problem, wanted)
+    out = _Gradients(problem, needs_grad)
     nodes = maps.nodes_of(problem.program, BACKWARD)
     each = tuple((n, nodes[n].head) for n in (*out.dots.values(), *out.captures.values()))
     kept = dict(zip(kept_maps(problem), result.maps, strict=True))
     if each:
         size = _bytes_of(problem, BACKWARD, each, kept)
-        blocks = _word_blocks if _is_of_words(problem) else _row_blocks
+        blocks = _vocab_blocks if _is_of_vocab(problem) else _row_blocks
         for at in blocks(problem, size, bool(kept)):
             out.add(maps.Block(problem, BACKWARD, result, seeds, at, kept))
-    rest = blocked.backward(problem, result, grads, out.rest) if any(out.rest) else None
+    rest = torch_impl.backward(problem, result, grads, out.rest) if any(out.rest) else None
     return out.finished(rest)
 
 
 def loss_and_gradients(
-    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """What each row adds to a loss, and the loss's gradients, from logits that are made once.
 
     Logits that get a gradient are of a chunk of tokens. Their gradient takes their place, and a
     matmul adds it to the weight's. Other maps, such as ids, are of a part of the chunk.
     """
-    result, out = allocate(problem, True), _Gradients(problem, wanted)
+    result, out = allocate(problem, True), _Gradients(problem, needs_grad)
     sizes = _chunks(problem, out)
     if sizes is None:
-        return _in_two_passes(problem, loss, tensors, wanted)
+        return _in_two_passes(problem, loss, tensors, needs_grad)
     batch, keys = slice(0, 1), slice(0, problem.num_keys)
     chunks = list(even_ranges(problem.num_rows, sizes.tokens, 128))
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
@@ -269,7 +269,7 @@ def _add_rows(
 
 
 def _in_two_passes(
-    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The same where chunks are too short: a sum in 16 bits is rounded with each of them.
 
@@ -280,7 +280,7 @@ def _in_two_passes(
     values = losses.values(problem, loss, reductions, tensors, at)
     grads = losses.gradients(problem, loss, reductions, tensors, at)
     outputs = problem.program.outputs
-    return values, backward(problem, result, [grads.get(c) for c in outputs], wanted)
+    return values, backward(problem, result, [grads.get(c) for c in outputs], needs_grad)
 
 
 def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
@@ -300,8 +300,8 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
     of_part = max(0, sum(found.values()) - of_chunk) + 4 * len(out.captures)
     if of_part > MOST_OF_PARTS * of_chunk:
         return None
-    words = padded(problem.num_keys)
-    room = _workspace(problem, False) // words
+    vocab = padded(problem.num_keys)
+    room = _workspace(problem, False) // vocab
     weights = [k.numel() * k.element_size() for _, k in problem.operands]
     mine = sum(weights[i] for i in out.dots)
     best: tuple[float, Chunks | None] = (math.inf, None)
@@ -320,16 +320,18 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
     return chunks if is_possible else None
 
 
-def _word_blocks(
+def _vocab_blocks(
     problem: RowProblem, bytes_of_pair: int, has_kept: bool = False
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of words with all tokens where they fit: a gradient to them is then one matmul."""
+    """Blocks of vocabulary entries with all tokens where they fit: a gradient to them is then one
+    matmul.
+    """
     room = _workspace(problem, has_kept) // bytes_of_pair
     fewest = -(-problem.num_keys // MAX_LOW_PRECISION_SUMS)
-    words = padded(max(room // problem.num_rows, fewest), 256)
-    words = even_step(problem.num_keys, words, 256)
-    tokens = max(1, room // padded(words))
-    for keys in even_ranges(problem.num_keys, words, 256):
+    vocab = padded(max(room // problem.num_rows, fewest), 256)
+    vocab = even_step(problem.num_keys, vocab, 256)
+    tokens = max(1, room // padded(vocab))
+    for keys in even_ranges(problem.num_keys, vocab, 256):
         for rows in even_ranges(problem.num_rows, tokens, 128):
             yield slice(0, problem.batch), rows, keys
 
@@ -337,7 +339,7 @@ def _word_blocks(
 class _Gradients:
     """What the blocks' gradients are added to."""
 
-    def __init__(self, problem: RowProblem, wanted: Sequence[bool]) -> None:
+    def __init__(self, problem: RowProblem, needs_grad: Sequence[bool]) -> None:
         self.problem, self.program = problem, problem.program
         plan = derive.backward_plan(problem.program)
         operands = [x for pair in problem.operands for x in pair]
@@ -347,13 +349,13 @@ class _Gradients:
         self.dots = {
             i: node
             for i, node in enumerate(plan.dots)
-            if node is not None and (wanted[2 * i] or wanted[2 * i + 1])
+            if node is not None and (needs_grad[2 * i] or needs_grad[2 * i + 1])
         }
         self.captures = {
             i: node
             for i, node in enumerate(plan.captures)
             if node is not None
-            and wanted[count + i]
+            and needs_grad[count + i]
             and (kinds[i] == ROW or not plan.nodes[node].head)
         }
         self.first_dot = {
@@ -363,21 +365,21 @@ class _Gradients:
         # a tensor of keys or pairs that differs between heads
         self.rest = [False] * count + [
             bool(need) and plan.captures[i] is not None and i not in self.captures
-            for i, need in enumerate(wanted[count : count + len(kinds)])
+            for i, need in enumerate(needs_grad[count : count + len(kinds)])
         ]
         self.out: list[Tensor | None] = [
             self._allocated(n) if need else None
-            for n, need in enumerate(wanted[: len(self.tensors)])
+            for n, need in enumerate(needs_grad[: len(self.tensors)])
         ]
         # of column operands: sums of the last blocks in shares, and the batch elements of these
-        self.shares: dict[int, tuple[slice, Tensor]] = {}
+        self.splits: dict[int, tuple[slice, Tensor]] = {}
 
     def _dtype(self, n: int) -> torch.dtype:
-        """Where blocks add to each other, but for the matmuls of words, in float32."""
+        """Where blocks add to each other, except in matmuls of LM heads, in float32."""
         x = self.tensors[n]
         if n >= 2 * len(self.problem.operands):
             return torch.float32
-        is_added = n % 2 == 1 and not _is_of_words(self.problem)
+        is_added = n % 2 == 1 and not _is_of_vocab(self.problem)
         return torch.float32 if is_added else x.dtype
 
     def _allocated(self, n: int) -> Tensor:
@@ -390,8 +392,8 @@ class _Gradients:
         return make(x.shape, dtype=dtype, device=x.device)
 
     def finished(self, rest: list[Tensor | None] | None) -> list[Tensor | None]:
-        for i in list(self.shares):
-            self._add_shares(i)
+        for i in list(self.splits):
+            self._add_splits(i)
         found = [
             g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
         ]
@@ -415,14 +417,14 @@ class _Gradients:
                 self.add_to_columns(i, d, block.at)
 
     def add_to_rows(self, i: int, d: Tensor, at: Slices) -> None:
-        """The row operand of a dot without heads, of which blocks of words ascend."""
+        """The row operand of a dot without heads, of which blocks of vocabulary entries ascend."""
         dq, (batch, rows, keys) = self.out[2 * i], at
         if dq is None:
             return
         for b, each in enumerate(d, batch.start):
-            words = part(self._matrix(2 * i + 1, b), keys)
+            vocab = part(self._matrix(2 * i + 1, b), keys)
             into = part(dq.select(0, b).select(0, 0), rows)
-            _matmul_into(into, each, words, keys.start == 0)
+            _matmul_into(into, each, vocab, keys.start == 0)
 
     def add_to_columns(self, i: int, d: Tensor, at: Slices) -> None:
         """The column operand, of which blocks of tokens ascend."""
@@ -483,31 +485,31 @@ class _Gradients:
                 self._add_rows(block, c, d)
         if dk is not None:
             group = given[f"group{i}"]
-            shares = max(1, group // MEMBERS) if group % MEMBERS == 0 else 1
-            parts = self._shares_of(i, batch, shares)
+            splits = max(1, group // MEMBERS) if group % MEMBERS == 0 else 1
+            parts = self._shares_of(i, batch, splits)
             given.update(row_kernels.operand_argument(f"db{i}", parts.select(0, 0), f"db{i}_out"))
-            given.update({f"db{i}_share": parts.stride(0), "num_shares": shares, "ADD": True})
+            given.update({f"db{i}_share": parts.stride(0), "num_splits": splits, "ADD": True})
             launch = block.launch_of("dk", axis)
             source = maps.columns_source(self.program, i, block.is_exact)
-            num_heads = dk.shape[1] * shares
+            num_heads = dk.shape[1] * splits
             row_kernels.launch_columns(source, block.problem, num_heads, launch, given)
         return set(beside)
 
-    def _shares_of(self, i: int, batch: slice, shares: int) -> Tensor:
+    def _shares_of(self, i: int, batch: slice, splits: int) -> Tensor:
         """Where blocks of these batch elements add to the gradient of a column operand."""
         dk = self.out[2 * i + 1]
         assert dk is not None
-        if shares == 1:
+        if splits == 1:
             return part(dk, batch).unsqueeze(0)
-        if i in self.shares and self.shares[i][0] != batch:
-            self._add_shares(i)
-        if i not in self.shares:
+        if i in self.splits and self.splits[i][0] != batch:
+            self._add_splits(i)
+        if i not in self.splits:
             mine = part(dk, batch)
-            self.shares[i] = batch, mine.new_zeros(shares, *mine.shape)
-        return self.shares[i][1]
+            self.splits[i] = batch, mine.new_zeros(splits, *mine.shape)
+        return self.splits[i][1]
 
-    def _add_shares(self, i: int) -> None:
-        batch, parts = self.shares.pop(i)
+    def _add_splits(self, i: int) -> None:
+        batch, parts = self.splits.pop(i)
         dk = self.out[2 * i + 1]
         assert dk is not None
         mine = part(dk, batch)

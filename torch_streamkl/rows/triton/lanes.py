@@ -46,11 +46,11 @@ def over_lanes(state, TILE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def merged_lanes(peak, mass):
+def merged_lanes(peak, row_sum):
     """Largest element [rows] and sum of exponentials relative to it, of lanes in nats."""
     top = tl.max(peak, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.sum(mass * tl.exp(peak - base[:, None]), 1)
+    return top, tl.sum(row_sum * tl.exp(peak - base[:, None]), 1)
 
 
 # NOTE [Sums over blocks, written once]
@@ -83,7 +83,7 @@ def store_blocks(to, x, carried, in_rows, j, num_keys, SIZE: tl.constexpr):
 
 @triton.jit
 def _end_block(to, total, in_rows, n, stop, num_keys, SIZE: tl.constexpr):
-    """Write block n if it ends in front of ``stop``, and begin the next one."""
+    """Write block n if it ends before ``stop``, and begin the next one."""
     block = n + tl.zeros([total.shape[0]], tl.int32)
     ends = (block + 1) * SIZE <= stop
     tl.store(to + block, total, mask=in_rows & ends & (block * SIZE < num_keys))
@@ -92,7 +92,7 @@ def _end_block(to, total, in_rows, n, stop, num_keys, SIZE: tl.constexpr):
 
 @triton.jit
 def store_last_block(to, carried, in_rows, stop, num_keys, TILE: tl.constexpr, SIZE: tl.constexpr):
-    """Write the block that the last tile, of the key in front of ``stop``, has begun."""
+    """Write the block that the last tile, of the key before ``stop``, has begun."""
     if TILE // SIZE * SIZE != TILE:
         end = tl.cdiv(stop, TILE) * TILE
         block = end // SIZE + tl.zeros([carried.shape[0]], tl.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
-from torch_streamkl.kernels.row_state import place_of
+from torch_streamkl.kernels.row_state import tile_coordinates
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.launches.devices import gpu_limit, gpu_of
 from torch_streamkl.launches.launch import (
@@ -32,10 +32,10 @@ from torch_streamkl.launches.tiles import (
     row_program_launch,
     shared_bytes,
 )
-from torch_streamkl.rows import blocked, derive
-from torch_streamkl.rows.blocked import Result
+from torch_streamkl.rows import derive, torch_impl
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import BLOCK_SUM, ROW, SUM, Program
+from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import source as row_source
 from torch_streamkl.rows.triton.lanes import (
     lane_maxima,
@@ -50,13 +50,13 @@ from torch_streamkl.runtime import launch as runtime
 
 MAX_DIM = 256  # of operands, which a tile holds whole
 INTERPRETED = TritonLaunch(32, 16, 4, 1)  # rows and keys of a tile differ, to be told apart
-MARGIN = 2048  # bytes of shared memory beside the operands, for reductions
+MARGIN = 2048  # bytes of shared memory next to the operands, for reductions
 
 
-def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
+def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
     """Why a problem has no kernels; empty if it has."""
     plan = derive.backward_plan(problem.program) if is_differentiated else None
-    found = row_source.obstacle(problem.program, plan)
+    found = row_source.why_unsupported(problem.program, plan)
     if found:
         return f"programs with {found} have no kernels"
     dim = max(q.shape[-1] for q, _ in problem.operands)
@@ -64,10 +64,10 @@ def obstacle(problem: RowProblem, is_differentiated: bool) -> str:
         return f"operands have at most {MAX_DIM} dimensions in kernels, got {dim}"
     if problem.compute_dtype == torch.float64:
         return "kernels compute in float32, and operands are float64"
-    return gpu_obstacle(problem, range(len(problem.operands)))
+    return why_unsupported_on_gpu(problem, range(len(problem.operands)))
 
 
-def gpu_obstacle(problem: RowProblem, dots: Sequence[int]) -> str:
+def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
     """Why the GPU has no kernels whose tiles hold the operands of these dots; empty if it has."""
     q = problem.operands[0][0]
     if q.device.type != "cuda":
@@ -114,7 +114,7 @@ SCOPE = {
     "load_tile": load_tile,
     "merged_lanes": merged_lanes,
     "over_lanes": over_lanes,
-    "place_of": place_of,
+    "tile_coordinates": tile_coordinates,
     "rows_of_keys": rows_of_keys,
     "store_blocks": store_blocks,
     "store_last_block": store_last_block,
@@ -164,8 +164,8 @@ def slots_of(
 @functools.lru_cache(maxsize=512)
 def _rows(program: Program, dots: tuple[int, ...], is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
-    wanted = {i: _node(plan, i) for i in dots}
-    return row_source.rows_kernel(program, plan.nodes, wanted, {}, is_exact)
+    needs_grad = {i: _node(plan, i) for i in dots}
+    return row_source.rows_kernel(program, plan.nodes, needs_grad, {}, is_exact)
 
 
 @functools.lru_cache(maxsize=512)
@@ -186,13 +186,13 @@ def _node(plan: derive.BackwardPlan, dot: int) -> int:
     return node
 
 
-allocate = blocked.allocate
+allocate = torch_impl.allocate
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     """A launch for each level and number of heads."""
     program = problem.program
-    result = blocked.allocate(problem, is_differentiated)
+    result = torch_impl.allocate(problem, is_differentiated)
     plan = derive.forward_plan(program, is_differentiated)
     arguments = {**arguments_of(problem, result, {}), **outputs_of(problem, result)}
     for level in range(1, plan.num_passes + 1):
@@ -218,7 +218,7 @@ def backward(
     problem: RowProblem,
     result: Result,
     grads: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients to operands and tensors of rows.
 
@@ -228,16 +228,16 @@ def backward(
     plan = derive.backward_plan(program)
     arguments = arguments_of(problem, result, seeds_of(problem, result, grads))
     count = 2 * len(problem.operands)
-    of_captures = wanted[count:]
+    of_captures = needs_grad[count:]
     own = [bool(need) and _is_of_rows(program, i) for i, need in enumerate(of_captures)]
     rest = [False] * count + [a and not b for a, b in zip(of_captures, own, strict=True)]
     if any(rest):
-        out = blocked.backward(problem, result, grads, rest)
+        out = torch_impl.backward(problem, result, grads, rest)
     else:
         out = [None] * (count + len(problem.captures))
     for i, pair in enumerate(problem.operands):
         for side, x in enumerate(pair):
-            if wanted[2 * i + side]:
+            if needs_grad[2 * i + side]:
                 make = torch.zeros_like if plan.dots[i] is None else torch.empty_like
                 out[2 * i + side] = make(x, memory_format=torch.contiguous_format)
     for i, node in enumerate(plan.dots):
@@ -291,7 +291,7 @@ def seeds_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
     """As the blocked implementation's, in memory as kernels read them."""
-    seeds = blocked.seeds_of(problem, result, grads)
+    seeds = torch_impl.seeds_of(problem, result, grads)
     return {c: x.contiguous() for c, x in seeds.items()}
 
 
@@ -305,7 +305,7 @@ def arguments_of(
         "first_row": 0,
         "first_key": 0,
         "lengths_b": 0 if problem.lengths is None else problem.lengths.stride(0),
-        "num_shares": 1,
+        "num_splits": 1,
         "ADD": False,
         "LANES": 1,
         "WIDTH": 1,
@@ -324,8 +324,8 @@ def arguments_of(
     ):
         if declared.kind in CAPTURED:
             found.update(_capture_argument(f"c{i}", x, declared.kind))
-    for c, (peak, mass) in zip(problem.program.logsumexps, result.parts, strict=True):
-        found.update({f"rp{c}": peak, f"rs{c}": mass})  # which lie as the reduction does
+    for c, (peak, row_sum) in zip(problem.program.logsumexps, result.parts, strict=True):
+        found.update({f"rp{c}": peak, f"rs{c}": row_sum})  # which lie as the reduction does
     for prefix, values in (("r", dict(enumerate(result.reductions))), ("g", seeds)):
         for i, x in values.items():
             found.update(row_argument(f"{prefix}{i}", x))

@@ -22,10 +22,10 @@ from torch_streamkl.launches.launch import ceil_div, next_power_of_2
 from torch_streamkl.launches.tiles import TritonLaunch, one_dot_launch, sum_of_heads_launch
 from torch_streamkl.linear.problem import padded
 from torch_streamkl.rows import derive, tile
-from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import ALL, RowProblem, part
 from torch_streamkl.rows.program import COLUMNS, VALUES, Program
+from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import source as row_source
 from torch_streamkl.rows.triton.launches import start
@@ -67,7 +67,7 @@ def _is_own_map(program: Program, node: Node) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _with_maps(
-    program: Program, which: str, wanted: tuple[int, ...], axis: int
+    program: Program, which: str, needs_grad: tuple[int, ...], axis: int
 ) -> tuple[tuple[Node, ...], tuple[int, ...]]:
     """The nodes as a kernel over the heads of an axis reads them, and the maps that it reads.
 
@@ -75,7 +75,7 @@ def _with_maps(
     """
     nodes, behind = list(nodes_of(program, which)), _behind_maps(program, which)
     found: list[int] = []
-    seen, stack = set(wanted), list(wanted)
+    seen, stack = set(needs_grad), list(needs_grad)
     while stack:
         i = stack.pop()
         node = nodes[i]
@@ -94,12 +94,12 @@ def _with_maps(
 
 @functools.lru_cache(maxsize=512)
 def every_map(
-    program: Program, which: str, wanted: tuple[tuple[int, int], ...]
+    program: Program, which: str, needs_grad: tuple[tuple[int, int], ...]
 ) -> tuple[int, ...]:
     """All maps that nodes need, which are given with their axis of heads."""
     nodes = nodes_of(program, which)
     found: set[int] = set()
-    stack = list(wanted)
+    stack = list(needs_grad)
     while stack:
         i, axis = stack.pop()
         for each in _with_maps(program, which, (i,), axis)[1]:
@@ -131,9 +131,9 @@ def read_twice(program: Program) -> tuple[int, ...]:
     forward = [r.node for r in program.reductions] + [j.node for j in plans[0].jacobians]
     backward = [n for n in (*plans[1].dots, *plans[1].captures) if n is not None]
     found: list[set[int]] = []
-    for which, wanted in ((DIFFERENTIATED, forward), (BACKWARD, backward)):
+    for which, needs_grad in ((DIFFERENTIATED, forward), (BACKWARD, backward)):
         nodes = nodes_of(program, which)
-        found.append(set(every_map(program, which, tuple((n, nodes[n].head) for n in wanted))))
+        found.append(set(every_map(program, which, tuple((n, nodes[n].head) for n in needs_grad))))
     own = enumerate(program.nodes)  # with which the nodes of both begin
     return tuple(i for i, n in own if n.op == "sum_heads" and all(i in x for x in found))
 
@@ -152,8 +152,8 @@ def multiplied(problem: RowProblem, dot: int, out: Tensor | None = None) -> Tens
     if out is None:
         out = new_map(problem, q.dtype)
     for b in range(out.shape[0]):
-        rows, words = (x.select(0, b).select(0, 0) for x in (q, k))
-        torch.mm(rows, words.t(), out=out.select(0, b))
+        rows, vocab = (x.select(0, b).select(0, 0) for x in (q, k))
+        torch.mm(rows, vocab.t(), out=out.select(0, b))
     return out
 
 
@@ -168,8 +168,8 @@ def _sums_source(
     axis: int,
     is_exact: bool,
 ) -> Source:
-    wanted = tuple(node for _, node, _ in slots)
-    nodes = _with_maps(program, which, wanted, axis)[0]
+    needs_grad = tuple(node for _, node, _ in slots)
+    nodes = _with_maps(program, which, needs_grad, axis)[0]
     listed = {s: (node, kind) for s, node, kind in slots}
     return row_source.sums_kernel(program, nodes, listed, is_exact)
 
@@ -178,13 +178,15 @@ def _sums_source(
 def _maps_source(
     program: Program,
     which: str,
-    wanted: tuple[int, ...],
+    needs_grad: tuple[int, ...],
     axis: int,
     is_exact: bool,
     has_one_key_head: bool = False,
 ) -> Source:
-    nodes = _with_maps(program, which, wanted, axis)[0]
-    return row_source.maps_kernel(program, nodes, wanted, is_exact, axis != 0, has_one_key_head)
+    nodes = _with_maps(program, which, needs_grad, axis)[0]
+    return row_source.maps_kernel(
+        program, nodes, needs_grad, is_exact, axis != 0, has_one_key_head
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -323,10 +325,10 @@ class Block:
             out.scatter_add_(-1, places, values.expand(places.shape))
         return out.narrow(-1, 0, p.num_keys)
 
-    def reads(self, wanted: Sequence[int], axis: int) -> dict[str, Any]:
+    def reads(self, needs_grad: Sequence[int], axis: int) -> dict[str, Any]:
         """The maps that a kernel of these nodes reads."""
         found: dict[str, Any] = {}
-        for i in _with_maps(self.program, self.which, tuple(wanted), axis)[1]:
+        for i in _with_maps(self.program, self.which, tuple(needs_grad), axis)[1]:
             found.update(_place(f"map{i}", self.map(i)))
         return found
 
@@ -382,12 +384,12 @@ class Block:
             return ROW_SUMS
         return replace(ROW_SUMS, block_n=keys, num_warps=max(1, keys // 512))
 
-    def element_gradients(self, wanted: dict[int, int]) -> dict[int, Tensor]:
+    def element_gradients(self, needs_grad: dict[int, int]) -> dict[int, Tensor]:
         """Gradients to dot products without heads, in place of the map of them."""
-        nodes = tuple(wanted.values())
+        nodes = tuple(needs_grad.values())
         reads = self.reads(nodes, 0)
         out = {}
-        for dot, node in wanted.items():
+        for dot, node in needs_grad.items():
             at = next(
                 (i for i, n in enumerate(self.nodes) if n.op == "dot" and n.value == dot), -1
             )

@@ -1,4 +1,4 @@
-"""Gradients to values of rows where the loss is known: one kernel, in a thread for each row.
+"""Gradients to per-row values where the loss is known: one kernel, in a thread for each row.
 
 Plain torch takes forty launches for them, each of which waits for the one before, between the sums
 and the gradients of every part of a chunk of tokens.
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch_streamkl.launches.launch import ceil_div
 from torch_streamkl.launches.tiles import TritonLaunch
 from torch_streamkl.rows import derive, losses
-from torch_streamkl.rows.blocked import Result
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.operations import OPERATIONS
 from torch_streamkl.rows.problem import RowProblem, Slices, part
 from torch_streamkl.rows.program import Program
+from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton.writer import Source
 

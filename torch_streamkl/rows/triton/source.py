@@ -25,7 +25,7 @@ from torch_streamkl.rows.triton.writer import LOG2E, Source, Writer, used_by
 LOW = "float('-inf')"
 
 
-def obstacle(program: Program, plan: BackwardPlan | None) -> str:
+def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
     """Why a program has no kernels that compute its dot products; empty if it has."""
     kinds = {c.kind for c in program.captures}
     if kinds & {COLUMNS, VALUES}:
@@ -42,7 +42,7 @@ def _start(w: Writer, block: str, positions: str) -> None:
     """Which block of which head: NOTE [Order of programs] in rows.py, the longest blocks first."""
     w.take("num_blocks", "num_heads")
     is_bounded = w.program.keys.right is not None
-    w.line(f"block, bh = place_of(tl.program_id(0), num_blocks, {is_bounded})")
+    w.line(f"block, bh = tile_coordinates(tl.program_id(0), num_blocks, {is_bounded})")
     if is_bounded and positions == "m":
         w.line("block = num_blocks - 1 - block")
     w.line(f"start = block * {block}")
@@ -77,11 +77,11 @@ def sums_kernel(
     w.bounds("keys_of_rows", "start")
     for low, high, is_masked in w.loops(program.keys.left is not None):
         w.line(f"for j in tl.range({low}, {high}, BLOCK_N):")
-        w.depth = 2
+        w.log_normalizer = 2
         _tile_of_keys(w, is_masked)
         for slot, (node, kind) in slots.items():
             _accumulate(w, slot, node, kind, is_masked)
-        w.depth = 1
+        w.log_normalizer = 1
     for slot, (_, kind) in slots.items():
         if kind == BLOCK_SUM:
             given = f"to{slot}, carried{slot}, m < num_rows, stop, num_keys"
@@ -115,7 +115,7 @@ def _tile_of_keys(w: Writer, is_masked: bool) -> None:
 
 
 def block_size(program: Program, slot: int) -> int:
-    """The keys of the blocks that a reduction, or a Jacobian behind them, is summed over."""
+    """The keys of the blocks that a reduction, or a Jacobian after them, is summed over."""
     count = len(program.reductions)
     if slot < count:
         return program.reductions[slot].size
@@ -156,32 +156,32 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
 def rows_kernel(
     program: Program,
     nodes: Sequence[Node],
-    wanted: Mapping[int, int],
+    needs_grad: Mapping[int, int],
     sums: Mapping[int, int],
     is_exact: bool,
 ) -> Source:
     """Gradients to row operands, of the dots whose gradients are these nodes; and sums of some."""
-    every = [*wanted.values(), *sums.values(), *_dots_of(nodes, list(wanted))]
+    every = [*needs_grad.values(), *sums.values(), *_dots_of(nodes, list(needs_grad))]
     w = Writer(program, nodes, every, is_exact)
     _start(w, "BLOCK_M", "m")
     w.bind("batch", "head")
     w.load_rows(is_checked=True)
-    for i in wanted:
+    for i in needs_grad:
         w.line(f"da{i} = tl.zeros([BLOCK_M, DIM{i}], tl.float32)")
     for slot in sums:
         w.line(f"sum{slot} = tl.zeros([BLOCK_M], tl.float32)")
     w.bounds("keys_of_rows", "start")
     for low, high, is_masked in w.loops(program.keys.left is not None):
         w.line(f"for j in tl.range({low}, {high}, BLOCK_N):")
-        w.depth = 2
+        w.log_normalizer = 2
         _tile_of_keys(w, is_masked)
-        for i, node in wanted.items():
+        for i, node in needs_grad.items():
             w.line(f"x{i} = {w.kept(node, '0.0', is_masked)}.to(b{i}_x.dtype)")
             w.line(f"da{i} = tl.dot(x{i}, b{i}_x, da{i}, input_precision=PRECISION)")
         for slot, node in sums.items():
             w.line(f"sum{slot} += tl.sum({w.kept(node, '0.0', is_masked)}, 1)")
-        w.depth = 1
-    for i in wanted:
+        w.log_normalizer = 1
+    for i in needs_grad:
         _store(w, f"da{i}", i, "m", "num_rows")
     for slot in sums:
         w.take(f"out{slot}", f"out{slot}_b", f"out{slot}_h")
@@ -199,14 +199,14 @@ def columns_kernel(
     """
     w = Writer(program, nodes, [node, *_dots_of(nodes, [dot])], is_exact)
     _start(w, "BLOCK_N", "n")
-    w.take(f"group{dot}", "num_shares")
-    w.line("share = head % num_shares")
-    w.line("head = head // num_shares")
-    w.line(f"members = group{dot} // num_shares")
+    w.take(f"group{dot}", "num_splits")
+    w.line("share = head % num_splits")
+    w.line("head = head // num_splits")
+    w.line(f"members = group{dot} // num_splits")
     w.line(f"db{dot} = tl.zeros([BLOCK_N, DIM{dot}], tl.float32)")
     # without the option address arithmetic is hoisted out of this loop until registers spill
     w.line("for member in tl.range(0, members, num_stages=1, disable_licm=True):")
-    w.depth = 2
+    w.log_normalizer = 2
     w.line(f"h = head * group{dot} + share * members + member")
     w.bind("batch", "h")
     w.load_columns(is_checked=True)
@@ -214,7 +214,7 @@ def columns_kernel(
     keys = program.keys
     for low, high, is_masked in w.loops(keys.left is not None or keys.right is not None):
         w.line(f"for i in tl.range({low}, {high}, BLOCK_M):")
-        w.depth = 3
+        w.log_normalizer = 3
         w.line("m = i + tl.arange(0, BLOCK_M)")
         w.load_rows(is_masked)
         if is_masked:
@@ -222,8 +222,8 @@ def columns_kernel(
         w.elements(is_masked)
         w.line(f"x = {w.kept(node, '0.0', is_masked)}.to(a{dot}_x.dtype)")
         w.line(f"db{dot} = tl.dot(tl.trans(x), a{dot}_x, db{dot}, input_precision=PRECISION)")
-        w.depth = 2
-    w.depth = 1
+        w.log_normalizer = 2
+    w.log_normalizer = 1
     w.take(f"db{dot}_share")
     _store(w, f"db{dot}", dot, "n", "num_keys", f" + share * db{dot}_share", "ADD")
     return w.source("row_program_columns", "ADD")
@@ -232,7 +232,7 @@ def columns_kernel(
 def maps_kernel(
     program: Program,
     nodes: Sequence[Node],
-    wanted: Sequence[int],
+    needs_grad: Sequence[int],
     is_exact: bool,
     is_summed: bool,
     has_one_key_head: bool = False,
@@ -242,7 +242,7 @@ def maps_kernel(
     Tiles of sums that no row has a key in are not written. Keys that all heads share are loaded
     once.
     """
-    w = Writer(program, nodes, wanted, is_exact)
+    w = Writer(program, nodes, needs_grad, is_exact)
     w.take("num_blocks", "num_tiles", "num_heads")
     w.line("tile = tl.program_id(0)")
     w.line("batch = (tile // num_tiles // num_blocks).to(tl.int64)")
@@ -255,14 +255,14 @@ def maps_kernel(
         w.bounds("keys_of_rows", "start")
         w.line("if (first_n < first) | (first_n >= stop):")
         w.line("    return")
-        for i in wanted:
+        for i in needs_grad:
             w.line(f"total{i} = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
         if has_one_key_head:
             w.line("head = batch * 0")
             w.bind("batch", "head")
             w.load_column_operands(is_checked=True)
         w.line("for h in tl.range(0, num_heads):")
-        w.depth = 2
+        w.log_normalizer = 2
         w.line("head = batch * 0 + h")
     else:
         w.line("head = batch * 0")
@@ -271,17 +271,17 @@ def maps_kernel(
     w.load_columns(is_checked=True, has_operands=has_one_key_head)
     w.elements(is_checked=True)
     if is_summed:
-        for i in wanted:
+        for i in needs_grad:
             w.line(f"total{i} += {w.name(i)}")
-        w.depth = 1
+        w.log_normalizer = 1
     else:
         w.keep()
-        for i in wanted:
+        for i in needs_grad:
             w.line(f"total{i} = {w.kept(i, '0.0', is_masked=True)}")
         # the map may be one that was read: by every thread, before any of them overwrites it
         w.line("tl.debug_barrier()")
     w.line("inside = (m[:, None] < num_rows) & (n[None, :] < num_keys)")
-    for i in wanted:
+    for i in needs_grad:
         w.take(f"to{i}", f"to{i}_b", f"to{i}_m")
         place = f"to{i} + batch * to{i}_b + m.to(tl.int64)[:, None] * to{i}_m + n[None, :]"
         w.line(f"tl.store({place}, total{i}.to(to{i}.dtype.element_ty), mask=inside)")

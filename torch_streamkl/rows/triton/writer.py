@@ -1,6 +1,6 @@
 """The lines of a row program's kernel: what is computed in a tile, written out from its nodes.
 
-A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N] or of both. Values of rows and keys
+A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N] or of both. Per-row values and keys
 are computed where rows and keys are loaded, outside of the loop over the other. Values are float32
 and in nats; exponentials are exp2, whose factor log2(e) is folded into the factor of the scores.
 """
@@ -47,15 +47,15 @@ class Writer:
     """
 
     def __init__(
-        self, program: Program, nodes: Sequence[Node], wanted: Sequence[int], is_exact: bool
+        self, program: Program, nodes: Sequence[Node], needs_grad: Sequence[int], is_exact: bool
     ) -> None:
         self.program, self.nodes, self.is_exact = program, nodes, is_exact
-        self.order = used_by(nodes, wanted)
+        self.order = used_by(nodes, needs_grad)
         self.shape = {i: self._shape_of(i) for i in self.order}
         self.arguments: list[str] = []
         self.lines: list[str] = []
-        self.depth = 1
-        # what tiles need beside the nodes, by name: values of rows, and of keys
+        self.log_normalizer = 1
+        # what tiles need next to the nodes, by name: per-row values, and of keys
         self.of_rows: dict[str, str] = {}
         self.of_keys: dict[str, str] = {}
         self.in_parts: set[int] = set()  # log-sum-exps that something is compared with
@@ -64,7 +64,7 @@ class Writer:
         }
 
     def line(self, text: str) -> None:
-        self.lines.append("    " * self.depth + text)
+        self.lines.append("    " * self.log_normalizer + text)
 
     def take(self, *names: str) -> None:
         """Arguments of the kernel."""
@@ -173,8 +173,8 @@ class Writer:
                     total = self.row_value(f"v{row}log2", f"({self._total(row)}) * {LOG2E!r}")
                     return f"{score.dot} * {score.factor * LOG2E!r} - {total}"
                 self.in_parts.add(row)
-                mass = self.row_value(f"v{row}s2", f"v{row}s * {LOG2E!r}")
-                return f"({self.name(x)} - v{row}p) * {LOG2E!r} - {mass}"
+                row_sum = self.row_value(f"v{row}s2", f"v{row}s * {LOG2E!r}")
+                return f"({self.name(x)} - v{row}p) * {LOG2E!r} - {row_sum}"
         if node.op == "mul":
             for i in (0, 1):
                 factor = self.nodes[node.args[1 - i]]
@@ -210,7 +210,7 @@ class Writer:
         return f"{x} - {y}"
 
     def _guarded_product(self, a: int, b: int) -> str:
-        """0 where a factor is: only a factor beside one that may be infinite is looked at."""
+        """0 where a factor is: only a factor next to one that may be infinite is looked at."""
         x, y = self.name(a), self.name(b)
         if self.nodes[a].is_finite:
             return f"tl.where({x} == 0, 0.0, {x} * {y})"
@@ -294,7 +294,7 @@ class Writer:
         )
 
     def load_rows(self, is_checked: bool) -> None:
-        """Row operands, values of rows and their positions."""
+        """Row operands, per-row values and their positions."""
         self.line("m64 = m.to(tl.int64)[:, None]")
         self.line("in_rows = m[:, None] < num_rows")
         for i in self.leaves("dot"):
@@ -336,7 +336,7 @@ class Writer:
         """Column operands, as rows of keys."""
         for i in self.leaves("dot"):
             self._operand("b", i, "n", "num_keys", is_checked)
-            # in front of a loop over rows, or it would go to shared memory every time
+            # before a loop over rows, or it would go to shared memory every time
             self.line(f"b{i}_t = tl.trans(b{i}_x)")
 
     def load_columns(self, is_checked: bool, has_operands: bool = False) -> None:
@@ -465,9 +465,9 @@ class Writer:
         return Source(text, name, (*self.arguments, *constants), len(constants))
 
 
-def used_by(nodes: Sequence[Node], wanted: Sequence[int]) -> list[int]:
+def used_by(nodes: Sequence[Node], needs_grad: Sequence[int]) -> list[int]:
     """What the wanted nodes need, in the order of computation."""
-    needed, stack = set(wanted), list(wanted)
+    needed, stack = set(needs_grad), list(needs_grad)
     while stack:
         for a in nodes[stack.pop()].args:
             if a not in needed:

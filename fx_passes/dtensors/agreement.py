@@ -1,0 +1,122 @@
+"""Ranks that share DTensors rewrite alike, or not at all.
+
+A rewritten graph has other collectives than the user's, so a rank that rewrites while another does
+not (its check failed, or had no memory) would wait forever. Before a rewrite is taken all ranks
+tell each other, through the process group's store, which sites they found and which they refuse.
+
+NOTE [Compilations that a rank does alone]
+A rank that compiles what the others do not compile waits for them until the store's timeout (that
+of the process group) and raises. Nothing that was agreed on before is used again: a rank cannot
+know whether the others compile the same again or something else. Ranks that share DTensors have
+the same shapes and options, so they compile together; the store is asked in place of the group,
+so that collectives of the program never meet those of a compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_streamkl.distributed.agreement import DisagreementError
+from torch_streamkl.distributed.collectives import default_store
+from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, ranks_of
+from torch_streamkl.fx_passes.fx_utils.errors import Fatal, Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+
+
+class RanksDisagreeError(Fatal, DisagreementError):
+    """The ranks of a mesh do not compile the same."""
+
+
+class Agreement:
+    """What the ranks of a graph's meshes agree on, one exchange after the other."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.ranks = ranks_of(graph)
+        self.store = default_store() if len(self.ranks) > 1 else None
+        self.inputs = _signature(graph)
+        self.is_settled = False  # the others wait for nothing more
+        self.prefix = "streamkl/" + "-".join(map(str, self.ranks))
+
+    def refusals(self, rewrite: Sequence[str], refused: Mapping[str, str]) -> dict[str, str]:
+        """Every site that a rank refuses, and why, the same on all ranks.
+
+        ``rewrite`` says what all of them have to do alike: options, sites, operators.
+
+        Blocked, on all of them, where they would do something else or one of them failed.
+        """
+        if self.store is None:
+            return dict(refused)
+        digest = hashlib.sha256(repr((self.inputs, list(rewrite))).encode()).hexdigest()
+        everyone = self._exchanged({"digest": digest, "refused": dict(refused)})
+        failed = [f"rank {rank}: {told['failed']}" for rank, told in everyone.items()
+                  if "failed" in told]  # fmt: skip
+        if failed:
+            raise Unsupported(f"the analysis failed on {'; '.join(failed)}")
+        first, *rest = everyone
+        odd = [r for r in rest if everyone[r]["digest"] != everyone[first]["digest"]]
+        if odd:
+            listed = " and ".join(f"rank {rank}" for rank in odd)
+            raise Unsupported(f"{listed} compiles another graph than rank {first}")
+        agreed: dict[str, str] = {}
+        for site in sorted({site for told in everyone.values() for site in told["refused"]}):
+            reasons = {r: told["refused"].get(site) for r, told in everyone.items()}
+            if len(set(reasons.values())) == 1:
+                agreed[site] = reasons[first]
+            else:
+                agreed[site] = "; ".join(f"rank {r}: {x}" for r, x in reasons.items() if x)
+        return agreed
+
+    @contextlib.contextmanager
+    def told_of_failures(self) -> Iterator[None]:
+        """Others do not wait for a rank whose analysis raises."""
+        try:
+            yield
+        except (Unsupported, Fatal):
+            raise
+        except Exception as error:
+            if self.store is not None and not self.is_settled:
+                self._tell({"failed": f"{type(error).__name__}: {error}"[:300]})
+            raise
+
+    def _tell(self, told: object) -> int:
+        assert self.store is not None
+        me = torch.distributed.get_rank()
+        number = int(self.store.add(f"{self.prefix}/count/{me}", 1))
+        self.store.set(f"{self.prefix}/{number}/{me}", json.dumps(told))
+        return number
+
+    def _exchanged(self, told: object) -> dict[int, dict[str, Any]]:
+        """What every rank tells, by rank; RanksDisagreeError where one says nothing."""
+        assert self.store is not None
+        number = self._tell(told)
+        found = {}
+        for rank in self.ranks:
+            try:
+                found[rank] = json.loads(self.store.get(f"{self.prefix}/{number}/{rank}"))
+            except RuntimeError as error:
+                raise RanksDisagreeError(
+                    f"rank {rank} did not say within {self.store.timeout.total_seconds():.0f} s "
+                    "which divergences of the graph it rewrites: all ranks that share a DTensor "
+                    "must compile the same programs"
+                ) from error
+        return found
+
+
+def _signature(graph: fx.Graph) -> list[object]:
+    """The DTensors of a graph; what is plain may be a rank's own."""
+    return [
+        (node.name, _sizes(x), str(x.placements))
+        for node in graph.nodes
+        for x in dtensors_in(example(node))
+    ]
+
+
+def _sizes(x: torch.Tensor) -> list[object]:
+    return [size if isinstance(size, int) else "symbol" for size in x.shape]

@@ -1,9 +1,0 @@
-"""Why something is left as the user wrote it, or why compiling has to end."""
-
-
-class Blocked(Exception):
-    """An operation cannot be represented; the message says why in the user's terms."""
-
-
-class Fatal(Exception):
-    """What must not be taken for a failed analysis: other processes would go on without us."""

@@ -1,0 +1,9 @@
+"""Why something is left as the user wrote it, or why compiling has to end."""
+
+
+class Unsupported(Exception):
+    """An operation cannot be represented; the message says why in the user's terms."""
+
+
+class Fatal(Exception):
+    """What must not be taken for a failed analysis: other processes would go on without us."""

@@ -1,0 +1,137 @@
+"""What Inductor writes into a compiled graph in the place of a call of our operators.
+
+The wrapper of a compiled graph calls a custom operator through the dispatcher, which passes some
+thirty arguments to Python and back; next to short kernels that is most of the time. Here it calls
+an object of `torch_streamkl.attention.bound_op` instead, which knows everything but the tensors,
+and where they vary their sizes. The generated code makes that object from literals, so that it
+means the same in another process, where Inductor finds it in its caches.
+
+Inductor has a table for such code, CUSTOM_EXTERN_KERNEL_CODEGEN, which is private. Where it is
+missing, with the C++ wrapper, and with options that vary, the operator is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_streamkl.attention import ops
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+
+IMPORT = "from torch_streamkl.attention.bound_op import CompiledBackward, CompiledForward"
+WITHOUT_TABLE = (
+    "this torch's Inductor calls attention_kl by the dispatcher: short steps take longer"
+)
+NUM_GRADIENT_TENSORS = 3  # before the tensors of the forward: grad and both statistics
+
+
+@functools.cache
+def install() -> bool:
+    """Let Inductor write sites into the graphs that it compiles; False where it has no table."""
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import (
+            CUSTOM_EXTERN_KERNEL_CODEGEN,
+            CustomCodegen,
+        )
+        from torch._inductor.codegen.wrapper import ExternKernelAllocLine  # noqa: F401
+        from torch._inductor.virtualized import V  # noqa: F401
+    except ImportError:
+        return False
+    for operator, write in (
+        (ops.attention_kl, _write_forward),
+        (ops.attention_kl_backward, _write_backward),
+    ):
+        name = f"torch.ops.{WITHOUT_AUTOGRAD[operator]}"
+        CUSTOM_EXTERN_KERNEL_CODEGEN[name] = CustomCodegen(python=write)
+    return True
+
+
+def _write_forward(node: Any, writeline: Callable[[str], None]) -> None:
+    arguments = _fixed_arguments(node)
+    if arguments is None:
+        _write_operator(node)
+        return
+    tensors, options = _given(arguments)
+    made_of = (options, len(tensors), _varies(node))
+    _write(node, writeline, "CompiledForward", tensors, made_of)
+
+
+def _write_backward(node: Any, writeline: Callable[[str], None]) -> None:
+    arguments = _fixed_arguments(node)
+    if arguments is None:
+        _write_operator(node)
+        return
+    gradients, needs_grad, rest = (
+        arguments[:NUM_GRADIENT_TENSORS],
+        arguments[NUM_GRADIENT_TENSORS],
+        arguments[NUM_GRADIENT_TENSORS + 1 :],
+    )
+    tensors, options = _given(rest)
+    flags = tuple(ast.literal_eval(needs_grad))
+    made_of = (options, len(tensors), _varies(node), flags)
+    _write(node, writeline, "CompiledBackward", [*gradients, *tensors], made_of)
+
+
+def _fixed_arguments(node: Any) -> list[str] | None:
+    """The source of the operator's positional arguments; None where an option varies."""
+    from torch._inductor.virtualized import V
+
+    arguments: list[str] = list(node.codegen_args())
+    if node.codegen_kwargs() or V.graph.cpp_wrapper:
+        return None
+    first = 0 if len(node.outputs) == ops.NUM_RESULTS else NUM_GRADIENT_TENSORS + 1
+    options = arguments[first + ops.NUM_TENSORS :]
+    return arguments if all(_is_literal(x) for x in options) else None
+
+
+def _varies(node: Any) -> bool:
+    """Whether a tensor's size or stride does."""
+    return not all(_is_number(n) for x in node.inputs for n in (*x.get_size(), *x.get_stride()))
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, int) or bool(getattr(size, "is_Integer", False))
+
+
+def _is_literal(source: str) -> bool:
+    try:
+        ast.literal_eval(source)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
+def _given(arguments: Sequence[str]) -> tuple[list[str], tuple[Any, ...]]:
+    """The tensors up to the last that is there, and the options."""
+    tensors = list(arguments[: ops.NUM_TENSORS])
+    while tensors and tensors[-1] == "None":
+        tensors.pop()
+    return tensors, tuple(ast.literal_eval(x) for x in arguments[ops.NUM_TENSORS :])
+
+
+def _write(
+    node: Any,
+    writeline: Callable[[str], None],
+    kind: str,
+    tensors: Sequence[str],
+    made_of: tuple[Any, ...],
+) -> None:
+    from torch._inductor.virtualized import V
+
+    wrapper = V.graph.wrapper_code  # that of a partition writes no header
+    root = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper
+    if IMPORT not in root.header.getvalue():
+        root.header.writeline(IMPORT)
+    site = f"streamkl_{node.get_name()}"
+    root.header.writeline(f"{site} = {kind}{made_of!r}")
+    writeline(f"{node.get_name()} = {site}({', '.join(tensors)})")
+
+
+def _write_operator(node: Any) -> None:
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+    from torch._inductor.virtualized import V
+
+    wrapper = V.graph.wrapper_code
+    wrapper.writeline(ExternKernelAllocLine(wrapper, node))

@@ -1,0 +1,33 @@
+"""Inductor computes nothing for `once`: a number is itself, its gradient is multiplied by 1."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from torch_streamkl.double_backward import double_backward_factor, once
+from torch_streamkl.fx_passes.fx_utils.torch_names import optional
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
+
+WITHOUT_LOWERINGS = "this torch's Inductor calls an operator that copies one number for every sum"
+
+
+@functools.cache
+def install() -> bool:
+    """Add both lowerings; False if Inductor has no table of them, which calls the operators."""
+    lowerings: Any = optional("torch._inductor.lowering", "lowerings")
+    full = lowerings.get(torch.ops.aten.full.default) if isinstance(lowerings, dict) else None
+    if full is None:
+        return False
+
+    def same(x: Any, inputs: Any) -> Any:
+        return x
+
+    def one(grad: Any, inputs: Any) -> Any:
+        return full(grad.get_size(), 1.0, dtype=grad.get_dtype(), device=grad.get_device())
+
+    lowerings[WITHOUT_AUTOGRAD[once]] = same
+    lowerings[WITHOUT_AUTOGRAD[double_backward_factor]] = one
+    return True

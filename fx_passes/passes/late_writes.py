@@ -1,0 +1,38 @@
+"""Teachers that are updated in the step: which operators read what is written after them.
+
+`linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does not: it
+makes its gradients in the forward. Which of the two a divergence becomes is known at the end. So
+it is fused first, and the graph is rewritten again without it where it has to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.aliases import LateWrite
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.rows import op as row_op
+
+
+def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:
+    """By site: why it has to stay, where one of its operators reads a tensor after a write."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        for write in late.get(node.meta.get(SITE, ""), ()):
+            is_behind = position[write.write] > position[node]
+            if not is_behind or _reads_again(node):
+                found[node.meta[SITE]] = write.reason
+    return found
+
+
+def _reads_again(node: fx.Node) -> bool:
+    """Whether an operator has a backward that reads its inputs."""
+    if node.target in (linear_ops.linear_kl_sum, row_op.row_program_sum):
+        return False
+    values = (example(a) for a in node.all_input_nodes)
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)

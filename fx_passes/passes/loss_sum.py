@@ -1,0 +1,232 @@
+"""A weighted sum of `linear_kl` rows becomes `linear_kl_sum`: gradients after its forward.
+
+The per-token operator computes the logits again in the backward: six matmuls for the student where
+four are enough when the weight of each token in the loss is known before. It is known when the
+tokens' values only pass through views, casts, row weights and row masks into a sum or mean. The
+weights are then what the same operations make of ones.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, nodes_in, storage_of
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
+from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.linear import ops as linear_ops
+
+MakeBuilder = Callable[[fx.Node], Builder]
+VIEWS = {"reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to"}
+PERMUTATIONS = {"transpose", "permute", "t"}
+PRODUCTS = {
+    "mul",
+    "truediv",
+    "div",
+    "neg",
+    "multiply",
+    "divide",
+    "mul_",
+    "div_",
+    "imul",
+    "itruediv",
+}
+REDUCTIONS = {"sum", "mean"}
+GRADIENTS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
+BIASES = ("student_bias", "teacher_bias")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What happens to the tokens' values until they are a scalar."""
+
+    steps: tuple[fx.Node, ...]
+    total: fx.Node  # the sum or mean
+
+
+def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
+    """Replace what can be replaced; the scalars of the losses that were."""
+    calls = [n for n in graph.nodes if n.target is linear_ops.linear_kl]
+    weights = [_storage(n.args[1]) for n in calls]
+    replaced = []
+    for call, weight in zip(calls, weights, strict=True):
+        # each sum holds a gradient of the weight from the forward to the backward: one is enough
+        if weights.count(weight) > 1 or not _is_eligible(call):
+            continue
+        chain = _chain(call)
+        if chain is not None and not _is_written_meanwhile(call, chain):
+            replaced.append(_replace(call, chain, builder(chain.total)))
+    return replaced
+
+
+def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
+    """Whether weights or masks change after the steps: the sum and the backward read them."""
+    if not chain.steps:
+        return False
+    order = list(call.graph.nodes)
+    behind = order[order.index(chain.steps[0]) :]
+    carried = {*call.users, *chain.steps}
+    read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
+    reads = {storage_of(a) for a in read} - {None}
+    return any(storage_of(x) in reads for n in behind for x in written_by(n))
+
+
+def _is_eligible(call: fx.Node) -> bool:
+    dtypes = {_value(call.args[i]).dtype for i in range(4)}
+    return torch.float16 not in dtypes and any(_needs_grad(call))
+
+
+def _needs_grad(call: fx.Node) -> list[bool]:
+    tensors = [*call.args[:4], *(call.kwargs.get(name) for name in BIASES)]
+    adapters = [call.kwargs.get(name) for name in linear_ops.ADAPTER_NAMES]
+    tensors += adapters if any(adapters) else []
+    return [isinstance(x, fx.Node) and _value(x).requires_grad for x in tensors]
+
+
+def _chain(call: fx.Node) -> Chain | None:
+    """The operations from the operator's rows to a scalar, or None when not linear in them."""
+    if len(call.users) != 1:
+        return None
+    (current,) = call.users
+    steps: list[fx.Node] = []
+    while len(current.users) == 1:
+        previous, (current,) = current, current.users
+        name = name_of(current)
+        if name in REDUCTIONS:
+            return Chain(tuple(steps), current) if _reduces_all(current, previous) else None
+        if not _is_linear(current, previous):
+            return None
+        steps.append(current)
+    return None
+
+
+def _is_linear(node: fx.Node, x: fx.Node) -> bool:
+    """Whether a node is a view of ``x``, x times weights of its shape, or x where a mask holds."""
+    name, others = name_of(node), [a for a in node.all_input_nodes if a is not x]
+    value = example(node)
+    if not isinstance(value, Tensor) or node.op not in ("call_function", "call_method"):
+        return False
+    if nodes_in(node.args).count(x) != 1 or nodes_in(node.kwargs):
+        return False  # x * x, whichever of them is given by name; and ``out=``
+    if not value.dtype.is_floating_point or any(_needs_gradient(a) for a in others):
+        return False
+    if _needs_gradient(node) != _needs_gradient(x):
+        return False  # under no_grad
+    if name in PERMUTATIONS and node.kwargs:
+        return False  # `_undone` reads the dimensions by position
+    if name in VIEWS | PERMUTATIONS:
+        return node.args[0] is x and provably_equal(value.numel(), _value(x).numel())
+    if name not in (*PRODUCTS, "masked_fill", "masked_fill_", "where") or not _same_shape(node, x):
+        return False
+    if name in PRODUCTS:
+        in_numerator = node.args[0] is x or name in ("mul", "multiply")
+        return in_numerator and "rounding_mode" not in node.kwargs
+    if name in ("masked_fill", "masked_fill_"):
+        return node.args[0] is x and node.args[2:] == (0,)
+    if name == "where":
+        branches = list(node.args[1:])
+        return len(branches) == 2 and node.args[0] is not x and x in branches and 0 in branches
+    return False
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    x, y = _value(a).shape, _value(b).shape
+    return len(x) == len(y) and all(provably_equal(p, q) for p, q in zip(x, y, strict=True))
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    value = example(node)
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
+    """A sum or mean over every dimension."""
+    whole = node.args[:1] == (x,) and _value(node).dim() == 0 and "dtype" not in node.kwargs
+    return whole and _needs_gradient(node) == _needs_gradient(x)
+
+
+def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
+    ones = _ones(call, build)
+    weight = _row_weights(call, chain, ones, build)
+    needs_grad = _needs_grad(call)
+    inputs = dict(zip(GRADIENTS, call.args[:4], strict=True)) | dict(call.kwargs)
+    result = build.call(
+        linear_ops.linear_kl_sum, **inputs, row_weight=weight, needs_grad=needs_grad
+    )
+    result.meta[SITE] = call.meta[SITE]
+    total = build.call(operator.getitem, result, 0)
+    if is_unknown(_value(ones).shape[0]):
+        total = _unless_no_row(total, chain, ones, build)
+    if _value(total).dtype != _value(chain.total).dtype:
+        total = build.method("to", total, _value(chain.total).dtype)
+    chain.total.replace_all_uses_with(total)
+    for node in (chain.total, *reversed(chain.steps), *call.users, call):
+        node.graph.erase_node(node)
+    return total
+
+
+def _unless_no_row(total: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
+    """The mean of no row is NaN, and no gradient of it reaches the head, whatever its size is.
+
+    The gradients that the sum keeps are 0 then, and what they are multiplied with, such as the
+    gradient of a quotient by the number of rows, may be infinite.
+    """
+    of_none = math.nan if name_of(chain.total) == "mean" else 0.0
+    return build.call(torch.where, build.call(torch.any, ones), total, of_none)
+
+
+def _ones(call: fx.Node, build: Builder) -> fx.Node:
+    """A one for each row."""
+    (rows,) = call.users
+    value = _value(rows)
+    size = value.shape[0]
+    count = size if isinstance(size, int) else build.method("size", call.args[0], 0)
+    return build.call(torch.ones, (count,), dtype=value.dtype, device=value.device)
+
+
+def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
+    """What the steps make of ones, in the order of the rows."""
+    (rows,) = call.users
+    copies = {rows: ones}
+    current = ones
+    sources = []
+    for node in chain.steps:
+        sources.append(current)
+        current = build.copy(node, copies)
+        copies[node] = current
+    if name_of(chain.total) == "mean":
+        current = build.call(torch.div, current, build.method("numel", current))
+    if not any(name_of(node) in PERMUTATIONS for node in chain.steps):
+        return build.method("flatten", current)
+    for node, source in reversed(list(zip(chain.steps, sources, strict=True))):
+        if name_of(node) in PERMUTATIONS:
+            current = _undone(build, node, current)
+        elif name_of(node) in VIEWS - {"contiguous", "float", "to"}:
+            current = build.method("reshape_as", current, source)
+    return current
+
+
+def _undone(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
+    if name_of(node) != "permute":
+        return build.method(name_of(node), x, *node.args[1:])
+    given: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+    order = [int(d) % len(given) for d in given]
+    return build.method("permute", x, tuple(order.index(d) for d in range(len(order))))
+
+
+def _value(node: Any) -> Tensor:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _storage(node: Any) -> int:
+    return _value(node).untyped_storage()._cdata

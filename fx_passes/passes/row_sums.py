@@ -1,0 +1,388 @@
+"""A sum of a row program's values becomes `row_program_sum`: gradients in its forward.
+
+A program of an LM head makes its logits again in the backward, unless what each row adds to the
+loss is known in the forward. It is where the program's values go through functions of each row,
+with tensors that do not depend on them, into sums and means that end in one number, and nowhere
+else. What stands in between becomes a `RowLoss`, operation by operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_unknown, is_zero, provably_equal
+from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.rows import op as row_op
+from torch_streamkl.rows.expressions import FLOAT, Literal, Node
+from torch_streamkl.rows.losses import RowLoss
+from torch_streamkl.rows.operations import MAX_POWER
+from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.trace import dtype_of
+
+MakeBuilder = Callable[[fx.Node], Builder]
+# which keep the order of the rows
+VIEWS = {
+    "reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to", "clone",
+}  # fmt: skip
+UNARY = {"neg": "neg", "negative": "neg", "exp": "exp", "log": "log", "abs": "abs", "sqrt": "sqrt"}
+BINARY = {
+    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div",
+    "divide": "div", "truediv": "div", "true_divide": "div",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Term:
+    """What a node of the graph is: a value for each row, or their sum over all rows."""
+
+    index: int  # in the graph of the loss
+    is_sum: bool
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What is computed of a program's values, until it is one number."""
+
+    before: tuple[fx.Node, ...]  # in the order of the graph
+    total: fx.Node
+    loss: RowLoss
+    known: tuple[Specialized, ...]
+
+
+@dataclass(frozen=True)
+class Specialized:
+    """A tensor that is read next to the values, in their shape; None is the number of rows."""
+
+    node: fx.Node | None
+    text: str = ""  # of the shape: comparing symbolic sizes would guard
+    shape: tuple[Size, ...] = field(default=(), compare=False)
+
+
+def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
+    """Replace what can be replaced; the numbers that were."""
+    heads = [w for n in graph.nodes for w in _weights(n)]
+    replaced = []
+    for call in [n for n in graph.nodes if n.target is row_op.row_program]:
+        # each sum holds a gradient of the weight from the forward to the backward: one is enough
+        if not _is_eligible(call) or any(heads.count(w) > 1 for w in _weights(call)):
+            continue
+        chain = _Reader(call).chain()
+        if chain is None or _is_written_meanwhile(call, chain):
+            continue
+        build = builder(chain.total)
+        with contextlib.suppress(Unsupported), build.undone_if_blocked():
+            replaced.append(_replace(call, chain, build))
+    return replaced
+
+
+def _weights(node: fx.Node) -> set[int | None]:
+    """The memory of the LM heads whose gradients a call of ours makes."""
+    if node.target in (linear_ops.linear_kl, linear_ops.linear_kl_sum):
+        given: Any = [node.args[1]] if len(node.args) > 1 else [node.kwargs["student_weight"]]
+    elif node.target is row_op.row_program:
+        given = [x for x in node.args[0] if _value(x).requires_grad]  # type: ignore[union-attr]
+    else:
+        return set()
+    return {storage_of(x) for x in given} - {None}
+
+
+def _is_eligible(call: fx.Node) -> bool:
+    """LM heads whose rows are there, of which something needs a gradient."""
+    tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
+    program: Any = call.args[1]
+    problem = RowProblem.of(program, tensors)
+    rows, vocab = problem.num_rows, problem.num_keys
+    if any(problem.program.dot_heads) or not provably_equal(problem.batch, 1):
+        return False
+    if problem.program.has_blocks:
+        return False
+    if any(is_unknown(n) or is_zero(n) for n in (rows, vocab)):
+        return False  # the mean of no row is NaN, and what it is divided by is 0
+    is_half = any(x.dtype == torch.float16 for x in tensors)
+    return not is_half and call.args[2] is True and any(x.requires_grad for x in tensors)
+
+
+class _Reader:
+    """Follows the values of a call through the graph."""
+
+    def __init__(self, call: fx.Node) -> None:
+        self.call, self.graph = call, Literal()
+        self.terms: dict[fx.Node, Term] = {}
+        self.known: list[Specialized] = []
+        self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
+        self.behind = descendants([call])
+        program: Any = call.args[1]
+        tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
+        self.problem = RowProblem.of(program, tensors)
+        self.device = tensors[0].device
+
+    def chain(self) -> Chain | None:
+        """The operations to the first number through which everything goes."""
+        outputs = self.problem.program.outputs
+        for part in self.call.users:
+            if part.target is not operator.getitem or part.args[1] not in outputs:
+                return None
+            number = int(part.args[1])  # type: ignore[arg-type]
+            head = self.problem.program.reductions[number].head
+            if _value(part).requires_grad:
+                self.terms[part] = Term(self.graph.reduction(number, head), False)
+                self.followed.append(part)
+        following = self.call.next
+        while following.op != "root":
+            node, following = following, following.next
+            if node in self.terms or not any(a in self.terms for a in node.all_input_nodes):
+                continue
+            term = self._term(node)
+            if term is not None:
+                self.terms[node] = term
+            is_size = name_of(node) == "size" and isinstance(example(node), (int, torch.SymInt))
+            if term is not None or is_size:
+                self.followed.append(node)
+        for node, term in self.terms.items():
+            later = descendants([node])
+            before = tuple(n for n in self.followed if n not in later)
+            if term.is_sum and self._is_all(node, before) and _has_finite_gradient(node):
+                loss = RowLoss.of_nodes(self.graph.nodes, term.index, is_literal=True)
+                return Chain(before, node, loss, tuple(self.known))
+        return None
+
+    def _is_all(self, total: fx.Node, before: tuple[fx.Node, ...]) -> bool:
+        """Whether the call's values reach other code through one number alone."""
+        allowed = {*before, total}
+        return all(u in allowed for n in (self.call, *before) for u in n.users)
+
+    # ------------------------------------------------------------------ one operation
+
+    def _term(self, node: fx.Node) -> Term | None:
+        value = example(node)
+        if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
+            return None
+        if not self._is_computed(value) or not value.requires_grad or has_effect(node):
+            return None  # under no_grad, detached, or written
+        name, args = name_of(node), list(node.args)
+        x = self.terms.get(args[0]) if args and isinstance(args[0], fx.Node) else None
+        if name in VIEWS and x is not None:
+            return self._view(node, x)
+        if name in ("sum", "mean") and x is not None and not x.is_sum:
+            return self._total(node, x)
+        if node.kwargs:
+            return None
+        if name in UNARY and len(args) == 1 and x is not None:
+            return self._apply(node, UNARY[name], [args[0]])
+        if name in BINARY and len(args) == 2:
+            return self._apply(node, BINARY[name], args)
+        if name in ("pow", "square") and x is not None and not x.is_sum:
+            exponent: Any = args[1] if name == "pow" else 2
+            is_number = isinstance(exponent, (int, float)) and 0 < abs(exponent) <= MAX_POWER
+            if not is_number or not _as_many(node, args[0]):
+                return None
+            return Term(self.graph.power(x.index, float(exponent)), False)
+        if name == "masked_fill" and len(args) == 3 and x is not None:
+            return self._apply(node, "where", [args[1], args[2], args[0]])
+        if name == "where" and len(args) == 3:
+            return self._apply(node, "where", args)
+        return None
+
+    def _is_computed(self, value: Tensor) -> bool:
+        """Whether a type has no more digits than the operator computes with, and its range."""
+        dtype, most = value.dtype, self.problem.compute_dtype
+        is_kind = dtype.is_floating_point and dtype != torch.float16 and dtype.itemsize > 1
+        return is_kind and dtype.itemsize <= most.itemsize and value.device == self.device
+
+    def _view(self, node: fx.Node, x: Term) -> Term | None:
+        """Another shape, or another floating type, of the same values in the same order."""
+        rest = (*node.args[1:], *node.kwargs.values())
+        reads = any(isinstance(a, fx.Node) and isinstance(example(a), Tensor) for a in rest)
+        is_cast = name_of(node) == "view" and any(isinstance(a, torch.dtype) for a in rest)
+        if reads or is_cast or not _as_many(node, node.args[0]):
+            return None
+        return x if not x.is_sum or _value(node).dim() == 0 else None
+
+    def _total(self, node: fx.Node, x: Term) -> Term | None:
+        """A sum or mean over all rows, whatever dimensions it names."""
+        if "dtype" in node.kwargs or _value(node).dim() != 0 or _value(node.args[0]).dim() == 0:
+            return None
+        if name_of(node) == "sum":
+            return Term(x.index, True)
+        return Term(self.graph.apply("div", x.index, self._number_of_rows()), True)
+
+    def _number_of_rows(self) -> int:
+        rows = self.problem.num_rows
+        if isinstance(rows, int):
+            return self.graph.const(rows)
+        return self._capture(Specialized(None), FLOAT)
+
+    def _apply(self, node: fx.Node, op: str, given: list[Any]) -> Term | None:
+        """A pointwise operation: of per-row values, or of their sums where it is linear."""
+        rows = [a for a in given if isinstance(a, fx.Node) and a in self.terms]
+        is_sum = self.terms[rows[0]].is_sum
+        if any(self.terms[a].is_sum != is_sum for a in rows) or not _as_many(node, rows[0]):
+            return None
+        if is_sum:
+            # what is added to a sum is not added to each row, and 0 times an infinite tensor is
+            # NaN where the sum is not 0
+            others = [a for a in given if a not in rows]
+            is_linear = {"add": not others, "sub": not others, "neg": True}
+            is_factor = len(rows) == 1 and all(_is_factor(a) for a in others)
+            is_linear |= {"mul": is_factor, "div": is_factor and given[0] is rows[0]}
+            if not is_linear.get(op, False):
+                return None
+        arguments = [
+            self._argument(a, node, is_condition=op == "where" and i == 0)
+            for i, a in enumerate(given)
+        ]
+        found = [a for a in arguments if a is not None]
+        return Term(self.graph.apply(op, *found), is_sum) if len(found) == len(given) else None
+
+    def _argument(self, x: Any, node: fx.Node, is_condition: bool) -> int | None:
+        """A value of rows, a number, or a tensor that is known before the call."""
+        if isinstance(x, (int, float)) and not isinstance(x, bool) and not is_condition:
+            return self.graph.const(float(x)) if math.isfinite(x) else None
+        if not isinstance(x, fx.Node):
+            return None
+        if x in self.terms:  # of one shape: else rows meet other rows
+            fits = not is_condition and _same_shape(x, node)
+            return self.terms[x].index if fits else None
+        value = example(x)
+        if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:
+            return None
+        if (value.dtype == torch.bool) != is_condition or value.device != self.device:
+            return None
+        if (value.dtype.is_floating_point and not self._is_computed(value)) or value.is_complex():
+            return None
+        shape = tuple(_value(node).shape)
+        known = Specialized(x, str(shape), shape)
+        return self._capture(known, dtype_of(value))
+
+    def _capture(self, known: Specialized, dtype: str) -> int:
+        if known not in self.known:
+            self.known.append(known)
+        place = self.known.index(known)
+        return self.graph.add(Node("capture", value=place, dtype=dtype))
+
+
+def _has_finite_gradient(total: fx.Node) -> bool:
+    """Whether what follows multiplies the gradient of a sum by numbers alone.
+
+    A row that does not count has the gradient 0 in the forward. Times what is infinite or NaN that
+    is NaN, where eager code masks such a gradient after the product: `sum() / mask.sum()` of an
+    empty mask, or a value that a later `where` replaces because it is not finite.
+    """
+    todo, seen = [total], {total}
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.op == "output" or user in seen or name_of(user) == "detach":
+                continue
+            value = example(user)
+            if isinstance(value, (int, torch.SymInt)) or not isinstance(value, Tensor):
+                return False
+            name = name_of(user)
+            given: list[Any] = [*user.args, *user.kwargs.values()]
+            others = [a for a in given if a is not node]
+            is_read_once = len(others) == len(given) - 1
+            if name in ("add", "sub", "subtract"):
+                passes = not user.kwargs
+            elif name in ("mul", "multiply"):
+                passes = is_read_once and all(map(_is_factor, others))
+            elif name in ("div", "divide", "truediv", "true_divide"):
+                by = (_is_factor(a) or _is_a_count(a) for a in others)
+                passes = is_read_once and user.args[0] is node and all(by)
+            else:
+                is_view = name in ("neg", "negative") or name in VIEWS
+                passes = is_view and not any(isinstance(a, fx.Node) for a in others)
+            if not passes or has_effect(user):
+                return False
+            seen.add(user)
+            todo.append(user)
+    return True
+
+
+def _is_a_count(x: Any) -> bool:
+    """A count that is one at least: `clamp(min=1)` of integers."""
+    if not isinstance(x, fx.Node) or name_of(x) not in ("clamp", "clip", "clamp_min"):
+        return False
+    given: list[Any] = [*x.args[1:], *x.kwargs.values()]
+    is_count = len(given) == 1 and "max" not in x.kwargs and isinstance(given[0], int)
+    return is_count and given[0] >= 1 and not _value(x).is_floating_point()
+
+
+def _is_factor(x: Any) -> bool:
+    """A number that a sum may be multiplied with, or divided by, row by row."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < abs(x) < math.inf
+
+
+def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
+    """Whether what is read changes between the call and the number, where the sum is made."""
+    read = {*call.all_input_nodes, *(k.node for k in chain.known if k.node is not None)}
+    reads = {storage_of(x) for x in read} - {None}
+    following = call.next
+    while following is not chain.total:
+        node, following = following, following.next
+        for x in written_by(node):
+            if storage_of(x) is None or storage_of(x) in reads:
+                return True
+    return False
+
+
+def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
+    tensors: Any = call.args[0]
+    rows = [_tensor_of_rows(k, call, build) for k in chain.known]
+    needs_grad = [_value(x).requires_grad for x in tensors]
+    result = build.call(
+        row_op.row_program_sum, tensors, rows, call.args[1], chain.loss.text, needs_grad, "auto"
+    )
+    result.meta[SITE] = call.meta[SITE]
+    total = build.call(operator.getitem, result, 0)
+    like = _value(chain.total)
+    if _value(total).dtype != like.dtype:
+        total = build.method("to", total, like.dtype)
+    chain.total.replace_all_uses_with(total)
+    for node in (chain.total, *reversed(chain.before), call):
+        node.graph.erase_node(node)
+    return total
+
+
+def _tensor_of_rows(known: Specialized, call: fx.Node, build: Builder) -> fx.Node:
+    """[1, 1, rows], or [1, 1, 1] of one number."""
+    operands: Any = call.args[0]
+    if known.node is None:
+        value, rows = _value(operands[0]), _value(operands[0]).shape[2]
+        one = build.call(torch.ones, (1, 1, 1), dtype=torch.float64, device=value.device)
+        return build.call(torch.mul, one, build.size(rows, operands))
+    x = known.node
+    if _value(x).dim() == 0:
+        return build.method("reshape", x, (1, 1, 1))
+    shape = _value(x).shape
+    if len(shape) != len(known.shape) or not all(map(provably_equal, shape, known.shape)):
+        x = build.method("expand", x, *(build.size(n, operands) for n in known.shape))
+    return build.method("reshape", x, (1, 1, -1))
+
+
+def _as_many(a: Any, b: Any) -> bool:
+    """Whether two tensors have as many entries: per-row values, none of which are repeated."""
+    return provably_equal(_value(a).numel(), _value(b).numel())
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    x, y = _value(a).shape, _value(b).shape
+    return len(x) == len(y) and all(map(provably_equal, x, y))
+
+
+def _value(node: Any) -> Tensor:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value

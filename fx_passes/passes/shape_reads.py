@@ -1,0 +1,57 @@
+"""Operations that read the shape or type of a large tensor, such as expand_as, given that instead.
+
+Nothing else may keep scores or probabilities alive that a fused operator replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of
+from torch_streamkl.fx_passes.fx_utils.shape_reads import (
+    LIKE,
+    OF_ITS_TYPE,
+    WITH_SIZES,
+    read_for_metadata,
+)
+
+
+def shapes_as_sizes(
+    region: Region, quadratic: Container[fx.Node], builder: Callable[[fx.Node], Builder]
+) -> None:
+    """``x.expand_as(scores)`` becomes ``x.expand(sizes)``, with sizes from the region's inputs."""
+    tensors = [leaf for leaf in region.leaves if is_tensor(leaf)]
+    for node in region.nodes:
+        if node._erased:
+            continue
+        other = read_for_metadata(node)
+        value = example(other) if other is not None else None
+        if other not in quadratic or not isinstance(value, Tensor):
+            continue
+        build = builder(node)
+        try:
+            node.replace_all_uses_with(_without(node, value, build, tensors))
+        except Unsupported:
+            for added in reversed(build.added):
+                node.graph.erase_node(added)
+            continue
+        node.graph.erase_node(node)
+
+
+def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node]) -> fx.Node:
+    """What a node gives, from the shape or type of the tensor that it asks for them."""
+    x, name = node.args[0], name_of(node)
+    assert isinstance(x, fx.Node)
+    if name in OF_ITS_TYPE:
+        return build.method("to", x, value.dtype)
+    sizes = [build.size(size, tensors) for size in value.shape]
+    if name not in LIKE:
+        return build.method(WITH_SIZES[name], x, *sizes)
+    made = example(node)
+    assert isinstance(made, Tensor)
+    return build.call(LIKE[name], sizes, dtype=made.dtype, device=made.device)

@@ -1,0 +1,135 @@
+"""Where softcapped attention becomes a call of FlexAttention, and that call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.retrace import outer_node
+from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import ABSORBING, Bias
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import found_mode
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.lowering.calls import add_up_biases
+from torch_streamkl.fx_passes.lowering.operands import placed
+from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
+from torch_streamkl.fx_passes.planning.dimensions import Geometry
+from torch_streamkl.fx_passes.planning.masks import MaskPlan
+
+STUDENT = 1
+LEAST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256  # of Triton's tl.dot, of torch's table of tiles
+HALF = (torch.float16, torch.bfloat16)
+LARGEST_BUFFER = (
+    2**31
+)  # entries: FlexAttention's kernels have 32-bit offsets into captured tensors
+
+
+def emit(
+    build: Builder,
+    place: Geometry,
+    mask: MaskPlan,
+    alive: fx.Node | None,
+    inputs: tuple[fx.Node, fx.Node, fx.Node],
+    result: Tensor,
+    nodes: Sequence[fx.Node],
+    outer: Mapping[fx.Node, fx.Node],
+) -> fx.Node:
+    """A call with the value of ``softmax(scores) @ v``, or Blocked where none is compiled.
+
+    ``alive`` are the rows with keys. Masks stay conditions on positions and small tensors: nothing
+    of queries x keys is made of them.
+    """
+    q, k, v = (_value(x) for x in inputs)
+    reason = why_not(q, v) or _why_not_grouped(q, k, v)
+    if reason:
+        raise Unsupported(reason)
+    key = place.student.distribution.scores
+    form = read(key)
+    if form.mask and form.fill > ABSORBING:
+        raise Unsupported(f"attention with the finite mask value {form.fill:g}")
+    options: dict[str, Any] = {"softcap": form.softcap, "scale": form.scale}
+    assert place.query is not None
+    offset = key.size(place.student.distribution.axis) - place.digits[place.query].size
+    if mask.window_left is not None:
+        options["first"] = build.size(offset - mask.window_left, nodes)
+    if mask.window_right is not None:
+        options["last"] = build.size(offset + mask.window_right, nodes)
+
+    def total(biases: Sequence[Bias]) -> fx.Node | None:
+        return add_up_biases(build, biases, STUDENT, place, nodes, outer, result.dtype)
+
+    masks = []
+    for literal in (*mask.tensors, *mask.row_tensors):
+        x = outer_node(literal.node, outer)
+        x = placed(build, x, literal.layout, STUDENT, place, nodes)
+        masks.append(x if literal.positive else build.call(torch.logical_not, x))
+    options["masks"] = tuple(masks)
+    options["inner_bias"], options["bias"] = total(form.inner_biases), total(form.biases)
+    for x in (*masks, options["inner_bias"], options["bias"]):
+        size = 0 if x is None else _value(x).numel()
+        if isinstance(size, int) and size >= LARGEST_BUFFER:
+            raise Unsupported("a mask or bias of more than 2**31 entries")
+    options["alive"] = alive
+    options["has_slope"] = form.added and result.requires_grad
+    try:
+        with found_mode(build.mode):
+            return build.call(softcapped_attention, *inputs, **options)
+    except (ImportError, AttributeError, AssertionError, RuntimeError) as error:
+        # a prototype of torch, reached below its public function
+        line = str(error).splitlines()[0] if str(error) else ""
+        raise Unsupported(f"FlexAttention: {type(error).__name__}: {line}") from error
+
+
+def _value(node: fx.Node) -> Tensor:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def why_not(q: Tensor, v: Tensor) -> str:
+    """Why FlexAttention is not compiled for such tensors, or nothing."""
+    sizes = (q.shape[1], q.shape[3], v.shape[1], v.shape[3])
+    if not all(isinstance(n, int) for n in sizes):
+        return "FlexAttention needs to know the numbers of heads and their size"
+    if q.device.type == "cpu":
+        return _why_not_on_cpu()
+    if q.device.type != "cuda":
+        return f"FlexAttention is not tried on {q.device.type}"
+    if q.dtype not in (torch.float32, *HALF):
+        return f"FlexAttention has no {q.dtype} on a GPU"
+    if not all(LEAST_HEAD_DIM <= n <= LARGEST_HEAD_DIM for n in (q.shape[3], v.shape[3])):
+        return f"FlexAttention takes heads of {LEAST_HEAD_DIM} to {LARGEST_HEAD_DIM} on a GPU"
+    return _why_not_on_gpu(q.device, q.dtype, max(q.shape[3], v.shape[3]))
+
+
+def _why_not_on_cpu() -> str:
+    # Nor can Inductor (2.11, 2.13) compile its forward there in every program: not where an
+    # elementwise operation reads the output, nor where a captured tensor is computed.
+    return "FlexAttention has no backward on a CPU"
+
+
+@functools.cache
+def _why_not_on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlexAttention needs a GPU of compute capability 8.0"
+    properties: Any = torch.cuda.get_device_properties(device)
+    memory = properties.shared_memory_per_block_optin
+    # its tiles of the backward are those of GPUs with 163 KiB and more
+    if memory < 160 * 1024 and (head_dim > 128 or dtype not in HALF):
+        return f"FlexAttention's tiles for heads of {head_dim} in {dtype} do not fit this GPU"
+    if head_dim > 128 and dtype not in HALF:
+        # ptxas was seen to take more than 200 s for them: without matrix units every product of
+        # a tile is an instruction
+        return f"FlexAttention for heads of {head_dim} in {dtype} takes minutes to compile"
+    return ""
+
+
+def _why_not_grouped(q: Tensor, k: Tensor, v: Tensor) -> str:
+    heads, of_keys, of_values = (x.shape[1] for x in (q, k, v))
+    return "" if of_keys == of_values and heads % of_keys == 0 else "key heads of other groups"

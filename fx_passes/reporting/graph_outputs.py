@@ -1,0 +1,67 @@
+"""Logits and attention maps that a graph returns: a loss on them may run uncompiled, unseen."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import CASTS, MATMULS, OPERAND_VIEWS
+from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of, num_bytes
+from torch_streamkl.fx_passes.reporting.report import Outside
+
+SOFTMAXES = {"softmax", "log_softmax"}
+BEHIND_SOFTMAX = CASTS | OPERAND_VIEWS | {"dropout", "masked_fill", "add", "mul", "truediv", "div"}
+SOFTCAP = {"tanh", "mul", "truediv", "div"}
+# an LM head is far wider than any projection inside of a layer, which have up to 4, seldom 5
+VOCABULARY_PER_WIDTH = 6
+
+
+def graph_outputs(graph: fx.Graph) -> list[Outside]:
+    """Outputs of the graph that a distillation loss could be taken of."""
+    found = []
+    for node in graph.find_nodes(op="output")[0].all_input_nodes if len(graph.nodes) else []:
+        value = example(node)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+            continue
+        what = "logits" if _is_logits(node) else "attention map" if _is_map(node) else ""
+        if what:
+            shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
+            found.append(Outside(what, shape, num_bytes(node), location_of(node)[0]))
+    return found
+
+
+def _is_logits(node: fx.Node) -> bool:
+    """The result of a linear layer with far more outputs than inputs."""
+    source = _before(node, CASTS | OPERAND_VIEWS | SOFTCAP)
+    made = example(source)
+    inputs = [x for a in source.all_input_nodes if isinstance(x := example(a), Tensor)]
+    if name_of(source) not in MATMULS or not isinstance(made, Tensor) or len(inputs) < 2:
+        return False
+    vocab, width = _size(made.shape[-1]), _size(inputs[0].shape[-1])
+    rows = math.prod(_size(s) for s in inputs[0].shape[:-1])
+    # a weight, not scores: every row of the output has one row of the input
+    is_weight = inputs[1].dim() == 2 and rows * vocab == math.prod(map(_size, made.shape))
+    return is_weight and vocab >= VOCABULARY_PER_WIDTH * width
+
+
+def _is_map(node: fx.Node) -> bool:
+    """Probabilities of a softmax of a product of two batched tensors."""
+    softmax = _before(node, CASTS | OPERAND_VIEWS | {"dropout"})
+    if name_of(softmax) not in SOFTMAXES:
+        return False
+    scores = _before(softmax.all_input_nodes[0], BEHIND_SOFTMAX)
+    inputs = [x for a in scores.all_input_nodes if isinstance(x := example(a), Tensor)]
+    return name_of(scores) in MATMULS and len(inputs) > 1 and inputs[1].dim() > 2
+
+
+def _before(node: fx.Node, names: set[str]) -> fx.Node:
+    """What a chain of these operations begins with, along their first operands."""
+    while name_of(node) in names and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _size(size: object) -> int:
+    """A size, or what a symbolic one was when the graph was made."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)  # type: ignore[attr-defined]

@@ -1,0 +1,864 @@
+"""Faults of one line, each with the tests that should catch it: tests/mutations.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line that is wrong, and the tests that should say so."""
+
+    path: str
+    old: str  # occurs once in the file
+    new: str
+    tests: str  # arguments of pytest, files below tests/
+    interpreted: bool = False
+
+
+def _streaming(*names: str) -> str:
+    return " ".join(f"test_attention_streaming.py::test_feature[{name}]" for name in names)
+
+
+def _triton(*names: str) -> str:
+    file = "test_attention_triton_interpreted.py"
+    return " ".join(f"{file}::test_feature[{name}]" for name in names)
+
+
+def _whole_heads(name: str) -> str:
+    return f"test_attention_triton_interpreted.py::test_whole_heads[{name}-27]"
+
+
+FUNCTIONAL = "torch_streamkl/divergences/functional.py"
+ROWSTATE = "torch_streamkl/divergences/row_state.py"
+STREAMING = "torch_streamkl/attention/torch_impl.py"
+ATTENTION = "torch_streamkl/attention/interface.py"
+LINEAR = "torch_streamkl/linear/rows.py"
+ROWS = "torch_streamkl/kernels/row_state.py"
+SCORES = "torch_streamkl/kernels/scores.py"
+FORWARD = "torch_streamkl/attention/triton/forward.py"
+BACKWARD = "torch_streamkl/attention/triton/backward.py"
+REWRITE = "test_rewrite_forms.py::"
+DERIVE = "torch_streamkl/rows/derive.py"
+PROGRAMS = "torch_streamkl/rows/torch_impl.py"
+LOSSES = "torch_streamkl/rows/losses.py"
+MAP_BLOCKS = "torch_streamkl/rows/triton/blocks.py"
+ROW_SUMS = "fx_passes/passes/row_sums.py"
+GENERATED = "torch_streamkl/rows/triton/source.py"
+TURNS = "torch_streamkl/attention/hopper/tile_scheduler.py"
+BODY = "torch_streamkl/attention/compiled_rows.py"
+VOCAB = "torch_streamkl/linear/compiled_rows.py"
+SHARDS = "torch_streamkl/distributed/shard_rows.py"
+PACKED = "torch_streamkl/attention/hopper/packed.py"
+ENTRIES = "fx_passes/analysis/elements/entries.py"
+CHOSEN = "tests/counterexamples/test_chosen_entries.py"
+SEQUENCE = "torch_streamkl/distributed/sequence.py"
+
+FAULTS = (
+    # ------------------------------------------------------------------------------ functional
+    Fault(
+        FUNCTIONAL,
+        'case "sub" if a == ZERO:\n            return apply("neg", b)',
+        'case "sub" if a == ZERO:\n            return b',
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        "return d[0] * a[1] + a[0] * d[1]",
+        "return d[0] * a[1]",
+        _streaming("js", "eps"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        "return d[0] / a[1] - a[0] * d[1] / (a[1] * a[1])",
+        "return d[0] / a[1]",
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        'apply("where", apply("gt", ZERO, a[0]), -d[0], ZERO)',
+        'apply("where", apply("gt", ZERO, a[0]), d[0], ZERO)',
+        _streaming("tv"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        'return apply("where", apply("ge", a[0], a[1]), d[0], d[1])',
+        'return apply("where", apply("ge", a[1], a[0]), d[0], d[1])',
+        _streaming("clamp_reached"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        'return apply("exp", a[0] - e) * d[0] + apply("exp", a[1] - e) * d[1]',
+        'return apply("exp", a[0] - e) * d[0]',
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        "result[i, j, m, n] = result.get((i, j, m, n), 0.0) + v1 * v2",
+        "result[i, j, m, n] = v1 * v2",
+        "test_functional.py",
+    ),
+    Fault(
+        FUNCTIONAL,
+        '"forward_kl": "P*(logP-logS)"',
+        '"forward_kl": "P*(logP+logS)"',
+        _streaming("forward_kl"),
+    ),
+    Fault(
+        FUNCTIONAL,
+        'DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"]',
+        'DIVERGENCES["reverse_kl" if beta == 0.0 else "forward_kl"]',
+        "test_functional.py",
+    ),
+    # ------------------------------------------------------------------------------ statistics
+    Fault(
+        ROWSTATE,
+        "l_s = l_s + z.l_s * w_s",
+        "l_s = l_s + z.l_s",
+        "test_metamorphic.py::test_states_split_and_merge",
+    ),
+    Fault(
+        ROWSTATE,
+        "(moment + row_sum * shift) * weight)",
+        "moment * weight)",
+        "test_metamorphic.py::test_states_split_and_merge",
+    ),
+    Fault(
+        ROWSTATE,
+        "        x.masked_fill_(weight == 0, 0.0)",
+        "        pass",
+        "test_metamorphic.py::test_states_split_and_merge " + _streaming("mask_additive"),
+    ),
+    Fault(
+        ROWSTATE,
+        "student_delta=e_s + form.ts * row_sum_t",
+        "student_delta=e_s + form.tt * row_sum_t",
+        _streaming("forward_kl"),
+    ),
+    Fault(
+        ROWSTATE,
+        "teacher_delta=e_t + (form.tt + form.t) * row_sum_t",
+        "teacher_delta=e_t + form.t * row_sum_t",
+        _streaming("forward_kl"),
+    ),
+    Fault(ROWSTATE, "row_sum + torch.exp(sink - base)", "row_sum", _streaming("sink")),
+    Fault(
+        ROWSTATE,
+        "near = (ratio > 0.5) & (ratio < 2.0)",
+        "near = ratio > 2.0",
+        "test_attention_numerics.py -k denominators",
+    ),
+    Fault(
+        ROWSTATE,
+        "m_t, m_s = torch.maximum(x.m_t, y.m_t), torch.maximum(x.m_s, y.m_s)",
+        "m_t, m_s = x.m_t, y.m_s",
+        "test_metamorphic.py::test_states_split_and_merge",
+    ),
+    # -------------------------------------------------------------------------------- streaming
+    Fault(
+        STREAMING,
+        "d_dot = d_score.mul_(row_grad * (side.scale / problem.temperature))",
+        "d_dot = d_score.mul_(row_grad * side.scale)",
+        _streaming("temperature"),
+    ),
+    Fault(STREAMING, "slope = 1.0 - x * x", "slope = 1.0 - x", _streaming("softcap")),
+    Fault(
+        STREAMING,
+        "ratio = problem.teacher.num_heads // problem.num_heads",
+        "ratio = 1",
+        _streaming("head_mean", "head_mean_groups"),
+    ),
+    Fault(
+        STREAMING,
+        "ds.masked_fill_(log_s < floor, 0.0)",
+        "pass",
+        "test_attention_streaming.py::test_gradients_of_the_student_alone[clamp_reached]",
+    ),
+    Fault(
+        STREAMING,
+        "lse = torch.logaddexp(lse, torch.logsumexp(block, dim=-1))",
+        "lse = torch.logsumexp(block, dim=-1)",
+        _streaming("head_mean"),
+    ),
+    Fault(
+        STREAMING,
+        "share = (log_t.unflatten(1, (g.shape[1], -1)) - mean).exp()",
+        "share = log_t.unflatten(1, (g.shape[1], -1)).exp()",
+        _streaming("head_mean"),
+    ),
+    Fault(
+        STREAMING,
+        "above = low_t - sums.teacher_lse >= guard.teacher_floor",
+        "above = low_t - sums.teacher_lse <= guard.teacher_floor",
+        "test_attention_streaming.py -k second_pass",
+    ),
+    # ------------------------------------------------------------------------------------ masks
+    Fault(STREAMING, "allowed = j >= i - left", "allowed = j > i - left", _streaming("window")),
+    Fault(STREAMING, "below = j <= i + right", "below = j < i + right", _streaming("causal")),
+    Fault(
+        STREAMING,
+        "within = j < problem.key_lengths",
+        "within = j <= problem.key_lengths",
+        _streaming("key_lengths"),
+    ),
+    Fault(
+        STREAMING,
+        "crosses_right = right is not None and keys.stop - 1 > first + right",
+        "crosses_right = right is not None and keys.stop - 1 > last + right",
+        _streaming("causal"),
+    ),
+    Fault(
+        STREAMING,
+        "stop = min(stop, rows.queries.stop - 1 + offset + problem.window_right + 1)",
+        "stop = min(stop, rows.queries.stop - 1 + offset + problem.window_right)",
+        _streaming("causal"),
+    ),
+    Fault(
+        STREAMING,
+        "allowed = admitted if allowed is None else allowed & admitted",
+        "allowed = admitted",
+        "test_attention_streaming.py::test_any_call",
+    ),
+    Fault(
+        ATTENTION,
+        "right = 0 if right is None else min(right, 0)",
+        "right = 0 if right is None else right",
+        "test_metamorphic.py test_attention_streaming.py::test_any_call -k any_call",
+    ),
+    Fault(
+        ATTENTION,
+        "return float(q.shape[-1] ** -0.5 if scale is None else scale)",
+        "return float(q.shape[-2] ** -0.5 if scale is None else scale)",
+        _streaming("forward_kl"),
+    ),
+    # ----------------------------------------------------------------------------- linear rows
+    Fault(
+        LINEAR,
+        "level = (form.ss + form.s - rows.student_delta)[:, None]",
+        "level = (form.s - rows.student_delta)[:, None]",
+        "test_linear_kl.py::test_gradients_of_the_student_alone",
+    ),
+    Fault(
+        LINEAR,
+        "grad.mul_((weight / temperature)[:, None])",
+        "grad.mul_(weight[:, None])",
+        "test_gradcheck.py::test_linear test_linear_kl.py::test_every_option_at_once",
+    ),
+    Fault(
+        LINEAR,
+        "p = p - (problem.labels[:, None] == vocab_entry).to(p.dtype)",
+        "p = p - 0.0",
+        "test_gradcheck.py::test_linear",
+    ),
+    Fault(
+        LINEAR,
+        "for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):",
+        "for start, stop in ((0, min(sizes)),):",
+        "test_linear_kl.py::test_extra_words_are_impossible",
+    ),
+    # ------------------------------------------------------------------------- kernels' plug-ins
+    Fault(
+        ROWS,
+        "l_s = state.l_s * alpha_s + tl.sum(es, 1)",
+        "l_s = state.l_s + tl.sum(es, 1)",
+        _triton("forward_kl"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "return (mom + row_sum * moment(shift_t, shift_s, CT, CS)) * alpha",
+        "return mom * alpha",
+        _triton("forward_kl", "split_keys"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "h = e_s + COEFFICIENTS.TS * row_sum_t",
+        "h = e_s - COEFFICIENTS.TS * row_sum_t",
+        _triton("forward_kl"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "            d += COEFFICIENTS.ST * S",
+        "            d += COEFFICIENTS.ST * P",
+        _triton("reverse_kl"),
+        True,
+    ),
+    Fault(
+        ROWS,
+        "product = tl.where(weight > 0.0, product, 0.0)",
+        "product = product",
+        _triton("causal", "mask_bool"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "allowed &= cols >= rows + seq.offset - masks.window_left",
+        "allowed &= cols > rows + seq.offset - masks.window_left",
+        _triton("window"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "allowed &= cols <= rows + seq.offset + masks.window_right",
+        "allowed &= cols < rows + seq.offset + masks.window_right",
+        _triton("causal"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "allowed = inside & (cols < seq.num_valid)",
+        "allowed = inside",
+        _triton("key_lengths"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "end = tl.maximum(end, tl.max(tl.where(is_admitted, keys + 1, 0), 0))",
+        "end = tl.maximum(end, tl.max(tl.where(is_admitted, keys, 0), 0))",
+        "test_attention_triton_interpreted.py -k around_a_tile",
+        True,
+    ),
+    Fault(
+        SCORES,
+        "is_hole = (keys > first) & (is_admitted == 0)",
+        "is_hole = (keys > end) & (is_admitted == 0)",
+        _triton("mask_padding"),
+        True,
+    ),
+    Fault(
+        SCORES,
+        "left = tl.maximum(left, (start + BLOCK_N - 1) // BLOCK_N * BLOCK_N)",
+        "left = tl.maximum(left, start // BLOCK_N * BLOCK_N)",
+        "test_attention_triton_interpreted.py -k around_a_tile",
+        True,
+    ),
+    Fault(
+        "torch_streamkl/attention/triton/backward.py",
+        "acc = tl.where(admitted(masks, sizes, offs_n)[:, None], acc, 0.0)",
+        "acc = acc",
+        "test_attention_triton_interpreted.py -k around_a_tile",
+        True,
+    ),
+    Fault(SCORES, "+ (head // side.group) * side.k_h", "+ head * side.k_h", _triton("gqa"), True),
+    Fault(
+        SCORES,
+        "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right + 1)",
+        "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right)",
+        "test_attention_triton_interpreted.py -k sees_one_key",
+        True,
+    ),
+    Fault(
+        FORWARD,
+        "above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR",
+        "above &= True",
+        _triton("clamp_reached", "split_keys_clamp"),
+        True,
+    ),
+    Fault(
+        FORWARD,
+        "student_delta += tl.sum(tl.where(allowed, h, 0.0), 1)",
+        "student_delta += tl.sum(h, 1)",
+        "test_attention_triton_interpreted.py::test_terms_of_keys_that_are_masked_do_not_count",
+        True,
+    ),
+    Fault(
+        BACKWARD, "            d *= s_slope", "            d *= t_slope", _triton("softcap"), True
+    ),
+    Fault(
+        BACKWARD,
+        "tl.trans((d * grad[:, None]).to(q.dtype))",
+        "tl.trans(d.to(q.dtype))",
+        _triton("forward_kl"),
+        True,
+    ),
+    Fault(
+        BACKWARD,
+        "sums += (with_rows(acc[n], d,",
+        "sums += (with_rows(acc[0], d,",
+        _whole_heads("forward_kl"),
+        True,
+    ),
+    Fault(
+        BACKWARD,
+        "dq *= (grad * scale)[:, None]",
+        "dq *= scale",
+        _whole_heads("forward_kl"),
+        True,
+    ),
+    Fault(
+        "torch_streamkl/attention/triton/plans.py",
+        "return constant._replace(S_TOGETHER=1, T_TOGETHER=1)",
+        "return constant",
+        "test_offline_compile.py::test_elements_that_lie_together",
+    ),
+    # -------------------------------------------------------------------------------- launches
+    Fault(
+        "torch_streamkl/launches/tiles.py",
+        "return total + operands.of_rows(stays)",
+        "return total",
+        "test_tiles.py",
+    ),
+    Fault(
+        "torch_streamkl/launches/devices.py",
+        "return not self.is_hip and self.capability == (9, 0)",
+        "return self.capability == (9, 0)",
+        "test_tiles.py",
+    ),
+    Fault(
+        "torch_streamkl/runtime/launch.py",
+        "with on_device(device_of(arguments)):",
+        "with _CURRENT:",
+        "test_launches.py",
+    ),
+    Fault(
+        "torch_streamkl/launches/capture.py",
+        'with {guard}({device}):"',
+        'if {guard}({device}):"',
+        "test_launches.py",
+    ),
+    # ------------------------------------------------------------------------ planner, lowering
+    Fault(
+        "fx_passes/planning/dimensions.py",
+        "for x in reversed(found) if is_whole(x)",
+        "for x in reversed(found)",
+        "test_rewrite_forms.py -k share_keys",
+    ),
+    Fault(
+        "fx_passes/planning/masks.py",
+        '("right", literal.constant - offset)',
+        '("right", literal.constant)',
+        "test_rewrite_forms.py -k sizes_of_queries",
+    ),
+    Fault(
+        "fx_passes/planning/masks.py",
+        "        return min(a, b)",
+        "        return max(a, b)",
+        f"{REWRITE}test_the_tighter_of_two_windows_counts",
+    ),
+    Fault(
+        "fx_passes/planning/masks.py",
+        "    if teacher.keys() != student.keys():",
+        "    if False:",
+        "test_near_misses.py",
+    ),
+    Fault(
+        "fx_passes/planning/divergence_forms.py",
+        "return Functional.of(DIVERGENCES[name]).expr, factor",
+        "return Functional.of(DIVERGENCES[name]).expr, 1.0",
+        f"{REWRITE}test_a_factor_of_every_element",
+    ),
+    Fault(
+        "fx_passes/planning/divergence_forms.py",
+        "pair = (Functional.of(DIVERGENCES[name]).expr, a, b, -c[(a, b)])",
+        "pair = (Functional.of(DIVERGENCES[name]).expr, a, b, c[(a, b)])",
+        f"{REWRITE}test_one_distribution_and_two_others_in_one_expression",
+    ),
+    Fault(
+        "fx_passes/lowering/calls.py",
+        'options[f"{name}_softcap"] = form.softcap',
+        'options[f"{name}_softcap"] = 2.0 * form.softcap',
+        f"{REWRITE}test_places_of_the_scale",
+    ),
+    Fault(
+        "fx_passes/lowering/calls.py",
+        "form.scale * form.softcap if form.softcap else form.scale",
+        "form.scale",
+        f"{REWRITE}test_places_of_the_scale",
+    ),
+    Fault(
+        "fx_passes/lowering/lm_head.py",
+        "x = build.call(torch.mul, x, bias.weight / scale)",
+        "pass",
+        f"{REWRITE}test_a_bias_behind_the_scale",
+    ),
+    Fault(
+        "fx_passes/domain/scores.py",
+        "return (*before, replace(last, mask=last.mask | step.mask))",
+        "return (*before, last)",
+        f"{REWRITE}test_the_tighter_of_two_windows_counts",
+    ),
+    # ---------------------------------------------------------------------------- row programs
+    Fault(
+        DERIVE,
+        'node, level = graph.apply("mul", _softmax(graph, program, c), node), level + 1',
+        'node, level = graph.apply("mul", _softmax(graph, program, c), node), level',
+        "test_row_program_rules.py",
+    ),
+    Fault(
+        DERIVE,
+        't = t if index not in adjoints else graph.apply("add", adjoints[index], t)',
+        "t = t",
+        "test_row_programs.py",
+    ),
+    Fault(
+        DERIVE,
+        'seed = graph.apply("mul", seed, _softmax(graph, program, c))',
+        "seed = seed",
+        "test_row_programs.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "row_sums[slot] *= (peaks[slot] - base).exp()",
+        "pass",
+        "test_row_programs.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "dk[at[0], :, at[2]] += d.mT @ q",
+        "dk[at[0], :, at[2]] = d.mT @ q",
+        "test_row_programs.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "stop = min(stop, rows.stop + shift + keys.right)",
+        "stop = min(stop, rows.start + shift + keys.right)",
+        "test_row_programs.py",
+    ),
+    Fault(
+        GENERATED,
+        'w.line(f"sum{slot} *= tl.math.exp2((peak{slot} - base{slot}) * {LOG2E!r})")',
+        "pass",
+        "test_row_program_kernels.py",
+        True,
+    ),
+    Fault(
+        GENERATED,
+        'w.line(f"h = head * group{dot} + share * members + member")',
+        'w.line(f"h = head + share * members + member")',
+        "test_row_program_kernels.py::test_key_heads_of_several_heads",
+        True,
+    ),
+    Fault(
+        GENERATED,
+        'w.line(f"peak{slot} = new{slot}")',
+        "pass",
+        "test_row_program_kernels.py",
+        True,
+    ),
+    Fault(
+        LOSSES,
+        'adjoints[a] = graph.apply("add", adjoints[a], each) if a in adjoints else each',
+        "adjoints[a] = each",
+        "test_row_program_sums.py::test_by_blocks",
+    ),
+    Fault(
+        PROGRAMS,
+        "rows = slice(at[1].start - chunk.start, at[1].stop - chunk.start)",
+        "rows = slice(at[1].start - at[1].start, at[1].stop - at[1].start)",
+        "test_row_program_sums.py",
+    ),
+    Fault(
+        MAP_BLOCKS,
+        "given = {i: part(x, batch, own) for i, x in logits.items()}",
+        "given = {i: part(x, batch, slice(0, own.stop - own.start)) for i, x in logits.items()}",
+        "test_row_program_sums.py::test_by_kernels",
+        True,
+    ),
+    Fault(
+        MAP_BLOCKS,
+        "_matmul_into(into, each.t(), tokens, rows.start == 0)",
+        "_matmul_into(into, each.t(), tokens, True)",
+        "test_row_program_sums.py::test_by_kernels",
+        True,
+    ),
+    Fault(
+        ROW_SUMS,
+        "if x in self.terms:  # of one shape: else rows meet other rows",
+        "if x in self.terms and is_condition:",
+        "test_row_sums_in_graphs.py",
+    ),
+    Fault(
+        ROW_SUMS,
+        "if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:",
+        "if not isinstance(value, Tensor):",
+        "test_row_sums_in_graphs.py",
+    ),
+    Fault(
+        ROW_SUMS,
+        "return all(u in allowed for n in (self.call, *before) for u in n.users)",
+        "return True",
+        "test_row_sums_in_graphs.py",
+    ),
+    Fault(
+        ROW_SUMS,
+        'return Term(self.graph.apply("div", x.index, self._number_of_rows()), True)',
+        "return Term(x.index, True)",
+        "test_row_sums_in_graphs.py",
+    ),
+    # ---------------------------------------------------------------------------------- Hopper
+    Fault(
+        TURNS,
+        "return (work.num_works + work.num_programs - 1) // work.num_programs",
+        "return work.num_works // work.num_programs",
+        "test_hopper_persistent.py",
+    ),
+    Fault(
+        TURNS,
+        "work.num_programs - 1 - work.program)",
+        "work.num_programs - work.program)",
+        "test_hopper_persistent.py",
+    ),
+    Fault(
+        TURNS,
+        "return inside // num_heads, first + inside % num_heads",
+        "return inside // num_heads, inside % num_heads",
+        "test_hopper_persistent.py",
+    ),
+    Fault(
+        TURNS,
+        "    edge = edge // 2 * 2\n",
+        "    edge = (edge + 1) // 2 * 2\n",
+        "test_hopper_persistent.py",
+    ),
+    Fault(
+        "torch_streamkl/attention/hopper/forward.py",
+        "return first_key // PAIR, (stop_key - first_key + PAIR - 1) // PAIR",
+        "return first_key // PAIR, (stop_key - first_key) // PAIR",
+        "test_hopper_ranges.py",
+    ),
+    Fault(
+        "torch_streamkl/launches/devices.py",
+        "return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)",
+        "return self.capability >= (8, 0)",
+        "test_tiles.py",
+    ),
+    # ------------------------------------------------------------------------ compiled for a CPU
+    Fault(BODY, "d = (term - share) * factor", "d = term * factor", "test_query_tiles.py"),
+    Fault(BODY, "row_sum = row_sum + (sink - base).exp()", "pass", "test_query_tiles.py"),
+    Fault(
+        BODY,
+        'for name, compare in (("first", torch.ge), ("stop", torch.lt)):',
+        'for name, compare in (("first", torch.ge), ("stop", torch.le)):',
+        "test_query_tiles.py",
+    ),
+    Fault(
+        VOCAB,
+        'd = d + _counted(p - (j == inputs["label"]).to(p.dtype), weight)',
+        "d = d + _counted(p, weight)",
+        "test_query_tiles.py",
+    ),
+    # ------------------------------------------------------------------------------- Inductor
+    Fault(
+        "torch_streamkl/kernels/entries.py",
+        'return f"tl.full((), {self._literal(x)}, tl.float32)"',
+        'return f"tl.full((), {self._literal(2.0 * x)}, tl.float32)"',
+        "test_inductor_kernels.py",
+        True,
+    ),
+    Fault(
+        "fx_passes/inductor_kernels.py",
+        "return {x.name: given.get(x.name, x.default_value) for x in operator._schema.arguments}",
+        "return {x.name: given.get(x.name) for x in operator._schema.arguments}",
+        "test_inductor_kernels.py",
+        True,
+    ),
+    Fault(
+        "fx_passes/run_without_inductor.py",
+        "if x.shape == y.shape and x.stride() == y.stride():",
+        "if x.shape == y.shape:",
+        "test_run_without_inductor.py",
+    ),
+    Fault(
+        "fx_passes/run_without_inductor.py",
+        "isinstance(y, Tensor) and x.dtype == y.dtype",
+        "isinstance(y, Tensor)",
+        "test_run_without_inductor.py",
+    ),
+    Fault(
+        "fx_passes/run_without_inductor.py",
+        "if not _results_are_apart(graph):",
+        "if False:",
+        "test_run_without_inductor.py",
+    ),
+    Fault(
+        "torch_streamkl/launches/driver_calls.py",
+        "made = kept.get(addresses)",
+        "made = next(iter(kept.values()), None)",
+        "test_driver_calls.py",
+    ),
+    Fault(
+        "torch_streamkl/launches/driver_calls.py",
+        "if found is None or needs_memory or",
+        "if found is None or",
+        "test_driver_calls.py",
+    ),
+    Fault(BODY, 'inputs["mask"] > 0 if', 'inputs["mask"] >= 0 if', "test_query_tiles.py"),
+    # ---------------------------------------------------------------------------- distributed
+    Fault(
+        SHARDS,
+        "out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)",
+        "out.hard_lse - parts[0, STATE_FIELDS + 1], math.nan)",
+        "test_distributed_linear.py",
+    ),
+    Fault(
+        SHARDS,
+        "total = merge(total, other, form)",
+        "total = merge(other, other, form)",
+        "test_distributed_linear.py",
+    ),
+    Fault(
+        "torch_streamkl/distributed/vocab_ranges.py",
+        "return teacher.start if student.is_empty else student.start",
+        "return student.start - teacher.start",
+        "test_distributed_linear.py",
+    ),
+    Fault(
+        SEQUENCE,
+        "return [rank, 2 * num_ranks - 1 - rank] if load_balance else [rank]",
+        "return [rank, num_ranks + rank] if load_balance else [rank]",
+        "test_distributed_attention.py",
+    ),
+    Fault(
+        SEQUENCE,
+        "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1].flip(2)], 2)",
+        "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1]], 2)",
+        "test_distributed_attention.py",
+    ),
+    # --------------------------------------------------------------- packed, squares, repeats
+    Fault(
+        PACKED,
+        "blocks = (stop - start + SIZE - 1) // SIZE",
+        "blocks = (stop - start) // SIZE",
+        "test_attention_triton_interpreted.py::test_table_of_packed_blocks",
+        True,
+    ),
+    Fault(
+        PACKED,
+        "(other[None, :] < entry[:, None])",
+        "(other[None, :] <= entry[:, None])",
+        "test_attention_triton_interpreted.py::test_table_of_packed_blocks",
+        True,
+    ),
+    Fault(
+        FUNCTIONAL,
+        "return factor if factor and terms == square else None",
+        "return factor if factor else None",
+        "test_squares.py",
+    ),
+    Fault(
+        ROWS,
+        "alpha_s * (alpha_t * b + delta * c),",
+        "alpha_s * alpha_t * b,",
+        "test_squares.py",
+        True,
+    ),
+    Fault(
+        ROWS,
+        "g = 2.0 * value - h",
+        "g = 2.0 * value + h",
+        "test_squares.py",
+        True,
+    ),
+    Fault(
+        FORWARD,
+        "found |= tl.max((value != value).to(tl.int32), 0) << i",
+        "found |= tl.max((value != value).to(tl.int32), 0)",
+        "test_attention_triton_interpreted.py::test_only_blocks_with_nan_are_computed_again",
+        True,
+    ),
+    Fault(
+        "torch_streamkl/launches/launch.py",
+        "return is_alike and has_address and student.data_ptr() == teacher.data_ptr()",
+        "return is_alike and has_address",
+        "test_hopper_rare_forms.py",
+    ),
+    # ------------------------------------------------------------ formulas of dot products
+    Fault(
+        ENTRIES,
+        "if is_zero(shape_of(ids)[dim]):",
+        "if False:",
+        CHOSEN,
+    ),
+    Fault(
+        ENTRIES,
+        "isinstance(whole, int) and length <= whole",
+        "isinstance(whole, int)",
+        CHOSEN,
+    ),
+    Fault(
+        ENTRIES,
+        'if given.get("dim", -1) % len(shape_of(ids)) != dim:',
+        "if False:",
+        CHOSEN,
+    ),
+    Fault(
+        "fx_passes/analysis/elements/conditions.py",
+        "if any(dtype.itemsize < 4 for dtype in dot.dtypes):",
+        "if any(dtype.itemsize < 2 for dtype in dot.dtypes):",
+        "test_row_program_rewrites.py::test_scores_of_a_narrow_type_are_not_compared",
+    ),
+    # ------------------------------------------------------------------- blocks of keys
+    Fault(
+        "torch_streamkl/rows/tile.py",
+        "head = min(-first % size, count)",
+        "head = min(first % size, count)",
+        "test_row_program_blocks.py",
+    ),
+    Fault(
+        "torch_streamkl/rows/tile.py",
+        "blocks = torch.arange(at[2].start, at[2].stop, device=device)",
+        "blocks = torch.arange(0, at[2].stop - at[2].start, device=device)",
+        "test_row_program_blocks.py",
+    ),
+    Fault(
+        PROGRAMS,
+        "accumulate(jacobian.by, value.sum(-1) if jacobian.size else value)",
+        "accumulate(jacobian.by, value.mean(-1) if jacobian.size else value)",
+        "test_row_program_blocks.py",
+    ),
+    Fault(
+        "fx_passes/analysis/elements/algebra.py",
+        "if inside and inside != list(keys[-len(inside) :]):",
+        "if False:",
+        "test_pooled_keys.py::test_is_left_alone test_near_misses.py",
+    ),
+    Fault(
+        "fx_passes/analysis/elements/operands.py",
+        "if is_block_level(self.placed[x], self.axes):",
+        "if False:",
+        "test_pooled_keys.py",
+    ),
+    Fault(
+        "fx_passes/lowering/row_programs.py",
+        "order = [*groups.batch, *heads, *groups.rows, *blocks]",
+        "order = [*blocks, *groups.batch, *heads, *groups.rows]",
+        "test_pooled_keys.py",
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/lanes.py",
+        "ends = (block + 1) * SIZE <= stop",
+        "ends = (block + 1) * SIZE < stop",
+        "test_row_program_kernels.py::test_sums_over_blocks_of_keys",
+        True,
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/writer.py",
+        'block = f"(n64 + first_key) // {self.program.reductions[i].size}"',
+        'block = f"n64 // {self.program.reductions[i].size}"',
+        "test_row_program_maps.py::test_blocks_of_words",
+        True,
+    ),
+    # ------------------------------------------------------------------- columns and maps
+    Fault(
+        "torch_streamkl/rows/tile.py",
+        "return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()",
+        "return torch.where(inside, ids, at[2].stop - at[2].start).long()",
+        "test_row_programs.py test_row_program_rules.py",
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/maps.py",
+        "out.scatter_add_(-1, places, values.expand(places.shape))",
+        "out.scatter_(-1, places, values.expand(places.shape))",
+        "test_row_program_maps.py",
+        True,
+    ),
+    Fault(
+        "torch_streamkl/rows/triton/writer.py",
+        'self.line(f"written_stop = ({stop} + 15) // 16 * 16")',
+        'self.line(f"written_stop = {stop} // 16 * 16")',
+        "test_row_program_maps.py",
+        True,
+    ),
+)

@@ -1,0 +1,76 @@
+"""The last round of blocks on Hopper: each is computed in parts, by the multiprocessors left over.
+
+NOTE [Parts]
+A multiprocessor runs one block at a time, and without a causal mask blocks take equally long: the
+last round of them may leave most multiprocessors idle. There a block is PARTS programs, each with
+a share of the keys, which fill the round; a second kernel unites the states that they wrote.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_streamkl.attention.triton.forward import (
+    below_clamps,
+    finite_lse,
+    load_state,
+    store_rows,
+)
+from torch_streamkl.kernels.row_state import finish, merge
+
+
+@gluon.jit
+def block_of(beyond, num_whole, PARTS: gl.constexpr):
+    """The block of the program num_whole + beyond: blocks before num_whole have one program."""
+    return num_whole + gl.where(beyond < 0, beyond, beyond // PARTS)
+
+
+@gluon.jit
+def tiles_of_split(num_tiles, beyond, PARTS: gl.constexpr):
+    """First tile and end of the tiles of a program."""
+    part = beyond % PARTS
+    first = gl.where(beyond < 0, 0, num_tiles * part // PARTS)
+    stop = gl.where(beyond < 0, num_tiles, num_tiles * (part + 1) // PARTS)
+    return first, stop
+
+
+@triton.jit
+def finish_rows(
+    state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Write values and statistics; NaN for rows to be computed again (hopper/forward.py)."""
+    lse_t, lse_s, value, student_delta, teacher_delta = finish(
+        state, 0.0, 0.0, COEFFICIENTS, CONFIG
+    )
+    again = state.l_t != state.l_t
+    if CONFIG.GUARDED:
+        again |= below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
+    value = tl.where(again, float("nan"), value)
+    store_rows(
+        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+        row, inside, lse_t, lse_s, value, student_delta, teacher_delta,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def combine_kernel(
+    state_ptr, field_stride, split_stride, first_row, num_rows,
+    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Values and statistics of the last rows [batch * num_heads * seqlen_q] from their parts."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < num_rows
+    state = load_state(state_ptr + offs, field_stride, inside)
+    for part in tl.static_range(1, PARTS):
+        state = merge(
+            state,
+            load_state(state_ptr + part * split_stride + offs, field_stride, inside),
+            COEFFICIENTS,
+        )
+    row = first_row + offs.to(tl.int64)
+    finish_rows(
+        state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, COEFFICIENTS, CONFIG
+    )

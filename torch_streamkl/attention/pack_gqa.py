@@ -1,0 +1,64 @@
+"""Few queries: those of all grouped heads (GQA) become rows of one head.
+
+A tile has as many rows whether a head has one query or many, and each head would read the keys
+again. Where nothing depends on the head or the position of a query, the problem with the heads of
+a group as rows has the same values, in the same order in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from torch_streamkl.attention.problem import AttentionProblem, Side
+
+FEW_QUERIES = 64  # of a head: a tile's rows
+
+
+def pack_gqa_heads(problem: AttentionProblem) -> AttentionProblem | None:
+    """The problem with grouped heads (GQA) as rows of one head, where that saves work."""
+    student, teacher = problem.student, problem.teacher
+    if (
+        student.num_heads == student.num_kv_heads
+        or not isinstance(problem.seqlen_q, int)  # few or many: a symbolic size is not asked
+        or problem.seqlen_q > FEW_QUERIES
+        or teacher.num_heads != student.num_heads
+        or teacher.num_kv_heads != student.num_kv_heads
+        or problem.is_packed
+        or problem.head_mean
+        or _has_positions(problem)
+        or _has_heads(student)
+        or _has_heads(teacher)
+        or not _is_of_all_rows(problem.mask)
+    ):
+        return None
+    return replace(
+        problem, student=_as_rows(student), teacher=_as_rows(teacher), window_right=None
+    )
+
+
+def _has_positions(problem: AttentionProblem) -> bool:
+    """Whether masks depend on the position of a query; a single one sees all keys before it."""
+    if problem.window_left is not None:
+        return True
+    right = problem.window_right
+    return right is not None and (problem.seqlen_q > 1 or right < 0)
+
+
+def _has_heads(side: Side) -> bool:
+    """Whether scores depend on the head or the position of a query."""
+    per_head = (side.alibi_slopes, side.sink)
+    return any(x is not None for x in per_head) or not _is_of_all_rows(side.bias)
+
+
+def _is_of_all_rows(x: Tensor | None) -> bool:
+    """Whether a mask or bias is one for all heads and queries, as one of padding is."""
+    return x is None or x.shape[1] == x.shape[2] == 1
+
+
+def _as_rows(side: Side) -> Side:
+    batch, num_heads, seqlen_q, head_dim = side.q.shape
+    rows = num_heads // side.num_kv_heads * seqlen_q
+    # the copy that other layouts need is of few queries
+    return replace(side, q=side.q.reshape(batch, side.num_kv_heads, rows, head_dim))

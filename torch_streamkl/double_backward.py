@@ -1,0 +1,130 @@
+"""`once`: a number whose gradients its forward computed can be differentiated once.
+
+Such a sum keeps its gradients, and nothing that leads from them to what they were computed from:
+autograd would leave a second derivative out and say nothing. `once` is the number itself; its
+backward reads ``inputs``, tensors that the sum is of. In eager code a second derivative by any of
+them is an error of ours. AOTAutograd refuses one where a graph keeps an input that needs a
+gradient for its backward, and so it does here, as it does for the code that the sum replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.checks import is_plain
+from torch_streamkl.registration import NAMESPACE, register
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+_lib.define("once(Tensor x, Tensor[] inputs) -> Tensor", tags=TAGS)
+# 1, to multiply a gradient by: its derivative by ``inputs`` is an error. It takes the gradient so
+# that graphs compute it in the backward, and have to keep the inputs until then.
+_lib.define("double_backward_factor(Tensor grad, Tensor[] inputs) -> Tensor", tags=TAGS)
+once = torch.ops.torch_streamkl.once.default
+double_backward_factor = torch.ops.torch_streamkl.double_backward_factor.default
+
+
+def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
+    """A sum of ``inputs``, the tensors among them, whose second derivative is an error.
+
+    Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
+    the way to each of them. Empty tensors after them keep none of their memory. A compiler would
+    keep those of a tensor that is no input of its graph for nothing: it is given parameters.
+    """
+    if not total.requires_grad:
+        return total
+    given = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    if torch.compiler.is_compiling():
+        parameters: list[Tensor] = [x for x in given if isinstance(x, torch.nn.Parameter)]
+        return once(total, parameters) if parameters else total
+    kept = [_no_elements(x) for x in given]
+    if is_plain((total, *kept)):
+        result: Tensor = _Once.apply(total, kept)  # a fifth of the operator's host time
+        return result
+    return once(total, kept)
+
+
+def _no_elements(x: Tensor) -> Tensor:
+    return (x if x.dim() else x[None]).narrow(0, 0, 0).clone()  # of a view the memory would stay
+
+
+def _once(x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    return x.clone()
+
+
+def _factor(grad: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    return torch.ones_like(grad)
+
+
+def _no_flops(*_: Any, **__: Any) -> int:
+    return 0
+
+
+register(_lib, "once", _once, _once, _no_flops)
+register(_lib, "double_backward_factor", _factor, _factor, _no_flops)
+
+
+def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:
+    is_kept = type(grad) is not Tensor or torch.is_grad_enabled()  # traced, or create_graph
+    if grad is None or not is_kept:
+        return grad
+    # what is traced is not recorded, and a batch of gradients knows no view of itself
+    factor_of = grad.detach() if torch.is_grad_enabled() else grad
+    return grad * double_backward_factor(factor_of, list(inputs))
+
+
+class _Once(torch.autograd.Function):
+    """In a list tensors get no gradient, which compiled autograd would add to another as None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inputs: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _gradient(grads[0], ctx.saved_tensors), None
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1])
+    ctx.num_inputs = len(inputs[1])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    return _gradient(grad, ctx.saved_tensors), [None] * ctx.num_inputs
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "a sum whose gradients are computed in the forward can be differentiated once; use "
+        "impl='reference' for higher derivatives"
+    )
+
+
+def _vmap_factor(
+    info: Any, in_dims: tuple[Any, ...], grad: Tensor, inputs: list[Tensor]
+) -> tuple[Tensor, int | None]:
+    """For several gradients of one sum."""
+    return double_backward_factor(grad, inputs), in_dims[0]
+
+
+def _batched_factor(grad: Tensor, inputs: list[Tensor]) -> Tensor:
+    """For ``is_grads_batched=True``, an older vmap that has no rule for lists of tensors."""
+    return torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::once", _autograd, setup_context=_setup_context, lib=_lib
+)
+torch.library.register_autograd(f"{NAMESPACE}::double_backward_factor", _refuse, lib=_lib)
+torch.library.register_vmap(f"{NAMESPACE}::double_backward_factor", _vmap_factor, lib=_lib)
+_lib.impl("double_backward_factor", _batched_factor, "Batched")

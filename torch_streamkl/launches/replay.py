@@ -1,0 +1,73 @@
+"""A function that is called often on tensors of one set of metadata: its launches are recorded.
+
+Only addresses differ from call to call. The second call is recorded (launches/capture.py), later
+ones issue what was recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.runtime.launch import is_capturing
+
+log = logging.getLogger("torch_streamkl")
+Tensors = Sequence[Tensor | None]
+CALLS_BEFORE = 1  # a recording: of what is called once it would only cost time
+RECORDS = True  # False: every call takes the usual way, for comparisons
+
+
+class Replay:
+    """A function of tensors whose launches are recorded where they can be."""
+
+    def __init__(self, function: Callable[..., Tensors]) -> None:
+        self._function = function
+        self._program: Any = None
+        self._calls = 0
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        program = self._program
+        if program is not None:
+            results: Tensors | None = program(*tensors)
+            return self._function(*tensors) if results is None else results
+        self._calls += 1
+        if self._calls != CALLS_BEFORE + 1 or not RECORDS or _is_capturing(tensors):
+            return self._function(*tensors)
+        from torch_streamkl.launches import capture
+
+        with torch.no_grad():
+            outputs, program = capture.record(self._function, tensors)
+        if program is not None:
+            self._program = _First(self, program)
+        return outputs
+
+    def settle(self, program: Any) -> None:
+        """Use a program from now on, or none."""
+        self._program = program
+
+
+class _First:
+    """The first call of a program: where this Triton is launched in another way, the last."""
+
+    def __init__(self, owner: Replay, program: Any) -> None:
+        self._owner, self._program = owner, program
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors | None:
+        try:
+            results: Tensors | None = self._program(*tensors)
+        except (TypeError, ValueError, AttributeError, SystemError) as error:
+            log.warning("recorded launches do not run here, and calls take longer: %s", error)
+            self._owner.settle(None)
+            return None
+        if results is not None:
+            self._owner.settle(self._program)
+        return results
+
+
+def _is_capturing(tensors: Tensors) -> bool:
+    # nobody will call a function again whose launches go into a CUDA graph
+    return any(x is not None and is_capturing(x.device) for x in tensors[:1])
