@@ -469,11 +469,11 @@ def test_attention_matrix_beside_others(
     path = tmp_path / results.MATRIX
     cells = [TINY_CELL, replace(TINY_CELL, mask="causal", teacher_kv_heads=2)]
     arguments = ["--json", str(path), "--impl", "torch", "--rounds", "1", "--only", "causal"]
-    arguments += ["--next to", "reference", "attention"]
+    arguments += ["--versus", "reference", "attention"]
     assert attention_matrix.main(arguments, cells) == 0
     (row,) = attention_matrix.Matrix.load(path).rows
     assert row.status == "ok", row.detail
-    assert set(row.beside) == {"reference", "attention"}
+    assert set(row.versus) == {"reference", "attention"}
     assert "2 x 4 (4 from 2) x 64 | streaming" in capsys.readouterr().out
 
 

@@ -239,10 +239,10 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("an implementation was reached")
 
-    monkeypatch.setattr(ops.blocked, "forward", refuse)
+    monkeypatch.setattr(ops.torch_impl, "forward", refuse)
     monkeypatch.setattr(reference, "attention_kl_rows", refuse)
     monkeypatch.setattr(linear_ops, "row_functions", refuse)
-    monkeypatch.setattr(row_op.blocked, "forward", refuse)
+    monkeypatch.setattr(row_op.torch_impl, "forward", refuse)
 
 
 def test_malformed_calls() -> None:
