@@ -178,7 +178,7 @@ def calls_of_programs() -> Iterator[Call]:
         "window": ((-1, None), (None, -2), (1.5, None)),
         "key_lengths": (torch.ones(3).int(), torch.ones(2), torch.ones(2).int().to("meta")),
         "mask": (torch.ones(6, 6), torch.ones(5, 6) > 0, torch.ones(2, 4, 6, 6) > 0),
-        "impl": ("cuda", "torch"),
+        "impl": ("cuda", "eager"),
     }.items():  # fmt: skip
         for value in values:
             text = f"row_program({name}={_inside(value)})"
