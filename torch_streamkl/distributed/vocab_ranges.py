@@ -46,7 +46,13 @@ class Shards:
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
+<<<<<<< HEAD
         """From every rank's vocabulary sizes and first entries; raises where they do not fit."""
+=======
+        """From every rank's vocabulary sizes and first vocabulary entries; raises where they do not
+        fit.
+        """
+>>>>>>> attack2
         student, teacher = (
             _ranges(
                 side,
