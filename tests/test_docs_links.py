@@ -76,7 +76,14 @@ def test_the_navigation_of_the_site_has_every_page() -> None:
     assert sorted(listed) == sorted(pages)
 
 
-def test_paths_that_contributing_names_exist() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_that_a_page_names_exist(page: Path) -> None:
+    folders = "tests|bench|docs|examples|fx_passes|torch_streamkl"
+    names = re.findall(rf"`((?:{folders})/[\w./-]*\w/?)(?:::[\w\[\]]+)?`", page.read_text())
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_files_that_contributing_names_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     names = set(re.findall(r"`([\w.-]+/[\w./-]*|\w[\w-]+\.(?:yml|toml))`", text))
     assert len(names) > 50
