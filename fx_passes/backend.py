@@ -1,4 +1,4 @@
-"""backend="streamkl" and inductor_options(): two thin front ends of one rewrite."""
+"""Defines backend="streamkl" and inductor_options(), two thin front ends of one rewrite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a graph is rewritten before Dynamo splits it, not part by part.
+"""Rewrites a graph before DistributedDataParallel splits it, not part by part.
 
 Under DistributedDataParallel Dynamo splits every graph where buckets of gradients are reduced, and
 a backend gets the parts: attention maps that one makes and another compares, as its inputs. There

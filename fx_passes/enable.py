@@ -1,4 +1,4 @@
-"""enable(): the rewrite in every Inductor compilation, for trainers that call torch.compile."""
+"""Defines enable(): rewrites in every Inductor compilation, as trainers call torch.compile."""
 
 from __future__ import annotations
 

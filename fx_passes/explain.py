@@ -1,4 +1,4 @@
-"""explain(fn, *args): what the backend would do with a program, without changing it."""
+"""Defines explain(fn, *args): reports what the backend would do with a program."""
 
 from __future__ import annotations
 

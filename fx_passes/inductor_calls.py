@@ -1,4 +1,4 @@
-"""What Inductor writes into a compiled graph in the place of a call of our operators.
+"""Makes Inductor call a bound operator instead of the dispatcher.
 
 The wrapper of a compiled graph calls a custom operator through the dispatcher, which passes some
 thirty arguments to Python and back; next to short kernels that is most of the time. Here it calls

@@ -1,4 +1,5 @@
-"""Our kernels in graphs that Inductor compiles to C++: Inductor launches them itself.
+"""Makes Inductor launch our kernels itself in graphs that it compiles to C++.
+
 
 With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded where there
 is no Python of ours. So the lowering of an operator is not a call of it there: what its

@@ -1,4 +1,4 @@
-"""A launch of one of our kernels in Inductor's intermediate representation.
+"""Represents a launch of one of our kernels in Inductor's intermediate representation.
 
 Inductor has a node for kernels that users have written. This is that node for an entry
 (torch_streamkl/kernels/entries.py), and differs from it in three things: it is told which tensors

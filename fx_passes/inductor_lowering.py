@@ -1,4 +1,4 @@
-"""The lowering of one call of an operator by what its implementation does.
+"""Lowers one operator call to the steps of its implementation.
 
 Fake tensors stand for Inductor's while the implementation is traced; then every step becomes a
 node: an allocation, an operation whose result is written to one, a launch.

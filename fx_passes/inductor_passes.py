@@ -1,4 +1,4 @@
-"""Our passes of Inductor, and what the compiled graphs that they make are cached under."""
+"""Defines our Inductor passes, and the keys under which their compiled graphs are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RewriteOptions: every option of the rewrite, with its rule, for all front ends.
+"""Defines RewriteOptions: every option of the rewrite, with its rule, for all front ends.
 
 In a dict of options, such as ``torch.compile(..., options=)``, ours have the prefix ``streamkl.``
 and all others are Inductor's. Keyword arguments of Python functions have no prefix.

@@ -1,4 +1,4 @@
-"""rewrite(gm): find the losses of a Dynamo graph and replace each by a streaming operator.
+"""Defines rewrite(gm): replaces every loss found in a Dynamo graph by a streaming operator.
 
 Stages: capture -> analysis -> planning -> lowering -> followup -> validation, each a folder.
 A graph of DTensors goes through them as one of whole tensors (`sharded`).

@@ -1,4 +1,4 @@
-"""A graph in which little is left next to fused attention sites runs as it is, without Inductor.
+"""Runs a graph without Inductor if it holds little but fused attention losses.
 
 A loss that is compiled apart from its models is such a graph. What a compiled graph costs for
 being one, with wrappers around both passes and a node of autograd, keeps the host longer than the

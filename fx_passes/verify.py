@@ -1,4 +1,4 @@
-"""verify(fn, *args): a program in eager mode, compiled and in float64, side by side."""
+"""Defines verify(fn, *args): runs a program eagerly, compiled and in float64, and compares."""
 
 from __future__ import annotations
 

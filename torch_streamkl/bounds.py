@@ -1,4 +1,4 @@
-"""Indices that code gives to torch are checked by torch; here are the checks of those given to us.
+"""Checks that ids and labels are in range, as torch does for the indices that it is given.
 
 A row program compares the ids of a row with the keys, and `linear_kl` looks for a label among the
 vocabulary entries: one out of range would be nowhere, and its row a plausible number. On a CPU the

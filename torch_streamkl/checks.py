@@ -1,4 +1,4 @@
-"""Input checks from metadata alone: they run on fake tensors, before any launch.
+"""Checks arguments by metadata alone, on fake tensors too, before any launch.
 
 Each error states the rule and the value that broke it.
 """

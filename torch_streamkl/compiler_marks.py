@@ -1,4 +1,4 @@
-"""torch.compiler's decorators without the import of the compiler.
+"""Provides torch.compiler's decorators without importing the compiler.
 
 `torch.compiler.disable` and `assume_constant_result` import Dynamo, which takes longer than all
 of torch_streamkl. These leave the same marks on a function, and Dynamo reads them when it traces.

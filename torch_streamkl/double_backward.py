@@ -1,4 +1,4 @@
-"""`once`: a number whose gradients its forward computed can be differentiated once.
+"""Marks a loss whose gradients were computed in the forward; double backward raises.
 
 Such a sum keeps its gradients, and nothing that leads from them to what they were computed from:
 autograd would leave a second derivative out and say nothing. `once` is the number itself; its

@@ -1,4 +1,4 @@
-"""Drop-in for Nitrobrew's two functions, with `linear_kl` after them.
+"""Replaces Nitrobrew's two functions by calls of `linear_kl`.
 
 ``from torch_streamkl.nitrobrew import forward_kl, reverse_kl``. Everything else that `linear_kl`
 can do (biases, softcaps, labels, row weights, gradients to the teacher) is there, not here.

@@ -1,4 +1,4 @@
-"""Find the fastest launches of the attention kernels for your shapes, on this machine's GPU.
+"""Finds the fastest launches of the attention kernels for your shapes, on this machine's GPU.
 
     python -m torch_streamkl.tune --heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --causal
 

@@ -1,4 +1,4 @@
-"""What a cast makes of scores and of values after the softmax.
+"""Decides which casts of scores and of values after the softmax keep their meaning.
 
 A cast to a wider type is the identity. One to a narrower type rounds, and blocks: float8 always,
 and any other type but that of the scores' matmul or of its operands. Back to that type the

@@ -1,4 +1,4 @@
-"""Integer and boolean tensors that depend on nothing but sizes, to see what they hold.
+"""Evaluates integer and boolean tensors that depend on sizes only.
 
 Transformers builds the sequence number of every token from `position_ids` in case sequences are
 packed, also where the positions are a plain `arange`. All are zero then, and comparing them is no

@@ -1,4 +1,4 @@
-"""The recogniser: an abstract interpreter over a region's ATen graph.
+"""Interprets a region's ATen graph abstractly: the recogniser.
 
 Every node gets an abstract value, or none together with a reason why not. Rules are compositional:
 each knows one operation and the meanings of its inputs, never a whole spelling, so that spelling,

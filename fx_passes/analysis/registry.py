@@ -1,4 +1,4 @@
-"""Tables of rules: what an operator overload makes of the values of its inputs."""
+"""Registers rules by operator overload: each computes a result's value from its inputs' values."""
 
 from __future__ import annotations
 

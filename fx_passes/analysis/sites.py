@@ -1,4 +1,4 @@
-"""Where a program computes something like a divergence, fused or not: the report misses none.
+"""Finds every place where a program computes a divergence, fused or not, for the report.
 
 A site is where two distributions first meet and one of them is a logarithm: the product or the
 difference of a divergence, a mixture, or a call of kl_div. Each distribution is known by the

@@ -1,4 +1,4 @@
-"""What keeps a whole graph from being rewritten, whatever is in it."""
+"""Checks what forbids the rewrite of a whole graph, whatever it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes of a Dynamo graph a KL could be made of: the region around its softmaxes.
+"""Selects the nodes that a divergence could be made of: the region around its softmaxes.
 
 A region starts at the seeds (softmax, kl_div and their hand-written forms, cross_entropy), reaches
 backwards to the matmuls that make the scores and through the code that makes the masks, and
@@ -237,7 +237,7 @@ def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:
     """Add in-place writes to values of the region, which have no data edge to a later reader.
 
     False when one of them cannot be run again. Writes to what the region reads from outside are
-    no part of it: `aliasing` looks for those.
+    no part of it: `aliases` looks for those.
     """
     while True:
         leaves = {a for n in inside for a in n.all_input_nodes if a not in inside}

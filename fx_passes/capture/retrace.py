@@ -1,4 +1,4 @@
-"""Re-trace a region to pre-dispatch ATen, where spellings are few; for analysis only.
+"""Traces a region again to pre-dispatch ATen, where spellings are few; for analysis only.
 
 What is compiled is always the user's own graph with nodes replaced. The re-traced graph loses
 autograd functions, checkpoint regions and autocast, so it is read and thrown away.

@@ -1,4 +1,4 @@
-"""Graphs inside of graphs: the bodies of which higher-order operators are like any code."""
+"""Finds the subgraphs of higher-order operators that may be rewritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What masked keys are in an expression over probabilities: -inf as scores, 0 as probabilities."""
+"""Replaces masked keys in expressions over probabilities: -inf as scores, 0 as probabilities."""
 
 from __future__ import annotations
 

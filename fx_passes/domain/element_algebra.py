@@ -1,4 +1,4 @@
-"""Rules for values with one entry per key: expressions over probabilities, and their sums.
+"""Combines values with one entry per key: expressions over probabilities, and their sums.
 
 Binary operations line up two tensors by position; two uses of one distribution are the same
 variable only when they put its axes in the same dimensions.

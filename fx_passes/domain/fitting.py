@@ -1,4 +1,4 @@
-"""A value describes the tensor that it stands for: its axes have the tensor's extents.
+"""Checks that a value describes its tensor: its axes have the tensor's extents.
 
 Torch broadcasts silently, so what a rule says of an operation's inputs need not hold for its
 result. Every value is held against the shape of its tensor, whatever rule it comes from.

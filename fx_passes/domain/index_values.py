@@ -1,4 +1,4 @@
-"""Index tensors as the program stores them: extents, dtype, slices, promotion.
+"""Models index tensors as the program stores them: extents, dtype, slices, promotion.
 
 NOTE [Index values]
 An `Affine` is exact arithmetic on integers; a tensor is not. Every value that a rule makes is

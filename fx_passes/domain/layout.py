@@ -1,4 +1,4 @@
-"""Where the axes of a score matrix are in a tensor that was reshaped, transposed and broadcast.
+"""Tracks the axes of a score matrix through reshapes, transposes and broadcasts.
 
 A tensor dimension is a tuple of pieces: (b, h) is a flattened dimension, () one of size 1. A piece
 is a digit of an axis: with axis index = sum(stride * digit), splitting H into (groups, members)

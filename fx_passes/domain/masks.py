@@ -1,4 +1,4 @@
-"""Masks as logic: conjunctions of exact index conditions and of opaque boolean tensors.
+"""Represents masks as conjunctions of exact index conditions and of opaque boolean tensors.
 
 ``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices, so
 that a causal mask or a window is known exactly and never has to exist as a tensor. What is not

@@ -1,4 +1,4 @@
-"""Rules for sums over keys: sums of them, and log-sum-exps next to them.
+"""Combines sums over keys with each other, and with log-sum-exps.
 
 Two sums belong together when they were taken over the same axes, with the same extents, and
 divided by the same sizes.

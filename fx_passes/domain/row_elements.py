@@ -1,4 +1,4 @@
-"""What a tensor's elements are, as a formula over dot products: the raw material of row programs.
+"""Represents a tensor's elements as formulas over dot products, from which row programs are made.
 
 A `Formula` says how the element at one index of its axes is computed; a `Placed` formula says
 which dimension of a tensor each axis is in. Views change places only. Axes have no names: those

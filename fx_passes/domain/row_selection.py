@@ -1,4 +1,4 @@
-"""Which rows of a tensor are used: the meaning of `x[mask]`, `x[i, j]`, `masked_select`, `gather`.
+"""Describes which rows are used by `x[mask]`, `x[i, j]`, `masked_select` and `gather`.
 
 NOTE [Selected rows]
 A selection replaces consecutive dimensions of scores, of ``sizes``, by dimensions of ``shape``. It

@@ -1,4 +1,4 @@
-"""Operations that change which scores there are: padding, sums over heads, slices, rows."""
+"""Applies operations that change which scores exist: padding, sums over heads, slices, rows."""
 
 from __future__ import annotations
 

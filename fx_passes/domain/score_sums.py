@@ -1,4 +1,4 @@
-"""A sum of two products over the same rows and keys, as a low-rank adapter of an LM head makes it.
+"""Represents a sum of two products over the same rows and keys: a low-rank adapter of an LM head.
 
 ``x W^T + s (x A^T) B^T`` is one head over the features [x, s x A^T] with the weight [W, B]. The
 first product stays the scores, and the second is a step of their chain, so that neither weight is

@@ -1,4 +1,4 @@
-"""Scores: dot products of two operands, and the chain of operations that was applied to them.
+"""Represents scores: dot products of two operands, and the chain of operations applied to them.
 
 The chain is kept in the order written and normalised once, as each step is appended. What a step
 may move past:

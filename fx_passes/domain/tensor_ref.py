@@ -1,4 +1,4 @@
-"""One reference to a tensor of the user's graph, with whether gradient flows back to it."""
+"""Represents a reference to a tensor of the user's graph, and whether gradient flows to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share DTensors rewrite alike, or not at all.
+"""Makes all ranks that share DTensors rewrite alike, or not at all.
 
 A rewritten graph has other collectives than the user's, so a rank that rewrites while another does
 not (its check failed, or had no memory) would wait forever. Before a rewrite is taken all ranks

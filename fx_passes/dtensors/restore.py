@@ -1,4 +1,4 @@
-"""From a rewritten graph of whole tensors back to the user's graph of DTensors.
+"""Restores the user's graph of DTensors from a rewritten graph of whole tensors.
 
 Nodes of the user's get what they were. Operators of ours get DTensors, by way of
 `distributed.graph_calls`, and their rows are plain tensors that every rank has; where the user's

@@ -1,4 +1,4 @@
-"""The rewrite of a graph of DTensors: as whole tensors, agreed on by all ranks, and put back."""
+"""Rewrites a graph of DTensors: as whole tensors, agreed on by all ranks, and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph of DTensors as a graph of the whole tensors that they stand for.
+"""Converts a graph of DTensors to a graph of the whole tensors that they stand for.
 
 DTensor has the semantics of one device: an operation on DTensors gives what it gives on whole
 tensors, whatever their placements. So the graph is analysed with plain tensors in their places,

@@ -1,4 +1,4 @@
-"""Insert nodes into a Dynamo graph with complete metadata.
+"""Inserts nodes into a Dynamo graph with complete metadata.
 
 A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes
 guess.

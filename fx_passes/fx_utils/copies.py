@@ -1,4 +1,4 @@
-"""Copies of graphs to work on."""
+"""Copies graphs, so that a rewrite works on a copy."""
 
 from __future__ import annotations
 

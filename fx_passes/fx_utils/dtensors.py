@@ -1,4 +1,4 @@
-"""What a graph records of DTensors: which values are, how they are placed, who has a part."""
+"""Reads what a graph records of DTensors: their nodes, placements and meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why something is left as the user wrote it, or why compiling has to end."""
+"""Defines the exceptions that say why something is not fused, or why compiling has to end."""
 
 
 class Unsupported(Exception):

@@ -1,4 +1,4 @@
-"""Which mode of fake tensors is found by code of torch that asks for the current one."""
+"""Sets the fake tensor mode that code of torch finds when it asks for the current one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes of a graph write to tensors, draw random numbers, or have another effect."""
+"""Finds the nodes that write to tensors, draw random numbers, or have another effect."""
 
 from __future__ import annotations
 

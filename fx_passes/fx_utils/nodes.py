@@ -1,4 +1,4 @@
-"""What a node of an FX graph is: its name, arguments, recorded value, and place in user code."""
+"""Reads a node of an FX graph: its name, arguments, recorded value, and place in user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a graph for a node that is not to be analysed, or that changes no value."""
+"""Defines functions that replace nodes in a graph: opaque to the analysis, or the identity."""
 
 from __future__ import annotations
 

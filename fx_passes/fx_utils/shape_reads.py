@@ -1,4 +1,4 @@
-"""Operations that read the shape or the type of a tensor, and none of its values."""
+"""Lists operations that read the shape or the type of a tensor, and none of its values."""
 
 from __future__ import annotations
 

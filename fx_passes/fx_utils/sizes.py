@@ -1,4 +1,4 @@
-"""Sizes that may be symbolic: shapes, comparison without adding guards, and products."""
+"""Compares and multiplies sizes that may be symbolic, without adding guards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every private part of torch that the rewrite cannot do without, imported in one place.
+"""Imports in one place every private part of torch that the rewrite cannot do without.
 
 A release of torch may move any of them. The error then says which one, and what to do. Parts that
 the rewrite can do without are imported where they are used, and left out where they are missing

@@ -1,4 +1,4 @@
-"""Insert a planned site's operator calls into the user's graph."""
+"""Inserts a planned loss's operator calls into the user's graph."""
 
 from __future__ import annotations
 

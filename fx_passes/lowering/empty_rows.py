@@ -1,4 +1,4 @@
-"""Eager's values and gradients for rows in which every key has a huge negative number added."""
+"""Restores eager's values and gradients for rows whose keys are all masked by a finite number."""
 
 from __future__ import annotations
 

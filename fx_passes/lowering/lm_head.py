@@ -1,4 +1,4 @@
-"""Language-model heads: scores whose keys are one matrix for all rows become `linear_kl`.
+"""Lowers language-model heads, whose keys are one matrix for all rows, to `linear_kl`.
 
 Nothing of the size of the logits is kept, and the widths of hidden states are far beyond what
 attention kernels take. The operator rounds logits to the type of the product, as the user's linear

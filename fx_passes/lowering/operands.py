@@ -1,4 +1,4 @@
-"""From a matmul operand in the user's graph to the tensor that an operator takes.
+"""Inserts the views that turn a matmul's operand into the tensor that an operator takes.
 
 Transposes, casts and repeated heads were peeled off by the analysis, so the source tensor is used
 as it is; what is inserted here are views, except where flattened dimensions cannot be a view.

@@ -1,4 +1,4 @@
-"""Insert a row program's operator call into the user's graph, and its results in their places."""
+"""Inserts a row program's operator call into the user's graph, and its results in their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selected rows in the user's graph: the user's own operation, on an operand of the scores.
+"""Applies the user's own row selection to an operand of the scores.
 
 See NOTE [Selected rows] in domain/row_selection.py.
 """

@@ -1,4 +1,4 @@
-"""``softmax(softcap * tanh(scale * QK^T)) @ V``, with masks, as a call of FlexAttention.
+"""Rewrites ``softmax(softcap * tanh(scale * QK^T)) @ V``, with masks, to a call of FlexAttention.
 
 scaled_dot_product_attention has no softcap; torch.nn.attention.flex_attention takes any function
 of a score. On a GPU Inductor makes kernels of it and of its backward that never have a tensor of

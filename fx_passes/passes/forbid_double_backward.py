@@ -1,4 +1,4 @@
-"""Sums with gradients from the forward say what they are of: a second derivative is an error.
+"""Makes double backward raise for sums whose gradients were computed in the forward.
 
 Their backward reads no input of the graph, which is what AOTAutograd looks for before it refuses
 to differentiate twice. What it gets is the nearest input to each operand that the replaced code's

@@ -1,4 +1,4 @@
-"""Teachers that are updated in the step: which operators read what is written after them.
+"""Finds operators that read tensors which are written after them: teachers updated in the step.
 
 `linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does not: it
 makes its gradients in the forward. Which of the two a divergence becomes is known at the end. So

@@ -1,4 +1,4 @@
-"""A weighted sum of `linear_kl` rows becomes `linear_kl_sum`: gradients after its forward.
+"""Rewrites a weighted sum of `linear_kl` rows to `linear_kl_sum`, with gradients in its forward.
 
 The per-token operator computes the logits again in the backward: six matmuls for the student where
 four are enough when the weight of each token in the loss is known before. It is known when the

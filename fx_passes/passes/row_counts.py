@@ -1,4 +1,4 @@
-"""How many rows a boolean mask selects is read from the positions, not from large tensors.
+"""Reads the number of rows that a boolean mask selects from the positions, not from large tensors.
 
 Dynamo asserts at run time what it has assumed of such sizes, and reads them where they were made:
 of the selected logits.

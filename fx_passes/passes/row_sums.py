@@ -1,4 +1,4 @@
-"""A sum of a row program's values becomes `row_program_sum`: gradients in its forward.
+"""Rewrites a sum of a row program's values to `row_program_sum`, with gradients in its forward.
 
 A program of an LM head makes its logits again in the backward, unless what each row adds to the
 loss is known in the forward. It is where the program's values go through functions of each row,

@@ -1,4 +1,4 @@
-"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where the map is unused.
+"""Rewrites attention whose probabilities nothing else reads to scaled_dot_product_attention.
 
 Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
 which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a

@@ -1,4 +1,4 @@
-"""Operations that read the shape or type of a large tensor, such as expand_as, given that instead.
+"""Redirects reads of a large tensor's shape or type, such as expand_as, to another tensor.
 
 Nothing else may keep scores or probabilities alive that a fused operator replaced.
 """

@@ -1,4 +1,4 @@
-"""A cross-entropy with labels next to a distillation loss shares the operator's logits.
+"""Computes a cross-entropy with labels in the operator call of the distillation loss.
 
 Most trainers add the two. Not fused, the cross-entropy keeps the student's logits alive, which
 are what `linear_kl` avoids; with ``labels`` the operator returns the cross-entropy per token as

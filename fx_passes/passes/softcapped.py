@@ -1,4 +1,4 @@
-"""Where softcapped attention becomes a call of FlexAttention, and that call."""
+"""Decides where softcapped attention becomes a call of FlexAttention, and inserts the call."""
 
 from __future__ import annotations
 

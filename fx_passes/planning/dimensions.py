@@ -1,4 +1,4 @@
-"""How two distributions over the same keys map onto one operator call.
+"""Maps two distributions over the same keys onto one operator call.
 
 NOTE [Axes]
 An axis is a dimension of a matmul's result: an identity within its scores, with an extent. A

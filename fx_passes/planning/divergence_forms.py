@@ -1,4 +1,4 @@
-"""Expressions that are linear in log-probabilities: as named divergences, or sums of them."""
+"""Expresses sums that are linear in log-probabilities as named divergences, or sums of them."""
 
 from __future__ import annotations
 

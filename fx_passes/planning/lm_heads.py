@@ -1,4 +1,4 @@
-"""Which pairs of scores are language-model heads: their keys are one matrix for all rows."""
+"""Decides which pairs of scores are LM heads: their keys are one matrix for all rows."""
 
 from __future__ import annotations
 

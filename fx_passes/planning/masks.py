@@ -1,4 +1,4 @@
-"""The masks of a call's two sides in the operator's terms."""
+"""Translates the masks of a call's two sides into the operator's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code after a site that asks for NaN or infinity, where eager has them and operators do not.
+"""Finds code after a loss that could observe NaN or infinity that only eager produces.
 
 Eager gives NaN where a masked key has the probability 0 and the logarithm -inf, and infinity where
 a probability is 0 by underflow. An operator gives the limit. Whoever replaces NaN by 0, counts it,

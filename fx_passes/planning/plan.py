@@ -1,4 +1,4 @@
-"""From summed elements to operator calls: what to call, on which operands, with which options.
+"""Plans operator calls for summed elements: the operator, its operands and options.
 
 `plan` decides without touching the graph and raises `Unsupported` with the reason.
 """

@@ -1,4 +1,4 @@
-"""What is small and computed as fast by Inductor's own code: it can be left to it.
+"""Decides which losses are too small to fuse: Inductor's own code is as fast.
 
 What a site saves is its tensors of queries x keys. Where those take a few MiB, what counts is the
 number of launches and the host's work between them. The same holds of the attention that is left

@@ -1,4 +1,4 @@
-"""From formulas to row programs: which sums one operator computes, and on which axes.
+"""Plans row programs from formulas: which sums one operator computes, and on which axes.
 
 The operator knows batch, heads, rows and keys. The axis that was summed over is the keys; what
 every product has besides is rows where no column operand has it, else batch and heads. Axes that

@@ -1,4 +1,4 @@
-"""Which sums over keys of a graph become row programs, and which of them one program computes."""
+"""Chooses which sums over keys become row programs, and which of them one program computes."""
 
 from __future__ import annotations
 

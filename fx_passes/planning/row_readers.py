@@ -1,4 +1,4 @@
-"""What other code reads of a row program: its products, and whether its sums are numbers."""
+"""Finds who else reads a row program's products, and whether its sums are read as numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on elements that ask for NaN or infinity, where eager has them and programs do not.
+"""Refuses operations that could observe NaN or infinity that eager produces and programs do not.
 
 As in nan_readers.py, but between scores and sums. Two values of a program differ from eager's:
 

@@ -1,4 +1,4 @@
-"""Puts a report into torch's structured trace, where `tlparse` shows it next to the graph."""
+"""Puts a report into torch's structured trace, where `tlparse` shows it with the graph."""
 
 from __future__ import annotations
 

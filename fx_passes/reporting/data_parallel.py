@@ -1,4 +1,4 @@
-"""Graphs whose inputs nn.DataParallel gathered from its replicas.
+"""Finds graphs whose inputs nn.DataParallel gathered from its replicas.
 
 It calls them in threads, which Dynamo does not trace. So logits that they give are inputs of the
 graph that has the loss, as after any other graph break, and nothing can be fused.

@@ -1,4 +1,4 @@
-"""What a planned site is called in the report."""
+"""Names a planned loss for the report."""
 
 from __future__ import annotations
 

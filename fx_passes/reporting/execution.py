@@ -1,4 +1,4 @@
-"""How the operators of a rewritten graph will run: what the report says of each fused site."""
+"""Describes how the operators of a rewritten graph will run, for each fused loss."""
 
 from __future__ import annotations
 

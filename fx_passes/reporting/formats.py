@@ -1,4 +1,4 @@
-"""The report for programs and for notebooks: as JSON and as HTML."""
+"""Writes the report as JSON and as HTML."""
 
 from __future__ import annotations
 

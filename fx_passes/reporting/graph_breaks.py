@@ -1,4 +1,4 @@
-"""Where Dynamo ended graphs: no loss is seen across such a line, so the report names it."""
+"""Records where Dynamo ended graphs: no loss is recognised across such a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits and attention maps that a graph returns: a loss on them may run uncompiled, unseen."""
+"""Finds logits and attention probabilities that a graph returns: a loss on them is not seen."""
 
 from __future__ import annotations
 

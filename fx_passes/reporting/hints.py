@@ -1,4 +1,4 @@
-"""What would make a loss fusable: for every kind of reason one hint that keeps the loss.
+"""Maps every kind of reason to one hint that would make the loss fusable and keeps it.
 
 `docs/reasons.md` is this table. A hint never asks for another loss than the one that is written:
 where only another one would fuse, the hint says what keeps the memory small, or says so.

@@ -1,4 +1,4 @@
-"""Every score- or logit-sized tensor that a graph materializes, whatever made or reads it.
+"""Finds every score- or logit-sized tensor that a graph materializes, whatever made or reads it.
 
 The analysis of losses follows what it recognizes. This looks at sizes alone, so that the report
 never passes over what the analysis does not know: products of two matrices that are much larger

@@ -1,6 +1,4 @@
-"""What happened to every distillation loss of a program, as a value; `text.py` vocabulary entries
-it.
-"""
+"""Defines the report on every distillation loss of a program; `text.py` formats it."""
 
 from __future__ import annotations
 

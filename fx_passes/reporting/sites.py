@@ -1,4 +1,4 @@
-"""What the report says of sites that stay as they are."""
+"""Describes the losses that are not fused or skipped, with reasons and hints."""
 
 from __future__ import annotations
 

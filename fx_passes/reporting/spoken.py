@@ -1,6 +1,4 @@
-"""A divergence in the vocabulary entries of papers: recognised by its values, not by how it is
-written.
-"""
+"""Names a divergence as papers do, by its values and not by how it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as text: a headline, a line a loss and a line for what remains; and all details."""
+"""Formats the report as text: a headline, a line for each loss, what remains, and details."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large tensors of a graph: which are new memory, how much of it, and which a rewrite leaves."""
+"""Measures the large tensors of a graph: which are new memory, and which a rewrite leaves."""
 
 from __future__ import annotations
 

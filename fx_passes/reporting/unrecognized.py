@@ -1,4 +1,4 @@
-"""Why a score- or logit-sized tensor is part of no recognized loss, in the user's terms."""
+"""Explains why a score- or logit-sized tensor is part of no recognized loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rewrite changed: two graphs compared node by node, without asking who changed them."""
+"""Compares two graphs node by node to find what a rewrite changed, without asking the rewrite."""
 
 from __future__ import annotations
 

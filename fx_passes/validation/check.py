@@ -1,4 +1,4 @@
-"""check(before, after): run what a rewrite replaced and what replaces it on the same inputs.
+"""Defines check(before, after): runs replaced code and its replacement on the same inputs.
 
 A rewrite is not believed but checked, each time one is compiled. The check compares graphs and
 runs them. It knows nothing of the rules that made the replacement, so it cannot share their

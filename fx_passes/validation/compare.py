@@ -1,4 +1,4 @@
-"""Whether two results are the same, as far as naive code of the same dtype can tell.
+"""Compares two results as strictly as naive code of the same dtype allows.
 
 NOTE [Tolerance of a check]
 No tolerance is fixed. The judge is the user's code in float64. A replacement may be off from it

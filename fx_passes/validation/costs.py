@@ -1,4 +1,4 @@
-"""What a check would cost: memory and time of the naive code, forward and backward, in float64."""
+"""Estimates a check's cost: memory and time of the naive code, both passes, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large the terms are that a gradient is the sum of.
+"""Measures how large the terms of a gradient's sum are.
 
 A gradient is a sum over the uses of a tensor, and inside of a softmax over its keys. Where the
 terms cancel, the user's code may give exactly 0: of one key that a mask leaves, p * (g - p * g)

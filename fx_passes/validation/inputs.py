@@ -1,4 +1,4 @@
-"""Random values for the inputs of a region, such as a real program could have.
+"""Draws random values for the inputs of a region, such as a real program could have.
 
 Every tensor has the shape, strides, dtype, device and gradient flag that the graph recorded.
 """

@@ -1,4 +1,4 @@
-"""Run real tensors inside a compilation and leave the process as it was found."""
+"""Runs real tensors inside a compilation and restores the state of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of nodes that a check treats in their own way: never run, not looked after, modes."""
+"""Lists the nodes that a check treats specially: never run, not compared, or modes."""
 
 from __future__ import annotations
 

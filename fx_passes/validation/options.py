@@ -1,4 +1,4 @@
-"""When a rewrite is checked, and how much that may cost."""
+"""Decides when a rewrite is checked, and how much that may cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checks passed before: the same region is not run again, in this process or a later one.
+"""Remembers which checks passed, so that the same region is not run again, here or later.
 
 Two regions are the same when operations, constants and the metadata of inputs are the same, such
 as those of the layers of a network. Only passes are recorded.

@@ -1,4 +1,4 @@
-"""Rewrite, check, and rewrite again without the sites whose check failed."""
+"""Rewrites, checks, and rewrites again without the losses whose check failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the two graphs to run for one changed value, and from which inputs on.
+"""Chooses which part of the two graphs to run for a changed value, and from which inputs on.
 
 NOTE [Leaves of a check]
 A check runs the user's code from some leaves to the value that was replaced, and the replacement

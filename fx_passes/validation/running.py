@@ -1,4 +1,4 @@
-"""Run the nodes of a region on real tensors, in their own dtypes or in float64."""
+"""Runs the nodes of a region on real tensors, in their own dtypes or in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers for symbolic sizes: those that the graph was traced with, or smaller ones."""
+"""Chooses numbers for symbolic sizes: those that the graph was traced with, or smaller ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes of a graph write to which memory, those included whose names do not tell."""
+"""Finds which nodes write to which memory, including hidden writes (batch_norm statistics)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a compiled program's results are as right as those of eager code, entry by entry.
+"""Compares a compiled program's results with eager's, entry by entry, against float64.
 
 NOTE [Tolerance of verify()]
 The reference is the user's program in float64. An entry of a compiled result may be off from it

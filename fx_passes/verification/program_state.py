@@ -1,4 +1,4 @@
-"""Everything a program can reach besides its arguments: what it reads, and what it may change.
+"""Finds everything a program can reach besides its arguments: what it reads and may change.
 
 Found are tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
 closure cells, named globals, generators of random numbers) of a function, of the objects that it

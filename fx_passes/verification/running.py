@@ -1,4 +1,4 @@
-"""Runs a program from the same state: eager, compiled, in float64, rounded otherwise.
+"""Runs a program from the same state: eager, compiled, in float64, and with other roundings.
 
 Arguments are copied for every run. Everything else that the program reaches is put back.
 """

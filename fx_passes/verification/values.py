@@ -1,4 +1,4 @@
-"""What a program gives, as a flat table: numbers by the name that a user knows."""
+"""Flattens a program's results to a table of numbers, by the names that a user knows."""
 
 from __future__ import annotations
 

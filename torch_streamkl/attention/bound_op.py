@@ -1,4 +1,5 @@
-"""A site: `attention_kl` with one set of options on tensors of one set of metadata, called often.
+"""Binds `attention_kl` to one set of options and tensor metadata, for calls that repeat.
+
 
 A call site of a compiled graph and eager calls that repeat are alike: only addresses differ from
 call to call. A `BoundOp` computes what the operators do without the dispatcher, and has the

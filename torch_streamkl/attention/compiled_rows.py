@@ -1,4 +1,4 @@
-"""The mathematics of whole rows of scores, as plain torch functions of a [rows, keys] tile.
+"""Defines the row kernel that Inductor compiles: plain torch functions of a [rows, keys] tile.
 
 Inductor compiles them (cpu/compiled.py). They read every input from a dictionary of tensors, and
 sizes and numbers are never literals: one compilation serves every block of a problem and every

@@ -1,4 +1,4 @@
-"""Eager calls in one step, without the dispatcher.
+"""Runs eager calls in one step, without the dispatcher.
 
 Two trips through the dispatcher with 28 arguments cost several times what a small kernel does. A
 call on plain tensors (`checks.is_plain`) that nothing watches (no compiler, no mode, no functorch

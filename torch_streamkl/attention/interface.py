@@ -1,4 +1,4 @@
-"""attention_kl(): the divergence between two attention maps, one value per query row."""
+"""Defines attention_kl(): the divergence between attention probabilities, a value per query."""
 
 from __future__ import annotations
 
@@ -304,9 +304,8 @@ def attention_kl_varlen(
     return value.squeeze(0) if reduction == "none" else value
 
 
-# What a call is made of, as two tuples: the tensors, and everything else. Together with the
-# tensors' metadata the second decides whether a call is legal, so that verdict is kept
-# (checks.remembered).
+# A call is two tuples: the tensors, and everything else. Together with the tensors' metadata the
+# second decides whether a call is legal, so the result of the checks is cached (checks.py).
 class Inputs(NamedTuple):
     """The tensors of a call, as the caller gave them."""
 

@@ -1,4 +1,4 @@
-"""The torch.library operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
+"""Registers the attention operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
 
 An operator is functional and per-row: the primitive is one value per query row, and every
 reduction, row weight or row mask is ordinary torch code around it. The backward is an operator of

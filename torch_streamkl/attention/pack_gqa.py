@@ -1,4 +1,4 @@
-"""Few queries: those of all grouped heads (GQA) become rows of one head.
+"""Packs the query heads of a GQA group into rows of one head, for short queries.
 
 A tile has as many rows whether a head has one query or many, and each head would read the keys
 again. Where nothing depends on the head or the position of a query, the problem with the heads of

@@ -1,4 +1,4 @@
-"""One KL problem as a value: the tensors and the options that every implementation reads.
+"""Defines AttentionProblem: the tensors and the options that every implementation reads.
 
 `ops.py` builds an `AttentionProblem` once from an operator's flat arguments; reference, streaming
 and kernel launchers take that and nothing else, so an option is added here and where it is

@@ -1,5 +1,4 @@
-"""The CPU's implementation in compiled graphs: query tiles of whole rows, their bodies by
-Inductor.
+"""Computes compiled graphs on a CPU by query tiles: whole rows, with a row kernel from Inductor.
 
 A query tile is a few heads' block of query rows with every key that they may see: two products
 into a small workspace, one compiled pass over its rows (attention/compiled_rows.py), and, where

@@ -1,4 +1,4 @@
-"""The specification: every operator's meaning in a few naive lines, for any floating dtype.
+"""Specifies every operator in a few naive lines, for any floating dtype.
 
 Everything else is tested against this in float64, values and gradients. It materialises the
 scores.

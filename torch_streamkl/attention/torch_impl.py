@@ -1,4 +1,4 @@
-"""The blocked implementation in plain torch: the CPU's, and the bounded-memory path of any device.
+"""Implements attention in plain torch, block by block: the CPU's path, in bounded memory anywhere.
 
 Forward streams blocks of keys through the row state; where the functional is not linear in the
 log-probabilities a second pass sums it (NOTE [One pass or two] in divergences/functional.py).

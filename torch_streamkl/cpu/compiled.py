@@ -1,5 +1,4 @@
-"""Bodies of attention/compiled_rows.py compiled by Inductor: once for a form, for all sizes, and
-kept.
+"""Compiles row kernels (attention/compiled_rows.py) with Inductor: once per form, for all sizes.
 
 The graph of a body goes straight to Inductor, without Dynamo and AOTAutograd: calling what comes
 out takes microseconds. Inductor keeps it in its cache on disk, under the graph.

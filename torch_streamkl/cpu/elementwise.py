@@ -1,4 +1,4 @@
-"""Elementwise operations that a CPU computes several times faster than in the obvious way.
+"""Computes elementwise operations several times faster on a CPU than the obvious code does.
 
 On other devices they are the obvious way: these ask for numbers, and a GPU should not wait.
 """

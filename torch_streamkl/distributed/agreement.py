@@ -1,4 +1,4 @@
-"""Ranks compare what they were called with, before they exchange tensors of that size.
+"""Compares the arguments of all ranks before they exchange tensors.
 
 A collective of tensors that differ in size hangs or corrupts memory, and ranks that differ in
 anything else (a reduction, a gradient) compute something that nobody asked for. So every call

@@ -1,4 +1,4 @@
-"""Arguments of a call as texts that ranks compare: one description for all functions.
+"""Describes a call's arguments as texts that ranks compare, in one way for all functions.
 
 What is described is the function's own signature, so an argument that is added is compared too.
 Two ranks whose texts are equal come to the same verdict on a call: every check of arguments reads

@@ -1,4 +1,4 @@
-"""`attention_kl` on DTensors: what is done to its tensors before the operators see them."""
+"""Prepares DTensors for `attention_kl` before its operators see them."""
 
 from __future__ import annotations
 

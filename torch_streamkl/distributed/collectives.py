@@ -1,4 +1,4 @@
-"""Functional collectives by the name of a process group: the only place that communicates.
+"""Calls functional collectives by the name of a process group: the only place that communicates.
 
 They are PyTorch's own operators, so a compiler sees and schedules them where a graph holds them.
 Each returns before the data is there; `wait` makes the current stream wait for it.

@@ -1,4 +1,4 @@
-"""What `attention_kl_context_parallel` is called with: checked, and compared between ranks."""
+"""Checks the arguments of `attention_kl_context_parallel`, and compares them between ranks."""
 
 from __future__ import annotations
 

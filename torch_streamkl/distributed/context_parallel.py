@@ -1,4 +1,4 @@
-"""attention_kl_context_parallel(): attention maps of a sequence that ranks share."""
+"""Defines attention_kl_context_parallel(): `attention_kl` on a sequence that ranks share."""
 
 from __future__ import annotations
 

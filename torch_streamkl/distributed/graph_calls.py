@@ -1,4 +1,4 @@
-"""What rewritten graphs call on DTensors in the place of the operators on whole tensors.
+"""Defines what rewritten graphs call on DTensors instead of the operators on whole tensors.
 
 Attention is shared as its queries are, and its rows are DTensors. Of LM heads, hidden states and
 weights are DTensors; rows come back whole, as plain tensors that every rank has. The gradient of a

@@ -1,4 +1,4 @@
-"""`linear_kl` with a group: ranks that share a vocabulary and have the same hidden states."""
+"""Runs `linear_kl` with a group: ranks share a vocabulary and have the same hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`linear_kl` on DTensors: their placements say what is where, and gradients come back alike.
+"""Runs `linear_kl` on DTensors: placements say what each rank has, and gradients get them back.
 
 - A weight shards the vocabulary over one mesh dimension, Shard(0), or is Replicate().
 - Hidden states share tokens over any mesh dimension. Along the one that shares vocabulary entries

@@ -1,4 +1,4 @@
-"""The operators after `linear_kl` on a vocabulary that ranks share.
+"""Registers the operators that `linear_kl` calls for a vocabulary that ranks share.
 
 - ``linear_kl_sharded``: value and cross-entropy per token, whole, on every rank; the backward is
   that of ``linear_kl`` on this rank's vocabulary shard with the statistics of whole rows.

@@ -1,4 +1,4 @@
-"""Calls of `linear_kl` without a token, on a rank or on all: they take part in every exchange."""
+"""Runs calls of `linear_kl` without a token, which still take part in every exchange of ranks."""
 
 from __future__ import annotations
 

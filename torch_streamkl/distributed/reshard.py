@@ -1,6 +1,4 @@
-"""Move the vocabulary entries of a weight between ranks: for student and teacher that are cut
-differently.
-"""
+"""Moves vocab shards of a weight between ranks, if student and teacher are cut differently."""
 
 from __future__ import annotations
 

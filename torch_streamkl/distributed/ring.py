@@ -1,4 +1,4 @@
-"""Attention maps of a shared sequence whose keys go around: nobody ever holds all of them.
+"""Runs attention with keys that go around a ring of ranks: no rank ever holds all of them.
 
 A rank computes its rows against the keys that it has, while these already travel to the next rank.
 After as many steps as there are ranks every row has met every key. What a step finds of a row is

@@ -1,4 +1,4 @@
-"""How ranks share a sequence: who has which rows, and what brings them together.
+"""Describes how ranks share a sequence, and exchanges its rows between them.
 
 With ``"head_tail"`` a sequence of 2 n chunks is shared so that rank r has the chunks r and
 2 n - 1 - r: under a causal mask every rank then has the same number of pairs to compute. Without

@@ -1,5 +1,4 @@
-"""The chunk loops of `linear/chunks.py` over this rank's vocabulary shard: what ranks exchange is
-row states.
+"""Runs the chunk loops of `linear/chunks.py` over a vocab shard; ranks exchange row states.
 
 - `forward` of a functional that is linear in log-probabilities: states of all rows, one
   all-gather. Any other needs the merged log-sum-exps while the logits are there: an all-gather for
@@ -47,7 +46,7 @@ class Shard:
     row_bytes: tuple[int, int]  # of a token's logits of student and teacher, of the largest shard
     max_workspace_mib: int
     workspace: int  # bytes, of the rank that has the least
-    rows: ModuleType  # distributed.shard_rows or kernels.linear_shards
+    rows: ModuleType  # distributed.shard_rows or linear.triton.shards
 
     @property
     def is_empty(self) -> bool:

@@ -1,7 +1,7 @@
-"""Rows of a shard of the vocabulary in plain torch: state, merged state, and second pass.
+"""Computes rows of a vocab shard in plain torch: state, merged state, and second pass.
 
 The state of a row on one rank is a column of ``parts`` [fields, num_tokens]: the six fields of
-`rowstate.RowState`, and with labels the log-sum-exp of the student's y over the rank's vocabulary
+`row_state.RowState`, and with labels the log-sum-exp of the student's y over the rank's vocabulary
 shard and the label's y (-inf where another rank has the vocabulary entry). States of all ranks
 [ranks, fields, num_tokens] merge into the statistics of whole rows, which `gradient` reads as
 ever. `linear/triton/shards.py` is the same for a GPU.

@@ -1,4 +1,4 @@
-"""How DTensor may run the attention operators: sharding strategies of their forward and backward.
+"""Registers the DTensor sharding strategies of the attention operators, forward and backward.
 
 Along one dimension of a mesh a call may be shared by
 

@@ -1,4 +1,4 @@
-"""A tensor that every rank has, used on each for a part of the result."""
+"""Sums over ranks the gradient of a tensor that each rank uses for a part of the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""trace_fully_shard(): FSDP2 on every layer as one graph.
+"""Defines trace_fully_shard(): FSDP2 on every layer as one graph.
 
 The hooks of ``fully_shard`` are hidden from Dynamo and break the graph at every layer, so that
 maps and logits of different layers never meet in one. The same exchange written as redistributions

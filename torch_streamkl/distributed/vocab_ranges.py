@@ -1,4 +1,4 @@
-"""Which vocabulary entries of a vocabulary each rank holds, and whether student and teacher fit.
+"""Finds each rank's range of the vocabulary, and checks that student and teacher fit.
 
 A rank compares the vocabulary entries that it has of both sides, so both must begin with the same
 vocabulary entry there, and one may end before the other only where its vocabulary ends.

@@ -1,4 +1,4 @@
-"""Divergences as expressions over one key's probabilities: parsed, differentiated, evaluated.
+"""Parses, differentiates and evaluates divergences as expressions over one key's probabilities.
 
 A divergence of a row is a sum over keys, ``sum_j f(P_j, S_j, logP_j, logS_j)``, with the teacher's
 probabilities P and the student's S. Here f is a small expression. Everything that computes a

@@ -1,4 +1,4 @@
-"""A divergence by name with its guards: checked, then as the expression the operators take."""
+"""Checks a divergence's name and guards, and returns the expression that the operators take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The running state of a row: what one pass over keys accumulates, and how two states merge.
+"""Keeps the running state of a row: what one pass over keys accumulates, and how states merge.
 
 Per side a maximum m and a sum of exponentials l; per direction a moment relative to the maxima,
 

@@ -1,4 +1,4 @@
-"""What a kernel takes, grouped: runtime arguments of sides and masks, compile-time CONFIG.
+"""Groups a kernel's arguments: runtime arguments of sides and masks, compile-time CONFIG.
 
 NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them
 whole to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a

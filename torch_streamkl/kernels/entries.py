@@ -1,4 +1,4 @@
-"""Flat kernels: what a launch does, as a Triton kernel that takes no tuples.
+"""Writes flat kernels: a launch's computation as a Triton kernel that takes no tuples.
 
 Our kernels take named tuples and jit functions. A compiler that launches kernels itself
 (fx_passes/inductor_kernels.py) passes tensors and numbers, one by one. `entry_of` writes a kernel

@@ -1,4 +1,4 @@
-"""Generated jit helpers: a functional's f, h and g of one key, as Triton source.
+"""Generates jit helpers: a functional's f, h and g of one key, as Triton source.
 
 ``helper(functional)`` is a ``@triton.jit`` function (P, S, logP, logS) -> (f, h, g), passed to a
 kernel as a compile-time argument. Its source enters Triton's cache key like that of any other

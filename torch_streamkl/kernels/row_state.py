@@ -1,4 +1,4 @@
-"""Row state and closed form for Triton: the twin of the divergences' row_state.py, in base 2.
+"""Implements row states and their closed form in Triton: divergences/row_state.py, in base 2.
 
 Scores arrive multiplied by log2(e), so that exponentials are exp2; moments are in the same unit
 and `finish` returns values in nats. ``LOW`` stands for -inf in maxima: differences to it stay

@@ -1,4 +1,4 @@
-"""Score tiles for Triton: loads, dot products, the score transform, masks; for all kernels."""
+"""Computes score tiles in Triton: loads, dot products, the score transform, masks."""
 
 import triton
 import triton.language as tl
@@ -134,7 +134,7 @@ def gradient_ptrs(
     ptr, stride_split, stride_b, stride_h, stride, masks, share, b, head, rows,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Where rows of a gradient to q or k are written [rows, BLOCK_D], with shares.py's strides."""
+    """Where rows of a gradient to q or k are written [rows, BLOCK_D], with splits.py's strides."""
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
     out = ptr + share.to(tl.int64) * stride_split

@@ -1,4 +1,4 @@
-"""Gradients that several programs share: each writes its part, and the parts are added up."""
+"""Allocates and adds up gradients that several programs share: each writes its split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an implementation does on a device, as a list: allocations, torch operations, launches.
+"""Traces what an implementation does on a device: allocations, torch operations, launches.
 
 A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know them without
 running any. `trace` calls an implementation with fake tensors, whose sizes may be symbolic, and

@@ -1,4 +1,4 @@
-"""Launches that are issued again: what a call does on the host, recorded once, as a function.
+"""Captures what a call does on the host as a function that replays it.
 
 Grouping arguments, finding plans, torch's dispatcher and Triton's own checks take several times as
 long as a short kernel. All of it depends on metadata only. So `record` runs an implementation once

@@ -1,4 +1,4 @@
-"""What a GPU offers to a kernel, as torch tells it: limits, not chip names."""
+"""Describes what a GPU offers to a kernel, as torch tells it: limits, not chip names."""
 
 from __future__ import annotations
 

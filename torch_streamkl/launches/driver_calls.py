@@ -1,4 +1,4 @@
-"""What a launch by Triton comes to: the one call of its driver, to be issued without its launcher.
+"""Captures the C launch call behind Triton's Python launcher so that it can be replayed.
 
 Triton's launcher goes through all arguments in Python, and has a tensor map encoded for every
 tensor descriptor: before a short kernel that takes longer than the kernel. It depends on

@@ -1,4 +1,4 @@
-"""Shapes and device to launch configuration: pure functions that return frozen dataclasses."""
+"""Chooses launch configurations from shapes and device: pure functions, frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ HOPPER_WIDE = HopperLaunch(64, 64, 2, 3)
 HOPPER_HEAD_LSE = HopperLaunch(64, 128, 3, 3)
 HOPPER_HEAD_MEAN = HopperLaunch(64, 128, 2, 6)
 # Rows of so many keys are short blocks (bench/notes/hopper_kernels.md).
-TURNS_MOST_KEYS = 512
+PERSISTENT_MOST_KEYS = 512
 # Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
 LEAST_TILES_OF_PART = 8
 # A share of dQ is stored in float32 and added up, which takes as long as a few tiles.
@@ -517,7 +517,7 @@ def multiplies_pairs(problem: AttentionProblem) -> bool:
 
 
 def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
-    """Whether a program of a Hopper kernel computes several blocks (NOTE [Turns], work.py).
+    """Whether the Hopper kernels are persistent: NOTE [Persistent kernels] in tile_scheduler.py.
 
     That hides how a block starts and ends, which short blocks gain from; but programs then have
     the same number of blocks, which costs more where long ones differ.
@@ -530,13 +530,13 @@ def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
         return False
     if problem.window_left is not None:
         return True
-    is_short = max(problem.seqlen_q, problem.seqlen_k) <= TURNS_MOST_KEYS
+    is_short = max(problem.seqlen_q, problem.seqlen_k) <= PERSISTENT_MOST_KEYS
     is_measured = backward or problem.student.head_dim == 128
     return is_short and problem.key_lengths is None and is_measured
 
 
 def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Blocks to compute whole, and parts of each of the others (NOTE [Parts] in
+    """Blocks to compute whole, and parts of each of the others (NOTE [Split-KV] in
     hopper/split_kv.py).
 
     Every number of parts is a kernel to compile, and lengths may change from step to step: beyond

@@ -1,4 +1,4 @@
-"""Launch configurations that were measured on a user's GPU: a JSON file, checked when loaded.
+"""Loads launch configurations that were measured on a user's GPU, from a checked JSON file.
 
 `python -m torch_streamkl.tune` writes it and `launches/launch.py` asks it before its own defaults.
 The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of the device.

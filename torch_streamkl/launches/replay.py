@@ -1,4 +1,4 @@
-"""A function that is called often on tensors of one set of metadata: its launches are recorded.
+"""Replays the launches of a function that is called often with the same tensor metadata.
 
 Only addresses differ from call to call. The second call is recorded (launches/capture.py), later
 ones issue what was recorded.

@@ -1,4 +1,4 @@
-"""Default tiles of the portable kernels, chosen by what a GPU has: shared memory and registers.
+"""Chooses default tiles of the portable kernels by a GPU's shared memory and registers.
 
 What was measured on an H200 (bf16, seqlen 8192) goes first, and serves every GPU that it fits:
 more programs on a multiprocessor beat larger tiles. Elsewhere the first choice of a list is taken

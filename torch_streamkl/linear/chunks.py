@@ -1,4 +1,4 @@
-"""`linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
+"""Computes `linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
 
 Three loops, the same on every device:
 

@@ -1,4 +1,4 @@
-"""The mathematics of whole rows of two LM heads' logits, as plain torch functions.
+"""Defines the row kernel of two LM heads' logits, as plain torch functions that Inductor compiles.
 
 As attention/compiled_rows.py for attention: Inductor compiles them, sizes and numbers are inputs.
 Rows are tokens, [tokens, vocabulary entries] tiles of logits are overwritten by their gradients.

@@ -1,4 +1,4 @@
-"""linear_kl(): the divergence between two language models' heads, without the logits."""
+"""Defines linear_kl(): the divergence between two LM heads, without materialized logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators after `linear_kl`: schemas, fakes, autograd, autocast, vmap, FLOP formulas.
+"""Registers the operators that `linear_kl` calls: schemas, fakes, autograd, autocast, vmap, FLOPs.
 
 - ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
 - ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
@@ -450,7 +450,7 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """A stored gradient times the gradient of the sum that it is of (see once.py)."""
+    """A stored gradient times the gradient of the sum that it is of (see double_backward.py)."""
     if not in_place:
         return (stored * factor).to(stored.dtype)
     if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:

@@ -1,4 +1,4 @@
-"""One KL problem between two LM heads as a value, what its rows produce, and its chunks.
+"""Defines LinearProblem: one KL problem between two LM heads, its outputs and its chunks.
 
 `linear/ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row
 functions and the chunk loops take that and nothing else.
@@ -213,7 +213,7 @@ class NeedsGrad:
 # rounds the running sum once: with n chunks the error's square grows by about n/2 roundings, and
 # naive bfloat16 already carries the rounding of the logit gradients. Measured against float64 the
 # sum stays within twice naive's error up to about 38 chunks; this limit keeps a margin. Beyond it
-# `linear_chunks.backward` cuts vocabulary entries as well as tokens, each at most so many times.
+# `chunks.backward` cuts vocabulary entries as well as tokens, each at most so many times.
 # float32 sums add errors of a matmul's own size, in any number.
 MAX_LOW_PRECISION_SUMS = 34
 

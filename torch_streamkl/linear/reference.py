@@ -1,4 +1,4 @@
-"""The specification of `linear_kl`: its meaning in a few naive lines, for any floating dtype."""
+"""Specifies `linear_kl` in a few naive lines, for any floating dtype."""
 
 from __future__ import annotations
 

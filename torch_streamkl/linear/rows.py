@@ -1,4 +1,4 @@
-"""Rows of logits in plain torch: values, statistics and the gradient that replaces the logits.
+"""Computes rows of logits in plain torch: values, statistics, and gradients in place of logits.
 
 The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
 them in blocks of vocabulary entries, so that temporaries stay small. `linear/triton/launches.py`

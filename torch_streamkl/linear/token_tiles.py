@@ -1,4 +1,4 @@
-"""What linear/rows.py does, in compiled graphs on a CPU: a few rows at a time, by Inductor.
+"""Computes the rows of linear/rows.py in compiled graphs on a CPU: a few rows at a time.
 
 Both sides must have the same vocabulary entries at hand. Where they have not, and where Inductor
 cannot compile, linear/rows.py computes the rows.

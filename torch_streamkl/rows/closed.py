@@ -1,4 +1,4 @@
-"""Programs that are a divergence of two attention maps, or of two LM heads.
+"""Recognises row programs that are a divergence which `attention_kl` or `linear_kl` computes.
 
 With P and S the softmaxes of two plain products, times a number each, a program that is
 ``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One meaning

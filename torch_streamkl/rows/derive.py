@@ -1,4 +1,4 @@
-"""The derivatives of a row program, derived symbolically (NOTE [The algebra] in program.py)."""
+"""Derives a row program's gradients symbolically (NOTE [The algebra] in program.py)."""
 
 from __future__ import annotations
 

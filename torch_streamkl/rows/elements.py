@@ -1,4 +1,4 @@
-"""What a row program's function computes with: proxies that record what is done to them.
+"""Defines the proxies that a row program's function computes with; they record operations.
 
 An operator, a reversed operator, a method and a function of torch lead to one function each, which
 functions.py has.

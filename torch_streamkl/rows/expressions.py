@@ -1,4 +1,4 @@
-"""Nodes of a row program: elements (row, key) and per-row values, built once each.
+"""Defines the nodes of a row program: elements (row, key) and per-row values, built once each.
 
 A `Graph` only grows. The same operation on the same nodes is one node, constants are folded, and
 what is an exact identity of real numbers is applied; `log(exp(x))` becomes `x`, which avoids the

@@ -1,6 +1,4 @@
-"""row_program(): sums over keys or vocabulary entries that the user writes as a pointwise
-function.
-"""
+"""Defines row_program(): custom streamed reductions over keys or the vocabulary."""
 
 from __future__ import annotations
 

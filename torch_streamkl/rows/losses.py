@@ -1,4 +1,4 @@
-"""What each row adds to a loss, as data: a function of a program's per-row values.
+"""Represents what each row adds to a loss as data: a function of a program's per-row values.
 
 An operator that is told what becomes of its values knows the gradient to each of them in the
 forward, row by row, and needs no second look at the logits. The function is what stands between

@@ -1,4 +1,4 @@
-"""Row programs that are divergences, computed by the operators of `attention_kl` and `linear_kl`.
+"""Computes row programs that are divergences with `attention_kl`'s and `linear_kl`'s operators.
 
 The program's results are its three reductions, by number. In the place of the log-sum-exps stand
 the statistics that the operators keep for their backward, in their own shapes and units.

@@ -1,4 +1,4 @@
-"""The torch.library operators of row programs: schemas, fakes, autograd, FLOP formulas.
+"""Registers the operators of row programs: schemas, fakes, autograd, FLOP formulas.
 
 - ``row_program``: reductions; the backward computes the dot products again.
 - ``row_program_sum``: of LM heads, the sum of a loss of the reductions over all rows, and its

@@ -1,4 +1,4 @@
-"""The table of pointwise operations: what each computes and what its derivative is.
+"""Defines the table of pointwise operations: what each computes and what its derivative is.
 
 A derivative is a rule `(graph, node, argument, t) -> t * d(node)/d(argument)`. It serves both
 directions, since a pointwise derivative multiplies a tangent and an adjoint alike. At kinks it is

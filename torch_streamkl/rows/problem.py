@@ -1,4 +1,4 @@
-"""A program with its tensors: sizes, and what each implementation asks of them."""
+"""Defines a program with its tensors: sizes, and what each implementation asks of them."""
 
 from __future__ import annotations
 

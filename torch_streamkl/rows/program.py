@@ -1,4 +1,4 @@
-"""A row program as data: what is summed over keys, level by level, and what comes out.
+"""Represents a row program as data: reductions over keys, pass by pass, and outputs.
 
 NOTE [The algebra]
 Elements e_ij are functions of dot products, captured tensors and per-row values. A reduction is a

@@ -1,4 +1,4 @@
-"""The meaning of a row program: all elements at once, in any dtype, differentiated by autograd."""
+"""Specifies row programs naively: all elements at once, differentiated by autograd."""
 
 from __future__ import annotations
 

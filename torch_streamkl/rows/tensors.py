@@ -1,4 +1,4 @@
-"""The tensors of a call, checked and brought to the shapes that programs know."""
+"""Checks the tensors of a call, and brings them to the shapes that programs know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements of one block of rows and keys, in plain torch.
+"""Evaluates elements of one block of rows and keys, in plain torch.
 
 A tile is [batch, heads, rows, keys], each 1 where a value does not depend on it.
 """

@@ -1,4 +1,4 @@
-"""Row programs in plain torch by blocks of rows and keys, in bounded memory (program.py)."""
+"""Runs row programs in plain torch by blocks of rows and keys, in bounded memory (program.py)."""
 
 from __future__ import annotations
 

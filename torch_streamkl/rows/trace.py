@@ -1,4 +1,4 @@
-"""The user's callable becomes a program: what it does to elements is recorded (elements.py)."""
+"""Traces the user's callable to a program: records what it does to elements (elements.py)."""
 
 from __future__ import annotations
 

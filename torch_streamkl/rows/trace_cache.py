@@ -1,4 +1,4 @@
-"""A function that was traced before, and would be traced to the same program.
+"""Computes cache keys for traced row-program functions.
 
 Recording what a function does to elements takes a millisecond, in every call of what may take six.
 It depends on the function's code, on numbers and functions that it finds outside, and on nothing

@@ -1,4 +1,4 @@
-"""Formulas made of formulas, and where tensors that meet by position have their axes."""
+"""Combines formulas, and lines up the axes of tensors that are combined position by position."""
 
 from __future__ import annotations
 

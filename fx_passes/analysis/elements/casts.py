@@ -1,4 +1,4 @@
-"""Casts, and values without a gradient."""
+"""Reads casts and detached values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons, their logic, and choices by them."""
+"""Reads comparisons, logical operations and `where`."""
 
 from __future__ import annotations
 

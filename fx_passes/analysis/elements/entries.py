@@ -1,4 +1,4 @@
-"""Entries of rows at given ids: gathered, or set to a number."""
+"""Reads `gather` and writes of a number at given ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that torch has a name for."""
+"""Reads the losses that torch has a function for, such as kl_div."""
 
 from __future__ import annotations
 

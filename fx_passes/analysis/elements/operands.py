@@ -1,4 +1,4 @@
-"""What a trace's tensors are as elements: products, numbers, masks, and tensors from outside."""
+"""Turns a trace's tensors into elements: products, numbers, masks, and tensors from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmaxes, sums, maxima and norms along axes."""
+"""Reads softmaxes, sums, maxima and norms along axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for sums and products of scores, probabilities, rows and masks."""
+"""Defines rules for sums and products of scores, probabilities, rows and masks."""
 
 from __future__ import annotations
 

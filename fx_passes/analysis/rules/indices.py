@@ -1,4 +1,4 @@
-"""Rules for tensors of indices whose length is a symbol, where `constants.Folding` has no numbers.
+"""Defines rules for index tensors of symbolic length, which `constants.Folding` cannot evaluate.
 
 Transformers numbers the sequences of a packed batch by where `position_ids` jump, and looks both
 up by `arange`. For positions that are a plain `arange` there is one sequence, and the mask that

@@ -1,4 +1,4 @@
-"""Rules for torch's losses, and for sums and means."""
+"""Defines rules for torch's losses, and for sums and means."""
 
 from __future__ import annotations
 

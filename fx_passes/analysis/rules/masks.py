@@ -1,4 +1,4 @@
-"""Rules for index arithmetic, boolean tensors and two-valued tensors: how code writes masks."""
+"""Defines rules for how code writes masks: index arithmetic, boolean and two-valued tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What matmul, linear and einsum make of their operands: scores, or attention."""
+"""Builds scores, or attention, from the operands of matmul, linear and einsum."""
 
 from __future__ import annotations
 

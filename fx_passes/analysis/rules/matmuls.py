@@ -1,4 +1,4 @@
-"""Rules for the products that make scores."""
+"""Defines rules for the products that make scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for rows that are selected: by a boolean mask, by positions, by masked_select, by gather.
+"""Defines rules for selected rows: by a boolean mask, positions, masked_select or gather.
 
 What is selected of a divergence's rows, after its sum over the keys, is the user's own code.
 """

@@ -1,4 +1,4 @@
-"""Rules for softmax and the ways of writing it by hand."""
+"""Defines rules for softmax and the ways of writing it by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for masks on scores and on values after the softmax: masked_fill, where, comparisons."""
+"""Defines rules for masks on scores and after the softmax: masked_fill, where, comparisons."""
 
 from __future__ import annotations
 

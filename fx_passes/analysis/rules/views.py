@@ -1,4 +1,4 @@
-"""Rules for views, casts and parts of tensors."""
+"""Defines rules for views, casts and parts of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rules for writes through a view: `scores[:, vocabulary entry] = -inf`.
+"""Defines rules for writes through a view: `scores[:, column] = -inf`.
+
 
 NOTE [Writes through a view]
 A write has no data edge to later readers of the tensor that was viewed, so a tensor is unknown

@@ -1,10 +1,10 @@
-"""dQ next to dK on Hopper: a warp group of its own adds it to what other programs have added.
+"""Adds dQ in the dK kernel on Hopper: an extra warp group accumulates it in memory atomically.
 
 NOTE [dQ by atomics]
-dQ and dK in two kernels are six matmuls, four of them the same scores. A program of dK has every
-dscore that dQ needs of its keys: its warp groups hand their tiles to one more, which multiplies
-them by the keys and adds the product to dQ in memory. The order of these sums is that in which
-programs come by, so the last bits of dQ differ from run to run: only who asked for it gets this
+dQ and dK in two kernels are six matmuls, four of them the same scores. A program of dK computes
+every dscore that dQ needs of its keys: its warp groups hand their tiles to another warp group,
+which multiplies them by the keys and adds the product to dQ in memory. Programs add in whatever
+order they arrive, so the last bits of dQ differ from run to run: this path is opt-in
 (``deterministic=False``).
 
 NOTE [Order of sums]

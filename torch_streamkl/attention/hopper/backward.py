@@ -1,4 +1,4 @@
-"""The backward on Hopper: one warp loads, warp groups of 64 rows or keys each accumulate.
+"""Implements the Hopper backward: one warp loads, warp groups of 64 rows or keys each accumulate.
 
 dQ and dK are one kernel. Its `outer` tiles stay (queries for dQ, keys for dK: TASK.ROWS says
 which), its `inner` tiles stream by (keys, queries), and every warp group sums dscore @ inner over
@@ -7,10 +7,10 @@ other one. `keys_of_rows` and `rows_of_keys` (scores.py) find which inner tiles 
 which of them need no mask.
 
 NOTE [A matmul always in flight]
-While a warp group steps scores into gradients, the tensor cores have its next matmul: own scores
-of the next tile under the second half of a tile, its other scores and the sum under the first. At
-the loop's back edge nothing is in flight, see NOTE [Matmuls under arithmetic] in hopper.py. The
-compiler moves the first half below the wait for the matmuls it should run under; `pinned` keeps
+While a warp group turns scores into gradients, the tensor cores run its next matmul: own scores of
+the next tile during the second half of a tile, its other scores and the sum during the first. At
+the loop's back edge nothing is in flight: NOTE [Matmuls under arithmetic] in warp_groups.py. The
+compiler moves the first half below the wait for the matmuls that it should overlap; `pinned` keeps
 it above, which takes an instruction for every eight elements.
 
 NOTE [Statistics of streamed rows]
@@ -18,21 +18,22 @@ For dK the row statistics lie along the columns of a tile, 16 columns a thread. 
 puts them into shared memory next to the tile; there the lse = -inf of rows without keys is 0.
 
 NOTE [Folded gradients]
-For a plain dK the loading warp takes log2 |incoming gradient| off both log-sum-exps of a row, so
-that the probabilities come multiplied by it (2^-inf = 0 where it is 0), and so does the clamp that
-they are compared with. Signs are kept next to, and a tile with a negative one multiplies by them;
-the gradients of a mean or of a sum have none.
+For a plain dK the loading warp subtracts log2 |incoming gradient| from both log-sum-exps of a row,
+so that the probabilities, and the clamp that they are compared with, come multiplied by it
+(2^-inf = 0 if it is 0). Signs are kept as well, and a tile with a negative one multiplies by them;
+the gradients of a mean or of a sum have no negative sign.
 
 NOTE [Rows without a clamped key]
 A clamp takes three instructions for every pair of query and key, and most rows have no probability
-below it. Their key sum is COEFFICIENTS.TS, to the bit (`finish` in rows.py), and that of a row
-which was computed again is not (`forward_block`): a tile whose rows all have it leaves the clamp
-out.
+below it. Their delta is COEFFICIENTS.TS, to the bit (`finish` in kernels/row_state.py), and that
+of a row which was recomputed is not (`forward_block`): a tile whose rows all have it leaves the
+clamp out.
 
-NOTE [One gradient next to the next]
+NOTE [Overlapping kernels]
 A backward launches one kernel per gradient, and none reads what another writes. The last programs
-of a kernel leave multiprocessors idle, so each kernel lets the next one begin when its own last
-programs have begun, and ends after the one before it: whoever waits for the last waits for all.
+of a kernel leave multiprocessors idle. So each kernel lets the next one begin when its own last
+programs have begun (programmatic dependent launch), and ends after the one before it: waiting for
+the last kernel waits for all.
 """
 
 from typing import Any, NamedTuple
@@ -540,7 +541,7 @@ def accumulate(
     if TASK.DIM < TASK.HEAD_DIM:
         inside = inside & (gl.expand_dims(dims, 0) < TASK.DIM)
     gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=inside)
-    gdc_wait()  # NOTE [One gradient next to the next]
+    gdc_wait()  # NOTE [Overlapping kernels]
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
@@ -560,7 +561,7 @@ def backward_kernel(
     POINTWISE_FN computes the gradient of one key (pointwise.py) where TASK.COEFFICIENTS does not
     hold.
     """
-    gdc_launch_dependents()  # NOTE [One gradient next to the next]
+    gdc_launch_dependents()  # NOTE [Overlapping kernels]
     # heads may share a bias: those that run at once read the same rows of it
     INTERLEAVED: gl.constexpr = TASK.HAS_RIGHT or TASK.OWN_BIAS or TASK.OTHER_BIAS
     position, sequence = tile_coordinates(gl.program_id(0), num_blocks, INTERLEAVED)

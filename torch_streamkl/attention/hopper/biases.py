@@ -1,4 +1,4 @@
-"""Additive masks and biases on Hopper, read in the order of an accumulator's registers.
+"""Reads additive masks and biases on Hopper in the order of an accumulator's registers.
 
 A thread holds pairs of neighbouring columns of two rows of a tile. With queries as rows it reads
 4 bytes at a time; with keys as rows, for dK, single elements, of which a warp takes eight

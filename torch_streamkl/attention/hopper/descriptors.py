@@ -1,4 +1,4 @@
-"""Tensors as the Hopper kernels load them: tiles by TMA."""
+"""Makes the TMA descriptors with which the Hopper kernels load tiles of tensors."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The forward on Hopper: one warp loads, two to four warp groups of 64 rows each reduce.
+"""Implements the Hopper forward: one warp loads, two to four warp groups of 64 rows each reduce.
 
-The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
-the student of forward KL. Tiles of keys are loaded in pairs, which halves the barriers, and come
-from the last key to the first, so that those that need a mask come first. Every warp group runs on
-its own; only the barriers of the slots tie them. The last blocks are computed in parts where that
-helps: NOTE [Parts] in attention/hopper/parts.py.
+`weight` is the weighting distribution, whose probabilities weight the moment, and `other` is the
+reference distribution: the teacher and the student of forward KL. Tiles of keys are loaded in
+pairs, which halves the barriers, and come from the last key to the first, so that those that need
+a mask come first. Every warp group runs on its own; only the barriers of the stages synchronise
+them. The last blocks are split along the keys where that helps: NOTE [Split-KV] in split_kv.py.
 
 NOTE [Pairs of a block]
 Which pairs of tiles a block meets, and which of them every row of a warp group sees whole, are two
@@ -12,24 +12,23 @@ ranges that `scores.keys_of_rows` finds once: from key lengths, a causal mask, a
 outside the second range, and the first pair in any case, are masked element by element: those at
 the right edge come first, those at the left edge of a window last.
 
-NOTE [Fixed bases]
-The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
-The others are summed relative to the maxima found before them, which stay fixed: no maxima, no
-rescaling, no exchange between threads. With x the score less the base, a sum of 2^x over at most
-2^23 keys is as good as one relative to the true maximum if it is from 2^-80 to 2^100: no term
-overflowed, nor does the sum times its logarithm, and what terms below 2^-126 lose is less than
-2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then
-loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100
-either. A row that fails gets NaN for its value, and the launch that follows
-(`triton.forward.recompute_kernel`) computes blocks with such rows again, and no others.
+NOTE [Frozen row max]
+The tiles that need a mask, and at least one tile, go through `row_state.update` with running
+maxima. The others are summed relative to the maxima found before them (the bases), which are
+frozen: no maxima, no rescaling, no exchange between threads. With x the score less the base, a sum
+of 2^x over at most 2^23 keys is as good as one relative to the true maximum if it is from 2^-80 to
+2^100: no term overflowed, nor does the sum times its logarithm, and what terms below 2^-126 lose
+is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of 2^x times a difference d of
+scores, then loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it is
+not above 2^100 either. A row that fails gets NaN for its value, and the launch that follows
+(`triton.forward.recompute_kernel`) recomputes the blocks with such rows, and no others.
 
-Of squares the sums are those of `row_state`, NOTE [Squares], with a ratio of the masses
-that stays fixed as well. Squares ask for masses closer to 1, and for a ratio that is not far above
-the one in the end: the sum of (D + delta e_s)^2 is the rest of numbers as large as delta^2 times
-the sum of e_s^2, and loses 2^-24 of these. A row where they are more than 16 times what is left
-is computed again.
+The sums of squares are those of `row_state`, NOTE [Squares], with a frozen ratio of the row sums.
+Squares need row sums closer to 1, and a ratio not far above the final one: the sum of
+(D + delta e_s)^2 is what remains of numbers as large as delta^2 times the sum of e_s^2, and loses
+2^-24 of these. A row where they are more than 16 times what remains is recomputed.
 
-NOTE [Fixed bases with a bias]
+NOTE [Frozen row max with a bias]
 A bias may hold a mask, and the first pairs of tiles nothing that a row sees. So running maxima go
 on until every row of the warp group has met a score of a usual size. From then on a bias is cut
 off at SMALLEST_BIAS, so that 0 times the difference of two scores is 0; that is right where both
@@ -491,7 +490,7 @@ def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
 
 @gluon.jit
 def has_bases(state, rows, num_rows):
-    """Whether every row has met a score of a usual size: NOTE [Fixed bases with a bias]."""
+    """Whether every row has met a score of a usual size: NOTE [Frozen row max with a bias]."""
     lowest = gl.where(rows < num_rows, gl.minimum(state.m_t, state.m_s), 0.0)
     return gl.min(lowest, 0) > USUAL
 

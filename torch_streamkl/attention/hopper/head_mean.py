@@ -1,4 +1,4 @@
-"""A head-averaged teacher on Hopper: log-sum-exps of its heads, and the mean in memory.
+"""Computes a head-averaged teacher on Hopper: log-sum-exps of its heads, and the mean in memory.
 
 What triton/head_mean.py computes, for all that reads it. One warp loads by TMA, three warp groups
 of 64 rows (of the mean two) multiply: chunks of 64 columns, so that a head_dim of 192 is three of
@@ -68,7 +68,7 @@ class Block(NamedTuple):
 
 @gluon.jit
 def slot_and_phase(i, SLOTS: gl.constexpr):
-    """Of load i: NOTE [Slots] in warp_groups.py."""
+    """Of load i: NOTE [Pipeline stages] in warp_groups.py."""
     return i % SLOTS, i // SLOTS & 1
 
 

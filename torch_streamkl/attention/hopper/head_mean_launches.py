@@ -1,4 +1,4 @@
-"""Launchers of the Hopper kernels for a head-averaged teacher (head_mean.py).
+"""Launches the Hopper kernels for a head-averaged teacher (head_mean.py).
 
 What reads the mean, and the student's log-sum-exps, are the portable kernels.
 """

@@ -1,4 +1,4 @@
-"""Launchers of the Hopper kernels: an AttentionProblem to descriptors, grid and arguments."""
+"""Launches the Hopper kernels: makes descriptors, grid and arguments from an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _config_by_tiles(problem: AttentionProblem, launch: HopperLaunch) -> Config:
 
 
 def _num_programs(problem: AttentionProblem, works: int, interleaved_calls: bool) -> int:
-    """NOTE [Turns] in work.py."""
+    """NOTE [Persistent kernels] in tile_scheduler.py."""
     return min(works, multiprocessors(problem.student.q.device)) if interleaved_calls else works
 
 

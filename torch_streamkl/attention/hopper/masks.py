@@ -1,4 +1,4 @@
-"""Boolean masks on Hopper: bits in the order of an accumulator's registers, and lists of blocks.
+"""Converts boolean masks for Hopper to bit masks in accumulator order and block-sparse indices.
 
 NOTE [Bits of a tile]
 A thread of a warp group holds, of two rows of a tile [64, 64], the 16 columns 8 k + 2 l + e of its

@@ -1,12 +1,12 @@
-"""The blocks of packed sequences, the longest first: a table that one small kernel writes.
+"""Builds the tile table of packed sequences, the longest blocks first, in one small kernel.
 
 NOTE [Blocks of packed sequences]
-Lengths of packed sequences are on the device. A grid of as many blocks for every sequence as the
-longest one has starts programs after the ends of the others, each of which takes a multiprocessor
-from those that have work. The sum of lengths is known on the host, and with it a bound on the
-number of blocks: a grid has that many. The table tells each program its sequence and its place in
-it, and is sorted by the number of keys (of rows, for dK) that a block meets, since programs start
-in that order.
+Lengths of packed sequences are on the device. A grid with as many blocks for every sequence as the
+longest one has would start programs beyond the ends of the others, each of which takes a
+multiprocessor from those that have work. The CPU knows the sum of lengths, and with it a bound on
+the number of blocks, which is the size of the grid. The table tells each program its sequence and
+its block there, and is sorted by the number of keys (of rows, for dK) that a block's rows see,
+since programs start in that order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The backward on Hopper by tiles of warp groups: windows, mask tensors, two passes, short rows.
+"""Implements the persistent Hopper backward: windows, mask tensors, two passes, short rows.
 
-The structure and most functions are those of backward.py, which is as fast or faster
-elsewhere. Here a program may compute several blocks (NOTE [Turns] in work.py): the outer
-tiles of a warp group are loaded again when it is done with them. Every warp group passes by the
-inner tiles that its own rows or keys do not need, and an odd one is left for after the loop.
+The structure and most functions are those of backward.py, which is as fast or faster elsewhere.
+Here a program may compute several blocks (NOTE [Persistent kernels] in tile_scheduler.py): the
+outer tiles of a warp group are loaded again when it is done with them. Each warp group skips inner
+tiles outside its range. The loop is unrolled by two; a tail handles odd counts.
 """
 
 from typing import Any, NamedTuple
@@ -337,7 +337,7 @@ def accumulate_all(
             )  # fmt: skip
             used += work.num_tiles
             done += 1
-    gdc_wait()  # NOTE [One gradient next to the next] in backward.py
+    gdc_wait()  # NOTE [Overlapping kernels] in backward.py
 
 
 @gluon.jit
@@ -457,7 +457,7 @@ def persistent_backward_kernel(
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """As backward.backward_kernel, without sums in any order and packed sequences."""
-    gdc_launch_dependents()  # NOTE [One gradient next to the next] in backward.py
+    gdc_launch_dependents()  # NOTE [Overlapping kernels] in backward.py
     sizes = Sizes(
         gl.program_id(0), gl.num_programs(0), num_works, num_blocks, num_heads, batch,
         own_group, other_group,

@@ -1,9 +1,9 @@
-"""The forward on Hopper by tiles of warp groups: windows, mask tensors, two passes, short rows.
+"""Implements the persistent Hopper forward: windows, mask tensors, two passes, short rows.
 
-One warp loads, two or three warp groups of 64 rows reduce, as in forward.py, which is
-faster where most tiles of a block are seen whole by all of its rows. Here a program may compute
-several blocks (NOTE [Turns] in work.py), and a warp group does what its own rows need
-(tiles.py).
+One warp loads, two or three warp groups of 64 rows reduce, as in forward.py, which is faster if
+all rows of a block see most of its tiles whole. Here a program may compute several blocks (NOTE
+[Persistent kernels] in tile_scheduler.py), and a warp group computes only the tiles that its own
+rows see (tiles.py).
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The second pass of the Hopper forward: a pointwise functional, summed over the keys of a row.
+"""Implements the second pass of the Hopper forward: sums a pointwise functional over a row's keys.
 
 A divergence that is no sum of products of a probability and a logarithm (JS, TV, an epsilon) needs
 the log-sum-exps of its row first. The program that found them reads the same tiles once more,

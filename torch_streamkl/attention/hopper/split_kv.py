@@ -1,9 +1,9 @@
-"""The last round of blocks on Hopper: each is computed in parts, by the multiprocessors left over.
+"""Splits the KV range of the last partial wave, and combines the states that the splits write.
 
-NOTE [Parts]
+NOTE [Split-KV]
 A multiprocessor runs one block at a time, and without a causal mask blocks take equally long: the
-last round of them may leave most multiprocessors idle. There a block is PARTS programs, each with
-a share of the keys, which fill the round; a second kernel unites the states that they wrote.
+last wave of them may leave most multiprocessors idle. There PARTS programs share a block, each
+with a part of the keys, which fills the wave; a second kernel combines the states that they wrote.
 """
 
 import triton

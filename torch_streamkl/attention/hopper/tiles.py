@@ -1,26 +1,21 @@
-"""What a warp group of the Hopper forward does with the tiles of keys that its rows see.
+"""Reduces tiles of keys in one warp group of the persistent Hopper forward.
 
 NOTE [Tiles of rows]
-Slots hold pairs of tiles, which all warp groups of a block read. The tiles that some row of a warp
-group sees begin and end anywhere in a pair: it passes by pairs without any. Pairs that every row
-sees whole are the main loop; the tiles before and after them are masked, one at a time.
+Pipeline stages hold pairs of tiles, which all warp groups of a block read. The tiles that some row
+of a warp group sees begin and end anywhere in a pair. A warp group skips pairs without any. The
+main loop takes the pairs that every row sees whole; the tiles before and after them are masked,
+one at a time.
 
 NOTE [Code]
 Every warp group has code of its own, and the caches of instructions hold 128 KB, 8192 of them: a
 block of few tiles takes twice as long where they do not fit. So there is one loop for masked
 tiles, which runs before the main loop and again after it, and no running maxima.
 
-NOTE [Fixed bases]
+NOTE [Row max of the first tile]
 Sums are relative to the largest scores of the first tile: no maxima, no rescaling, no exchange
-between threads. A row may not even see the key that gave its base; what counts is its sum. With x
-the score less the base, a sum of 2^x over at most 2^23 keys is as good as one relative to the true
-maximum if it is from 2^-80 to 2^100: no term overflowed, nor does the sum times its logarithm, and
-what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum
-of 2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d
-itself does, and is good if it is not above 2^100 either. A row that fails gets NaN for its value,
-and the launch that follows (`attention_forward.recompute_kernel`) computes blocks with such
-rows again, and no others. Rows that see no key are known from their number, or from the bits of a
-mask.
+between threads. A row may not even see the key of that score; NOTE [Frozen row max] in forward.py
+says which sums are exact enough all the same, and the others are recomputed. Rows that see no key
+are known from their number, or from the bits of a mask.
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
@@ -60,7 +55,7 @@ FAR = gl.constexpr(-1.0e30)  # what a key that a row does not see has for a scor
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of pairs of key tiles, barriers."""
+    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -73,7 +68,7 @@ class Tiles(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores."""
+    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores."""
 
     other: Any
     weight: Any
@@ -85,11 +80,11 @@ class Sums(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a warp group reads and counts: its queries, its block, its rows, pairs before."""
+    """The state of a warp group: its queries, its block, its rows, and the pairs it has read."""
 
     oq: Any
     wq: Any
-    block: Any  # work.Block
+    block: Any  # tile_scheduler.Block
     rows: Any
     used: Any  # pairs of the program's blocks before
     end: Any  # after the last tile that its rows see
@@ -105,22 +100,22 @@ def start_at(q, keys, place, t, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def wait_for(tiles, i, more, SLOTS: gl.constexpr):
-    """Wait until pair i is in its slot; `more` is false past the end.
+    """Wait until pair i is in its stage; `more` is false past the end.
 
-    Past the end matmuls read whatever the slot holds, and nobody reads the result.
+    Past the end matmuls read whatever the stage holds, and nobody reads the result.
     """
     mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
 
 @gluon.jit
 def release(tiles, i, SLOTS: gl.constexpr):
-    """This warp group has read both sides of pair i."""
+    """Releases the stage of pair i: this warp group has read both sides."""
     mbarrier.arrive(tiles.empty.index(stage_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
 def skip_stages(tiles, start, stop, SLOTS: gl.constexpr):
-    """Pairs that none of the warp group's rows sees."""
+    """Waits for and releases the stages of pairs that none of the warp group's rows sees."""
     for i in range(start, stop):
         wait_for(tiles, i, True, SLOTS)
         release(tiles, i, SLOTS)

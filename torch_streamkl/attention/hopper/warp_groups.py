@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: wgmma, sums per thread, and the order of both.
+"""Provides what the Hopper kernels share: wgmma, sums per thread, and pipeline stages.
 
 NOTE [Matmuls under arithmetic]
 A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel
@@ -15,11 +15,12 @@ for it: while one warp group waits for its products, the others reduce theirs. S
 forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait at the
 same time (launch.multiplies_pairs); elsewhere one pass is faster with halves of pairs.
 
-NOTE [Slots]
-Tile i (in the forward: pair of tiles i) is in slot i % SLOTS of shared memory and
-is the (i // SLOTS)-th user of its slot, whose barriers complete one phase a user. A slot is loaded
-again when every warp group has released it. The descriptors of a slot should depend on the
-iteration of a loop: those that do not are computed before the loop, and may be spilled.
+NOTE [Pipeline stages]
+Tile i (in the forward: pair of tiles i) is in stage i % SLOTS of shared memory (`stage_of`), and
+is the (i // SLOTS)-th user of its stage, whose barriers complete one phase a user (`phase_of`). A
+stage is loaded again when every warp group has released it. The descriptors of a stage should
+depend on the iteration of a loop: those that do not are computed before the loop, and may be
+spilled.
 """
 
 from triton.experimental import gluon
@@ -268,7 +269,7 @@ def lane_signed_sum(before, d, x):
 
 @gluon.jit
 def stage_of(i, SLOTS: gl.constexpr):
-    """Where tile (or pair) i is (NOTE [Slots])."""
+    """Where tile (or pair) i is (NOTE [Pipeline stages])."""
     if SLOTS & (SLOTS - 1) == 0:
         return i & (SLOTS - 1)
     else:

@@ -1,4 +1,6 @@
-"""The portable backward: dQ by blocks of rows, dK by blocks of keys, both recompute scores.
+"""Implements the portable backward: dQ by blocks of rows, dK by blocks of keys.
+
+Both recompute scores.
 
 Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
 the bits are the same on every run. Where heads have so few keys that one program keeps dK of all

@@ -1,4 +1,4 @@
-"""The portable forward: one program a block of query rows, streaming tiles of keys.
+"""Implements the portable forward: each program streams tiles of keys past a block of query rows.
 
 `forward_kernel` does everything for its rows. Where query rows are too few to fill the GPU the
 keys are

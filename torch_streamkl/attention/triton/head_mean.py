@@ -1,4 +1,4 @@
-"""Kernels for a teacher that is the mean over a group of heads (head_reduction="mean").
+"""Computes a teacher that is the mean over a group of heads (head_reduction="mean").
 
 The mean is over probabilities, so the log-sum-exps of all heads come first (`lse_kernel`).
 `mean_kernel` then writes the mean of some blocks of rows to memory, which every other kernel reads

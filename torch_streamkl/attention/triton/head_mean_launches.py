@@ -1,4 +1,4 @@
-"""Launchers of the kernels for a head-averaged teacher (head_mean.py)."""
+"""Launches the kernels for a head-averaged teacher (head_mean.py)."""
 
 from __future__ import annotations
 

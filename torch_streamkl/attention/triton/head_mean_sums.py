@@ -1,4 +1,4 @@
-"""Row sums with a head-averaged teacher, from the mean in memory (head_mean.py).
+"""Computes row sums with a head-averaged teacher, from the mean in memory (head_mean.py).
 
 The value and H are those of a student head, G that of each teacher head of its group.
 """

@@ -1,4 +1,4 @@
-"""Launchers of the portable attention kernels: an AttentionProblem to grids and arguments.
+"""Launches the portable attention kernels: makes grids and arguments from an AttentionProblem.
 
 No host synchronisation: lengths, guards and packed offsets are read on the device.
 """

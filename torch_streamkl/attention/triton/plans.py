@@ -1,4 +1,4 @@
-"""What the launches of a problem share with those of every problem with the same metadata.
+"""Caches what the launches of a problem share with those of every problem with the same metadata.
 
 Choosing tiles, grouping arguments and Triton's own look-up of a compiled kernel take several times
 as long as a small kernel runs. A `Plan` keeps all of it: a later call passes pointers only.

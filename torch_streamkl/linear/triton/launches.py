@@ -1,4 +1,4 @@
-"""Launchers of the row kernel: the functions of `linear/rows.py` for a GPU.
+"""Launches the row kernel: the functions of `linear/rows.py` for a GPU.
 
 The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
 """

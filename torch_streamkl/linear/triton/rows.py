@@ -1,4 +1,4 @@
-"""Rows of logits, one at a time: values and statistics, and the gradient written over it.
+"""Implements the row kernel: values and statistics of rows of logits, or gradients over them.
 
 A row is read in tiles [LANES, WIDTH] of consecutive vocabulary entries. Each lane (one thread)
 keeps a row state of its own over the vocabulary entries it sees, so the loop has no reduction

@@ -1,4 +1,4 @@
-"""Rows of a shard of the vocabulary on a GPU: the functions of `distributed/shard_rows.py`.
+"""Computes rows of a vocab shard on a GPU: the functions of `distributed/shard_rows.py`.
 
 Maxima and log-sum-exps are in log2 units, as in `linear/rows.py`; the label's y is in its own.
 """

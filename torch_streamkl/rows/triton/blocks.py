@@ -1,4 +1,4 @@
-"""Row programs by blocks of rows with maps in memory (maps.py): launches and matmuls.
+"""Runs row programs by blocks of rows with materialized scores (maps.py): launches and matmuls.
 
 The workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
 vocabulary entries with all tokens, so that each block of a weight's gradient is one matmul. A

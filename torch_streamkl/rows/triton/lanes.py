@@ -1,4 +1,4 @@
-"""Sums and maxima over the keys of a tile, kept apart for groups of its columns.
+"""Keeps sums and maxima over a tile's keys apart for groups of its columns.
 
 A row of a tile is spread over threads. With LANES partial results for a row, one for the columns
 that a thread has, no threads meet inside of a loop over tiles; they are merged once after it.

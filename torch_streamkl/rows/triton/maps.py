@@ -1,4 +1,4 @@
-"""Elements of a row program that are computed into memory, for a block of rows and keys.
+"""Materializes elements of a row program, for a block of rows and keys.
 
 A sum over heads is the same for all heads, and the logits of an LM head are a matmul of many
 dimensions: neither fits a tile's loop. They become maps [batch, rows, keys] of a block: of dot

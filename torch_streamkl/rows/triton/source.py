@@ -1,4 +1,4 @@
-"""A row program as Triton source: kernels for sums over keys, for row and for column operands.
+"""Generates Triton source for a row program: sums over keys, gradients of both operands.
 
 Every kernel walks tiles [BLOCK_M, BLOCK_N] of rows and keys of one head: first those that need a
 mask, then those that need none, then again. The walk is the same for all programs; what is

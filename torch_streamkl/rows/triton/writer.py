@@ -1,4 +1,4 @@
-"""The lines of a row program's kernel: what is computed in a tile, written out from its nodes.
+"""Writes the lines of a row program's kernel: what a tile computes, from the program's nodes.
 
 A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N] or of both. Per-row values and keys
 are computed where rows and keys are loaded, outside of the loop over the other. Values are float32
