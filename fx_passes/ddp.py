@@ -69,7 +69,7 @@ def rewrite_before_split(
 
 
 def notes() -> list[str]:
-    """What the report of a graph says about DistributedDataParallel."""
+    """Returns what the report of a graph says about DistributedDataParallel."""
     owner = optional("torch.nn.parallel", "DistributedDataParallel")
     active = getattr(owner, "_get_active_ddp_module", lambda: None)()
     if active is None or _is_part.get():

@@ -77,7 +77,7 @@ def check_program(caller: str, fn: Any, options: Given) -> None:
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What the user gave to torch.compile."""
+    """Returns the function or module that the user gave to torch.compile."""
     inner = getattr(fn, "_orig_mod", None)  # of a module that was compiled
     if isinstance(inner, nn.Module):
         return inner

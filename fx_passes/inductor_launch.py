@@ -56,7 +56,7 @@ class KernelLaunch(ir.UserDefinedTritonKernel):
         V.graph.register_operation(self)
 
     def get_kernel_and_metadata(self) -> tuple[Any, Any, list[str], list[str]]:
-        """What Inductor writes into the graph's code, and launches."""
+        """Returns the kernel that Inductor writes into the graph's code and launches."""
         return self.entry, [self.config], [], []
 
     def can_fuse_epilogue(self) -> bool:

@@ -34,7 +34,7 @@ ATTENTION, LINEAR = (
 
 
 def attention_implementation(given: dict[str, Any]) -> str:
-    """Which kernels compute the problem of these arguments; raises where none do."""
+    """Chooses the kernels that compute the problem of these arguments; raises if none do."""
     problem, impl = ops.problem_of(**{k: given[k] for k in ATTENTION})
     if not all(isinstance(n, int) for x in problem.queries_and_keys for n in x.shape[1::2]):
         raise Untraceable("the number of heads or their width varies")
@@ -95,7 +95,7 @@ class Lowering:
         return build
 
     def _fake(self, x: Any) -> Any:
-        """What stands for an argument."""
+        """Returns the fake tensor, or the number, that stands for an argument."""
         if isinstance(x, sympy.Expr):
             return V.graph.sizevars.shape_env.create_symintnode(x, hint=None)
         if not isinstance(x, ir.TensorBox):
@@ -143,7 +143,7 @@ class Lowering:
         lowerings[aten.copy_.default](view, self._value(step))
 
     def _value(self, step: Operation) -> Any:
-        """What an operation computes."""
+        """Computes an operation's value."""
         args = [self._box(x) if isinstance(x, Tensor) else x for x in step.args]
         size, dtype, device = _expressions(step.out.shape), step.out.dtype, step.out.device
         match step.name:

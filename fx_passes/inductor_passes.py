@@ -48,7 +48,7 @@ def digest_of(root: Path) -> str:
 
 
 def cache_key(ours: RewriteOptions) -> str:
-    """What a compiled graph depends on next to the graph: our sources and our options."""
+    """Returns what a compiled graph depends on besides the graph: our sources and our options."""
     return f"torch_streamkl {source_digest()} {ours}"
 
 
@@ -119,13 +119,13 @@ class Chained(CustomGraphPass):
 
 
 def chained(ours: CustomGraphPass, configured: Any) -> CustomGraphPass:
-    """What the user configured (nothing, a pass, or a list of passes), then ours, once."""
+    """Chains what the user configured (nothing, a pass, or a list of passes) and our pass, once."""
     users = without_ours(configured)
     return ours if users is None else Chained(users, ours)
 
 
 def without_ours(configured: Any) -> Any:
-    """What the user configured, where `chained` may have added to it."""
+    """Returns what the user configured, without the pass that `chained` may have added."""
     if isinstance(configured, Chained):
         return configured.users
     if isinstance(configured, (list, tuple)):  # put around ours by the user
@@ -135,7 +135,7 @@ def without_ours(configured: Any) -> Any:
 
 
 def as_one_pass(configured: Any) -> Any:
-    """What Inductor calls as it is: one that takes no lists of passes gets a list as one pass."""
+    """Wraps a list of passes as one pass, for an Inductor that takes no lists."""
     takes_lists = hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes")
     is_list = isinstance(configured, (list, tuple))
     return Chained(configured) if is_list and not takes_lists else configured

@@ -144,13 +144,16 @@ def rewrite(
 
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:
-    """As the body of every parameter that FSDP gathers again: its readers are not looked for."""
+    """Tells bodies in which no loss is searched, as those that gather a parameter of FSDP again."""
     subgraphs = [x for x in body.children() if isinstance(x, fx.GraphModule)]
     return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 
 
 def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:
-    """How the rewrite of a graph is checked: DTensors are seen as whole tensors, by all ranks."""
+    """Chooses how the rewrite of a graph is checked:
+
+    DTensors are seen as whole tensors, by all ranks.
+    """
     if not has_dtensors(gm.graph):
         return rewrite_checked
     from torch_streamkl.fx_passes.dtensors.rewriting import rewrite_sharded  # needs DTensor

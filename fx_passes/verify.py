@@ -37,7 +37,7 @@ class Verification:
 
     @property
     def num_compared(self) -> int:
-        """How many numbers, texts and other values were compared."""
+        """Counts the numbers, texts and other values that were compared."""
         return sum(x.num_entries for x in self.results)
 
     @property

@@ -359,7 +359,7 @@ def named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def refuse_option(function: str, name: str, allowed: Iterable[str]) -> NoReturn:
-    """What is not an option is an error that names a near one."""
+    """Raises for an unknown option, and names a near one."""
     allowed = sorted(allowed)
     hint = did_you_mean(name, allowed, OPTION_ALIASES) or f"; it has {', '.join(allowed)}"
     raise TypeError(f"{function}() has no argument {name!r}{hint}")

@@ -48,14 +48,16 @@ class Analysis:
     counted: dict[fx.Node, tuple[RowSelection, int, Size]]
 
     def _dtype_of(self, node: fx.Node) -> torch.dtype:
-        """What Dynamo recorded, which knows of autocast, or what the trace has."""
+        """Returns the dtype that Dynamo recorded, which accounts for autocast, or else that of the
+        trace.
+        """
         source = self.trace.outer.get(node)
         value = example(source) if source is not None else node.meta["val"]
         assert isinstance(value, Tensor)
         return value.dtype
 
     def _no_rule(self, node: fx.Node, name: str) -> object:
-        """Of an operation without a rule: nothing known, unless its inputs were scores or such."""
+        """Gives up on an operation without a rule, and blocks if its inputs were scores or such."""
         known = [self.value(a) for a in node.all_input_nodes]
         if any(isinstance(v, Rows) for v in known):
             return None  # what the user does with rows stays the user's code

@@ -94,7 +94,7 @@ def _is_call(node: fx.Node, name: str) -> bool:
 def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
-    """Why a site stays: the nearest thing after or before it that blocked, and its node."""
+    """Explains why a loss is not fused: the nearest node after or before it that blocked, and why."""
     for node in (site, *site.users):
         if any(x.op == "placeholder" for x in compared_by_hand(node)):
             return f"{ONE_SIDE} in this graph", None
@@ -121,7 +121,7 @@ def reason_of(
 
 
 def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] | None:
-    """What blocked something that the node is made of, the nearest first."""
+    """Yields what blocked something that the node is made of, the nearest first."""
     for earlier in _near(node, "all_input_nodes"):
         reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
         if NOT_MADE not in reason and VARIES not in reason:
@@ -130,7 +130,7 @@ def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] 
 
 
 def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:
-    """Where a reason that was handed on from input to user began."""
+    """Finds where a reason that was passed on from input to user began."""
     for earlier in _near(node, "all_input_nodes"):
         if recognised.reasons.get(earlier) == reason and not any(
             recognised.reasons.get(a) == reason for a in earlier.all_input_nodes
@@ -231,7 +231,7 @@ def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
 
 
 def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
-    """What a score matrix is a product of; for what is none, the node."""
+    """Returns the operands of the product that a score matrix is; the node itself if it is none."""
     scores = recognised.values.get(node)
     if not isinstance(scores, Scores):
         return node

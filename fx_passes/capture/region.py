@@ -93,7 +93,7 @@ def _add_shapes(inside: set[fx.Node]) -> None:
 
 
 def _add_identities(inside: set[fx.Node]) -> None:
-    """What returns its input, as ``x.type_as(x)``, is inside: no two leaves are one tensor."""
+    """Adds operations that return their input, as ``x.type_as(x)``: no two inputs are one tensor."""
     stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
     while stack:
         node = stack.pop()
@@ -199,7 +199,9 @@ def _compared(ratio: fx.Node) -> list[fx.Node]:
 
 
 def _behind(node: fx.Node, names: set[str]) -> fx.Node:
-    """What these operations, each with one tensor as its input, are applied to."""
+    """Returns the tensors that these operations, each with one tensor as its input, are applied
+    to.
+    """
     while name_of(node) in names and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node

@@ -103,7 +103,7 @@ def is_exact(x: object, shape: Sequence[Size], dtype: torch.dtype) -> bool:
 
 
 def first_index(start: Size | None, size: Size, length: Size) -> Size | None:
-    """Where a slice or narrow of a dimension begins, counted from the front.
+    """Returns where a slice or narrow of a dimension begins, counted from the front.
 
     A negative start counts from the end, and one before the first entry is the first entry, as in
     Python. None where the sign is not certain for every size.
@@ -176,7 +176,7 @@ def _bounds(x: Affine | Size, shape: Sequence[Size]) -> tuple[int, int]:
 
 
 def _range_of(size: Size) -> tuple[int, int]:
-    """What is known of a size; a symbol without a limit is as large as memory allows."""
+    """Bounds a size; a symbol without a limit is as large as memory allows."""
     known = expression(size)
     if isinstance(known, int):
         return known, known

@@ -40,7 +40,7 @@ class Axes:
         return tuple(() if is_one(size) else (self.new(size),) for size in shape)
 
     def atoms(self, axes: Iterable[int]) -> Dim:
-        """What the axes consist of today."""
+        """Returns the atoms that the axes currently consist of."""
         found: list[int] = []
         for axis in axes:
             while axis in self._same_as:
@@ -159,7 +159,7 @@ class Dot:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the product and of what it is computed from."""
+        """Returns the dtypes of the product and of what it is computed from."""
         operands: tuple[Tensor, Tensor] = (self.lhs.node.meta["val"], self.rhs.node.meta["val"])
         return (self.dtype, *(x.dtype for x in operands))
 

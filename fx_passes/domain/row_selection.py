@@ -63,6 +63,6 @@ class RowSelection:
         return self.kind in (MASK, MASK_ENTRIES)
 
     def condition_tensors(self) -> Iterator[fx.Node]:
-        """What the condition is about."""
+        """Returns the tensors that the condition is about."""
         if self.condition is not None:
             yield from (x.node for x in self.condition.literals if isinstance(x, Opaque))

@@ -82,7 +82,7 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
 
 
 def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
-    """What an operation on each of the summed scores is to their sum."""
+    """Converts an operation on each of the summed scores to one on their sum."""
     if isinstance(step, Scale):
         return step
     if isinstance(step, Shift) and isinstance(size, int):

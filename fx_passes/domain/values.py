@@ -123,7 +123,7 @@ MAX_OPERATIONS = 256
 
 
 def num_operations(e: Expr, limit: int) -> int:
-    """How many operations an expression has, counted up to a limit."""
+    """Counts an expression's operations, up to a limit."""
     count, stack = 0, [e]
     while stack and count <= limit:
         current = stack.pop()

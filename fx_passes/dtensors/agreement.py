@@ -93,7 +93,7 @@ class Agreement:
         return number
 
     def _exchanged(self, told: object) -> dict[int, dict[str, Any]]:
-        """What every rank tells, by rank; RanksDisagreeError where one says nothing."""
+        """Returns what every rank sends, by rank; raises RanksDisagreeError if one sends nothing."""
         assert self.store is not None
         number = self._tell(told)
         found = {}

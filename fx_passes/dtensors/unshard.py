@@ -75,7 +75,7 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _check_writes(graph: fx.Graph) -> None:
-    """Blocked where memory changes that opaque nodes do not share as the program's tensors do."""
+    """Raises Unsupported where memory changes that opaque nodes do not share as the program's tensors do."""
     shared: set[int] = set()
     for node in graph.nodes:
         values = [example(node)]
@@ -155,7 +155,7 @@ def _replace(node: fx.Node, target: Any, args: tuple[fx.Node, ...]) -> None:
 
 
 def conversion(node: fx.Node) -> str:
-    """Which of DTensor's own methods a node calls, empty for everything else."""
+    """Names the method of DTensor that a node calls; empty for everything else."""
     name = name_of(node).removeprefix("prim").strip("_ ")
     return name if name in ("redistribute", "full_tensor", "to_local", "from_local") else ""
 
@@ -267,7 +267,7 @@ def _are_sums(x: Any) -> bool:
 
 
 def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What a method of DTensor is called with; torch 2.11 keeps it in a closure."""
+    """Returns the arguments of a method of DTensor; torch 2.11 keeps them in a closure."""
     if isinstance(node.target, str) or not name_of(node).startswith("prim"):
         return node.args[1:], dict(node.kwargs)
     code, cells = getattr(node.target, "__code__", None), getattr(node.target, "__closure__", None)

@@ -57,7 +57,7 @@ class Builder:
 
     @contextlib.contextmanager
     def undone_if_blocked(self) -> Iterator[None]:
-        """Take back what is inserted meanwhile when it steps out to be Blocked."""
+        """Take back what is inserted meanwhile when it steps out to be unsupported."""
         kept = len(self.added)
         try:
             yield
@@ -127,7 +127,8 @@ class Builder:
     def positions(
         self, selection: object, mask: fx.Node, rows: Callable[[Builder], fx.Node]
     ) -> fx.Node:
-        """Where a boolean mask is True, as indices into its flattened entries.
+        """Inserts the positions where a boolean mask is True, as indices into its flattened
+        entries.
 
         They are made after the mask, once for each selection; ``rows`` adds the nodes that make
         one entry a row of it.

@@ -16,5 +16,5 @@ def same_detached(x: Any) -> Any:
 
 
 def opaque(*inputs: Any) -> Any:
-    """What is made of the inputs in a way that is not looked into; never run."""
+    """Stands for a node whose computation is not analysed; never run."""
     raise RuntimeError("a node that stands for another one was run")

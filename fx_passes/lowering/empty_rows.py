@@ -28,7 +28,7 @@ def rows_with_keys(
     *,
     all_heads: bool = False,
 ) -> fx.Node:
-    """Where a row of the additive mask [..., keys] leaves something of its scores, as [..., 1].
+    """Marks the rows of an additive mask [..., keys] that keep some of their scores, as [..., 1].
 
     ``keep`` is the boolean mask next to it. ``all_heads``: a row counts when it does in any head.
     """

@@ -65,7 +65,7 @@ def _mask_of_rows(build: Builder, mask: fx.Node, selection: RowSelection) -> fx.
 
 
 def _count_positions(build: Builder, selection: RowSelection, tensors: list[fx.Node]) -> None:
-    """Where to read numbers of positions that are symbols, as those of ``torch.where(mask)``."""
+    """Finds where to read sizes that are symbols, as those of ``torch.where(mask)``."""
     for i, size in enumerate(selection.shape):
         if isinstance(size, int):
             continue
@@ -107,7 +107,7 @@ def _gathered(
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    """As far as it is known without a guard."""
+    """Checks contiguity, as far as it is known without a guard."""
     value = example(node)
     assert isinstance(value, Tensor)
     expected: Size = 1

@@ -122,7 +122,7 @@ class _Captured:
 
 
 def _one_block(device: torch.device) -> tuple[Any, ...]:
-    """What the operator takes for a block mask, of which no block is left out."""
+    """Makes the block mask that the operator takes if no block is skipped."""
     block_mask = later("torch.nn.attention.flex_attention", "BlockMask")
     whole = block_mask.from_kv_blocks(
         torch.ones((1, 1, 1), dtype=torch.int32, device=device),

@@ -65,7 +65,7 @@ def refuse_second_derivatives(graph: fx.Graph, builder: MakeBuilder) -> None:
 
 
 def _operands_of(call: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """What a call is differentiated by, and whether the backward of the replaced code read it."""
+    """Returns a call's differentiable operands, and whether the replaced backward read each."""
     if call.target is row_op.row_program_sum:
         tensors: Any = call.args[0]
         program: Any = call.args[2]

@@ -193,7 +193,7 @@ def _ones(call: fx.Node, build: Builder) -> fx.Node:
 
 
 def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
-    """What the steps make of ones, in the order of the rows."""
+    """Applies the steps to ones, which gives the weights of rows in their order."""
     (rows,) = call.users
     copies = {rows: ones}
     current = ones

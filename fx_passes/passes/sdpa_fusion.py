@@ -245,7 +245,7 @@ class Leftovers:
         options: dict[str, Any],
         dtype: torch.dtype,
     ) -> fx.Node | None:
-        """Which rows have a key; None where all have, or where eager makes NaN of the others."""
+        """Marks the rows that have a key; None if all have, or if eager makes NaN of the others."""
         total = options.get("attn_mask")
         form = read(place.student.distribution.scores)
         if total is None or not _may_lack_keys(place, mask):

@@ -44,7 +44,7 @@ def shapes_as_sizes(
 
 
 def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node]) -> fx.Node:
-    """What a node gives, from the shape or type of the tensor that it asks for them."""
+    """Computes what a node returns from the shape or type of its tensor alone."""
     x, name = node.args[0], name_of(node)
     assert isinstance(x, fx.Node)
     if name in OF_ITS_TYPE:

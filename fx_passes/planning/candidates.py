@@ -34,7 +34,7 @@ class Candidate:
 def find_candidates(
     trace: Trace, values: Mapping[fx.Node, object]
 ) -> tuple[list[Candidate], Plans]:
-    """Where to put operators: the earliest nodes whose value one can compute."""
+    """Finds where to put operators: the earliest nodes whose value one can compute."""
     rows = {
         n: v
         for n, v in values.items()

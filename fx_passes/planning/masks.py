@@ -229,7 +229,7 @@ def _literals_of(side: int, shape: Geometry, mask: Mask) -> Literals:
 
 
 def _roles(piece: Piece, side: int, shape: Geometry) -> list[object]:
-    """Where a piece of a mask is in the operator's tensors."""
+    """Maps a piece of a mask to the dimensions of the operator's tensors."""
     if piece.axis == shape.side(side).distribution.axis:
         return [("key", *piece.key()[1:])]
     return [slot for slot, _ in shape.digits_of(piece, side)]

@@ -78,7 +78,7 @@ def check_nan_readers(
     values: Mapping[fx.Node, object],
     outside: Readers = NO_READERS,
 ) -> None:
-    """Blocked where code after ``node`` would see another number than in eager.
+    """Raises Unsupported where code after ``node`` would see another number than in eager.
 
     ``inner`` is the same value in the trace, of which ``values`` knows what its nodes are.
     ``outside`` are the readers of what the graph returns, where another graph calls it.
@@ -100,7 +100,7 @@ def check_nan_readers(
 def check_masked_logarithms(
     inner: fx.Node, elements: Elements, values: Mapping[fx.Node, object]
 ) -> None:
-    """Blocked where the logarithm of probabilities that a finite mask makes 0 counts.
+    """Raises Unsupported where the logarithm of probabilities that a finite mask makes 0 counts.
 
     ``softmax(-1).log()`` is -inf there in eager code, the operators' is what the score gives it.
     Where both sides are masked alike eager's product with a probability is NaN.

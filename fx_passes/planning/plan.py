@@ -72,7 +72,7 @@ class Plan:
 
 
 def plan(rows: Rows) -> Plan:
-    """The calls that compute the rows, or Blocked."""
+    """The calls that compute the rows, or raises Unsupported."""
     if rows.offsets:
         raise Unsupported("a log-sum-exp of the scores is left over")
     elements = rows.elements
@@ -172,7 +172,7 @@ def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFact
 
 
 def _forms(shape: Geometry) -> tuple[ScoreForm, ScoreForm]:
-    """What the scores of teacher and student are, in the operator's terms."""
+    """Brings the scores of teacher and student into the operator's form."""
     return read(shape.teacher.distribution.scores), read(shape.student.distribution.scores)
 
 

@@ -34,7 +34,7 @@ LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 4096.0}
 
 
 def least_mib(device: str, given: float | None) -> float:
-    """What the option `streamkl.min_mib` says for a device."""
+    """Returns the threshold of the option `streamkl.min_mib` for a device."""
     return LEAST_MIB.get(device, 0.0) if given is None else given
 
 
@@ -44,7 +44,7 @@ def least_attention_mib(device: str, given: float | None) -> float:
 
 
 def why_program_is_left(plan: RowPlan, device: str, given: float | None) -> str:
-    """Why a row program is skipped, or nothing.
+    """Explains why a row program is skipped; None if it is fused.
 
     Sizes that vary count as they are when the graph is compiled; those that only data decides are
     taken for large.
@@ -71,7 +71,7 @@ def _hint(size: Size) -> int | None:
 
 
 def why_left(candidate: Candidate, device: str, given: float | None) -> str:
-    """Why a loss is skipped, or nothing; dynamic shapes are fused."""
+    """Explains why a loss is skipped; None if it is fused, as losses with dynamic shapes are."""
     mib, least = _mib_of(candidate.plan.rows.elements), least_mib(device, given)
     if mib is None or mib >= least:
         return ""
@@ -104,7 +104,7 @@ def too_small(
 
 
 def why_small(plan: RowPlan) -> str:
-    """Why a program saves nothing; a softmax is always worth it.
+    """Explains why a program saves nothing; a softmax is always worth it.
 
     Products without one may be layers of a network, compared with others: projected hidden states,
     which are no larger than what they are computed from.

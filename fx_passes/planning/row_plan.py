@@ -87,7 +87,7 @@ class RowPlan:
 
 
 def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) -> RowPlan:
-    """One program for these sums, or Blocked."""
+    """One program for these sums, or raises Unsupported."""
     return _Planner(elements, [elements.placed[r] for r in roots]).plan(roots, trace)
 
 

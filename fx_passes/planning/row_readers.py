@@ -37,7 +37,7 @@ def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
 
 
 def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
-    """Blocked where code after the sums makes numbers of NaN and infinity.
+    """Raises Unsupported where code after the sums makes numbers of NaN and infinity.
 
     A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
     which of them is not told apart.
@@ -56,7 +56,7 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
 def why_kept(
     plan: RowPlan, elements: RowElements, trace: Trace, region: Region, gone: set[fx.Node]
 ) -> str:
-    """What else reads all products of a program, which would be made twice then; or nothing.
+    """Explains why fusing would recompute: who else needs all products of a program.
 
     ``gone`` are nodes of the user's graph that operators take the place of. That attention reads
     its map as well is usual: the map of the loss is another one.

@@ -51,7 +51,7 @@ def check_readers_inside(
     *,
     logarithms_are_exact: bool,
 ) -> None:
-    """Blocked where an operation on elements would see another number than in eager."""
+    """Raises Unsupported where an operation on elements would see another number than in eager."""
     _check_comparisons(formulas, nodes, graph)
     _check_maxima(formulas, nodes, graph)
     _check_logarithms(formulas, nodes, graph, are_exact=logarithms_are_exact)
@@ -230,7 +230,7 @@ def _smallest(f: Formula) -> float:
 
 
 def _precision(f: Formula) -> float:
-    """What is less next to 1 is nothing, in float32 or a narrower type of as many exponents."""
+    """Returns the number that is lost next to 1, in float32 or in a narrower type."""
     dtypes = {dtype for dot in f.dots for dtype in dot.dtypes}
     return float(torch.finfo(torch.float16 if torch.float16 in dtypes else torch.float32).eps)
 

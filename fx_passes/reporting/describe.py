@@ -47,7 +47,7 @@ def describe(planned: Plan) -> tuple[str, str]:
 
 
 def warning_of(planned: Plan) -> str:
-    """What a user should know of a loss that is fused as it is written."""
+    """Warns of a loss that is fused as it is written but that probably has a mistake."""
     is_odd = any(is_swapped(_without_condition(call)) for call in planned.calls)
     return SWAPPED if is_odd else ""
 

@@ -127,5 +127,5 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
 
 
 def _because(x: Tensor, limit: str | None) -> str:
-    """Why a GPU that is there has no kernel for it: it is slower."""
+    """Explains why an available GPU has no kernel for a loss, which makes it slower."""
     return "" if x.device.type == "cpu" or limit is None else f" (the kernel {limit})"

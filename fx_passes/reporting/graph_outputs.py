@@ -56,7 +56,7 @@ def _is_map(node: fx.Node) -> bool:
 
 
 def _before(node: fx.Node, names: set[str]) -> fx.Node:
-    """What a chain of these operations begins with, along their first operands."""
+    """Follows a chain of these operations along their first operands to its beginning."""
     while name_of(node) in names and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

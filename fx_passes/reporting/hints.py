@@ -305,7 +305,7 @@ def hint_for(reason: str) -> str:
 
 
 def _about_breaks(reason: str) -> Iterator[str]:
-    """What to do about the graph break that a reason names, or else about all that there were."""
+    """Says what to do about the graph break that a reason names, or about all that there were."""
     named = reason_in(reason)
     if named is not None:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, named))

@@ -89,7 +89,7 @@ def large_tensors(
     listed: Sequence[Remaining] = (),
     at_break: str | None = None,
 ) -> list[tuple[Remaining, fx.Node]]:
-    """What the graph makes of these sizes, but for what is ``listed`` already.
+    """Finds what the graph makes of these sizes, except what is ``listed`` already.
 
     ``at_break`` is where a graph break ends the graph, if one does.
     """

@@ -135,5 +135,5 @@ class Report:
         return formats.to_json(self, **options)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns what a notebook shows."""
         return formats.to_html(self)

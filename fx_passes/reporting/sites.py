@@ -129,7 +129,7 @@ def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> lis
 
 
 def _symbolic_number(origin: fx.Node) -> str:
-    """Which Python number of the user's code is symbolic, if one is."""
+    """Finds a Python number of the user's code that is symbolic, if there is one."""
     if any(isinstance(example(node), torch.SymFloat) for node in ancestors(origin)):
         return "a Python number that changes between calls is symbolic in this graph"
     return ""
@@ -187,7 +187,7 @@ def _reads_input(site: fx.Node) -> bool:
 
 
 def _near(site: fx.Node) -> Iterator[fx.Node]:
-    """What a site is made of, the nearest first."""
+    """Yields what a node is computed from, the nearest first."""
     queue, seen = [site], {site}
     while queue:
         node = queue.pop(0)

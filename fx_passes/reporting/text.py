@@ -74,7 +74,7 @@ def verdict_of(site: Site) -> str:
 
 
 def _unit(site: Site) -> str:
-    """What the loss would be computed of."""
+    """Names the unit of code that would have to be compiled."""
     return {"linear_kl": "logits", "row_program": "products"}.get(site.kind, "scores")
 
 
@@ -221,6 +221,6 @@ def losses_text(count: int) -> str:
 
 
 def remaining_text(count: int) -> str:
-    """How many large tensors remain, as a sentence without its end."""
+    """Says how many large tensors remain, as a sentence without its end."""
     one = count == 1
     return f"{count} score- or logit-sized tensor{'' if one else 's'} remain{'s' if one else ''}"

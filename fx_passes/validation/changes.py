@@ -38,7 +38,7 @@ class Graph:
 
     @functools.cached_property
     def cheap(self) -> frozenset[str]:
-        """What may be computed again to keep a relation."""
+        """Returns the nodes that may be recomputed to keep a relation."""
         nodes = self.nodes.values()
         return frozenset(n.name for n in nodes if not is_leaf(n) and name_of(n) not in HEAVY)
 

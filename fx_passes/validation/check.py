@@ -187,7 +187,7 @@ class _Comparison:
         self.region, self.owner, self.sizes, self.budget = region, owner, sizes, budget
 
     def difference(self) -> str:
-        """What the replacement does differently on the first inputs that tell; or nothing."""
+        """Describes the difference on the first inputs that show one; empty if none do."""
         reason = ""
         for draw in PLAIN:
             try:

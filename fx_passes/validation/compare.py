@@ -50,7 +50,7 @@ class Slack:
 
 
 def difference(ours: Result, naive: Result, exact: Result, slack: Slack) -> str:
-    """What differs first, with the figures; empty when nothing does."""
+    """Describes the first difference, with the figures; empty if there is none."""
     reason = _structure(ours, naive)
     if reason:
         return reason
@@ -142,7 +142,7 @@ def distance(x: Tensor, exact: Tensor, naive: Tensor) -> float:
 
 
 def _same_infinities(x: Tensor, naive: Tensor, exact: Tensor) -> bool:
-    """What is infinite in the user's code and in truth is so in the replacement."""
+    """Checks that the replacement is infinite where the user's code and the reference are."""
     where = naive.isinf() & (naive.double() == exact.double())
     return bool((~where | (x.double() == exact.double())).all())
 

@@ -109,7 +109,7 @@ class Fingerprint:
 
 
 def _device(device: torch.device) -> str:
-    """What kernels depend on: two GPUs of one name are alike."""
+    """Describes the device as kernels depend on it: two GPUs of one name are alike."""
     return device_name(device) if device.type == "cuda" else device.type
 
 

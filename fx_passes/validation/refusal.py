@@ -66,7 +66,7 @@ def rewrite_checked(
 
 
 def _refusals(verdict: Verdict, options: CheckOptions) -> list[tuple[str, str]]:
-    """What is not to be rewritten after a verdict, and why."""
+    """Lists the losses not to rewrite after a verdict, and why."""
     reason = ""
     if verdict.difference:
         reason = f"the check failed: {verdict.difference}"

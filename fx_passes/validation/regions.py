@@ -141,7 +141,7 @@ def _cone(node: fx.Node) -> set[str]:
 
 
 def _torn(leaves: list[fx.Node], inside: set[str], cheap: frozenset[str]) -> set[str]:
-    """What has to be computed, so that no relation between leaves is lost."""
+    """Finds what has to be computed, so that no relation between leaves is lost."""
     names = {x.name for x in leaves}
     cones = {x: _cone(x) for x in leaves if not is_leaf(x)}
     torn: set[str] = set()

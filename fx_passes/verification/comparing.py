@@ -109,7 +109,7 @@ _NONE = _None()
 
 
 def _kinds(x: Any, y: Any) -> str:
-    """How two results differ before their numbers are looked at."""
+    """Describes how two results differ before their numbers are compared."""
     if x is _NONE or (x is None and y is not None):
         return "eager has none"
     if y is _NONE or (y is None and x is not None):
@@ -165,7 +165,7 @@ def _is_one_of(y: Any, *others: Any) -> bool:
 
 
 def _of_numbers(runs: Runs, name: str) -> tuple[str, str, float, int]:
-    """What differs, what cannot be measured by eager, how far off it is, and numbers compared."""
+    """Compares numbers: what differs, what eager cannot measure, the error, and the count."""
     raw = runs.eager.values[name]
     x, y = _numbers(raw), _numbers(runs.compiled.values[name])
     z = _numbers(runs.exact.values.get(name))

@@ -189,7 +189,7 @@ def _slots(x: Any) -> list[str]:
 
 
 def contents(x: Any) -> dict[Any, Any]:
-    """What a mutable object holds now, by key."""
+    """Returns what a mutable object holds now, by key."""
     if isinstance(x, (list, deque)):
         return dict(enumerate(x))
     if isinstance(x, dict):
@@ -212,7 +212,7 @@ def contents(x: Any) -> dict[Any, Any]:
 
 
 def _is_definition(name: str, value: Any) -> bool:
-    """Of a class: its methods and what Python keeps in it, which programs do not change."""
+    """Tells methods of a class and what Python keeps in it, which programs do not change."""
     kinds = (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
     is_pythons = name.startswith("__") or isinstance(value, (*kinds, types.GetSetDescriptorType))
     return is_pythons or name.startswith("_abc_")

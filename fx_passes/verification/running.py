@@ -185,7 +185,7 @@ class Runner:
         before: Mapping[str, Tensor],
         grads: Mapping[str, Tensor | None],
     ) -> None:
-        """What was written to, accumulated, replaced and appended."""
+        """Adds what was written to, accumulated, replaced and appended."""
         for name, x in tensors.items():
             if not _same_bits(x.detach(), before[name]):
                 results.add(f"{name} after", x.detach())

@@ -223,7 +223,7 @@ def softmax(
     copies: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Softmax:
-    """Of scores; a sink is one more logit of the denominator, keys outside have one level.
+    """Normalises scores; a sink adds a logit to the denominator, masked keys have one fill value.
 
     Exponentials are kept in the ``workspace``, if there is one.
     """

@@ -151,7 +151,9 @@ def _run_forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, 
 def _module_for(
     is_compiled: bool, problem: AttentionProblem, impl: str, backward: bool = False
 ) -> Any:
-    """What computes a problem: in a graph that Inductor compiles, it compiles the CPU's, too."""
+    """Chooses the module that computes a problem; graphs that Inductor compiles get its CPU
+    kernels.
+    """
     implementation = select_implementation(problem, impl, backward)
     on_query_tiles = is_compiled and implementation == "torch"
     return query_tiles if on_query_tiles else _module(implementation)
@@ -196,7 +198,7 @@ def _needs_grads(
     *args: Any,
     **kwargs: Any,
 ) -> Gradients:
-    """What `run_backward` returns, None for what is not wanted."""
+    """Reads the output mask: what `run_backward` returns, None for what is not needed."""
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
     module = _module_for(is_compiled, problem, impl, backward=True)

@@ -100,7 +100,7 @@ class AttentionProblem:
 
     @property
     def queries_and_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What gradients are computed to, in the order of the operators' arguments."""
+        """Returns the tensors that have gradients, in the order of the operators' arguments."""
         return self.student.q, self.student.k, self.teacher.q, self.teacher.k
 
     @property
@@ -188,7 +188,7 @@ class RowStatistics:
         return self.teacher.select(0, 1)
 
     def viewed(self, rows: torch.Size) -> RowStatistics:
-        """As statistics of rows of another shape, in the same order; for as many heads a side."""
+        """Views the statistics as those of rows of another shape, in the same order."""
         return RowStatistics(self.student.view(2, *rows), self.teacher.view(2, *rows))
 
     def at_rows(self, rows: slice) -> RowStatistics:

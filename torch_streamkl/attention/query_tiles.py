@@ -73,7 +73,7 @@ class QueryTile:
 
 
 def limit(problem: AttentionProblem) -> str | None:
-    """Why query tiles cannot compute a problem, or None."""
+    """Explains why query tiles cannot compute a problem; None if they can."""
     if problem.student.q.device.type != "cpu":
         return f"are for the CPU, got device {problem.student.q.device.type}"
     if problem.head_mean:
@@ -87,7 +87,7 @@ def limit(problem: AttentionProblem) -> str | None:
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """What `torch_impl.forward` computes."""
+    """Computes what `torch_impl.forward` does."""
     if limit(problem) is None:
         try:
             value, stats, _ = _forward(problem, None, NOTHING)
@@ -101,7 +101,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 def forward_with_gradients(
     problem: AttentionProblem, row_weight: Tensor | None, needs_grad: NeedsGrad
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """What `torch_impl.forward_with_gradients` computes, each product once."""
+    """Computes what `torch_impl.forward_with_gradients` does, each product once."""
     if limit(problem) is None:
         try:
             return _forward(problem, row_weight, needs_grad)
@@ -113,7 +113,7 @@ def forward_with_gradients(
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> Gradients:
-    """What `torch_impl.backward` computes."""
+    """Computes what `torch_impl.backward` does."""
     if limit(problem) is None:
         try:
             sums = _backward(problem, stats, grad, needs_grad)

@@ -288,7 +288,7 @@ def deltas(
 
 
 def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[str, Tensor]:
-    """What a functional is evaluated on, with the teacher's heads averaged where wanted."""
+    """Returns the values a functional is evaluated on, the teacher averaged over heads if asked."""
     if problem.head_mean:
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
@@ -352,7 +352,7 @@ def forward_with_gradients(
 
 
 def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor | None]:
-    """Where gradients are added up, in the order of `Gradients`."""
+    """Allocates zeros to which gradients are added, in the order of `Gradients`."""
     flags = (
         needs_grad.student_q,
         needs_grad.student_k,

@@ -49,7 +49,7 @@ def _exp_of(x: float, dtype: torch.dtype) -> float:
 
 
 def limits(allowed: Tensor) -> Tensor:
-    """What `mask_` takes: inf where a key is allowed, -inf elsewhere."""
+    """Returns what `mask_` takes: inf where a key is allowed, -inf elsewhere."""
     limit = torch.full(allowed.shape, -math.inf, device=allowed.device)
     return limit.masked_fill_(allowed, math.inf)
 

@@ -93,7 +93,7 @@ def agree(
     same: Mapping[str, Any],
     own: Mapping[str, int],
 ) -> list[dict[str, int]]:
-    """What every rank has of ``own``; ``same`` is equal on all.
+    """Returns what every rank has of ``own``; checks that ``same`` is equal on all.
 
     Raises the same DisagreementError on every rank if it is not, if the arguments of the calls
     that led here are not (`together`), or if a rank refused its arguments.
@@ -272,7 +272,7 @@ def _gathered(row: list[int], group: ProcessGroup, device: torch.device) -> list
 
 
 def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where a group can exchange a few integers: the CPU if it has a backend for it."""
+    """Returns the device on which a group exchanges integers: the CPU if it has a backend for it."""
     cpu = torch.device("cpu")
     try:
         group._get_backend(cpu)

@@ -46,7 +46,7 @@ def bound(
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a function takes for arguments that are left out."""
+    """Returns the default arguments of a function."""
     parameters = _signature(function).parameters.values()
     return {x.name: x.default for x in parameters if x.default is not x.empty}
 

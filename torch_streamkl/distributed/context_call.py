@@ -176,7 +176,7 @@ def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, An
 def _check_as_one_rank(
     given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
 ) -> None:
-    """What `attention_kl` would say of this rank's rows and keys."""
+    """Runs the checks of `attention_kl` on this rank's rows and keys."""
     numbers = dict(options)
     for name in SCALES:
         scale = options.get(name)
@@ -226,7 +226,7 @@ def _check_packing(
 
 
 def _check_ring(options: dict[str, Any]) -> None:
-    """What merging values of blocks of keys does not allow."""
+    """Refuses what merging values of blocks of keys does not allow."""
     for name in (*SINKS, "head_reduction"):
         if options.get(name) is not None:
             raise NotImplementedError(

@@ -124,7 +124,7 @@ def scaled_dot_product_attention(
 
 
 def _local_mask(mask: DTensor, placements: tuple[Placement, ...]) -> Tensor:
-    """What of a mask, which broadcasts to [batch, heads, ...], is for this rank's queries."""
+    """Returns the part of a mask [batch, heads, ...] for this rank's queries."""
     needs_grad = list(placements)
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -149,7 +149,7 @@ def placed(x: DTensor, placements: list[int | str]) -> DTensor:
 
 
 def placed_like(x: Tensor, like: DTensor, placements: list[int | str]) -> DTensor:
-    """What every rank has, placed (`encoded`) on the mesh of another DTensor; a sum is done."""
+    """Places what every rank has (`encoded`) on the mesh of another DTensor; finishes a sum."""
     return placed(replicated_like(x, like), placements)
 
 

@@ -79,7 +79,7 @@ def places_of(
     teacher_vocab_start: int | None,
     impl: str,
 ) -> Places:
-    """Where vocabulary entries are, checked."""
+    """Checks and returns which vocabulary shard each rank has."""
     if impl == "reference":
         raise NotImplementedError(
             "impl='reference' needs all logits on one rank, and a group shares them; "

@@ -141,7 +141,7 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
 def _options_of(
     problem: LinearProblem, max_workspace_mib: int, rows: str, needs_grad: list[bool]
 ) -> dict[str, str]:
-    """What ranks have to give alike and no number says."""
+    """Returns the options that ranks have to give alike and that no number describes."""
     options: dict[str, Any] = {
         "divergence": problem.functional.text,
         "temperature": problem.temperature,

@@ -21,7 +21,7 @@ def has_no_token(given: dict[str, Any]) -> bool:
 
 
 def one_that_does_not_count(given: dict[str, Any]) -> dict[str, Any]:
-    """What to give in the place of no token: one token of value 0 and without gradient."""
+    """Replaces no token by one token of value 0 and without gradient."""
     hidden = {name: F.pad(given[name].flatten(0, -2), (0, 0, 0, 1)) for name in HIDDEN}
     changed = {**hidden, "row_mask": hidden["student_hidden"].new_zeros(1, dtype=torch.bool)}
     if isinstance(given["labels"], Tensor):

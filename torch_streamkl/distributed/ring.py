@@ -52,7 +52,7 @@ class Ring:
     is_head_tail: bool
 
     def blocks(self, rank: int, owner: int, num_ranks: int) -> Iterator[Block]:
-        """What this rank computes with the keys of ``owner``."""
+        """Yields what this rank computes with the keys of ``owner``."""
         balance = HEAD_TAIL if self.is_head_tail else None
         mine, theirs = (chunks_of(r, num_ranks, balance) for r in (rank, owner))
         size = self.problem.seqlen_q // len(mine)
@@ -120,7 +120,7 @@ def _shifted(x: slice, by: int) -> slice:
 
 
 def _block(row: int, key: int, size: int, left: int | None, right: int | None) -> Block | None:
-    """Of ``size`` rows and keys from these positions on, those that may see each other.
+    """Selects ``size`` rows and keys from these positions on, those that may see each other.
 
     Bounds count from equal positions; in a block from its last row and key, and never below 0.
     """
@@ -155,7 +155,7 @@ class _Circle:
         self.flat = torch.cat([x.reshape(-1) for x in tensors])
 
     def tensors(self) -> list[Tensor]:
-        """What is here now, as views."""
+        """Returns what is here now, as views."""
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 

@@ -78,7 +78,7 @@ def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
 
 
 def _why_unsupported(dim: int, given: dict[str, Any], num_ranks: int) -> str | None:
-    """Why a call cannot be shared along batch, heads or queries, or None."""
+    """Explains why a call cannot be shared along batch, heads or queries; None if it can."""
     packed = given.get("cu_seqlens_q") is not None
     for name in (*QUERIES, *KEYS):
         size = given[name].shape[dim]
@@ -102,7 +102,7 @@ def _why_unsupported(dim: int, given: dict[str, Any], num_ranks: int) -> str | N
 
 
 def _placement(name: str, x: Any, dim: int) -> Placement:
-    """Of one tensor where a call is shared along batch, heads or queries."""
+    """Returns the placement of one tensor if a call is shared along batch, heads or queries."""
     if name in QUERIES:
         return Shard(dim)
     if name in KEYS:

@@ -186,7 +186,7 @@ def _traced_class(cls: type, names: tuple[str, ...], plan: Unsharding) -> type:
 
 
 def _new_of_original(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """As FSDPModule's: a slice of a container is a container that is not sharded."""
+    """Makes slices of a container unsharded containers, as FSDPModule does."""
     original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
     return original(*args, **kwargs)
 

@@ -555,7 +555,7 @@ class Functional:
 
     @property
     def closed_form(self) -> Bilinear | None:
-        """What one pass computes: of every row, or of those that reach no clamp."""
+        """Returns what one pass computes: for every row, or for those that reach no clamp."""
         return self.guarded.form if self.guarded else self.bilinear
 
     @functools.cached_property
@@ -577,7 +577,9 @@ class Functional:
 
     @functools.cached_property
     def quotient(self) -> LiftedQuotient | None:
-        """What an expression P (log(P + e) - log(S + f)), or S (log(S + f) - log(P + e)), has."""
+        """Matches P (log(P + e) - log(S + f)), or S (log(S + f) - log(P + e)), and returns its
+        numbers.
+        """
         if self.expr.op != "mul" or self.expr.args[1].op != "sub":
             return None
         own, (log_own, log_other) = self.expr.args[0], self.expr.args[1].args

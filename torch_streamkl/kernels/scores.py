@@ -134,7 +134,9 @@ def gradient_ptrs(
     ptr, stride_split, stride_b, stride_h, stride, masks, share, b, head, rows,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Where rows of a gradient to q or k are written [rows, BLOCK_D], with splits.py's strides."""
+    """Returns where rows of a gradient to q or k are written [rows, BLOCK_D], with splits.py's
+    strides.
+    """
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
     out = ptr + share.to(tl.int64) * stride_split
@@ -228,7 +230,7 @@ def in_window(allowed, masks, seq, rows, cols, LEFT: tl.constexpr, RIGHT: tl.con
 
 @triton.jit
 def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
-    """Which (row, key) pairs of a tile take part; rows and cols broadcast to it."""
+    """Marks the (row, key) pairs of a tile that take part; rows and cols broadcast to it."""
     allowed = allowed_pairs(masks, seq, rows, cols, inside, CONFIG)
     if CONFIG.KEY_MASK:
         allowed &= admitted(masks, seq, cols)
@@ -253,15 +255,14 @@ def allowed_pairs(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 
 @triton.jit
 def admitted(masks, seq, keys):
-    """Which keys a mask of keys, the same for all heads and rows, admits."""
+    """Marks the keys that a key-padding mask, the same for all heads and rows, admits."""
     ptrs = masks.mask + seq.mask_offset + keys.to(tl.int64) * masks.mask_n
     return tl.load(ptrs, mask=keys < seq.num_keys, other=0) != 0
 
 
 @triton.jit
 def admitted_span(masks, seq):
-    """Of a mask of keys: the first that it admits, the first that it removes after that one, and
-    where it ends.
+    """Bounds a key-padding mask: first valid key, first hole after it, end.
 
     Padding on either side leaves [first, hole) and nothing else; in other masks keys that are
     admitted follow after the hole.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def new_splits(x: Tensor, splits: int, adds: bool = False) -> Tensor:
-    """Where a gradient to x is written.
+    """Allocates the splits to which a gradient to x is written.
 
     That is as x, or [batch, num_heads, splits, seqlen, head_dim] in float32, with more than one
     share or if several kernels add to one (``adds``).

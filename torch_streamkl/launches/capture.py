@@ -358,7 +358,7 @@ class Recorder(TorchDispatchMode):
         return driver_calls.Text(self._plain(x))
 
     def _marked_value(self, x: Any, maps: Iterator[str]) -> str:
-        """What is marked, as text; of tensor maps the variables that hold them."""
+        """Writes a marked value as text; tensor maps as the variables that hold them."""
         if isinstance(x, driver_calls.Text):
             return x.text
         if driver_calls.is_map(x):
@@ -424,7 +424,7 @@ class Recorder(TorchDispatchMode):
         return f"{self._constant(torch._C._cuda_getCurrentRawStream)}({self.device.index})"
 
     def _device_guard(self) -> list[str]:
-        """Where another device is the current one: the program again, on that of its tensors."""
+        """Writes a guard that runs the program again on its tensors' device if another is current."""
         if self.device.type != "cuda":
             return []
         current, guard = self._constant(_current_device), self._constant(on_device)

@@ -67,7 +67,7 @@ def limits_of(device: torch.device) -> Gpu:
 
 
 def gpu_limit(device: torch.device) -> str | None:
-    """Why no kernel runs on a CUDA or HIP device, or None."""
+    """Explains why no kernel runs on a CUDA or HIP device; None if kernels run."""
     gpu = gpu_of(device)
     if gpu.is_hip or gpu.capability >= LEAST_CAPABILITY:
         return None
@@ -75,7 +75,8 @@ def gpu_limit(device: torch.device) -> str | None:
 
 
 def matmul_precision() -> str:
-    """As torch.backends names it: "tf32" where float32 products of a GPU may be rounded to that.
+    """Returns the precision of float32 matmuls, as torch.backends names it: "tf32" where float32
+    products of a GPU may be rounded to that.
 
     torch.get_float32_matmul_precision() says the same, but raises where a program has used the
     settings of torch.backends that replace it, as ``torch.backends.fp32_precision = "tf32"``.
@@ -109,12 +110,12 @@ def require_driver() -> None:
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """What launch tables call a device."""
+    """Returns the name of a device in launch tables."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "interpreter"
     return gpu_of(device).name
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; 4 stand for those of the interpreter."""
+    """Counts the programs that run side by side; 4 stand for those of the interpreter."""
     return gpu_of(device).multiprocessors if device.type == "cuda" else 4

@@ -48,7 +48,7 @@ class DriverCall:
 
 
 def driver_call(launcher: Any, given: tuple[Any, ...]) -> DriverCall | None:
-    """What ``launcher(*given)`` calls the driver with; None where the launcher is an unknown one.
+    """Captures the driver call of ``launcher(*given)``; None if the launcher is an unknown one.
 
     Descriptors among the arguments have a `Base`.
     """
@@ -103,7 +103,7 @@ def is_map(x: Any) -> bool:
 
 
 def _driver_function(launch: Any) -> Callable[..., Any] | None:
-    """What a launcher's ``launch`` calls: itself, where no descriptors are to be replaced."""
+    """Returns the function that a launcher's ``launch`` calls: itself without descriptors."""
     if isinstance(launch, BuiltinFunctionType):
         return launch
     if not isinstance(launch, FunctionType) or "launcher" not in launch.__code__.co_freevars:

@@ -105,7 +105,7 @@ HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernel
 
 
 def select_implementation(problem: AttentionProblem, impl: str, backward: bool = False) -> str:
-    """Which of "hopper", "triton" and "torch" computes a problem, or its gradients.
+    """Chooses which of "hopper", "triton" and "torch" computes a problem, or its gradients.
 
     Both kinds of kernels leave the same statistics, so that the gradients may be computed by
     others than the values. A choice that cannot run raises, a slow automatic one is logged; a GPU
@@ -142,7 +142,7 @@ def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
 
 
 def triton_limit(problem: AttentionProblem) -> str | None:
-    """Why the Triton kernels cannot run a problem, or None."""
+    """Explains why the Triton kernels cannot run a problem; None if they can."""
     device = problem.student.q.device.type
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
@@ -156,7 +156,7 @@ def triton_limit(problem: AttentionProblem) -> str | None:
 
 
 def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
+    """Explains why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
     limit, gpu = gpu_limit(device), gpu_of(device)
     if limit is not None or gpu.is_hip or gpu.capability >= (8, 0):
         return limit
@@ -169,7 +169,7 @@ def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
 
 
 def hopper_limit(problem: AttentionProblem) -> str | None:
-    """Why the kernels for Hopper GPUs cannot run a problem, or None."""
+    """Explains why the kernels for Hopper GPUs cannot run a problem; None if they can."""
     student, teacher = problem.student, problem.teacher
     q = student.q
     if q.device.type != "cuda" or not gpu_of(q.device).is_hopper:
@@ -221,7 +221,7 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
 
 
 def _layout_limit(*tensors: torch.Tensor) -> str | None:
-    """Why TMA cannot load one of the tensors, or None."""
+    """Explains why TMA cannot load one of the tensors, or None."""
     for x in tensors:
         *outer, (_, last) = zip(x.shape, x.stride(), strict=True)
         is_odd = any(size > 1 and (n <= 0 or n % 8) for size, n in outer)
@@ -231,7 +231,8 @@ def _layout_limit(*tensors: torch.Tensor) -> str | None:
 
 
 def _head_mean_limit(problem: AttentionProblem) -> str | None:
-    """Why a head-averaged teacher's own kernels (attention/hopper/head_mean.py) do not run.
+    """Explains why the kernels of a head-averaged teacher (hopper/head_mean.py) do not run, or
+    None.
 
     The student is the portable kernels', which read the mean.
     """
@@ -253,7 +254,7 @@ def _head_mean_limit(problem: AttentionProblem) -> str | None:
 
 
 def _mask_limit(problem: AttentionProblem) -> str | None:
-    """Why a problem with a mask tensor does not run, or None."""
+    """Explains why a problem with a mask tensor does not run, or None."""
     mask = problem.mask
     assert mask is not None
     if problem.is_packed:
@@ -267,7 +268,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
 
 
 def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
-    """Why a problem with this bias does not run, or None."""
+    """Explains why a problem with this bias does not run, or None."""
     if _is_prepared(problem):
         return "takes no bias next to a mask tensor or with a divergence of two passes"
     if str(bias.dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
@@ -652,7 +653,7 @@ def _operands(problem: AttentionProblem) -> tiles.Operands:
 
 
 def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | None:
-    """What the user's launch table (launches/launch_table.py) has for a kernel of a problem."""
+    """Looks up a kernel of a problem in the user's launch table (launches/launch_table.py)."""
     table = launch_table.current(device_name(problem.student.q.device))
     if table is None or not is_tunable(problem):  # every call asks, and most have no table
         return None
@@ -675,7 +676,7 @@ def is_tunable(problem: AttentionProblem) -> bool:
 
 
 def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
-    """What a measured launch of a problem is kept under."""
+    """Returns the key of a problem's measured launch."""
     packed = problem.is_packed
     lengths = (
         (problem.max_seqlen_q, problem.max_seqlen_k)

@@ -58,7 +58,8 @@ def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
 def whole_heads_launch(
     own_dim: int, keys: int, has_padding: bool, operands: Operands, gpu: Gpu
 ) -> TritonLaunch | None:
-    """Of "dq_dk", whose programs have all keys of a head of this width; None: two kernels do.
+    """Returns the launch of "dq_dk", whose programs have all keys of a head of this width; None:
+    two kernels do.
 
     Measured on an H100 (bench/notes/portable_kernels.md). Where matrix units read operands from
     registers keys, dK and scores together spill (sm_80: 0.9 to 1.5 KB).
@@ -133,7 +134,7 @@ def _of_float32_rows(kernel: str, launch: TritonLaunch, operands: Operands) -> T
 
 
 def sum_of_heads_launch(operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """Of a row program's sum over heads, which may read other maps: 2.8 KB would spill."""
+    """Returns the launch of a row program's sum over heads; 2.8 KB would spill."""
     launch = head_mean_launch("mean", operands, gpu)
     if gpu.is_hip or not operands.is_full_float32 or launch.num_warps == 8:
         return launch
@@ -180,7 +181,7 @@ def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
 
 
 def shared_bytes(launch: TritonLaunch, kernel: str, operands: Operands, gpu: Gpu) -> int:
-    """What a launch may take of shared memory, at most.
+    """Returns the most shared memory that a launch may take.
 
     The tiles that stream by, once for every stage; those that stay (queries, for dK keys) lie
     there, too, but on AMD GPUs, where matrix units read them from registers.

@@ -293,7 +293,7 @@ def _checked(options: Options) -> dict[str, Any]:
 
 
 def _places(options: Options) -> Places | None:
-    """Which vocabulary entries this rank has, if ranks share them."""
+    """Returns the vocabulary shard that this rank has, if ranks share the vocabulary."""
     if options.group is None:
         return None
     from torch_streamkl.distributed.linear import places_of

@@ -165,7 +165,7 @@ def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
 
 
 def triton_limit(problem: LinearProblem) -> str | None:
-    """Why the Triton kernels cannot run a problem, or None."""
+    """Explains why the Triton kernels cannot run a problem; None if they can."""
     device = problem.student.hidden.device.type
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
@@ -395,7 +395,7 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
 
 
 def needs_grad_of(needs: list[bool], grad: Tensor | None) -> list[bool]:
-    """Which gradients there are: of the cross-entropies alone the teacher gets none, not zeros."""
+    """Returns the output mask: of the cross-entropies alone the teacher gets none, not zeros."""
     if grad is not None:
         return needs
     names = [field.name for field in fields(NeedsGrad)]
@@ -403,7 +403,7 @@ def needs_grad_of(needs: list[bool], grad: Tensor | None) -> list[bool]:
 
 
 def adapter_positions(first: int, num_inputs: int) -> range:
-    """Where the adapters are among a call's inputs, as many as there are."""
+    """Returns the positions of the adapters among a call's inputs."""
     return range(first, max(first, min(first + NUM_ADAPTERS, num_inputs)))
 
 

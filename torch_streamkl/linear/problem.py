@@ -219,7 +219,7 @@ MAX_LOW_PRECISION_SUMS = 34
 
 
 def max_sums(problem: LinearProblem) -> int:
-    """How often a gradient may be added to."""
+    """Limits how often a gradient may be added to."""
     is_low = any(head.hidden.element_size() == 2 for head in problem.heads)
     return MAX_LOW_PRECISION_SUMS if is_low else 2**31
 
@@ -250,7 +250,7 @@ class Chunks:
 
 
 def workspace_bytes(problem: LinearProblem, max_workspace_mib: int) -> int:
-    """What logits may take at once: what was asked for, or the default."""
+    """Returns the bytes that logits may take at once: as asked for, or the default."""
     if max_workspace_mib:
         return max_workspace_mib * MIB
     device = problem.student.hidden.device.type

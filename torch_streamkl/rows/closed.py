@@ -205,7 +205,9 @@ def _product(a: Expr, b: Expr) -> Expr:
 
 
 def _log(a: Expr) -> Expr | None:
-    """Of a mixture of P and S, or of a probability that something keeps above 0."""
+    """Reads the logarithm of a mixture of P and S, or of a probability that something keeps above
+    0.
+    """
     if a.op in ("P", "S", "exp"):
         return apply("log", a)
     if a.op == "max" and a.args[1].op == "const" and a.args[1].value > 0.0:

@@ -71,7 +71,7 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
 
 
 def _varying(program: Program) -> list[bool]:
-    """Of each reduction, whether something that may need a gradient comes into it."""
+    """Marks the reductions that something which may need a gradient enters."""
     of_nodes: list[bool] = []
     found: list[bool] = []
 

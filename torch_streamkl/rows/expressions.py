@@ -73,7 +73,7 @@ class Graph:
         return index
 
     def check_no_blocks(self, *args: int) -> None:
-        """What has an element for each key, or one for each row, meets no blocks of keys."""
+        """Refuses to combine sums over blocks of keys with elements or per-row values."""
         if any(self.nodes[a].op == BLOCK_SUM for a in args):
             raise ValueError(
                 "sums over blocks of keys are returned as they are; compute with what comes back"
@@ -140,7 +140,7 @@ class Graph:
         return self._made(op, args)
 
     def _with_axes(self, simple: int, op: str, args: tuple[int, ...]) -> int | None:
-        """What an operation comes to, if it has the axes of its arguments.
+        """Broadcasts an operation's result to the axes of its arguments.
 
         The shape of a result does not depend on a number: 0 times an element of a head is a 0 of
         each head.
@@ -340,7 +340,8 @@ class Graph:
         return list(found[0]), list(found[1])
 
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
-        """Of two products with one exponential: the operation, it, and the other factors.
+        """Factors two products with one exponential: the operation, the exponential, the other
+        factors.
 
         The gradient of a softmax as P * g - P * sum loses digits that P * (g - sum) keeps.
         """
@@ -367,7 +368,7 @@ class Graph:
         return self._cast(x, FLOAT)
 
     def used_by(self, roots: list[int]) -> list[int]:
-        """What the roots need, in the order of computation."""
+        """Returns the nodes that the roots need, in the order of computation."""
         needed, stack = set(roots), list(roots)
         while stack:
             for a in self.nodes[stack.pop()].args:

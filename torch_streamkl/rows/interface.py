@@ -236,7 +236,7 @@ def _traced(
 
 
 def _loss(traced: Traced, problem: RowProblem, reduction: str) -> RowLoss | None:
-    """What each row adds, where gradients to the program's values are all that it needs."""
+    """Returns what each row adds, if gradients to the program's values are all that it needs."""
     if not op.has_sum(problem):
         return None
     learned = tuple([x.requires_grad for x in problem.captures])

@@ -35,7 +35,7 @@ class RowLoss:
 
     @staticmethod
     def of_nodes(nodes: Sequence[Node], root: int, is_literal: bool) -> RowLoss:
-        """What one node needs, and nothing else."""
+        """Keeps what one node needs, and nothing else."""
         moved: dict[int, int] = {}
         found: list[Node] = []
         for i in Graph(list(nodes)).used_by([root]):
@@ -96,7 +96,7 @@ def values(
     tensors: Sequence[Tensor],
     at: Slices,
 ) -> Tensor:
-    """What each row of a block adds, [batch, 1, rows]; ``reductions`` are of the block."""
+    """Computes what each row of a block adds, [batch, 1, rows]; ``reductions`` are of the block."""
     return _evaluated(problem, loss.nodes, [len(loss.nodes) - 1], reductions, tensors, at)[0]
 
 

@@ -119,7 +119,9 @@ def backward(
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """What each row adds to a loss that is linear in the divergence of LM heads, and gradients."""
+    """Computes what each row adds to a loss that is linear in the divergence of LM heads, and
+    gradients.
+    """
     form, at = _form(problem), tile.whole(problem)
     (output,) = problem.program.outputs
     nothing = {output: problem.operands[0][0].new_empty(0)}

@@ -55,7 +55,7 @@ _calls: dict[Any, Callable[..., Tensors]] = {}  # by metadata and options
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
-    """What computes a problem; an explicit choice that cannot run is an error.
+    """Chooses the module that computes a problem; an explicit choice that cannot run is an error.
 
     A fake call asks, too: results differ.
     """
@@ -106,7 +106,7 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
-    """What computes divergences; on a GPU kernels, elsewhere blocks in plain torch."""
+    """Chooses the implementation: kernels on a GPU, elsewhere blocks in plain torch."""
     if closed.form_of(problem) is not None:
         return CLOSED
     if problem.operands[0][0].device.type != "cuda":
@@ -156,7 +156,8 @@ def _repeated(
     options: tuple[Any, ...],
     make: Callable[[], tuple[Callable[..., Tensors], Any]],
 ) -> Callable[..., Tensors]:
-    """What computes a program of tensors like these; ``options`` are all else that it is given.
+    """Returns the replayed program of tensors like these; ``options`` are all else that it is
+    given.
 
     ``make`` gives it, and the module that runs in it: launches of kernels are recorded.
     """

@@ -52,7 +52,7 @@ class RowProblem:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of elements and per-row values."""
+        """Returns the dtype of elements and per-row values."""
         is_double = self.operands[0][0].dtype == torch.float64
         return torch.float64 if is_double else torch.float32
 
@@ -70,11 +70,11 @@ class RowProblem:
         return self.batch, self.num_heads(axis), self.num_rows
 
     def num_blocks(self, size: int) -> int:
-        """Of as many keys each; the last may have less."""
+        """Counts the blocks of as many keys each; the last may have fewer."""
         return -(-self.num_keys // size)
 
     def value_shape(self, head: int, size: int) -> tuple[int, ...]:
-        """Of per-row values; of rows and blocks where they are of ``size`` keys."""
+        """Returns the shape of per-row values; of rows and blocks for blocks of ``size`` keys."""
         return *self.row_shape(head), *((self.num_blocks(size),) if size else ())
 
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:

@@ -144,7 +144,7 @@ class Program:
 
     @functools.cached_property
     def digest(self) -> str:
-        """What a canonical program is known by."""
+        """Returns the digest that identifies a canonical program."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @functools.cached_property
@@ -176,7 +176,7 @@ class Program:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """What each tensor of the operator is, in order."""
+        """Names each tensor of the operator, in order."""
         names = [f"{side}{i}" for i in range(len(self.dot_heads)) for side in ("rows", "columns")]
         names += [f"capture{i}" for i in range(len(self.captures))]
         return (*names, *["lengths"] * self.keys.has_lengths, *["mask"] * self.keys.has_mask)
@@ -240,7 +240,7 @@ def canonical(program: Program) -> Program:
 
 
 def _digests(program: Program) -> list[str]:
-    """What each node computes, whatever its number."""
+    """Computes a digest of each node's computation, whatever its number."""
     digests: list[str] = []
     of_reduction: dict[int, str] = {}
     for node in program.nodes:

@@ -115,7 +115,7 @@ def capture(problem: RowProblem, number: int, at: Slices) -> Tensor:
 
 
 def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
-    """Where ids stand in the block of keys; its size for those outside."""
+    """Returns where ids stand in the block of keys; its size for those outside."""
     ids = part(problem.ids_of(number), at[0], ALL, at[1])
     inside = (ids >= at[2].start) & (ids < at[2].stop)
     return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()

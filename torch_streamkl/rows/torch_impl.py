@@ -219,7 +219,9 @@ def _pass(
     known: RowValues,
     dot: DotProducts,
 ) -> tuple[Values, dict[int, tuple[Tensor, Tensor]]]:
-    """What one pass gathers, by number: reductions, then Jacobians; parts of log-sum-exps."""
+    """Gathers what one pass computes, by number: reductions, then Jacobians; parts of
+    log-sum-exps.
+    """
     program = problem.program
     count = len(program.reductions)
     sums: dict[int, tuple[int, int]] = {}  # slot: node and axis of heads
@@ -393,7 +395,8 @@ class _Gradients:
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """What each row adds to a loss, and the loss's gradients: LM heads by chunks of tokens.
+    """Computes what each row adds to a loss, and the loss's gradients: LM heads by chunks of
+    tokens.
 
     The logits of a chunk are made once. Their gradient takes their place.
     """
@@ -434,7 +437,9 @@ def loss_and_gradients(
 
 
 def _tokens_of_chunk(problem: RowProblem) -> int:
-    """As many as `linear_kl` takes: those whose logits are as large as a share of the weights."""
+    """Returns a chunk's tokens as `linear_kl` does: their logits are as large as a share of the
+    weights.
+    """
     q = problem.operands[0][0]
     room = DEFAULT_WORKSPACE_MIB.get(q.device.type, DEFAULT_WORKSPACE_MIB["cuda"]) * MIB
     if q.device.type == "cpu":

@@ -192,7 +192,7 @@ def _connected(graph: Graph, x: int, sums: list[int]) -> int:
 
 
 def dtype_of(x: Tensor) -> str:
-    """What a captured tensor's elements are."""
+    """Returns the dtype of a captured tensor's elements."""
     if x.dtype == torch.bool:
         return BOOL
     return FLOAT if x.is_floating_point() else INT

@@ -27,7 +27,7 @@ class SideStream:
             observer.told(what, self.stream)
 
     def fork(self) -> None:
-        """What the side stream gets from here on starts after all that the current one has."""
+        """Makes what the side stream gets from here on start after all that the current one has."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             self._tell("fork")

@@ -389,7 +389,7 @@ class MaskRules(IndexRules):
         return None
 
     def first_index(self, node: fx.Node, source: fx.Node, dim: int, start: object) -> Size | None:
-        """Where a slice begins, counted from the front; None where that is not certain."""
+        """Returns where a slice begins, counted from the front; None if that is not certain."""
         given = 0 if start is None else self.size(start)
         if given is None:
             return None
@@ -495,7 +495,7 @@ def _conditions(op: str, d: Affine) -> BoolTensor:
 
 
 def _same_entries(source: Sequence[Size], target: Sequence[Size]) -> list[int | None] | None:
-    """Where a reshaped tensor's dimensions come from when only sizes of 1 come or go."""
+    """Maps a reshaped tensor's dimensions to the original ones, if only sizes of 1 come or go."""
     kept = [d for d, size in enumerate(source) if not is_one(size)]
     order: list[int | None] = []
     for size in target:

@@ -202,7 +202,7 @@ class ValueMaskRules(MaskRules):
         raise Unsupported("a comparison of probabilities with a number")
 
     def infinite(self, x: object) -> object:
-        """Where scores or log-probabilities are infinite: at the keys that a mask removed."""
+        """Marks where scores or log-probabilities are infinite: at the keys that a mask removed."""
         if isinstance(x, Scores):
             return _removed(x)
         if isinstance(x, Elements):
@@ -215,7 +215,7 @@ class ValueMaskRules(MaskRules):
         return None
 
     def finite(self, x: object) -> object:
-        """Where scores or log-probabilities are finite."""
+        """Marks where scores or log-probabilities are finite."""
         if isinstance(x, Elements) and elements.takes_part(x).single() != ONE:
             return elements.takes_part(x)
         found = self.infinite(x)
@@ -231,7 +231,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def _removed(x: Scores) -> BoolTensor | Infinite:
-    """Where scores are -inf, with everything that they are made of finite but biases."""
+    """Marks where scores are -inf, if everything that they are made of but biases is finite."""
     form = read(x.key)
     if form.padded is not None:
         raise Unsupported("isinf of scores that were padded with -inf")
@@ -252,7 +252,7 @@ def _same_removed(x: Elements, infinite: Infinite) -> bool:
 
 
 def _removing(x: Scores, rank: int) -> object:
-    """What may remove keys of the scores, by the dimensions of a tensor."""
+    """Collects what may remove keys of the scores, by the dimensions of a tensor."""
     form = read(x.key)
     layout = ((),) * (rank - len(x.layout)) + x.layout
     mask = to_tensor(form.mask, layout)

@@ -79,7 +79,7 @@ class WriteRules(Analysis):
 
 
 def _start(a: Arguments, name: str, size: Size, length: Size) -> int | None:
-    """Where an index or a slice begins, counted from the front."""
+    """Returns where an index or a slice begins, counted from the front."""
     given = a["index"] if name == "select" else a.get("start") or 0
     start = first_index(given, size, length) if isinstance(given, int) else None
     return start if isinstance(start, int) else None

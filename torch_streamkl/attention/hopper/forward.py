@@ -200,7 +200,7 @@ def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
-    """Where the keys begin and end that some row of the warp group at first_row sees."""
+    """Returns the range of keys that some row of the warp group at first_row sees."""
     first_key = seq.num_valid * 0
     stop_key = seq.num_valid
     if CONFIG.HAS_LEFT:

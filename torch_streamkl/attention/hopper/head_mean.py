@@ -68,7 +68,7 @@ class Block(NamedTuple):
 
 @gluon.jit
 def slot_and_phase(i, SLOTS: gl.constexpr):
-    """Of load i: NOTE [Pipeline stages] in warp_groups.py."""
+    """Returns stage and phase of load i: NOTE [Pipeline stages] in warp_groups.py."""
     return i % SLOTS, i // SLOTS & 1
 
 

@@ -97,7 +97,7 @@ class Launcher(portable.Launcher):
         )
 
     def chunks_and_slots(self, launch: HopperLaunch) -> tuple[int, int]:
-        """Of a tile of keys, and of shared memory: of such tiles next to queries, or of both."""
+        """Returns the chunks of a tile of keys, and the stages that fit in shared memory."""
         chunks = self.problem.teacher.head_dim // CHUNK
         return chunks, launch.slots if launch is HOPPER_HEAD_MEAN else max(2, 9 // chunks)
 

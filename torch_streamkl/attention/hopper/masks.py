@@ -108,7 +108,7 @@ def bits_of(tile):
 
 @triton.jit
 def bits_at(tile):
-    """Where the bits of a tile lie."""
+    """Returns the address of the bits of a tile."""
     bit = tl.arange(0, 64)[:, None] * 4 + tl.arange(0, 4)[None, :]
     return tile.to(tl.int64) * BITS + bit
 
@@ -186,7 +186,7 @@ def load_bits(blocks, entity, row_tile, column_tile, none):
 
 @gluon.jit
 def admitted(bits, like):
-    """Which pairs of a tile are admitted, [64, lanes, 16] as by_lane; `like` is in its layout."""
+    """Marks the admitted pairs of a tile, [64, lanes, 16] as by_lane; `like` is in its layout."""
     layout: gl.constexpr = like.type.layout
     bit = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     bit = gl.expand_dims(gl.expand_dims(bit, 0), 1)

@@ -154,7 +154,7 @@ def work_at(number, sizes, masks, blocks, stats, TASK: gl.constexpr):
 
 @gluon.jit
 def inner_tile(work, i, TASK: gl.constexpr):
-    """Which of the inner tiles is tile i of a block; for dK heads of a group come one by one."""
+    """Returns the index of a block's i-th inner tile; for dK heads of a group come one by one."""
     if TASK.HAS_MASK:
         tile = i // TASK.GROUP_SIZE
         return gl.load(work.list + 1 + tile // 2) // 2 * 2 + tile % 2
@@ -242,8 +242,8 @@ def load_inner(own_inner, other_inner, tiles, work, i, used, TASK: gl.constexpr)
 
 @gluon.jit
 def tiles_seen(work, first, TASK: gl.constexpr):
-    """Of the warp group with this first outer row: the first inner tile that it needs, the first
-    without a mask, the first after those, and the end.
+    """Finds the inner tiles that the warp group with this first outer row needs: the first, the
+    first without a mask, the first after those, and the end.
     """
     if TASK.ROWS:
         first_key, left, right, stop_key = keys_of_rows(
@@ -456,7 +456,7 @@ def persistent_backward_kernel(
     own_scale, other_scale,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """As backward.backward_kernel, without sums in any order and packed sequences."""
+    """Computes what backward.backward_kernel does, except atomic sums and packed sequences."""
     gdc_launch_dependents()  # NOTE [Overlapping kernels] in backward.py
     sizes = Sizes(
         gl.program_id(0), gl.num_programs(0), num_works, num_blocks, num_heads, batch,

@@ -146,7 +146,7 @@ def keys_of_tile(block, t, zero):
 
 @gluon.jit
 def seen(place, t, like, CONFIG: gl.constexpr):
-    """Which rows see which keys of tile t."""
+    """Marks which rows see which keys of tile t."""
     block = place.block
     keys = keys_of_tile(block, t, like)
     return in_window(
@@ -415,7 +415,10 @@ def reduce_row_sums(
     tiles, place, begin, whole, edge, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """As reduce_tiles, of the masses alone: NOTE [Pairs at once] in warp_groups.py."""
+    """Sums the row sums alone over all tiles, as reduce_tiles does:
+
+    NOTE [Pairs at once] in warp_groups.py.
+    """
     block, end = place.block, place.end
     zeros = zero_of_pair(zero)
     o, w = products_of(begin, tiles, place, zero, SLOTS)

@@ -105,7 +105,7 @@ def before_wait(a):
 
 @gluon.jit
 def before_wait_pair(a, b):
-    """As before_wait, for two."""
+    """Applies before_wait to two values."""
     return gl.inline_asm_elementwise(
         WAIT_TWO, "=f,=f,=f,=f,f,f,f,f", [a, b],
         dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
@@ -114,7 +114,7 @@ def before_wait_pair(a, b):
 
 @gluon.jit
 def before_wait_three(a, b, c):
-    """As before_wait, for three."""
+    """Applies before_wait to three values."""
     return gl.inline_asm_elementwise(
         WAIT_THREE, "=f,=f,=f,=f,=f,=f,f,f,f,f,f,f", [a, b, c],
         dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=2,
@@ -224,7 +224,8 @@ def of_first_column(x, like):
 
 @gluon.jit
 def lane_lowest(low, x):
-    """As lane_sum, the lowest of `low` and a thread's columns; if none is below 0, one of them.
+    """Reduces as lane_sum does, to the lowest of `low` and a thread's columns; if none is below 0,
+    to one of them.
 
     Two maxima of unsigned integers are one instruction; two minima of floats are two.
     """
@@ -269,7 +270,7 @@ def lane_signed_sum(before, d, x):
 
 @gluon.jit
 def stage_of(i, SLOTS: gl.constexpr):
-    """Where tile (or pair) i is (NOTE [Pipeline stages])."""
+    """Returns the pipeline stage of tile (or pair) i (NOTE [Pipeline stages])."""
     if SLOTS & (SLOTS - 1) == 0:
         return i & (SLOTS - 1)
     else:

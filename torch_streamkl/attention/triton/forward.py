@@ -207,7 +207,7 @@ def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
 
 @triton.jit
 def row_offset(bh, h, seq, masks):
-    """Where the program's rows start in a [batch, num_heads, seqlen_q] tensor."""
+    """Returns where the program's rows start in a [batch, num_heads, seqlen_q] tensor."""
     if masks.cu_seqlens_q is not None:
         return h.to(tl.int64) * masks.seqlen_q + seq.start_q
     else:
@@ -402,7 +402,7 @@ def store_state(ptr, field_stride, state, inside):
 
 @triton.jit
 def load_state(ptr, field_stride, inside):
-    """What store_state wrote."""
+    """Loads what store_state wrote."""
     return State(
         tl.load(ptr, mask=inside, other=0.0),
         tl.load(ptr + field_stride, mask=inside, other=0.0),

@@ -201,7 +201,7 @@ def mean_kernel(
 
 @triton.jit
 def mean_tile(mean, block, offs_n, CONFIG: tl.constexpr):
-    """Where a tile of the mean lies in memory, of the block-th block of rows there."""
+    """Returns where a tile of the mean lies in memory, of the block-th block of rows there."""
     row = tl.cast(block, tl.int64) * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
     return mean.ptr + row[:, None] * mean.stride + offs_n[None, :]
 

@@ -54,7 +54,7 @@ class Launcher:
         self.blocks = self.mean_blocks * self.finer
 
     def log_sum_exps(self) -> None:
-        """Of all rows of both sides."""
+        """Computes the log-sum-exps of all rows of both sides."""
         problem, stats = self.problem, self.stats
         self._log_sum_exps(self.student, stats.student, 1, student=True)
         if problem.teacher_lse is None:
@@ -94,13 +94,13 @@ class Launcher:
             yield Chunk(mean, first * self.finer, stop * self.finer)
 
     def write_mean(self, mean: Mean, first: int, stop: int) -> None:
-        """Of the blocks of the mean from first to stop."""
+        """Writes the blocks of the mean from first to stop."""
         self.run_mean(mean, first, stop - first, self.mean_stage.num_blocks)
 
     def run_mean(
         self, mean: Mean, first: int, blocks: int, num_blocks: int, small: Tensor | None = None
     ) -> None:
-        """Of blocks of the portable kernel, num_blocks in a sequence; all, or those of `small`."""
+        """Runs the portable kernel on num_blocks blocks a sequence: all, or those of `small`."""
         stage = self.plan.stage(self.problem, "mean")
         self.plan.run(
             "mean" if small is None else "some means",  # compiled apart
@@ -190,7 +190,7 @@ class Launcher:
         )  # fmt: skip
 
     def new_splits(self, student: bool, queries: bool) -> Tensor:
-        """Where dQ or dK of a side is written."""
+        """Allocates the splits to which dQ or dK of a side is written."""
         problem, stage = self.problem, self.stage
         side, own_ratio = self.own(student)
         if queries:

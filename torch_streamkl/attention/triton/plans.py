@@ -98,7 +98,7 @@ class Plan:
         return self.kept(("whole heads", student), make)[0]
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
-        """What make() gave the first time: it may depend on metadata only."""
+        """Returns what make() returned the first time: it may depend on metadata only."""
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()

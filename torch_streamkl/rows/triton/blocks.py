@@ -50,7 +50,7 @@ MEMBERS = 16  # query heads, at least, that a program of a key head's gradient a
 
 
 def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
-    """Why a problem cannot run by maps; empty if it can."""
+    """Explains why a problem cannot run with materialized scores; empty if it can."""
     program = problem.program
     if problem.compute_dtype == torch.float64:
         return "kernels compute in float32, and operands are float64"
@@ -94,7 +94,7 @@ def _bytes_of(
     needs_grad: tuple[tuple[int, int], ...],
     kept: Container[int],
 ) -> int:
-    """Of all maps, for one row and key, with the gradients that take no dot product's place."""
+    """Counts the bytes of all maps for one row and key, with gradients that reuse no dot product."""
     return max(sum(_maps_of(problem, which, needs_grad, kept).values()), 2)
 
 
@@ -166,7 +166,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 def _passes(
     program: Program, plan: derive.ForwardPlan
 ) -> list[tuple[dict[int, tuple[int, str]], int]]:
-    """What each pass over the keys gathers, of the heads of an axis."""
+    """Returns what each pass over the keys gathers, for the heads of an axis."""
     passes: list[tuple[dict[int, tuple[int, str]], int]] = []
     for level in range(1, plan.num_passes + 1):
         slots = slots_of(program, plan, level)
@@ -199,7 +199,8 @@ def backward(
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """What each row adds to a loss, and the loss's gradients, from logits that are made once.
+    """Computes what each row adds to a loss, and the loss's gradients, from logits that are made
+    once.
 
     Logits that get a gradient are of a chunk of tokens. Their gradient takes their place, and a
     matmul adds it to the weight's. Other maps, such as ids, are of a part of the chunk.
@@ -375,7 +376,7 @@ class _Gradients:
         self.splits: dict[int, tuple[slice, Tensor]] = {}
 
     def _dtype(self, n: int) -> torch.dtype:
-        """Where blocks add to each other, except in matmuls of LM heads, in float32."""
+        """Returns the dtype of sums of blocks: float32, except in matmuls of LM heads."""
         x = self.tensors[n]
         if n >= 2 * len(self.problem.operands):
             return torch.float32
@@ -402,7 +403,7 @@ class _Gradients:
         return found
 
     def add(self, block: maps.Block) -> None:
-        """What a block contributes."""
+        """Adds what a block contributes."""
         joined: set[int] = set()
         for i, node in self.dots.items():
             if self.program.dot_heads[i]:
@@ -496,7 +497,7 @@ class _Gradients:
         return set(beside)
 
     def _shares_of(self, i: int, batch: slice, splits: int) -> Tensor:
-        """Where blocks of these batch elements add to the gradient of a column operand."""
+        """Returns where blocks of these batch elements add to the gradient of a column operand."""
         dk = self.out[2 * i + 1]
         assert dk is not None
         if splits == 1:
@@ -516,7 +517,7 @@ class _Gradients:
         mine += parts.sum(0)
 
     def _place_of(self, block: maps.Block, i: int) -> Tensor:
-        """Where a block adds to the gradient of a tensor of rows."""
+        """Returns where a block adds to the gradient of a tensor of rows."""
         target = self.out[2 * len(self.problem.operands) + i]
         assert target is not None
         return part(target, block.at[0], ALL, block.at[1])

@@ -54,7 +54,7 @@ MARGIN = 2048  # bytes of shared memory next to the operands, for reductions
 
 
 def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
-    """Why a problem has no kernels; empty if it has."""
+    """Explains why a problem has no kernels; empty if it has."""
     plan = derive.backward_plan(problem.program) if is_differentiated else None
     found = row_source.why_unsupported(problem.program, plan)
     if found:
@@ -68,7 +68,7 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 
 
 def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
-    """Why the GPU has no kernels whose tiles hold the operands of these dots; empty if it has."""
+    """Explains why the GPU has no kernels whose tiles hold these dots' operands; empty if it has."""
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return ""
@@ -205,7 +205,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 
 
 def outputs_of(problem: RowProblem, result: Result) -> dict[str, Any]:
-    """Where the passes of the forward write."""
+    """Allocates what the passes of the forward write."""
     found: dict[str, Any] = {}
     for c, parts in zip(problem.program.logsumexps, result.parts, strict=True):
         found.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})
@@ -290,7 +290,7 @@ def _row_gradient(
 def seeds_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
-    """As the blocked implementation's, in memory as kernels read them."""
+    """Returns the cotangents of torch_impl.seeds_of, in memory as kernels read them."""
     seeds = torch_impl.seeds_of(problem, result, grads)
     return {c: x.contiguous() for c, x in seeds.items()}
 

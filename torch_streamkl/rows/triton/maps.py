@@ -43,7 +43,7 @@ INTERPRETED = TritonLaunch(4, 32, 4, 1)
 
 @functools.lru_cache(maxsize=256)
 def nodes_of(program: Program, which: str) -> tuple[Node, ...]:
-    """What the forward, with derivatives or without, or the backward computes."""
+    """Returns the nodes that the forward, with or without derivatives, or the backward computes."""
     if which == BACKWARD:
         return derive.backward_plan(program).nodes
     return derive.forward_plan(program, which == DIFFERENTIATED).nodes
@@ -51,7 +51,7 @@ def nodes_of(program: Program, which: str) -> tuple[Node, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _behind_maps(program: Program, which: str) -> tuple[bool, ...]:
-    """Of each node, whether a map comes into it."""
+    """Marks the nodes that a map enters."""
     found: list[bool] = []
     for node in nodes_of(program, which):
         found.append(_is_own_map(program, node) or any(found[a] for a in node.args))
@@ -59,7 +59,7 @@ def _behind_maps(program: Program, which: str) -> tuple[bool, ...]:
 
 
 def _is_own_map(program: Program, node: Node) -> bool:
-    """What no kernel computes inside of a tile."""
+    """Tells nodes that no kernel computes inside of a tile."""
     if node.op == "capture":
         return program.captures[int(node.value)].kind in (COLUMNS, VALUES)
     return node.by_key and (node.op == "sum_heads" or (node.op == "dot" and not node.head))
@@ -115,7 +115,7 @@ def dots_of(program: Program, axis: int) -> list[int]:
 
 
 def _insides(nodes: Sequence[Node], i: int) -> list[tuple[int, int]]:
-    """What a map is computed from, with the axis of heads."""
+    """Returns what a map is computed from, with the axis of heads."""
     node = nodes[i]
     if node.op == "sum_heads":
         return [(node.args[0], nodes[node.args[0]].head)]
@@ -191,7 +191,7 @@ def _maps_source(
 
 @functools.lru_cache(maxsize=512)
 def _element_source(program: Program, which: str, node: int, is_exact: bool) -> Source:
-    """Of a map that is an expression of others: it is not read itself."""
+    """Writes the source of a map that is an expression of others: it is not read itself."""
     given = nodes_of(program, which)
     args = _with_maps(program, which, given[node].args, 0)[0]
     nodes = [*args[:node], given[node], *args[node + 1 :]]

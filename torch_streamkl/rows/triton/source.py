@@ -26,7 +26,7 @@ LOW = "float('-inf')"
 
 
 def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
-    """Why a program has no kernels that compute its dot products; empty if it has."""
+    """Explains why a program has no kernels that compute its dot products; empty if it has."""
     kinds = {c.kind for c in program.captures}
     if kinds & {COLUMNS, VALUES}:
         return "columns"
@@ -39,7 +39,10 @@ def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
 
 
 def _start(w: Writer, block: str, positions: str) -> None:
-    """Which block of which head: NOTE [Order of programs] in rows.py, the longest blocks first."""
+    """Writes which block of which head a program computes:
+
+    NOTE [Order of programs] in rows.py, the longest blocks first.
+    """
     w.take("num_blocks", "num_heads")
     is_bounded = w.program.keys.right is not None
     w.line(f"block, bh = tile_coordinates(tl.program_id(0), num_blocks, {is_bounded})")

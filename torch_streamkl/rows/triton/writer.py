@@ -251,7 +251,7 @@ class Writer:
     # ------------------------------------------------------------------ loads
 
     def bind(self, batch: str, head: str) -> None:
-        """Where the tensors of a head begin."""
+        """Writes where the tensors of a head begin."""
         for i in self.leaves("dot"):
             self.take(*(f"{x}{i}{s}" for x in "ab" for s in ("", "_b", "_h", "_m", "_d")))
             self.take(f"group{i}")
@@ -385,7 +385,7 @@ class Writer:
                 self.line(f"v{index} = {self.expressions[index]}")
 
     def _written(self, inside: str) -> str:
-        """Where a map was written: its tiles of which no row has a key were not.
+        """Marks where a map was written: not in its tiles of which no row has a key.
 
         Up to a multiple of 16 keys, which no tile is narrower than: masked by single keys, a map
         would be loaded key by key.
@@ -403,7 +403,7 @@ class Writer:
         return " & ".join(parts)
 
     def keep(self) -> None:
-        """Which keys of a tile take part."""
+        """Writes which keys of a tile take part."""
         keys = self.program.keys
         self.line("keep = in_rows & (n[None, :] < valid)")
         if keys.left is not None:
@@ -466,7 +466,7 @@ class Writer:
 
 
 def used_by(nodes: Sequence[Node], needs_grad: Sequence[int]) -> list[int]:
-    """What the wanted nodes need, in the order of computation."""
+    """Returns what the wanted nodes need, in the order of computation."""
     needed, stack = set(needs_grad), list(needs_grad)
     while stack:
         for a in nodes[stack.pop()].args:
