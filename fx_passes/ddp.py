@@ -41,7 +41,7 @@ def rewrite_before_split(
     options_of: Callable[[Any], RewriteOptions | None],
     rewrite: Callable[[fx.GraphModule, RewriteOptions], Report],
 ) -> None:
-    """From now on a graph that is split for our backend is rewritten first.
+    """Makes DistributedDataParallel rewrite a graph for our backend before it is split.
 
     ``options_of`` gives the options of a compiler that is our backend, None for any other one.
     """

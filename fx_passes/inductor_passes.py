@@ -119,7 +119,9 @@ class Chained(CustomGraphPass):
 
 
 def chained(ours: CustomGraphPass, configured: Any) -> CustomGraphPass:
-    """Chains what the user configured (nothing, a pass, or a list of passes) and our pass, once."""
+    """Chains what the user configured (nothing, a pass, or a list of passes) and our pass,
+    once.
+    """
     users = without_ours(configured)
     return ours if users is None else Chained(users, ours)
 
@@ -142,7 +144,7 @@ def as_one_pass(configured: Any) -> Any:
 
 
 def rewriting_pass(configured: Any) -> PreGradPass | None:
-    """The rewrite among configured pre-grad passes."""
+    """Finds the rewrite among configured pre-grad passes."""
     for each in _as_list(configured):
         for x in each.passes if isinstance(each, Chained) else (each,):
             if isinstance(x, PreGradPass):

@@ -152,7 +152,7 @@ def split_options(given: Given) -> tuple[RewriteOptions, dict[str, Any]]:
 
 
 def with_keywords(given: Given, named: Mapping[str, Any], caller: str) -> tuple[Any, Any]:
-    """`split_options` of what a function was given, changed by its keyword arguments."""
+    """Applies `split_options` to what a function was given, changed by its keyword arguments."""
     ours, theirs = split_options(given)
     for name in named:
         if name not in NAMES:

@@ -144,7 +144,9 @@ def rewrite(
 
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:
-    """Tells bodies in which no loss is searched, as those that gather a parameter of FSDP again."""
+    """Tells bodies in which no loss is searched, as those that gather a parameter of FSDP
+    again.
+    """
     subgraphs = [x for x in body.children() if isinstance(x, fx.GraphModule)]
     return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 

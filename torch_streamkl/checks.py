@@ -67,7 +67,7 @@ def validated(
     settings: tuple[Any, ...],
     check: Callable[[Any, Any], tuple[Any, ...]],
 ) -> Validation:
-    """``check(tensors, settings)`` for plain tensors, run once for each metadata.
+    """Runs ``check(tensors, settings)`` for plain tensors once for each metadata.
 
     The checks of a call cost more than its launch, and depend on metadata only. Types belong to
     it: True, 1 and 1.0 are equal.
@@ -162,7 +162,7 @@ def has_batched_gradients() -> bool:
 
 
 def refuse_transforms(operator: str) -> None:
-    """An operator's derivatives are autograd's; those of torch.func would be silently wrong."""
+    """Refuses torch.func transforms, whose derivatives of an operator would be silently wrong."""
     if _is_transformed():
         raise NotImplementedError(
             f"{operator} has no derivative under torch.func and no forward-mode derivative; use "
@@ -184,7 +184,7 @@ def _is_transformed() -> bool:
 def check_attention_inputs(
     student_q: Tensor, student_k: Tensor, teacher_q: Tensor, teacher_k: Tensor, head_mean: bool
 ) -> None:
-    """q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim] fit."""
+    """Checks q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim]."""
     named = {
         "student_q": student_q,
         "student_k": student_k,
@@ -238,7 +238,7 @@ ONE_DEVICE = "all tensors must be on one device"
 
 
 def same(what: str, values: dict[str, object]) -> None:
-    """All values are equal."""
+    """Checks that all values are equal."""
     first, *rest = values.values()
     if any(value != first for value in rest):
         if what == "device":
@@ -255,7 +255,7 @@ def _listed(items: Sequence[str] | dict[str, object]) -> str:
 
 
 def tensor(name: str, x: object) -> Tensor:
-    """The argument, which has to be a tensor with strides."""
+    """Returns the argument, which has to be a tensor with strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.is_nested:
@@ -283,7 +283,7 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
 
 
 def additive(name: str, x: Tensor) -> None:
-    """A tensor that is added to scores: floating point, and constant."""
+    """Checks a tensor that is added to scores: floating point, and constant."""
     if x.dtype not in FLOAT_DTYPES:
         rule = "boolean or floating point" if name == "attn_mask" else "floating point"
         hint = "; attn_mask takes a boolean mask" if x.dtype == torch.bool else ""
@@ -299,7 +299,7 @@ def on_device(name: str, x: Tensor, device: torch.device) -> None:
 def check_vector(
     name: str, x: Tensor, size: int, device: torch.device, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """A one-dimensional tensor of a given size and one of the dtypes."""
+    """Checks for a one-dimensional tensor of a given size and one of the dtypes."""
     tensor(name, x)
     on_device(name, x, device)
     if tuple(x.shape) != (size,):
@@ -314,7 +314,9 @@ def one_of(
     allowed: Sequence[object],
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """The value is one of a few; ``aliases`` are other names that people know them by."""
+    """Checks that a value is one of a few; ``aliases`` are other names that people know them
+    by.
+    """
     # a tensor or an array has no single truth value when it is compared
     if (value is None or isinstance(value, str)) and value in allowed:
         return
@@ -374,7 +376,7 @@ def _shown(value: object) -> str:
 
 
 def number(name: str, value: object) -> None:
-    """A tensor's value would be the first one that it had, and it would get no gradient."""
+    """Refuses a tensor in place of a number: its first value would be kept, without gradient."""
     if isinstance(value, Tensor):
         raise TypeError(
             f"{name} must be a number, got a tensor; .item() reads it, without a gradient: what "
@@ -405,7 +407,7 @@ def in_unit_interval(name: str, value: Any) -> None:
 
 
 def integer(name: str, value: Any, least: int | None = None) -> None:
-    """A whole number, of at least ``least``."""
+    """Checks that a value is a whole number, of at least ``least``."""
     # a bool is an int of Python; numpy's integers are numbers.Integral
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be an integer, got {_shown(value)}")
@@ -422,7 +424,7 @@ def boolean(name: str, value: object) -> None:
 
 
 def no_gradient(name: str, x: Tensor | None) -> None:
-    """The operator has no gradient to this tensor: refuse rather than drop it."""
+    """Raises if a tensor that the operator has no gradient for needs one."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{name} gets no gradient from this operator; "

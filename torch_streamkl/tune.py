@@ -190,7 +190,9 @@ def tune_kernel(
     timer: Timer,
     show: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Trial], MeasuredLaunch]:
-    """Time launches, each with why it cannot run or "", the default first; what is to be kept."""
+    """Times launches, each with why it cannot run or "", the default first; returns what is to be
+    kept.
+    """
     trials: list[Trial] = []
     expected: tuple[Tensor, ...] = ()
     for tiles, refusal in launches:
@@ -319,7 +321,7 @@ def device_timer(call: Callable[[], Any]) -> float:
 def first_runs(
     shape: Shape, work: list[tuple[str, TritonLaunch]], jobs: int
 ) -> Iterator[tuple[str, TritonLaunch, str]]:
-    """Each launch with why it cannot run, or ""; compiled in parallel into Triton's cache.
+    """Runs each launch: why it cannot run, or ""; compiled in parallel into Triton's cache.
 
     A launch that breaks its process is one that cannot run, and this process stays whole.
     """

@@ -57,7 +57,9 @@ class Analysis:
         return value.dtype
 
     def _no_rule(self, node: fx.Node, name: str) -> object:
-        """Gives up on an operation without a rule, and blocks if its inputs were scores or such."""
+        """Gives up on an operation without a rule, and blocks if its inputs were scores or
+        such.
+        """
         known = [self.value(a) for a in node.all_input_nodes]
         if any(isinstance(v, Rows) for v in known):
             return None  # what the user does with rows stays the user's code

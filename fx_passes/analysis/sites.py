@@ -94,7 +94,9 @@ def _is_call(node: fx.Node, name: str) -> bool:
 def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
-    """Explains why a loss is not fused: the nearest node after or before it that blocked, and why."""
+    """Explains why a loss is not fused: the nearest node after or before it that blocked, and
+    why.
+    """
     for node in (site, *site.users):
         if any(x.op == "placeholder" for x in compared_by_hand(node)):
             return f"{ONE_SIDE} in this graph", None
@@ -231,7 +233,9 @@ def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
 
 
 def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
-    """Returns the operands of the product that a score matrix is; the node itself if it is none."""
+    """Returns the operands of the product that a score matrix is; the node itself if it is
+    none.
+    """
     scores = recognised.values.get(node)
     if not isinstance(scores, Scores):
         return node

@@ -17,7 +17,9 @@ _LIKE_A_DIVERGENCE = ("kl_div", "cross_entropy", "log_softmax", "logsumexp", "so
 
 
 def why_unsupported(graph: fx.Graph) -> str:
-    """Explains in the user's terms why the graph cannot be rewritten; empty if it can be analysed."""
+    """Explains in the user's terms why the graph cannot be rewritten; empty if it can be
+    analysed.
+    """
     if forward_ad._current_level >= 0:  # which Dynamo guards on
         return _FORWARD_MODE
     for node in graph.nodes:

@@ -93,7 +93,9 @@ def _add_shapes(inside: set[fx.Node]) -> None:
 
 
 def _add_identities(inside: set[fx.Node]) -> None:
-    """Adds operations that return their input, as ``x.type_as(x)``: no two inputs are one tensor."""
+    """Adds operations that return their input, as ``x.type_as(x)``: no two inputs are one
+    tensor.
+    """
     stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
     while stack:
         node = stack.pop()

@@ -6,7 +6,9 @@ from torch import fx
 
 
 def is_plain_body(gm: fx.GraphModule, name: str) -> bool:
-    """Bodies that run as they are: checkpoint regions, not autograd functions or mapped code."""
+    """Returns whether a body runs as it is: checkpoint regions do, autograd functions and mapped
+    code do not.
+    """
     users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
     return (
         bool(users)

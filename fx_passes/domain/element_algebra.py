@@ -136,7 +136,7 @@ def collected(terms: Sequence[Term]) -> tuple[Term, ...]:
 
 
 def unary(op: str, a: Elements) -> Elements:
-    """neg, exp, log, abs, sqrt of a value."""
+    """Applies neg, exp, log, abs or sqrt to a value."""
     if op == "neg":
         return a.map(lambda e: -e)
     e = a.single()
@@ -260,7 +260,7 @@ def with_row_factor(a: Elements, factor: RowFactor) -> Elements:
 
 
 def chosen(condition: Expr, a: Elements, b: Elements, c: Elements) -> Elements:
-    """where(condition, a, b); the condition's variables are those of ``c``."""
+    """Reads where(condition, a, b); the condition's variables are those of ``c``."""
     x, y, z = a.single(), b.single(), c.single()
     if x is None or y is None or z is None:
         raise Unsupported("where on values that carry row weights")

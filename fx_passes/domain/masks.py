@@ -101,14 +101,14 @@ class BoolTensor:
         return {d for x in linear for d, c in enumerate(x.coefficients) if c != 0}
 
     def conjunction(self, other: BoolTensor) -> BoolTensor | None:
-        """Both hold; None when that is not a conjunction of literals."""
+        """Combines two masks that both hold; None if that is not a conjunction of literals."""
         if self.negative or other.negative:
             return None
         rank = max(self.rank, other.rank)
         return BoolTensor(self.raised(rank).literals | other.raised(rank).literals, rank)
 
     def raised(self, rank: int) -> BoolTensor:
-        """With leading dimensions added."""
+        """Returns the mask with leading dimensions added."""
         extra = rank - self.rank
         if extra == 0:
             return self

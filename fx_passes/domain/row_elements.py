@@ -65,7 +65,7 @@ class Axes:
         return self._parts[atom]
 
     def unify(self, a: Dim, b: Dim) -> None:
-        """Two dimensions that have one index."""
+        """Makes two dimensions share one index."""
         left, right = list(self.atoms(a)), list(self.atoms(b))
         while left and right:
             x, y = left.pop(0), right.pop(0)

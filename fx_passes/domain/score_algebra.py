@@ -40,8 +40,8 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, provably_equal
 
 
 def padded(scores: Scores, size: Size) -> Scores:
-    """Scores with -inf after the last one of their last dimension: vocabulary entries that this
-    side lacks.
+    """Pads scores with -inf after the last one of their last dimension: vocabulary entries that
+    this side lacks.
     """
     key, (*rows, last) = scores.key, scores.layout
     if len(last) != 1 or axis_dim(scores.layout, last[0].axis) != len(rows):
@@ -97,7 +97,9 @@ def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
 def part(
     key: ScoreKey, layout: Layout, dim: int, start: Size, length: Size | None
 ) -> tuple[ScoreKey, Layout]:
-    """``scores.narrow(dim, start, length)``, or ``scores.select(dim, start)`` without a length."""
+    """Reads ``scores.narrow(dim, start, length)``, or ``scores.select(dim, start)`` without a
+    length.
+    """
     pieces = layout[dim]
     if pieces == ():
         return key, layout if length is not None else (*layout[:dim], *layout[dim + 1 :])

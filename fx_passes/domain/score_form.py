@@ -68,7 +68,9 @@ class ScoreForm:
 
 
 def read(key: ScoreKey) -> ScoreForm:
-    """The chain as an operator's arguments, or raises Unsupported with the step that is none of them."""
+    """The chain as an operator's arguments, or raises Unsupported with the step that is none of
+    them.
+    """
     form = ScoreForm()
     for step in key.steps:
         form = _after(form, step)

@@ -122,7 +122,7 @@ class ScoreKey:
         return dict(self.sizes)[axis]
 
     def then(self, *steps: ScoreStep) -> ScoreKey:
-        """With operations applied to the scores."""
+        """Returns the key with operations applied to the scores."""
         chain = self.steps
         for step in steps:
             chain = appended(chain, step)

@@ -75,7 +75,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def told_of_failures(self) -> Iterator[None]:
-        """Others do not wait for a rank whose analysis raises."""
+        """Tells other ranks if this rank's analysis raises, so that they do not wait."""
         try:
             yield
         except (Unsupported, Fatal):
@@ -93,7 +93,9 @@ class Agreement:
         return number
 
     def _exchanged(self, told: object) -> dict[int, dict[str, Any]]:
-        """Returns what every rank sends, by rank; raises RanksDisagreeError if one sends nothing."""
+        """Returns what every rank sends, by rank; raises RanksDisagreeError if one sends
+        nothing.
+        """
         assert self.store is not None
         number = self._tell(told)
         found = {}

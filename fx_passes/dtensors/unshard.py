@@ -75,7 +75,9 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _check_writes(graph: fx.Graph) -> None:
-    """Raises Unsupported where memory changes that opaque nodes do not share as the program's tensors do."""
+    """Raises Unsupported where memory changes that opaque nodes do not share as the program's
+    tensors do.
+    """
     shared: set[int] = set()
     for node in graph.nodes:
         values = [example(node)]

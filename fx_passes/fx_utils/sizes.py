@@ -43,7 +43,7 @@ def simplified(expr: sympy.Expr) -> sympy.Expr:
 
 
 def provably_equal(a: Size, b: Size) -> bool:
-    """Provably equal, without asking the symbolic shapes for a guard."""
+    """Returns whether sizes are provably equal, without adding a guard on symbolic shapes."""
     x, y = expression(a), expression(b)
     return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"
 

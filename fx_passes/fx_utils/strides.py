@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 
 def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
-    """``x`` in the memory layout of another tensor of its shape, or raises Unsupported."""
+    """Returns ``x`` in the memory layout of another tensor of its shape, or raises Unsupported."""
     if _lie_alike(_value(x), like):
         return x
     strides = [_hint(s) for s in like.stride()]

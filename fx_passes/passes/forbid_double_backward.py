@@ -44,7 +44,7 @@ LINEAR = TERMS | {"mul", "div", "truediv", "matmul", "mm", "bmm", "linear"}
 
 
 def refuse_second_derivatives(graph: fx.Graph, builder: MakeBuilder) -> None:
-    """Tell the sums of a graph what they are of."""
+    """Makes second derivatives of a graph's sums raise."""
     written = written_storages(graph)
     for call in [n for n in graph.nodes if n.target in SUMS]:
         for total in [n for n in call.users if n.target is operator.getitem and n.args[1] == 0]:

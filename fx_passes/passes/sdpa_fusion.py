@@ -61,7 +61,7 @@ def replace_attention(
     refused: Mapping[str, str],
     min_mib: float | None,
 ) -> list[str]:
-    """Attention written by hand, where its map has no other reader, by the fused one.
+    """Replaces attention written by hand whose probabilities have no other reader.
 
     Maps of less than ``min_mib`` are skipped, None being what was measured on the device.
     Returns what the report says of that which stays.
@@ -245,7 +245,9 @@ class Leftovers:
         options: dict[str, Any],
         dtype: torch.dtype,
     ) -> fx.Node | None:
-        """Marks the rows that have a key; None if all have, or if eager makes NaN of the others."""
+        """Marks the rows that have a key; None if all have, or if eager makes NaN of the
+        others.
+        """
         total = options.get("attn_mask")
         form = read(place.student.distribution.scores)
         if total is None or not _may_lack_keys(place, mask):

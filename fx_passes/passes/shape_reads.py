@@ -24,7 +24,9 @@ from torch_streamkl.fx_passes.fx_utils.shape_reads import (
 def shapes_as_sizes(
     region: Region, quadratic: Container[fx.Node], builder: Callable[[fx.Node], Builder]
 ) -> None:
-    """``x.expand_as(scores)`` becomes ``x.expand(sizes)``, with sizes from the region's inputs."""
+    """Replaces ``x.expand_as(scores)`` by ``x.expand(sizes)``, with sizes from the region's
+    inputs.
+    """
     tensors = [leaf for leaf in region.leaves if is_tensor(leaf)]
     for node in region.nodes:
         if node._erased:

@@ -84,7 +84,9 @@ class Geometry:
         return (self.teacher, self.student)[side]
 
     def digits_of(self, piece: Piece, side: int) -> list[tuple[Slot, Size]]:
-        """The digits that a piece of a row axis is made of, the leading one first, or raises Unsupported."""
+        """The digits that a piece of a row axis is made of, the leading one first, or raises
+        Unsupported.
+        """
         found = [(Slot("digit", i), d.pieces[side]) for i, d in enumerate(self.digits)]
         found += [(Slot("averaged", i), p) for i, p in enumerate(self.side(side).averaged)]
         within = [(slot, p) for slot, p in found if p is not None and _covers(piece, p)]
@@ -104,7 +106,9 @@ def geometry(
     key_dim: int,
     others: Sequence[TensorRef] = (),
 ) -> Geometry:
-    """Geometry of the pair, or raises Unsupported; ``others`` are further operands of the student's side."""
+    """Geometry of the pair, or raises Unsupported; ``others`` are further operands of the
+    student's side.
+    """
     num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
     if not provably_equal(*num_keys):
         raise Unsupported("teacher and student have different keys")

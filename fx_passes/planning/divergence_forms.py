@@ -91,7 +91,7 @@ def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Ex
 def split_pairs(
     expr: Expr, parts: Sequence[Distribution], used: Sequence[int]
 ) -> list[tuple[Expr, int, int, float]]:
-    """More than two distributions: a sum of divergences, one call each."""
+    """Splits more than two distributions into a sum of divergences, one call each."""
     polynomial = monomials(expr)
     c = None if polynomial is None else _coefficients(polynomial)
     if c is None:

@@ -64,7 +64,9 @@ def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
 
 
 def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:
-    """Returns what is added to the logits; the operator adds it before a softcap, never after it."""
+    """Returns what is added to the logits; the operator adds it before a softcap, never after
+    it.
+    """
     return form.inner_biases + form.biases
 
 

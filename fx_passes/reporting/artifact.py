@@ -12,7 +12,7 @@ NAME = "streamkl_report"
 
 
 def store(report: Report) -> None:
-    """An artifact for `tlparse`, where this torch offers one (TORCH_TRACE is set)."""
+    """Stores an artifact for `tlparse`, if this torch offers one (TORCH_TRACE is set)."""
     trace = getattr(getattr(torch, "_logging", None), "trace_structured", None)
     if trace is None:
         return

@@ -56,7 +56,8 @@ def sum_in_any_order(graph: fx.Graph) -> None:
 
 
 def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> dict[str, str]:
-    """By site: the implementation that is chosen on this device, and where gradients are made.
+    """Returns, by loss, the implementation that is chosen on this device, and where gradients are
+    made.
 
     ``is_compiled``: by Inductor, which then compiles the CPU's blocks as well.
     """
@@ -70,7 +71,7 @@ def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> d
 
 
 def shared_with(graph: fx.Graph) -> dict[str, str]:
-    """By site: what its operator also returns."""
+    """Returns, by loss, what its operator also returns."""
     heads = (linear_ops.linear_kl, linear_ops.linear_kl_sum)
     return {
         node.meta[SITE]: "cross-entropy with labels in the same pass"

@@ -31,7 +31,7 @@ class Scan:
             self._failed(error)
 
     def add_to(self, report: Report, gm: fx.GraphModule) -> None:
-        """``gm`` is the rewritten graph."""
+        """Adds what was found to a report; ``gm`` is the rewritten graph."""
         try:
             ended = break_after(gm)
             if ended is not None:

@@ -54,7 +54,9 @@ class Comparison:
 
 
 def compare_graphs(before: fx.Graph, after: fx.Graph) -> Comparison:
-    """A copy of a graph has the names of the original; nodes that were added have new ones."""
+    """Compares graphs by names: a copy keeps the original's, and nodes that were added have new
+    ones.
+    """
     old, new = Graph(before), Graph(after)
     kept: set[str] = set()
     changes: dict[Change, None] = {}

@@ -32,7 +32,9 @@ def bytes_needed(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node], sizes: Siz
 
 
 def seconds_needed(nodes: Iterable[fx.Node], sizes: Sizes) -> float:
-    """Time of the naive code in its own dtype and in float64, each with its backward."""
+    """Estimates the time of the naive code in its own dtype and in float64, each with its
+    backward.
+    """
     total = 0.0
     for node in nodes:
         value = example(node)

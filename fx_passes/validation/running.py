@@ -259,7 +259,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_restored() -> Iterator[None]:
-    """Gradient mode and autocast as they were, however the nodes left them."""
+    """Restores gradient mode and autocast, however the nodes left them."""
     devices = [d for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()]
     before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     cache, grad = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()

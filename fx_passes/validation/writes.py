@@ -13,7 +13,7 @@ Write = tuple[fx.Node, frozenset[int]]  # a node and the storages that it writes
 
 
 def writes_of(nodes: Iterable[fx.Node]) -> tuple[Write, ...]:
-    """In order of the graph."""
+    """Returns the nodes that write and the storages they write to, in order of the graph."""
     found = []
     for node in nodes:
         targets = [storage_of(x) for x in (*written_by(node), *_hidden_targets(node))]

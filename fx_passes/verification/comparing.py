@@ -59,12 +59,16 @@ class Runs:
         self.add_error(self.eager)
 
     def add(self, other: Results, *, is_rounded: bool) -> None:
-        """Another run in eager mode; with operations rounded otherwise, or arguments alone."""
+        """Adds another run in eager mode; with operations rounded otherwise, or arguments
+        alone.
+        """
         self.others.append(other)
         self.add_error(other, least=0.0 if is_rounded else 1.0)
 
     def add_error(self, run: Results, least: float = 0.0) -> None:
-        """``least``: of the roundings of a result, what its error is at least."""
+        """Records an error; ``least`` is what the roundings of a result make its error at
+        least.
+        """
         for name, z in self.exact.values.items():
             x, exact = _numbers(run.values.get(name)), _numbers(z)
             if x is None or exact is None or x.shape != exact.shape:

@@ -78,7 +78,7 @@ class Runner:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything as it was, whatever happens."""
+        """Restores everything as it was, whatever happens."""
         try:
             yield
         finally:

@@ -194,7 +194,7 @@ def _scores(form: RowForm, inputs: Inputs, side: int, allowed: Tensor | None) ->
 
 
 def softcapped(x: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
-    """``cap * tanh(x / cap)``, and its derivative."""
+    """Computes ``cap * tanh(x / cap)``, and its derivative."""
     capped = torch.tanh(x / cap)
     return capped * cap, 1.0 - capped * capped
 

@@ -75,7 +75,8 @@ def attention_kl(
     impl: AttentionImpl = "auto",
     deterministic: bool = True,
 ) -> Tensor:
-    r"""Divergence between the attention distributions of teacher and student, without the maps.
+    r"""Computes the divergence between the attention probabilities of teacher and student, without
+    materializing them.
 
     With P = softmax over keys of the teacher's scores and S of the student's, per query row
 
@@ -236,7 +237,7 @@ def attention_kl_varlen(
     reduction: Reduction = "none",
     impl: AttentionImpl = "auto",
 ) -> Tensor:
-    """`attention_kl` over packed sequences, each attending to its own keys only.
+    """Computes `attention_kl` over packed sequences, each attending to its own keys only.
 
     Equals a loop over b with rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]`` and keys
     ``cu_seqlens_k[b]:cu_seqlens_k[b + 1]``, results concatenated.

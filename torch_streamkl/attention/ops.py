@@ -213,7 +213,7 @@ needs_grads, compiled_gradients = (functools.partial(_needs_grads, x) for x in (
 
 
 def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised values and statistics: what a fake call returns."""
+    """Allocates values and statistics, uninitialised: what a fake call returns."""
     problem, _ = problem_of(*args, **kwargs)
     value, stats = RowStatistics.allocate(problem)
     return value, stats.student, stats.teacher
@@ -243,7 +243,7 @@ def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
 def forward_flops(
     student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
 ) -> int:
-    """Two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
+    """Counts two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
     return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
 
 
@@ -259,7 +259,7 @@ def backward_flops(
     *_: Any,
     **__: Any,
 ) -> int:
-    """The recomputed scores and one matmul for each gradient."""
+    """Counts the recomputed scores and one matmul for each gradient."""
     sides = (
         _matmul_flops(sq, sk),
         _matmul_flops(sq, sk),

@@ -17,7 +17,9 @@ FEW_QUERIES = 64  # of a head: a tile's rows
 
 
 def pack_gqa_heads(problem: AttentionProblem) -> AttentionProblem | None:
-    """The problem with grouped heads (GQA) as rows of one head, where that saves work."""
+    """Returns the problem with grouped heads (GQA) packed as rows of one head, where that saves
+    work.
+    """
     student, teacher = problem.student, problem.teacher
     if (
         student.num_heads == student.num_kv_heads

@@ -160,7 +160,7 @@ class RowStatistics:
 
     @staticmethod
     def allocate(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-        """Uninitialised row values and statistics."""
+        """Allocates row values and statistics, uninitialised."""
         q, dtype = problem.student.q, problem.compute_dtype
         batch, num_heads, seqlen_q, _ = q.shape
         # new_empty() would take half a microsecond more, to find the strides

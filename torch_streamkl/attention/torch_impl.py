@@ -288,7 +288,9 @@ def deltas(
 
 
 def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[str, Tensor]:
-    """Returns the values a functional is evaluated on, the teacher averaged over heads if asked."""
+    """Returns the values a functional is evaluated on, the teacher averaged over heads if
+    asked.
+    """
     if problem.head_mean:
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
@@ -344,7 +346,9 @@ def backward(
 def forward_with_gradients(
     problem: AttentionProblem, row_weight: Tensor | None, needs_grad: NeedsGrad
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """`forward`, and the gradients of the weighted sum of its values, in the compute dtype."""
+    """Computes `forward`, and the gradients of the weighted sum of its values, in the compute
+    dtype.
+    """
     value, stats = forward(problem)
     grad = torch.ones_like(value) if row_weight is None else row_weight
     sums = _backward_sums(problem, stats, grad, needs_grad)

@@ -132,7 +132,7 @@ def together(
     describe: Callable[[], dict[str, str]],
     call: Callable[[], Any],
 ) -> Any:
-    """``call()``, on all ranks of the group or on none.
+    """Runs ``call()`` on all ranks of the group or on none.
 
     `agree` compares the arguments together with what the call itself has to compare. What is
     raised before that on one rank is raised on every rank, which would wait for this one.
@@ -163,7 +163,7 @@ def together_on_mesh(
     check: Callable[[], Any],
     explain: Callable[[], Any],
 ) -> Any:
-    """``check()``, which communicates with nobody, after all ranks of a mesh compared arguments.
+    """Runs ``check()``, which does not communicate, after all ranks of a mesh compared arguments.
 
     Where they differ ``explain()`` raises what the call would raise on this rank alone.
 
@@ -272,7 +272,9 @@ def _gathered(row: list[int], group: ProcessGroup, device: torch.device) -> list
 
 
 def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Returns the device on which a group exchanges integers: the CPU if it has a backend for it."""
+    """Returns the device on which a group exchanges integers: the CPU if it has a backend for
+    it.
+    """
     cpu = torch.device("cpu")
     try:
         group._get_backend(cpu)
@@ -283,5 +285,5 @@ def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
 
 
 def listed(values: list[Any]) -> str:
-    """``12 (rank 0), 10 (rank 1)``."""
+    """Formats values by rank: ``12 (rank 0), 10 (rank 1)``."""
     return ", ".join(f"{value} (rank {rank})" for rank, value in enumerate(values))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``function(...)``, of which an argument is a DTensor, after ranks compared the arguments.
+    """Calls ``function(...)`` with DTensors, after ranks compared the arguments.
 
     What they then compute, exchange or refuse is the same on all of them.
     """

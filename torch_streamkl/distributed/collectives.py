@@ -51,31 +51,33 @@ def default_store() -> Any:
 
 
 def unseen() -> AbstractContextManager[None]:
-    """Collectives in here are none of a user's: modes that count or trace them do not see them."""
+    """Hides collectives from modes that count or trace a user's."""
     hidden: AbstractContextManager[None] = _disable_current_modes()
     return hidden
 
 
 def all_gather(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """``x`` of every rank, one after the other along the first dimension."""
+    """Gathers ``x`` of every rank, one after the other along the first dimension."""
     gathered: Tensor = _ops.all_gather_into_tensor(x, num_ranks, group_name)
     return gathered
 
 
 def all_reduce(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
-    """The sum of ``x`` over ranks."""
+    """Sums ``x`` over ranks."""
     reduced: Tensor = _ops.all_reduce(x, op, group_name)
     return reduced
 
 
 def reduce_scatter(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """This rank's share, along the first dimension, of the sum of ``x`` over ranks."""
+    """Returns this rank's part, along the first dimension, of the sum of ``x`` over ranks."""
     mine: Tensor = _ops.reduce_scatter_tensor(x, "sum", num_ranks, group_name)
     return mine
 
 
 def all_to_all(x: Tensor, receive: list[int], send: list[int], group_name: str) -> Tensor:
-    """Rows of ``x`` to ranks in their order, ``send[rank]`` each, and those that they sent."""
+    """Sends rows of ``x`` to ranks in their order, ``send[rank]`` each, and returns those
+    received.
+    """
     received: Tensor = _ops.all_to_all_single(x, receive, send, group_name)
     return received
 

@@ -67,7 +67,7 @@ def attention_kl_context_parallel(
     reduction: str = "none",
     **options: Any,
 ) -> Tensor:
-    """`attention_kl` of a sequence whose rows ranks share, with this rank's rows of the result.
+    """Computes `attention_kl` of a sequence whose rows ranks share; returns this rank's rows.
 
     Args:
         student_q, teacher_q: ``[batch, num_heads, rows, head_dim]``, this rank's rows of the

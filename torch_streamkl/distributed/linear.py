@@ -42,7 +42,9 @@ OWN: Own = {
 
 
 def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``function(...)``; ranks compare their arguments, and what one refuses none computes."""
+    """Calls ``function(...)`` after ranks compared their arguments; what one refuses none
+    computes.
+    """
     if torch.compiler.is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = kwargs["group"]

@@ -33,7 +33,7 @@ _PER_TOKEN = ("labels", "row_mask", "row_weight")
 
 
 def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """`linear_kl` (``function``) of which an argument is a DTensor."""
+    """Runs `linear_kl` (``function``) with an argument that is a DTensor."""
     given, layout = _together(function, args, kwargs)
     tokens = given["student_hidden"].shape[:-1]
     local = {

@@ -33,7 +33,7 @@ def one_that_does_not_count(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(value: Tensor, tokens: torch.Size) -> Tensor:
-    """No value, of one for `one_that_does_not_count`."""
+    """Drops the value of the token that `one_that_does_not_count` added."""
     return value[:0].view(tokens)
 
 

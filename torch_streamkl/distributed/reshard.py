@@ -154,7 +154,7 @@ def _exchanged(
 
 
 def ranges_like(weight: DTensor, vocab_size: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Words of every rank of a DTensor, as DTensor cuts them; the rest with the last."""
+    """Returns the vocabulary range of every rank of a DTensor, as DTensor cuts them."""
     dim = vocab_dim_of("like", weight)
     if dim is None or weight.device_mesh.size(dim) != num_ranks:
         raise ValueError(

@@ -59,7 +59,7 @@ def chunks_of(rank: int, num_ranks: int, load_balance: str | None) -> list[int]:
 
 
 def in_order(parts: Tensor, load_balance: str | None) -> Tensor:
-    """[ranks, batch, heads, rows, ...] of all ranks as [batch, heads, sequence, ...]."""
+    """Reorders [ranks, batch, heads, rows, ...] of all ranks to [batch, heads, sequence, ...]."""
     num_ranks, batch, heads, num_rows = parts.shape[:4]
     parts = parts.movedim(0, 2)  # [batch, heads, ranks, rows, ...]
     if load_balance:

@@ -96,7 +96,7 @@ class Shard:
             self.rows.sums(part, s, t, out, totals)
 
     def add_sums(self, totals: Tensor, out: RowValues) -> None:
-        """Value, H and G of whole rows, from those of all ranks."""
+        """Adds up value, H and G of whole rows, from those of all ranks."""
         value, student_delta, teacher_delta = collectives.wait(
             collectives.all_reduce(totals, self.group_name)
         )

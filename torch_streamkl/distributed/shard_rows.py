@@ -53,7 +53,8 @@ def empty_state(parts: Tensor) -> None:
 
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
-    """Statistics of whole rows, their cross-entropies, and the values that the state gives.
+    """Merges states to statistics of whole rows, cross-entropies, and the values that the state
+    gives.
 
     ``vocab_size`` is the size of the student's whole vocabulary.
     """

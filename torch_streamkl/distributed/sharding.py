@@ -113,7 +113,7 @@ def _placement(name: str, x: Any, dim: int) -> Placement:
 
 
 def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
-    """For each mesh dimension the way that the placements say; raises where there is none."""
+    """Returns for each mesh dimension the way that the placements say; raises if there is none."""
     found = []
     for mesh_dim in range(mesh.ndim):
         num_ranks = mesh.size(mesh_dim)

@@ -23,7 +23,9 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def with_summed_gradient(x: Tensor, group_name: str) -> Tensor:
-    """``x``, whose gradient is the sum of what all ranks find (an all-reduce in the backward)."""
+    """Returns ``x``, whose gradient is the sum of what all ranks find (an all-reduce in the
+    backward).
+    """
     return _SummedGradient.apply(x, group_name)
 
 

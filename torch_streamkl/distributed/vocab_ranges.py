@@ -46,7 +46,7 @@ class Shards:
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
-        """From every rank's vocabulary sizes and first vocabulary entrys; raises where they do not
+        """Makes shards from every rank's vocabulary sizes and starts; raises if they do not
         fit.
         """
         student, teacher = (

@@ -368,7 +368,7 @@ def evaluate_logs(e: Expr, log_t: Tensor, log_s: Tensor) -> Tensor:
 def with_lost_rows(
     sums: Callable[[Tensor, Tensor], Tensor], log_t: Tensor, log_s: Tensor
 ) -> Tensor:
-    """``sums(log_t, log_s)``, one value a row, of which infinite ones are constants to autograd.
+    """Computes ``sums(log_t, log_s)``, one value a row; infinite ones are constants to autograd.
 
     Their derivatives are not finite, and 0 times them is NaN: a caller who leaves such a row out
     would lose the gradients of all others.
@@ -560,7 +560,9 @@ class Functional:
 
     @functools.cached_property
     def mixture(self) -> tuple[float, float] | None:
-        """b and c of JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
+        """Matches JS and returns its b and c: b P (logP - logM) + c S (logS - logM) with M = b P +
+        c S.
+        """
         if mixture_terms(self.expr) is None:
             return None
         _, of_p = self.expr.args[0].args  # P (logP - logM)
@@ -669,7 +671,7 @@ def mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
 
 
 def mixture_shares(e: Expr) -> tuple[float, float] | None:
-    """b and c where an expression is log(b P + c S)."""
+    """Matches log(b P + c S) and returns b and c."""
     if e.op != "logaddexp":
         return None
     splits = []

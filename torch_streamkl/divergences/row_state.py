@@ -48,7 +48,9 @@ class RowState:
 
     @staticmethod
     def allocate(like: Tensor) -> RowState:
-        """Uninitialised, each tensor memory of its own (those of `empty` share theirs)."""
+        """Allocates uninitialised tensors, each with memory of its own (those of `empty` share
+        theirs).
+        """
         return RowState(*(torch.empty_like(like) for _ in fields(RowState)))
 
     @staticmethod

@@ -29,7 +29,7 @@ def num_splits(splits: Tensor) -> int:
 
 
 def as_heads(splits: Tensor) -> Tensor:
-    """Shares as heads of their own, [batch, num_heads * splits, seqlen, head_dim]."""
+    """Views splits as heads of their own, [batch, num_heads * splits, seqlen, head_dim]."""
     return splits if splits.dim() == 4 else splits.flatten(1, 2)
 
 

@@ -117,7 +117,7 @@ class Trace(TorchDispatchMode):
         constants: tuple[Any, ...],
         options: dict[str, int],
     ) -> None:
-        """Note a launch, which ``start`` would make."""
+        """Records a launch, which ``start`` would make."""
         self.steps.append(Launch(kernel, grid, arguments, constants, options))
 
     def told(self, what: str, stream: torch.cuda.Stream) -> None:

@@ -70,7 +70,7 @@ class CacheEpoch:
 def record(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
 ) -> tuple[Sequence[Tensor | None], Program | None]:
-    """``function(*tensors)``, and the same for other tensors of the same metadata.
+    """Runs ``function(*tensors)`` and captures the same for other tensors of the same metadata.
 
     The program is None where the function cannot be recorded. It returns None, without having
     launched anything, where it does not apply: addresses that are not multiples of 16 bytes,
@@ -424,7 +424,9 @@ class Recorder(TorchDispatchMode):
         return f"{self._constant(torch._C._cuda_getCurrentRawStream)}({self.device.index})"
 
     def _device_guard(self) -> list[str]:
-        """Writes a guard that runs the program again on its tensors' device if another is current."""
+        """Writes a guard that runs the program again on its tensors' device if another is
+        current.
+        """
         if self.device.type != "cuda":
             return []
         current, guard = self._constant(_current_device), self._constant(on_device)

@@ -49,7 +49,9 @@ class StreamingBlocks:
 
 
 def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
-    """Long runs of keys first, then queries, then as many heads and batch elements as fit."""
+    """Chooses long runs of keys first, then queries, then as many heads and batch elements as
+    fit.
+    """
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
     teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
     group = math.lcm(

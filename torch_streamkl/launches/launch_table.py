@@ -91,13 +91,15 @@ class LaunchTable:
         )
 
     def updated(self, new: tuple[MeasuredLaunch, ...]) -> LaunchTable:
-        """With measurements added; those of the same key are replaced."""
+        """Returns the table with measurements added; those of the same key are replaced."""
         keys = {entry.key for entry in new}
         kept = tuple(entry for entry in self.entries if entry.key not in keys)
         return LaunchTable(self.device, self.torch, self.triton, kept + new)
 
     def save(self, path: Path) -> None:
-        """Written next to the old file and moved over it: a reader sees one or the other."""
+        """Writes the table next to the old file and moves it over: a reader sees one or the
+        other.
+        """
         entries = [entry.as_json() for entry in self.entries]
         header = {"device": self.device, "torch": self.torch, "triton": self.triton}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +146,7 @@ def _changed() -> None:
 
 @contextlib.contextmanager
 def replaced(table: LaunchTable) -> Iterator[None]:
-    """Inside, every look-up is in this table: how the tuner asks for a candidate."""
+    """Uses this table for every look-up inside: how the tuner asks for a candidate."""
     _changed()
     _replacement.append(table)
     try:

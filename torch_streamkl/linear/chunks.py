@@ -240,7 +240,7 @@ def logits_buffer(head: Head, tokens: int) -> Tensor:
 
 
 def logits_of(head: Head, buffer: Tensor) -> Tensor:
-    """``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
+    """Computes ``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
     if isinstance(buffer, FakeTensor):  # of a trace: a compiler places them, and makes no copy
         size = (head.hidden.shape[0], head.vocab_size)
         out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))

@@ -85,7 +85,8 @@ def linear_kl(
     student_vocab_start: int | None = None,
     teacher_vocab_start: int | None = None,
 ) -> Tensor:
-    r"""Divergence between the vocabulary distributions of teacher and student, without the logits.
+    r"""Computes the divergence between teacher and student LM heads, without materializing the
+    logits.
 
     Per token, with P the teacher's probabilities and S the student's,
 

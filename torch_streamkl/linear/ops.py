@@ -158,7 +158,9 @@ def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
 
 
 def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
-    """`row_functions`; in a graph that Inductor compiles, it can compile the CPU's, too."""
+    """Returns `row_functions`, or those of compiled CPU kernels in a graph that Inductor
+    compiles.
+    """
     rows = row_functions(problem, impl)
     on_cpu = problem.student.hidden.device.type == "cpu"
     return token_tiles if is_compiled and on_cpu and rows is linear_rows else rows

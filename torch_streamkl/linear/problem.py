@@ -126,7 +126,7 @@ class RowValues:
 
     @staticmethod
     def allocate(problem: LinearProblem) -> RowValues:
-        """Uninitialised."""
+        """Allocates the tensors, uninitialised."""
         hidden, num_tokens, dtype = (
             problem.student.hidden,
             problem.num_tokens,

@@ -48,7 +48,9 @@ class Block:
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from both sides' whole logits [num_tokens, vocab_size]."""
+    """Computes values and statistics of rows from both sides' whole logits [num_tokens,
+    vocab_size].
+    """
     functional = problem.functional
     state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
     sums = finish(state, functional.bilinear or Bilinear())
@@ -72,7 +74,9 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
 
 
 def copy_rests(state: RowState, out: RowValues) -> None:
-    """NOTE [Rounding of log-sum-exps] in linear/problem.py."""
+    """Copies what rounding the log-sum-exps lost: NOTE [Rounding of log-sum-exps] in
+    linear/problem.py.
+    """
     for rest, high, total, lse in (
         (out.student_rest, state.m_s, state.l_s, out.student_lse),
         (out.teacher_rest, state.m_t, state.l_t, out.teacher_lse),
@@ -182,7 +186,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Both, from whole rows of logits."""
+    """Computes values and gradients, from whole rows of logits."""
     values(problem, student, teacher, out)
     gradient(problem, student, teacher, out, weights, needs_grad)
 
@@ -197,7 +201,7 @@ def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> 
 
 
 def second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Value, H and G of a functional that the row state does not give, from the log-sum-exps."""
+    """Computes value, H and G of a functional that needs a second pass, from the log-sum-exps."""
     for total in (out.value, out.student_delta, out.teacher_delta):
         total.zero_()
     for s, t in _blocks(problem, student, teacher):

@@ -22,7 +22,9 @@ NOTHING = NeedsGrad()
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from both sides' whole logits [num_tokens, vocab_size]."""
+    """Computes values and statistics of rows from both sides' whole logits [num_tokens,
+    vocab_size].
+    """
     if not _forward(problem, student, teacher, out, None, NOTHING):
         linear_rows.values(problem, student, teacher, out)
 
@@ -35,7 +37,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Both, from whole rows of logits."""
+    """Computes values and gradients, from whole rows of logits."""
     if not _forward(problem, student, teacher, out, weights, needs_grad):
         linear_rows.values_and_gradient(problem, student, teacher, out, weights, needs_grad)
 

@@ -47,7 +47,7 @@ class ClosedForm:
 
 
 def form_of(problem: RowProblem) -> ClosedForm | None:
-    """The divergence that a problem is, if it is one."""
+    """Returns the divergence that a problem is, if it is one."""
     form = _form(problem.program)
     if form is None:
         return None

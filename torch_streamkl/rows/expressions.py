@@ -175,7 +175,7 @@ class Graph:
         return bool(value) and math.isfinite(value or 0.0)
 
     def power(self, x: int, exponent: float) -> int:
-        """``x ** exponent`` of a constant exponent."""
+        """Computes ``x ** exponent`` of a constant exponent."""
         operations.check_power(exponent)
         if exponent and self.nodes[x].op == "exp":  # a power of a probability, without underflow
             inner = self.apply("mul", self.nodes[x].args[0], self.const(exponent))

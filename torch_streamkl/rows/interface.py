@@ -40,8 +40,7 @@ def row_program(
     reduction: str = "none",
     impl: str = "auto",
 ) -> Any:
-    r"""Any sums over keys, or vocabulary entries, of a pointwise function of dot products, without
-    the maps.
+    r"""Computes sums over keys, or the vocabulary, of a pointwise function of dot products.
 
     With x the dot products of each pair of operands, and per-row values that are themselves such
     sums or log-sum-exps,

@@ -96,7 +96,9 @@ def values(
     tensors: Sequence[Tensor],
     at: Slices,
 ) -> Tensor:
-    """Computes what each row of a block adds, [batch, 1, rows]; ``reductions`` are of the block."""
+    """Computes what each row of a block adds, [batch, 1, rows]; ``reductions`` are of the
+    block.
+    """
     return _evaluated(problem, loss.nodes, [len(loss.nodes) - 1], reductions, tensors, at)[0]
 
 

@@ -72,7 +72,7 @@ def _values(
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
-    """Uninitialised results."""
+    """Allocates results, uninitialised."""
     form = _form(problem)
     ops = linear_ops if _is_of_vocab(problem) else attention_ops
     return _values(problem, form, *ops.allocated(**_arguments(problem, form)))

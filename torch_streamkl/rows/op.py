@@ -72,7 +72,7 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
 
 
 def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
-    """``impl="triton"`` runs on a GPU, and in Triton's interpreter."""
+    """Checks that ``impl="triton"`` runs on a GPU, or in Triton's interpreter."""
     from triton import knobs
 
     device = problem.operands[0][0].device

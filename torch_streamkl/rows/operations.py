@@ -356,7 +356,7 @@ MAX_POWER = 64.0
 
 
 def check_power(exponent: float) -> None:
-    """An exponent that a program can have."""
+    """Checks that a program can have an exponent."""
     if not math.isfinite(exponent) or abs(exponent) > MAX_POWER:
         raise ValueError(
             f"exponents of pow must lie in [-{MAX_POWER:g}, {MAX_POWER:g}], got {exponent}"

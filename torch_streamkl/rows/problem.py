@@ -25,7 +25,7 @@ class RowProblem:
 
     @staticmethod
     def of(text: str, tensors: Sequence[Tensor]) -> RowProblem:
-        """From the arguments of an operator, in the order of `Program.tensor_names`."""
+        """Makes a problem from an operator's arguments, in the order of `Program.tensor_names`."""
         program = Program.of(text)
         if len(tensors) != len(program.tensor_names):
             raise ValueError(

@@ -135,7 +135,7 @@ class Program:
         )
 
     def with_lowest(self, lowest: float) -> Program:
-        """With a number in place of -inf."""
+        """Returns the program with a number in place of -inf."""
         nodes = (
             n._replace(value=lowest) if n.op == "const" and n.value == -math.inf else n
             for n in self.nodes
@@ -260,7 +260,7 @@ def _digests(program: Program) -> list[str]:
 
 
 def check(program: Program) -> None:
-    """A program that an operator is given is one that can run."""
+    """Checks that a program which an operator is given can run."""
     for i, node in enumerate(program.nodes):
         if any(a >= i for a in node.args):
             raise ValueError("nodes of a row program must use earlier nodes only")
@@ -274,6 +274,6 @@ def check(program: Program) -> None:
 
 
 def used(outputs: Sequence[int], count: int) -> None:
-    """Outputs are reductions of the program."""
+    """Checks that outputs are reductions of the program."""
     if any(not 0 <= c < count for c in outputs):
         raise ValueError(f"outputs must be among the {count} reductions, got {list(outputs)}")

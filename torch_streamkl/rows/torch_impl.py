@@ -50,7 +50,7 @@ class Result:
 
     @staticmethod
     def of(program: Program, tensors: Sequence[Tensor]) -> Result:
-        """From all tensors of a call that is differentiated."""
+        """Selects from all tensors of a call that is differentiated."""
         count, pairs = len(program.reductions), len(program.logsumexps)
         rest = tensors[count:]
         parts = [(rest[2 * i], rest[2 * i + 1]) for i in range(pairs)]
@@ -153,7 +153,7 @@ def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slice
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """One pass over the keys for each level."""
+    """Makes one pass over the keys for each level."""
     plan = derive.forward_plan(problem.program, is_differentiated)
     result = allocate(problem, is_differentiated)
     for batch, rows in row_blocks(problem):

@@ -35,7 +35,7 @@ class Observer(Protocol):
         """Launch a kernel by ``start`` and return what that returns, or only note the launch."""
 
     def told(self, what: str, stream: torch.cuda.Stream) -> None:
-        """Hear of a side stream's "fork", "enter", "exit" or "join"."""
+        """Receives a side stream's "fork", "enter", "exit" or "join"."""
 
 
 class _Thread(threading.local):
@@ -52,7 +52,7 @@ def active_observer() -> Observer | None:
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Inside, an observer sees the launches of this thread."""
+    """Lets an observer see the launches of this thread inside."""
     outer = active_observer()
     _THREAD.observer = observer
     try:
@@ -106,7 +106,7 @@ def _start(
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, a GPU is the current device; no call of the driver where it already is."""
+    """Makes a GPU the current device inside; calls no driver if it already is."""
     if device.type != "cuda" or not torch.cuda.is_initialized():  # fake tensors of a GPU elsewhere
         return _CURRENT
     if device.index is None or torch.cuda.current_device() == device.index:

@@ -49,7 +49,9 @@ class IndexRules(Analysis):
         return self._no_rule(node, "cumsum")
 
     def mask_index(self, node: fx.Node, a: Arguments) -> object:
-        """``x[i, j, ...]`` by one `arange` a dimension, each along a dimension of its own."""
+        """Reads ``x[i, j, ...]`` by one `arange` a dimension, each along a dimension of its
+        own.
+        """
         x, indices = self.value(a["self"]), a["indices"]
         if isinstance(x, Number):
             return x

@@ -46,7 +46,7 @@ class SelectionRules(ViewRules):
 
     @rule(aten.index.Tensor)
     def index(self, node: fx.Node, a: Arguments) -> object:
-        """``x[mask]`` and ``x[i, j]``, after any number of whole dimensions."""
+        """Reads ``x[mask]`` and ``x[i, j]``, after any number of whole dimensions."""
         x, indices = self.value(a["self"]), a["indices"]
         if not isinstance(x, (Scores, Elements)):
             return self.mask_index(node, a)

@@ -193,7 +193,7 @@ class ValueMaskRules(MaskRules):
         return elements.masked_after(x, mask, self.rank, lambda: self._row_factor(x, node))
 
     def compared(self, op: str, x: Elements, value: float) -> object:
-        """P > 0, which a probability that underflows misses, or P <= 0."""
+        """Reads P > 0, which a probability that underflows misses, or P <= 0."""
         e = x.single()
         if e is not None and e.op == "P" and value == 0.0 and op in ("gt", "ne"):
             return x.map(lambda p: apply("gt", p, ZERO))
@@ -202,7 +202,9 @@ class ValueMaskRules(MaskRules):
         raise Unsupported("a comparison of probabilities with a number")
 
     def infinite(self, x: object) -> object:
-        """Marks where scores or log-probabilities are infinite: at the keys that a mask removed."""
+        """Marks where scores or log-probabilities are infinite: at the keys that a mask
+        removed.
+        """
         if isinstance(x, Scores):
             return _removed(x)
         if isinstance(x, Elements):

@@ -294,7 +294,7 @@ class ViewRules(MaskRules):
 
 
 def rows_of_entries(x: Entries, shape: Sequence[Size]) -> Scores | Elements:
-    """``masked_select(scores, mask).view(-1, vocabulary entries)``: the rows of the entries."""
+    """Reads ``masked_select(scores, mask).view(-1, vocab_size)``: the rows of the entries."""
     rows = x.rows
     sizes = lay.sizes_of(rows.layout) if isinstance(rows, Scores) else rows.shape
     if len(shape) != 2 or not provably_equal(shape[1], sizes[1]):

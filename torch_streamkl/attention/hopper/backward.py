@@ -206,7 +206,9 @@ def marks_of(kept, TASK: gl.constexpr):
 def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK: gl.constexpr
 ):
-    """The loading warp: the outer tiles once, then every inner tile into a slot that is empty."""
+    """Runs the loading warp (producer): the outer tiles once, then every inner tile into an empty
+    stage.
+    """
     GROUPS: gl.constexpr = TASK.GROUPS
     own_head = work.first_head if TASK.ROWS else work.own_key_head
     other_head = work.first_head if TASK.ROWS else work.other_key_head
@@ -307,7 +309,7 @@ def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.co
 
 @gluon.jit
 def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr, bias=0.0, bias_scale=0.0):
-    """From own scores: probabilities, or their logarithms where those are needed too."""
+    """Computes probabilities from own scores, or their logarithms where those are needed too."""
     layout: gl.constexpr = own.type.layout
     x = own * scale
     if TASK.OWN_BIAS:
@@ -424,7 +426,7 @@ def tiles_without_mask(work, first, TASK: gl.constexpr):
 def accumulate(
     tiles, work, stats, output, GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr
 ):
-    """One warp group: the gradient of its outer rows."""
+    """Runs one warp group, which sums the gradient of its outer rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.INNER, 16]
     )

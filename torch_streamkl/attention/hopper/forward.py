@@ -156,7 +156,7 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every pair into the slot that is empty."""
+    """Runs the loading warp (producer): queries once, then every pair into an empty stage."""
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         row = block.seq.start_q + block.m0 + group * CONFIG.BLOCK_M
@@ -184,7 +184,7 @@ def wait_for(tiles, i, more, SLOTS: gl.constexpr):
 
 @gluon.jit
 def release(tiles, i, SLOTS: gl.constexpr):
-    """This warp group has read both sides of pair i."""
+    """Releases the stage of pair i: this warp group has read both sides."""
     mbarrier.arrive(tiles.empty.index(stage_of(i, SLOTS)), count=1)
 
 
@@ -467,7 +467,7 @@ def without_doubtful(state, SQUARES: gl.constexpr):
 
 @gluon.jit
 def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """rows.empty_state in a layout."""
+    """Returns row_state.empty_state in a layout."""
     low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
     zero = gl.full([BLOCK_M], 0.0, gl.float32, layout=layout)
     return State(low, zero, low, zero, zero, zero, -low, -low, zero)
@@ -501,7 +501,7 @@ def reduce_rows(
     SLOTS: gl.constexpr, PARTS: gl.constexpr, SAME_BIAS: gl.constexpr,
     COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: values and statistics of its rows."""
+    """Runs one warp group (consumer): values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
@@ -600,7 +600,9 @@ def forward_kernel(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
     SAME_BIAS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Blocks from num_whole on are PARTS programs each."""
+    """Computes values and statistics of a block; blocks from num_whole on have PARTS programs
+    each.
+    """
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM

@@ -85,7 +85,7 @@ def load_keys(
     q, k, tiles, block,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every tile of keys into the slot that is empty."""
+    """Runs the loading warp: queries once, then every tile of keys into an empty stage."""
     mbarrier.expect(tiles.q_bar, GROUPS * CHUNKS * q.block_type.nbytes)
     for group in gl.static_range(GROUPS):
         for chunk in gl.static_range(CHUNKS):
@@ -140,7 +140,7 @@ def log_sum_exps(
     tiles, block, lse_ptr, scale,
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: log-sum-exps of its rows."""
+    """Runs one warp group: log-sum-exps of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, CONFIG.BLOCK_N, 16]
@@ -237,7 +237,9 @@ def load_heads(
     q, k, tiles, b, h, m0, n0, ratio, group,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries and keys of every head, a chunk into the slot that is empty."""
+    """Runs the loading warp: queries and keys of every head, chunk by chunk, into an empty
+    stage.
+    """
     for r in range(ratio):
         for chunk in gl.static_range(CHUNKS):
             slot, phase = slot_and_phase(r * CHUNKS + chunk, SLOTS)
@@ -257,7 +259,7 @@ def add_heads(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: log2 of the mean of its rows, and the smallest sum of each."""
+    """Runs one warp group: log2 of the mean of its rows, and the smallest sum of each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     mma: gl.constexpr = gl.NVMMADistributedLayout(

@@ -233,7 +233,9 @@ def _helper(problem: AttentionProblem, plan: Plan) -> Any:
 
 
 def _descriptors(plan: Plan, launch: HopperLaunch, side: Side, pairs: bool) -> tuple[Any, Any]:
-    """Makes descriptors of a warp group's queries, and of one tile of keys or (``pairs``) of two."""
+    """Makes descriptors of a warp group's queries, and of one tile of keys or (``pairs``) of
+    two.
+    """
     rows = 2 * launch.block_n if pairs else launch.block_n
     return descriptor(plan, side.q, launch.block_m), descriptor(plan, side.k, rows)
 

@@ -57,7 +57,7 @@ class PreparedMask:
 
 
 def prepare(problem: AttentionProblem, plan: Plan) -> PreparedMask:
-    """Two launches: bits and classes of blocks, then lists."""
+    """Launches two kernels: bits and classes of blocks, then lists."""
     mask = problem.mask
     assert mask is not None
     batch = problem.batch if mask.shape[0] > 1 or problem.key_lengths is not None else 1

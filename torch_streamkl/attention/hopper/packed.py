@@ -39,7 +39,9 @@ def num_entries(problem: AttentionProblem, plan: Plan, size: int, rows: bool) ->
 
 
 def new_table(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> Tensor:
-    """[2, entries], int32: sequences (-1 after the last block), and places of blocks in them."""
+    """Allocates [2, entries], int32: sequences (-1 after the last block), and places of blocks in
+    them.
+    """
     assert problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None
     entries = num_entries(problem, plan, size, rows)
     table = problem.cu_seqlens_q.new_empty((2, entries))
@@ -114,7 +116,7 @@ def table_kernel(
     ENTRIES: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Each entry's rank among all is its place in the table."""
+    """Ranks each entry among all: the rank is its place in the table."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     work, sequence, place = work_of_entry(
         entry, cu_seqlens_q, cu_seqlens_k, num_sequences, left, right,

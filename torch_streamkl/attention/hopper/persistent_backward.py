@@ -169,8 +169,8 @@ def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, sizes, masks, blocks, stats,
     TASK: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: of every block its outer tiles, when the warp groups are done with those
-    before, and every inner tile into a slot that is empty.
+    """Runs the loading warp: each block's outer tiles when the warp groups are done with those
+    before, and every inner tile into an empty stage.
     """
     used = 0
     done = 0
@@ -204,7 +204,7 @@ def load_outer(own_outer, other_outer, tiles, work, done, TASK: gl.constexpr):
 
 @gluon.jit
 def load_inner(own_inner, other_inner, tiles, work, i, used, TASK: gl.constexpr):
-    """Inner tile i of a block."""
+    """Loads inner tile i of a block."""
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     slot = stage_of(used + i, TASK.SLOTS)
     member = i % TASK.GROUP_SIZE
@@ -275,7 +275,7 @@ def tiles_seen(work, first, TASK: gl.constexpr):
 
 @gluon.jit
 def skip_stages(tiles, start, stop, TASK: gl.constexpr):
-    """Inner tiles that the warp group does not need."""
+    """Waits for and releases the stages of inner tiles that the warp group does not need."""
     for i in range(start, stop):
         mbarrier.wait(tiles.full.index(stage_of(i, TASK.SLOTS)), phase_of(i, TASK.SLOTS))
         mbarrier.arrive(tiles.empty.index(stage_of(i, TASK.SLOTS)), count=1)
@@ -324,7 +324,7 @@ def accumulate_all(
     tiles, sizes, masks, blocks, stats, output, own_scale, other_scale,
     GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: the gradient of its outer rows of every block."""
+    """Runs one warp group, which sums the gradient of its outer rows of every block."""
     used = 0
     done = 0
     for step_of_program in range(num_steps_of_program(sizes)):
@@ -345,7 +345,9 @@ def accumulate(
     tiles, work, blocks, output, own_scale, other_scale, used, done,
     GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block's outer rows of a warp group; ``used``: tiles of blocks before."""
+    """Accumulates the gradient of a warp group's outer rows of a block; ``used``: tiles of blocks
+    before.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.INNER, 16]
     )

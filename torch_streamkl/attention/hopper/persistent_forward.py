@@ -60,7 +60,7 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks, other_group, weight_group,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: of every block its queries, and every pair into the slot that is empty.
+    """Runs the loading warp: the queries of every block, and every pair into an empty stage.
 
     The last warp group is the first to be done with a block, and sees the next one's first pair.
     """
@@ -98,7 +98,7 @@ def load_all(
 
 @gluon.jit
 def load_queries(other_q, weight_q, tiles, block, done, GROUP: gl.constexpr, CONFIG: gl.constexpr):
-    """Queries of a warp group, when it is done with those of the block before."""
+    """Loads queries of a warp group, when it is done with those of the block before."""
     full = tiles.q_full.index(GROUP)
     mbarrier.wait(tiles.q_empty.index(GROUP), (done & 1) ^ 1)
     mbarrier.expect(full, other_q.block_type.nbytes + weight_q.block_type.nbytes)
@@ -112,7 +112,7 @@ def load_pair(
     other_k, weight_k, tiles, block, i, used, other_h, weight_h,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Pair i of a block, counted from its last."""
+    """Loads pair i of a block, counted from its last."""
     full = tiles.full.index(stage_of(used + i, SLOTS))
     pair = pair_at(block, i, CONFIG)
     mbarrier.wait(tiles.empty.index(stage_of(used + i, SLOTS)), phase_of(used + i, SLOTS) ^ 1)
@@ -133,7 +133,7 @@ def reduce_rows(
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, POINTWISE_FN: gl.constexpr,
     SPECIALIZED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: values and statistics of its rows of every block."""
+    """Runs one warp group: values and statistics of its rows of every block."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     SECOND: gl.constexpr = CONFIG.TWO_PASS and not CONFIG.GUARDED

@@ -182,7 +182,7 @@ def sum_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The second pass over every tile that some row of the warp group sees."""
+    """Runs the second pass over every tile that some row of the warp group sees."""
     end = place.end
     none = lane_sum(zero)
     zeros = zero_of_pair(zero)

@@ -295,7 +295,7 @@ def without_doubtful(state, some):
 
 @gluon.jit
 def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """rows.empty_state in a layout."""
+    """Returns row_state.empty_state in a layout."""
     low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
     zero = gl.full([BLOCK_M], 0.0, gl.float32, layout=layout)
     return State(low, zero, low, zero, zero, zero, -low, -low, zero)

@@ -61,7 +61,7 @@ PINNED_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))
 
 @gluon.jit
 def exp2(x):
-    """2^x in one instruction; results below 2^-126 are 0."""
+    """Computes 2^x in one instruction; results below 2^-126 are 0."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -81,7 +81,7 @@ WAIT_ONE, WAIT_TWO, WAIT_THREE = (gl.constexpr(_before_wait(2 * n)) for n in (1,
 
 @gluon.jit
 def log2(x):
-    """log2 of a positive number in one instruction, off by 2^-22 of itself."""
+    """Computes log2 of a positive number in one instruction, off by 2^-22 of itself."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -89,7 +89,7 @@ def log2(x):
 
 @gluon.jit
 def reciprocal(x):
-    """1 / x of a number that is neither tiny nor huge, in one instruction."""
+    """Computes 1 / x of a number that is neither tiny nor huge, in one instruction."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -97,7 +97,7 @@ def reciprocal(x):
 
 @gluon.jit
 def before_wait(a):
-    """a, computed by this point of the program: a pause that no number asks for reads it."""
+    """Returns a, computed by this point of the program: an empty instruction reads it here."""
     return gl.inline_asm_elementwise(
         WAIT_ONE, "=f,=f,f,f", [a], dtype=gl.float32, is_pure=False, pack=2
     )
@@ -129,7 +129,9 @@ def pinned(x):
 
 @gluon.jit
 def anew(i):
-    """i, of which compilers know nothing: what depends on it is not computed before a loop."""
+    """Returns i as a value that compilers know nothing of: what depends on it stays inside a
+    loop.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -137,32 +139,34 @@ def anew(i):
 
 @gluon.jit
 def by_lane(x):
-    """[M, N] accumulator -> [M, LANES, N / LANES]: the columns that each thread has."""
+    """Reshapes an [M, N] accumulator to [M, LANES, N / LANES]: the columns that each thread
+    has.
+    """
     y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
     return gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4])
 
 
 @gluon.jit
 def lane_sum(x):
-    """[M, N] accumulator -> [M, LANES]: each thread sums its columns, no shuffles."""
+    """Sums an [M, N] accumulator to [M, LANES]: each thread sums its columns, no shuffles."""
     return gl.sum(by_lane(x), 2)
 
 
 @gluon.jit
 def add(x, y):
-    """x + y in the layout of x: threads have the same columns of a tile and of a pair."""
+    """Adds x and y in the layout of x: threads have the same columns of a tile and of a pair."""
     return x + gl.convert_layout(y, x.type.layout)
 
 
 @gluon.jit
 def column_of(x, products):
-    """[rows] -> a column next to products of a tile or pair."""
+    """Converts [rows] to a column that broadcasts to products of a tile or pair."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, products.type.layout)), 1)
 
 
 @gluon.jit
 def zero_of_pair(zero):
-    """From a tile's products of zeros those of a pair."""
+    """Makes a pair's products of zeros from a tile's."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 2 * zero.shape[1], 16]
     )
@@ -171,7 +175,7 @@ def zero_of_pair(zero):
 
 @gluon.jit
 def halves(x):
-    """Products [64, 128] of a pair -> of its two tiles."""
+    """Splits products [64, 128] of a pair into those of its two tiles."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 64, 16]
     )
@@ -181,7 +185,9 @@ def halves(x):
 
 @gluon.jit
 def bits(x):
-    """float32 as unsigned integers: of negative numbers the lowest has the largest."""
+    """Reinterprets float32 as unsigned integers: of negative numbers the lowest has the
+    largest.
+    """
     return x.to(gl.uint32, bitcast=True)
 
 
@@ -203,7 +209,7 @@ LOWEST_OPERANDS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 64))
 
 @gluon.jit
 def per_column(x, like):
-    """[64, LANES] -> an accumulator whose columns have their thread's number."""
+    """Converts [64, LANES] to an accumulator whose columns have their thread's number."""
     zeros = gl.zeros_like(by_lane(like))
     x = gl.convert_layout(x, gl.SliceLayout(2, zeros.type.layout))
     x = gl.expand_dims(x, 2) + zeros
@@ -257,7 +263,7 @@ SIGNED_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 96))
 
 @gluon.jit
 def lane_signed_sum(before, d, x):
-    """`before` and, of a thread's columns, the sum of sign(d) x: as lane_sum, sign(0) is 0."""
+    """Adds to `before` the sum of sign(d) x over a thread's columns: as lane_sum, sign(0) is 0."""
     if x.shape[1] == 128:
         d, d_1 = halves(d)
         x, x_1 = halves(x)
@@ -293,7 +299,7 @@ def without_offset(seq):
 
 @gluon.jit
 def flat(tile):
-    """[1, 1, rows, head_dim] of shared memory -> [rows, head_dim]."""
+    """Views [1, 1, rows, head_dim] of shared memory as [rows, head_dim]."""
     return tile.reshape([tile.shape[2], tile.shape[3]])
 
 

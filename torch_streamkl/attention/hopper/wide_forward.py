@@ -83,7 +83,7 @@ def wait_for(tiles, load, more, SLOTS: gl.constexpr):
 
 @gluon.jit
 def release(tiles, load, SLOTS: gl.constexpr):
-    """This warp group has read the tile."""
+    """Releases the stage of a tile that this warp group has read."""
     mbarrier.arrive(tiles.empty.index(load % SLOTS), count=1)
 
 
@@ -92,7 +92,7 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every tile into the slot that is empty."""
+    """Runs the loading warp: queries once, then every tile into an empty stage."""
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         row = block.seq.start_q + block.m0 + group * CONFIG.BLOCK_M
@@ -205,7 +205,7 @@ def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: values and statistics of its rows."""
+    """Runs one warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
     C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
@@ -267,7 +267,7 @@ def wide_forward_kernel(
     WEIGHT_IS_TEACHER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr,
     COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head; tiles of both sides have HEAD_DIM columns."""
+    """Computes a block of rows of one head; tiles of both sides have HEAD_DIM columns."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     position, bh = tile_coordinates(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)

@@ -135,7 +135,7 @@ def sums_between(
     lo, hi, m0, lse_t, lse_s, rows, student, teacher, masks, seq, inv_temperature,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """The second pass: f, h and g summed over the keys in [lo, hi)."""
+    """Runs the second pass: f, h and g summed over the keys in [lo, hi)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     first, _, _, stop = key_range(masks, seq, m0, CONFIG)
@@ -171,7 +171,7 @@ def finite_lse(lse):
 def with_masked_sums(
     sums, lse_t, lse_s, num_keys, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """The second pass over the keys that are not allowed: they all look the same."""
+    """Adds to the second pass the keys that are not allowed: they all look the same."""
     log_t = masked_fill_value(sums.count, fill, CONFIG.T_SINK) - lse_t
     log_s = masked_fill_value(sums.count, fill, CONFIG.S_SINK) - lse_s
     f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, POINTWISE_FN)
@@ -259,7 +259,7 @@ def recompute_kernel(
     EACH: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value.
+    """Runs `forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value.
 
     A program looks at EACH blocks at once: most have none, and two programs fit a multiprocessor.
     """
@@ -359,7 +359,7 @@ def state_kernel(
     num_blocks, num_heads, keys_per_split, inv_temperature,
     COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """State of one share of the keys, written as nine fields of state_ptr."""
+    """Computes the state of one split of the keys, written as nine fields of state_ptr."""
     pid = tl.program_id(0)
     split = tl.program_id(1)
     bh = pid // num_blocks
@@ -422,7 +422,9 @@ def merge_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, recompute_ptr,
     num_blocks, num_heads, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Unite the shares of a block of rows; recompute_ptr marks blocks that need a second pass."""
+    """Combines the splits of a block of rows; recompute_ptr marks blocks that need a second
+    pass.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     bh = pid // num_blocks
@@ -468,7 +470,9 @@ def sums_kernel(
     split_stride, num_blocks, num_heads, keys_per_split, inv_temperature,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Second pass over one share of the keys: f, h, g and the count as four fields of sums_ptr."""
+    """Runs the second pass over one split of the keys: f, h, g and the count as four fields of
+    sums_ptr.
+    """
     pid = tl.program_id(0)
     split = tl.program_id(1)
     if CONFIG.GUARDED:
@@ -501,7 +505,7 @@ def merge_sums_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     num_blocks, num_heads, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Add up the shares of the second pass."""
+    """Adds up the splits of the second pass."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     if CONFIG.GUARDED:

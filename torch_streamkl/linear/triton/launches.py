@@ -31,7 +31,7 @@ NO_WEIGHTS = RowWeights(None, None)
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from their whole logits."""
+    """Computes values and statistics of rows from their whole logits."""
     _launch(problem, student, teacher, out, NO_WEIGHTS, NeedsGrad(), compute_values=True)
 
 
@@ -43,7 +43,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Both, in one launch: a row's second pass finds part of it in the cache."""
+    """Computes both in one launch: a row's second pass finds part of it in the cache."""
     _launch(problem, student, teacher, out, weights, needs_grad, compute_values=True)
 
 
@@ -60,7 +60,7 @@ def gradient(
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply a dense tensor in place by a number on the device; 1 costs no traffic."""
+    """Multiplies a dense tensor in place by a number on the device; 1 costs no traffic."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
     grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8, **COMPILE_OPTIONS}

@@ -55,7 +55,9 @@ def empty_state(parts: Tensor) -> None:
 
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
-    """Statistics of whole rows, their cross-entropies, and the values that the state gives."""
+    """Merges states to statistics of whole rows, cross-entropies, and the values that the state
+    gives.
+    """
     config, _ = config_of(problem, parts, parts, NO_WEIGHTS, NeedsGrad(), True)
     arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],

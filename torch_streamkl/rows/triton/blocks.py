@@ -94,7 +94,9 @@ def _bytes_of(
     needs_grad: tuple[tuple[int, int], ...],
     kept: Container[int],
 ) -> int:
-    """Counts the bytes of all maps for one row and key, with gradients that reuse no dot product."""
+    """Counts the bytes of all maps for one row and key, with gradients that reuse no dot
+    product.
+    """
     return max(sum(_maps_of(problem, which, needs_grad, kept).values()), 2)
 
 
@@ -117,7 +119,7 @@ def kept_maps(problem: RowProblem) -> tuple[int, ...]:
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
-    """Uninitialised results."""
+    """Allocates results, uninitialised."""
     result = torch_impl.allocate(problem, is_differentiated)
     if is_differentiated:
         result.maps = [maps.new_map(problem, torch.float32) for _ in kept_maps(problem)]
@@ -150,7 +152,9 @@ def _row_blocks(
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """All passes of a block of rows before the next one: they share its maps."""
+    """Makes all passes of a block of rows before the next block: they share its materialized
+    scores.
+    """
     program, which = problem.program, DIFFERENTIATED if is_differentiated else FORWARD
     result = allocate(problem, is_differentiated)
     kept = dict(zip(kept_maps(problem), result.maps, strict=False))

@@ -68,7 +68,9 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 
 
 def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
-    """Explains why the GPU has no kernels whose tiles hold these dots' operands; empty if it has."""
+    """Explains why the GPU has no kernels whose tiles hold these dots' operands; empty if it
+    has.
+    """
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return ""
@@ -190,7 +192,7 @@ allocate = torch_impl.allocate
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """A launch for each level and number of heads."""
+    """Launches a kernel for each level and number of heads."""
     program = problem.program
     result = torch_impl.allocate(problem, is_differentiated)
     plan = derive.forward_plan(program, is_differentiated)
@@ -366,7 +368,7 @@ def launch_rows(
     launch: TritonLaunch,
     arguments: Mapping[str, Any],
 ) -> None:
-    """A program for each block of rows of each head."""
+    """Launches a program for each block of rows of each head."""
     num_blocks = ceil_div(problem.num_rows, launch.block_m)
     programs = num_blocks * problem.batch * num_heads
     start(source, launch, num_blocks, num_heads, programs, arguments)
@@ -379,7 +381,9 @@ def launch_columns(
     launch: TritonLaunch,
     arguments: Mapping[str, Any],
 ) -> None:
-    """A program for each block of keys of each key head, and each share of its query heads."""
+    """Launches a program for each block of keys of each key head, and each split of its query
+    heads.
+    """
     num_blocks = ceil_div(problem.num_keys, launch.block_n)
     programs = num_blocks * problem.batch * num_heads
     start(source, launch, num_blocks, num_heads, programs, arguments)

@@ -43,7 +43,9 @@ INTERPRETED = TritonLaunch(4, 32, 4, 1)
 
 @functools.lru_cache(maxsize=256)
 def nodes_of(program: Program, which: str) -> tuple[Node, ...]:
-    """Returns the nodes that the forward, with or without derivatives, or the backward computes."""
+    """Returns the nodes that the forward, with or without derivatives, or the backward
+    computes.
+    """
     if which == BACKWARD:
         return derive.backward_plan(program).nodes
     return derive.forward_plan(program, which == DIFFERENTIATED).nodes
@@ -202,7 +204,7 @@ def _element_source(program: Program, which: str, node: int, is_exact: bool) -> 
 def rows_source(
     program: Program, dot: int, sums: tuple[tuple[int, int], ...], is_exact: bool
 ) -> Source:
-    """With sums over keys of the same heads, as number and node."""
+    """Writes a kernel with sums over keys of the same heads, as number and node."""
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
     every = (node, *(n for _, n in sums))
@@ -356,7 +358,7 @@ class Block:
         start(source, launch, num_blocks, num_heads, programs, given)
 
     def sums(self, slots: dict[int, tuple[int, str]], axis: int, out: dict[str, Any]) -> None:
-        """One pass over the keys, of the heads of an axis."""
+        """Makes one pass over the keys, of the heads of an axis."""
         listed = tuple((slot, node, kind) for slot, (node, kind) in slots.items())
         source = _sums_source(self.program, self.which, listed, axis, self.is_exact)
         given = {**self.arguments, **self.reads([n for n, _ in slots.values()], axis), **out}

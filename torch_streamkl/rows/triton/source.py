@@ -61,7 +61,7 @@ def sums_kernel(
     slots: Mapping[int, tuple[int, str]],
     is_exact: bool,
 ) -> Source:
-    """One pass over the keys: slots are reductions or Jacobians, as their node and kind."""
+    """Writes one pass over the keys: slots are reductions or Jacobians, as their node and kind."""
     w = Writer(program, nodes, [node for node, _ in slots.values()], is_exact)
     _start(w, "BLOCK_M", "m")
     w.bind("batch", "head")
@@ -163,7 +163,9 @@ def rows_kernel(
     sums: Mapping[int, int],
     is_exact: bool,
 ) -> Source:
-    """Gradients to row operands, of the dots whose gradients are these nodes; and sums of some."""
+    """Writes the kernel of gradients to row operands, for dots whose gradients are these nodes;
+    and sums of some.
+    """
     every = [*needs_grad.values(), *sums.values(), *_dots_of(nodes, list(needs_grad))]
     w = Writer(program, nodes, every, is_exact)
     _start(w, "BLOCK_M", "m")
@@ -196,7 +198,8 @@ def rows_kernel(
 def columns_kernel(
     program: Program, nodes: Sequence[Node], dot: int, node: int, is_exact: bool
 ) -> Source:
-    """The gradient to the column operand of a dot, summed over the heads that share it.
+    """Writes the kernel of the gradient to a dot's column operand, summed over the heads that
+    share it.
 
     Or over a share of them, each with its place; ADD adds to what is there, of other rows.
     """
@@ -240,7 +243,8 @@ def maps_kernel(
     is_summed: bool,
     has_one_key_head: bool = False,
 ) -> Source:
-    """Elements of a tile written to memory: summed over heads, or 0 where a key takes no part.
+    """Writes the kernel that materializes elements of a tile: summed over heads, or 0 where a key
+    takes no part.
 
     Tiles of sums that no row has a key in are not written. Keys that all heads share are loaded
     once.

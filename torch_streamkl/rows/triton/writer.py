@@ -67,7 +67,7 @@ class Writer:
         self.lines.append("    " * self.log_normalizer + text)
 
     def take(self, *names: str) -> None:
-        """Arguments of the kernel."""
+        """Adds arguments of the kernel."""
         self.arguments += [n for n in names if n not in self.arguments]
 
     def leaves(self, op: str) -> list[int]:
@@ -275,7 +275,7 @@ class Writer:
             self.line(f"mask_p = mask + {batch} * mask_b")
 
     def bind_sequence(self, batch: str) -> None:
-        """Sizes, and which keys there are; first_row and first_key are those of a block."""
+        """Writes sizes, and which keys there are; first_row and first_key are those of a block."""
         keys = self.program.keys
         self.take("num_rows", "num_keys", "first_row", "first_key", "offset")
         valid = "num_keys"
@@ -294,7 +294,7 @@ class Writer:
         )
 
     def load_rows(self, is_checked: bool) -> None:
-        """Row operands, per-row values and their positions."""
+        """Writes loads of row operands, per-row values and their positions."""
         self.line("m64 = m.to(tl.int64)[:, None]")
         self.line("in_rows = m[:, None] < num_rows")
         for i in self.leaves("dot"):
@@ -333,14 +333,14 @@ class Writer:
             self.line(f"v{index}{part} = tl.where(v{index} == {low}, 0.0, v{index}{part})")
 
     def load_column_operands(self, is_checked: bool) -> None:
-        """Column operands, as rows of keys."""
+        """Writes loads of column operands, as rows of keys."""
         for i in self.leaves("dot"):
             self._operand("b", i, "n", "num_keys", is_checked)
             # before a loop over rows, or it would go to shared memory every time
             self.line(f"b{i}_t = tl.trans(b{i}_x)")
 
     def load_columns(self, is_checked: bool, has_operands: bool = False) -> None:
-        """Column operands if they are not there yet, and values of keys."""
+        """Writes loads of column operands if they are not there yet, and values of keys."""
         self.line("n64 = n.to(tl.int64)[None, :]")
         self.line("in_keys = n[None, :] < num_keys")
         mask = "in_keys" if is_checked else ""
@@ -361,7 +361,9 @@ class Writer:
             self.line(f"{name} = {value}")
 
     def elements(self, is_checked: bool) -> None:
-        """Everything of one tile, which may end beyond the last key where that is checked."""
+        """Writes everything of one tile, which may end beyond the last key where that is
+        checked.
+        """
         inside = "(in_rows & in_keys)" if is_checked else "in_rows"
         written = inside
         if is_checked and self.leaves("map"):
@@ -442,7 +444,9 @@ class Writer:
         return self.program.keys.has_mask or self.is_exact
 
     def bounds(self, of: str, start: str) -> None:
-        """Tiles in [first, left) and [right, stop) need a mask; of is keys_of_rows or its twin."""
+        """Writes loop bounds: tiles in [first, left) and [right, stop) need a mask; of is
+        keys_of_rows or its twin.
+        """
         keys = self.program.keys
         sizes = "BLOCK_M, BLOCK_N" if of == "keys_of_rows" else "BLOCK_N, BLOCK_M"
         flags = f"{keys.left is not None}, {keys.right is not None}, {self.is_dense()}"
